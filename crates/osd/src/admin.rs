@@ -10,8 +10,8 @@ use crate::request::RequestContext;
 use crate::status;
 
 impl Osd {
-    /// Carries out an administrative request. A repeated request may find that its first attempt has
-    /// made or removed the pool; it succeeds.
+    /// Executes an administrative request. A retry may find that an earlier attempt has already
+    /// created or removed the pool; the retry then succeeds.
     pub(crate) async fn administer(
         self: &Rc<Osd>,
         request: &RequestContext,

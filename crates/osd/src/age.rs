@@ -1,14 +1,14 @@
-//! The node's age: how often its OSD has started, and for how long it has run in all.
+//! The node's age: how often its OSD has started, and for how long it has run in total.
 //!
-//! Both numbers only grow, whatever the time of day does, and lie on every target, in the omap of
-//! an object beside the node's map. The count of starts is the generation of session ids. The
-//! running time says for how long a session has changed nothing; time during which the OSD does not
-//! run does not count, since no client can reach it then.
+//! Both numbers only grow, independently of the wall clock. Every target stores them, in the omap
+//! of an object in the node map's collection. The number of starts is the generation of session
+//! ids. The running time measures how long a session has been idle. Time in which the OSD does not
+//! run does not count, because no client can reach the OSD then.
 //!
-//! No request is ever carried out twice because a number was lost: what was forgotten is noted per
-//! placement group, by session ([`gone`](crate::gone)). A node that cannot write its age starts all
-//! the same. If a generation is used twice, repeats of new sessions' first requests may be refused
-//! although nothing was forgotten.
+//! A lost age never makes the OSD execute a request twice, because each placement group records the
+//! sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
+//! starts anyway. If two starts use the same generation, the OSD may refuse retries of the first
+//! requests of new sessions, although their results were not forgotten.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -24,18 +24,18 @@ use crate::start_error::StartError;
 use crate::target::Target;
 
 const FORMAT: u8 = 1;
-/// The omap key.
+/// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
 /// See the [module](self) documentation.
 pub(crate) struct Age {
     generation: u64,
-    /// How long earlier starts have run, in milliseconds.
+    /// Total running time of earlier starts, in milliseconds.
     before_ms: u64,
     started: Instant,
 }
 
-/// As stored: format byte, then both numbers, big-endian.
+/// The age as stored: a format byte, then both numbers, big-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StoredAge {
     generation: u64,
@@ -43,11 +43,11 @@ struct StoredAge {
 }
 
 impl Age {
-    /// Begins a generation: one more than any that the targets know of. Targets that do not take it
-    /// within `patience` are left out.
+    /// Begins a new generation: one more than the highest generation on any target. Ignores targets
+    /// that do not store it within `patience`.
     ///
     /// # Errors
-    /// If no target can be asked.
+    /// If no target can be read.
     pub(crate) async fn begin(targets: &[Rc<Target>], patience: Duration) -> Result<Age, StartError> {
         let mut newest: Option<StoredAge> = None;
         let mut answers = 0;
@@ -75,22 +75,22 @@ impl Age {
         Ok(age)
     }
 
-    /// The generation of the sessions that are made now.
+    /// Returns the generation of new sessions.
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// How long the node has run in all, in milliseconds.
+    /// Returns the node's total running time, in milliseconds.
     pub(crate) fn ran_ms(&self) -> u64 {
         self.before_ms.saturating_add(u64::try_from(self.ran().as_millis()).unwrap_or(u64::MAX))
     }
 
-    /// How long the node has run since this start.
+    /// Returns the time since this start of the OSD.
     pub(crate) fn ran(&self) -> Duration {
         self.started.elapsed()
     }
 
-    /// Puts the age on all targets that take it within `patience`.
+    /// Writes the age to all usable targets. Gives up on a target after `patience`.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) {
         let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms() };
         let there = targets.iter().filter(|target| target.failure().is_none());
@@ -114,7 +114,7 @@ async fn read(target: &Target, patience: Duration) -> store::Result<Option<Store
     }
 }
 
-/// Whether it is durable on a target.
+/// Writes the age to a target. Returns whether it is durable there.
 async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
@@ -139,13 +139,13 @@ impl StoredAge {
         value.freeze()
     }
 
-    /// The reverse of [`StoredAge::encode`]; `None` for what it does not make.
+    /// Decodes what [`StoredAge::encode`] returns; `None` for other bytes.
     fn decode(bytes: &[u8]) -> Option<StoredAge> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
         let (generation, ran_ms) = rest.split_at_checked(8)?;
         let generation = u64::from_be_bytes(generation.try_into().ok()?);
         let ran_ms = u64::from_be_bytes(ran_ms.try_into().ok()?);
-        // Half of the generations that fit in an id are left for the next starts.
+        // Half of the generations that fit into a session id are left for future starts.
         let possible = SessionId::FIRST_GENERATION..SessionId::FIRST_GENERATION + (1 << 46);
         possible.contains(&generation).then_some(StoredAge { generation, ran_ms })
     }

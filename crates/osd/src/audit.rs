@@ -1,10 +1,11 @@
-//! Comparing the size that is recorded with an object with the size that the store has of its data.
+//! Compares the recorded size of an object with the size of its data in the store.
 //!
-//! One transaction changes an object's record and its data, so the two sizes agree. Nodes before object protocol
-//! version 5 broke that rule: a compound change that cut an object within a block that was a hole recorded the right
-//! size, and stored the data without the end of that block. The object could then not be read. The missing bytes are
-//! zeros, because an earlier op of the same change had made the hole. A scrub finds such objects, in every pool, and one
-//! that is asked to repair gives them the recorded size.
+//! One transaction changes an object's record and its data, so the two sizes agree. Nodes before
+//! object protocol version 5 broke this rule. If a compound truncated an object within a block that
+//! was a hole, the node recorded the right size, but stored the data without the end of that block.
+//! Reads of the object then failed. The missing bytes are zeros, because an earlier op of the same
+//! compound had made the hole. A scrub of any pool finds these objects. A scrub with repair sets
+//! the data to the recorded size.
 
 use std::collections::BTreeMap;
 
@@ -23,13 +24,13 @@ use crate::pool::ObjectLocation;
 /// The two sizes of an object, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ObjectSizes {
-    /// `None` if the record cannot be read.
+    /// Size in the object's record; `None` if the record cannot be decoded.
     recorded: Option<u64>,
     stored: u64,
 }
 
 impl ObjectSizes {
-    /// Of an object as a store, or a group of them, has it.
+    /// Takes the record and the size of the data, as the store or array returned them.
     fn new(record: Option<&Bytes>, stored: u64) -> ObjectSizes {
         ObjectSizes {
             recorded: record.and_then(|bytes| ObjectInfo::decode(bytes)).map(|info| info.size),
@@ -41,8 +42,9 @@ impl ObjectSizes {
         self.recorded == Some(self.stored)
     }
 
-    /// The recorded size, if the bytes that are missing are zeros for certain: the data ends within the last block, or
-    /// right before it. No other defect or damage is known to leave an object so.
+    /// Returns the recorded size if the missing bytes are certain to be zeros: the data ends within
+    /// the object's last block or right before it. No other known defect or damage leaves an object
+    /// in this state.
     fn repairable(self) -> Option<u64> {
         self.recorded.filter(|&size| self.stored < size && self.stored >= block::align_down(size))
     }
@@ -57,12 +59,13 @@ impl ObjectSizes {
     }
 }
 
-/// Says what is wrong with an object of a target, or with the fragment of one, judging by its size in bytes and its xattrs.
-/// For `fsck`, which sees one target at a time. `None`: nothing that can be told from these.
+/// Describes what is wrong with an object, or with one fragment of an object, on a target. It only
+/// checks the size in bytes and the xattrs, because `fsck` sees one target at a time. `None` if
+/// these show no error.
 #[must_use]
 pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
     let name = ids::parse(oid)?;
-    // A fragment has the size of its object with it.
+    // A fragment stores the size of its object in an xattr.
     let stored = match xattrs.get(&SIZE_XATTR) {
         Some(bytes) => u64::from_be_bytes(bytes[..].try_into().ok()?),
         None => size,
@@ -79,14 +82,14 @@ pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>
 }
 
 impl Osd {
-    /// Compares the sizes of a user's object; with `repair`, gives its data the recorded size where that is certain to be
-    /// right.
+    /// Compares the sizes of a user's object. With `repair`, sets the data to the recorded size if
+    /// that is certain to be right.
     ///
     /// # Errors
-    /// If the store is away for longer than requests wait for it.
+    /// If the store is unreachable for longer than requests wait for it.
     pub(crate) async fn audit(&self, place: &ObjectLocation, repair: bool) -> wire::Result<Findings> {
         let mut found = Findings::default();
-        // Most objects are as they should be. That is found out without holding up their clients.
+        // Most objects are correct. This first check does not delay their clients.
         if let Ok(sizes) = sizes(place).await
             && sizes.is_none_or(ObjectSizes::agree)
         {
@@ -114,14 +117,14 @@ impl Osd {
     }
 }
 
-/// What has come of an audit.
+/// Outcome of an audit.
 enum AuditOutcome {
     Right,
     Wrong(ObjectSizes),
     Resized(ObjectSizes),
 }
 
-/// Reads the sizes of an object; `None` if there is no such object.
+/// Reads the sizes of an object; `None` if the object does not exist.
 async fn sizes(place: &ObjectLocation) -> StepResult<Option<ObjectSizes>> {
     let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
     let record = match store.get_xattr(cid, oid, INFO_XATTR).await {
@@ -137,7 +140,8 @@ async fn sizes(place: &ObjectLocation) -> StepResult<Option<ObjectSizes>> {
     }
 }
 
-/// Compares the sizes of an object whose turn it is, and makes them agree if that is wanted and certain to be right.
+/// Compares the sizes of an object; the caller must hold the object's turn. With `repair`, makes
+/// the sizes agree if that is certain to be right.
 async fn resize(place: &ObjectLocation, repair: bool) -> StepResult<AuditOutcome> {
     let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else {
         return Ok(AuditOutcome::Right);

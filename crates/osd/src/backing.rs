@@ -11,20 +11,20 @@ use store::{
 
 use crate::fail::{Fail, StepResult};
 
-/// The future of a reply of a [`Backing`].
+/// Future of a [`Backing`]'s reply.
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
-/// A target's store, or an array over several targets. Everything the OSD remembers of its content
-/// carries the *incarnation* in which it was learnt. When the store is lost a new incarnation
-/// begins, and what was learnt before no longer counts.
+/// A target's store, or an array over several targets. Everything that the OSD caches of the
+/// store's content is tagged with the *incarnation* in which it was read. A new incarnation begins
+/// when the store is lost; data from earlier incarnations is then invalid.
 pub(crate) struct Backing {
     store: BackingStore,
-    /// For the log.
+    /// Name of the store in log messages.
     name: String,
-    /// Incarnation that the store had last.
+    /// The store's incarnation when it was last checked.
     store_incarnation: Cell<u64>,
-    /// The OSD's count: a new one begins with each of the store's, and when a call to the store was
-    /// lost.
+    /// The OSD's own incarnation number. It grows with each new incarnation of the store, and when
+    /// a call to the store was lost.
     incarnation: Cell<u64>,
 }
 
@@ -59,12 +59,12 @@ impl Submit for Backing {
 }
 
 impl Backing {
-    /// The store of one target.
+    /// Uses the store of one target.
     pub(crate) fn target(store: Arc<dyn ObjectStore>, name: String) -> Backing {
         Backing::new(BackingStore::Target(store), name)
     }
 
-    /// Several targets.
+    /// Uses an array over several targets.
     pub(crate) fn array(array: Array, name: String) -> Backing {
         Backing::new(BackingStore::Array(array), name)
     }
@@ -75,7 +75,7 @@ impl Backing {
         backing
     }
 
-    /// The current incarnation.
+    /// Returns the current incarnation.
     pub(crate) fn incarnation(&self) -> u64 {
         let found = Submit::incarnation(self);
         if found != self.store_incarnation.replace(found) {
@@ -91,9 +91,9 @@ impl Backing {
         }
     }
 
-    /// Fails if `seen` is no longer the current incarnation. Data read since then counts only if
-    /// this succeeds: reads are repeated after the store has restarted, and then may see changes
-    /// that are not durable.
+    /// Fails if `seen` is no longer the current incarnation. Data read since `seen` is valid only
+    /// if this succeeds: the store's client repeats reads after a restart of the store, and a
+    /// repeated read may see changes that are not durable.
     pub(crate) fn still(&self, seen: u64) -> StepResult<()> {
         if self.incarnation() != seen {
             return Err(Fail::Lost("the store has another incarnation".into()));
@@ -101,12 +101,13 @@ impl Backing {
         Ok(())
     }
 
-    /// Waits until everything that earlier incarnations have left queued in a collection is durable
-    /// or has failed. Data read before that may not be passed on: it could still vanish.
+    /// Waits until each change that earlier incarnations queued in a collection is durable or has
+    /// failed. The OSD must not return data that it read before that, because the data could still
+    /// vanish.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
-            // A poisoned store shows only what is durable.
+            // A poisoned store returns only durable data.
             Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
             Err(e) => Err(e),
         }

@@ -1,11 +1,11 @@
-//! Changing the node's map: on all targets first, then in memory.
+//! Changes of the node's map: first on all targets, then in memory.
 
 use crate::fail::refusal;
 use crate::map::NodeMap;
 use crate::osd::Osd;
 
 impl Osd {
-    /// Changes what the map says of the targets, if that is something else.
+    /// Changes the target records of the map. Does nothing if the records stay the same.
     pub(crate) async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> wire::Result<()> {
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
@@ -19,7 +19,8 @@ impl Osd {
     }
 
     pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
-        // Also after a failure the epoch goes on: some target may have the map that failed.
+        // The map epoch grows even if saving fails, because some targets may have stored the failed
+        // map.
         map.epoch += 1;
         self.map.borrow_mut().epoch = map.epoch;
         let reaches_any = self.targets.iter().any(|t| t.failure().is_none());

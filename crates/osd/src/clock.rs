@@ -1,30 +1,30 @@
-//! The time of day, for people: when an object was changed, when a pool was made.
+//! The wall clock: times that people see, such as when an object was changed or a pool was created.
 //!
-//! It may step in either direction at any time, so nothing that has to be right depends on it. What
-//! expires is measured by the node's [age](crate::age).
+//! The wall clock may step in either direction at any time, so correctness never depends on it. The
+//! node's [age](crate::age) measures expiry.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Where an OSD gets the time of day from.
+/// Source of an OSD's wall-clock time.
 #[derive(Clone)]
 pub struct WallClock(Arc<dyn Fn() -> SystemTime + Send + Sync>);
 
 impl WallClock {
-    /// A clock that shows what `now` returns. The OSD's thread calls it.
+    /// Creates a clock that returns the result of `now`. The OSD's thread calls `now`.
     pub fn new(now: impl Fn() -> SystemTime + Send + Sync + 'static) -> WallClock {
         WallClock(Arc::new(now))
     }
 
-    /// Milliseconds since 1970; 0 before.
+    /// Returns milliseconds since 1970, or 0 for earlier times.
     pub(crate) fn now_ms(&self) -> u64 {
         (self.0)().duration_since(UNIX_EPOCH).map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
     }
 }
 
 impl Default for WallClock {
-    /// The system's clock.
+    /// Returns the system's clock.
     fn default() -> WallClock {
         WallClock::new(SystemTime::now)
     }

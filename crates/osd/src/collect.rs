@@ -1,7 +1,6 @@
-//! The collector: background work at a bounded rate.
+//! The collector: a background task with a limited rate.
 //!
-//! It removes parts of striped objects that no head names, and results of sessions that have been
-//! idle for long.
+//! It removes orphans, and the results of sessions that are closed or have been idle for too long.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -18,26 +17,26 @@ use crate::patience::{in_turn, info_of, patiently};
 use crate::pg::{Expiry, Pg};
 use crate::pool::{ActivePool, ObjectLocation};
 
-/// Ids looked at between two pauses.
+/// Number of object ids that the collector checks between two pauses.
 const STEP: usize = 256;
-/// Pause after that many, so that users' requests go first.
+/// Length of each pause, which gives users' requests priority.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What a head says of uploads.
+/// The uploads that a head object refers to.
 struct Head {
-    /// The one that it names.
+    /// The upload that the head names now.
     named: Option<UploadId>,
-    /// The one that it named last.
+    /// The upload that the head named last.
     committed: Option<UploadId>,
 }
 
 impl Osd {
-    /// Runs for ever.
+    /// Runs the collector until the OSD stops.
     pub(crate) async fn collect_for_ever(self: Rc<Osd>) {
         loop {
             tokio::time::sleep(self.config.collect_interval).await;
             let grace = self.config.orphan_grace;
-            // Clients of the OSD before this one are given time to come back.
+            // Clients of the previous start of the OSD need time to reconnect.
             if self.age.ran() >= grace {
                 self.collect_orphans(grace).await;
             }
@@ -46,8 +45,9 @@ impl Osd {
         }
     }
 
-    /// Removes orphaned parts: those of uploads that were committed and have been replaced since,
-    /// and those that are at least `grace` old and whose uploader has been gone that long.
+    /// Removes orphans. A part is an orphan if its upload was committed and then replaced. A part
+    /// is also an orphan if it is at least `grace` old and its uploader has been disconnected for
+    /// at least `grace`.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
         let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
@@ -92,7 +92,8 @@ impl Osd {
         }
     }
 
-    /// Whether a part's head does not name its upload and never will.
+    /// Returns whether a part is an orphan: its head object does not name its upload, and never
+    /// will.
     async fn is_orphan(
         &self,
         pool: &ActivePool,
@@ -102,8 +103,7 @@ impl Osd {
     ) -> StepResult<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // What is known here spares asking the store anew for every part of an object that is in
-        // use.
+        // The cached information spares a query to the store for each part of an object in use.
         if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
             return Ok(false);
         }
@@ -115,7 +115,7 @@ impl Osd {
         if head.committed == Some(part.upload) {
             return Ok(true);
         }
-        // The client may come back while its part is looked at.
+        // The client may reconnect while the collector checks the part.
         Ok(!alive() && self.is_old(pool, name, part, grace).await? && !alive())
     }
 
@@ -130,13 +130,13 @@ impl Osd {
         let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
-        // A part of the future was written before the clock stepped back: then only its uploader's
-        // absence counts.
+        // A part with a future time was written before the clock stepped back. For this part, only
+        // the uploader's absence counts.
         let is_old = |stamp: u64| stamp > now_ms || stamp.saturating_add(grace_ms) <= now_ms;
         Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
 
-    /// Which uploads an object's head names, durably.
+    /// Returns the uploads that an object's head durably names.
     async fn head_of(&self, place: &ObjectLocation) -> StepResult<Head> {
         in_turn(place, self.config.store_patience, async |_| {
             let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
@@ -152,8 +152,8 @@ impl Osd {
         .await
     }
 
-    /// Forgets sessions that are closed or have been idle for long, a few at a time so that
-    /// requests go in between.
+    /// Forgets sessions that are closed or have been idle for too long. It forgets a few at a time,
+    /// so that requests can run in between.
     async fn expire_sessions(&self) {
         let grace = self.config.session_expiry;
         let alive = |session| self.sessions.borrow().is_alive(session, grace);

@@ -1,4 +1,4 @@
-//! How an OSD behaves.
+//! Configuration of an OSD.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,73 +9,79 @@ use wire::{OffloadStatus, Placement};
 
 use crate::clock::WallClock;
 
-/// How an OSD behaves. The defaults suit a node; tests shorten times.
+/// Configuration of an OSD. The defaults suit a production node; tests shorten the times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
-    /// Placement of the node. With `Host`, the OSD books the time of the stores' calls; with `Dpu`, the proxy does.
+    /// Placement of the node. With `Host`, the OSD measures the time of the stores' calls; with
+    /// `Dpu`, the proxy does.
     pub placement: Placement,
-    /// Name of the engine that moves data between OSD and store, for the status.
+    /// Name of the engine that moves data between OSD and store. Shown in the node's status.
     pub engine: String,
-    /// Whether that engine is emulated, for the status.
+    /// Whether that engine is emulated. Shown in the node's status.
     pub emulated: bool,
-    /// How long one pull from a client, or one push to it, may take.
+    /// Time limit for one pull from a client or one push to a client.
     pub transfer_timeout: Duration,
-    /// How long a request waits for a store that is not there before it is given back to the client as transient.
+    /// Longest time that a request waits for an unreachable store. After that, the client gets a
+    /// transient error.
     pub store_patience: Duration,
-    /// After that long placement groups go on without a target that has not answered, if enough others answer.
+    /// Time after which placement groups continue without a target that has not answered, if enough
+    /// other targets answer.
     pub target_timeout: Duration,
-    /// When targets that are not used are tried again.
+    /// When the OSD tries unused targets again.
     pub target_retry: TargetRetry,
-    /// Pause between two looks at what is to be rebuilt.
+    /// Pause between two checks for members that need a rebuild.
     pub upkeep_interval: Duration,
-    /// Most bytes a second that rebuilds and scrubs move; 0 for no limit.
+    /// Maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     pub rebuild_rate: u64,
-    /// Part of the time that rebuilds and scrubs may take while clients are served, in percent.
+    /// Maximum share of the time that rebuilds and scrubs take while clients are served, in
+    /// percent.
     pub rebuild_share: u32,
-    /// Objects of a placement group that are noted by name when they change while a target is away; should there be more, the
-    /// target gets everything anew when it comes back.
+    /// Most dirty notes per placement group. If more objects change while a target is away, the
+    /// target's rebuild copies all objects of the group.
     pub missed_objects_per_pg: usize,
-    /// Sessions that changed nothing for that long, while the node ran, lose their results.
+    /// A session loses its results after it has changed nothing for this time. Only time in which
+    /// the node runs counts.
     pub session_expiry: Duration,
-    /// Parts of striped objects that no head names are removed when they are that old and their uploader has been gone
-    /// that long. Must be longer than clients take to reconnect.
+    /// Minimum age of an orphaned part before the collector removes it. Its uploader must also have
+    /// been disconnected for this time. Must be longer than clients take to reconnect.
     pub orphan_grace: Duration,
     /// Pause between two runs of the collector.
     pub collect_interval: Duration,
-    /// Most requests of one connection worked on at a time.
+    /// Most requests of one connection that the OSD executes at a time.
     pub requests_per_connection: usize,
-    /// Most sessions known at a time.
+    /// Most sessions that the OSD keeps at a time.
     pub sessions: usize,
-    /// Objects whose state is kept in memory, per placement group.
+    /// Most objects per placement group whose state is cached.
     pub cached_objects_per_pg: usize,
-    /// Segments of one transfer in flight at a time; 1 has them one after the other. May be changed at any time.
+    /// Most segments of one transfer in flight at a time; 1 transfers them one after the other. May
+    /// be changed at any time.
     pub segments_in_flight: Arc<AtomicUsize>,
-    /// How the offload between OSD and store stands, for the status.
+    /// Reports the health of the offload between OSD and store. Shown in the node's status.
     pub offload: Option<OffloadSource>,
-    /// Where parity is computed.
+    /// Where the OSD computes parity.
     pub coding: CodingConfig,
-    /// The time of day that objects and pools are stamped with.
+    /// Clock for the times of object changes and pool creations.
     pub clock: WallClock,
 }
 
-/// When a target that placement groups do not use is tried again.
+/// When the OSD tries a target again that placement groups do not use.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRetry {
-    /// Pause between probes of a target that did not answer in time.
+    /// Pause between two probes of a slow target.
     pub slow_pause: Duration,
-    /// The longest pause before a slow target is used again that has been slow several times in a row.
+    /// Longest cool-down of a target that has become slow several times in a row.
     pub slow_pause_max: Duration,
-    /// A probe that takes longer does not bring a target back.
+    /// Longest time that a probe may take to bring a target back into use.
     pub probe_max: Duration,
-    /// Pause before the first probe of a target that has reported an I/O error; doubles with each probe that fails, and with
-    /// each relapse.
+    /// Pause before the first probe of a target that has reported an I/O error. The pause doubles
+    /// with each failed probe and each relapse.
     pub failing_pause: Duration,
-    /// The longest of those pauses.
+    /// Upper limit of `failing_pause`'s growth.
     pub failing_pause_max: Duration,
-    /// A target that reports I/O errors again, after so many returns in a row, is given up.
+    /// Most relapses in a row after I/O errors. After one more, the OSD gives the target up.
     pub relapses_max: u32,
-    /// For that long after a target has reported an I/O error or refused a write, requests that need it wait. After that they
-    /// fail.
+    /// After a target has reported an I/O error or refused a write, requests that need the target
+    /// wait for this time. Later requests fail.
     pub hopeful_for: Duration,
 }
 
@@ -93,7 +99,7 @@ impl Default for TargetRetry {
     }
 }
 
-/// Tells how an offload stands.
+/// Reports the health of an offload.
 #[derive(Clone)]
 pub struct OffloadSource(pub Arc<dyn Fn() -> OffloadStatus + Send + Sync>);
 
@@ -108,7 +114,7 @@ impl OsdConfig {
         self.segments_in_flight.load(Ordering::Relaxed).max(1)
     }
 
-    /// Whether the store is called directly, rather than through the host–DPU channel.
+    /// Returns whether the OSD calls the store directly instead of through the host–DPU channel.
     pub(crate) fn store_is_here(&self) -> bool {
         self.placement == Placement::Host
     }

@@ -1,13 +1,13 @@
-//! Turning a change into a store transaction.
+//! Computes the store transaction of a change.
 //!
-//! The store gets whole blocks with their checksums, and a shorter piece only where the object ends. Where a change
-//! covers part of a block, the draft reads and verifies the block, merges, and writes it whole. So the host behind the
-//! store computes nothing.
+//! The store receives whole blocks with their checksums. Only the last block of an object may be
+//! shorter. If a change covers part of a block, the draft reads and verifies the block, merges the
+//! new data, and writes the whole block. The host behind the store therefore computes nothing.
 //!
-//! A block may have three sources: an earlier op of the same change, a hole, or the store. The draft pads what it finds
-//! with zeros up to the object's end, so that every piece that it writes is as long as the object's size says. The store's
-//! size and the recorded size must agree after every change; [`Draft::apply`] refuses a change whose ops would make them
-//! differ.
+//! A block's content comes from an earlier op of the same change, from a hole, or from the store.
+//! The draft pads the content with zeros up to the object's end, so that each written piece has the
+//! length that the object's size requires. The stored size and the recorded size must agree after
+//! every change. [`Draft::apply`] refuses a change whose ops would make them differ.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
@@ -21,7 +21,7 @@ use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo, user_xattr};
 use crate::pg::Pg;
 use crate::written::Written;
 
-/// A change being worked out.
+/// A change whose transaction is being computed.
 pub(crate) struct Draft<'a> {
     pg: &'a Pg,
     oid: &'a ObjectId,
@@ -33,44 +33,47 @@ pub(crate) struct Draft<'a> {
     /// Size of the object after the ops drafted so far, in bytes.
     size: u64,
     ops: Vec<Op>,
-    /// Blocks written by this change, for later ops to merge with.
+    /// Blocks that this change has written. Later ops merge with them.
     written: Written,
-    /// More than one op changes data, so `written` is needed.
+    /// Whether `written` is needed, because more than one op changes data.
     keeps_written: bool,
-    /// The store has no data of the object from this block on: the object ended before it, or the change has cut it off.
+    /// First block that has no data in the store, because the object ended before it or the change
+    /// has truncated it.
     void_from: u64,
-    /// Blocks that this change stages. Their bytes are in the store, not here.
+    /// Blocks that this change stages. Their bytes are in the store and not in this process.
     staged: std::ops::Range<u64>,
-    /// Parts that no head will name any more.
+    /// Manifest of the parts that no head will name any more.
     dropped: Option<Manifest>,
     appended_at: u64,
 }
 
-/// What came out.
+/// Result of a draft.
 pub(crate) struct Drafted {
     pub(crate) ops: Vec<Op>,
-    /// What the object will be, without version and time; `None`: it will not be.
+    /// Size and manifest of the object after the change; `None` if the change removes the object.
     pub(crate) object: Option<(u64, Option<Manifest>)>,
     pub(crate) dropped: Option<Manifest>,
     pub(crate) appended_at: u64,
-    /// Only one op changes data.
+    /// Whether only one op changes data.
     in_one_piece: bool,
 }
 
 impl Drafted {
-    /// Makes a change of an object that is taken for new fail if there is one.
+    /// Makes the transaction fail if the object exists. Used for a change of an object that is
+    /// assumed to be new.
     pub(crate) fn make_exclusive(&mut self, oid: &ObjectId) {
         if !matches!(self.ops.first(), Some(Op::CreateExclusive { .. })) {
             self.ops.insert(0, Op::CreateExclusive { oid: oid.clone() });
         }
     }
 
-    /// Makes a change of a new object, which begins by writing it in full, one that takes the data of an old one away,
-    /// should there be one.
+    /// Makes the transaction remove all old data if the object exists. Used for a change that
+    /// begins by writing the object in full.
     pub(crate) fn make_replacing(&mut self, oid: &ObjectId) {
         let oid = oid.clone();
         match self.object {
-            // Whole blocks replace blocks; what is beyond them goes. From an object of the same size that is nothing.
+            // The whole blocks replace the old blocks, and the truncation removes the data after
+            // them. If the old object has the same size, there is none.
             Some((size, _)) if self.in_one_piece && size > 0 && size.is_multiple_of(BLOCK) => {
                 self.ops.push(Op::Truncate { oid, size });
             }
@@ -79,7 +82,7 @@ impl Drafted {
     }
 }
 
-/// Whether ops leave alone everything that others can depend on: they overwrite whole blocks inside the object.
+/// Returns whether the ops form a blind change: they only overwrite whole blocks inside the object.
 pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> bool {
     let [Mutation::Write { offset, source }] = ops else { return false };
     let len = length(source, data);
@@ -87,7 +90,7 @@ pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> 
     aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
 }
 
-/// Size of an object's data in the store after ops on it, in bytes.
+/// Returns the size of an object's data in the store after `ops`, in bytes.
 fn size_after(before: u64, ops: &[Op]) -> u64 {
     ops.iter().fold(before, |size, op| match op {
         Op::Write { offset, source, .. } if !source.is_empty() => size.max(offset + source.len()),
@@ -98,7 +101,7 @@ fn size_after(before: u64, ops: &[Op]) -> u64 {
     })
 }
 
-/// Length of an op's data, in bytes.
+/// Returns the length of an op's data, in bytes.
 fn length(source: &OpBytes, data: &Gathered) -> u64 {
     match (source, data) {
         (OpBytes::Embedded(bytes), _) => bytes.len() as u64,
@@ -129,7 +132,7 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Applies the ops one after the other.
+    /// Applies the ops in order.
     pub(crate) async fn apply(mut self, ops: &[Mutation], data: &Gathered) -> StepResult<Drafted> {
         let on_data = |op: &&Mutation| {
             op.source().is_some() || matches!(op, Mutation::Zero { .. } | Mutation::Truncate(_))
@@ -214,7 +217,7 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Takes all data away; the first `covered` bytes are about to be written.
+    /// Removes all data. The caller is about to write the first `covered` bytes.
     fn clear(&mut self, covered: u64) {
         self.dropped = self.manifest.take().or(self.dropped);
         if self.size > covered {
@@ -223,7 +226,7 @@ impl<'a> Draft<'a> {
         self.forget_data();
     }
 
-    /// Nothing is left of the object's data.
+    /// Notes that the object has no data any more.
     fn forget_data(&mut self) {
         self.size = 0;
         self.void_from = 0;
@@ -251,7 +254,8 @@ impl<'a> Draft<'a> {
                 self.write_bytes(offset, payload.clone()).await
             }
             (OpBytes::Payload, Gathered::Memory(payload)) => {
-                // An append whose pieces turn out to lie elsewhere; the data itself was verified on arrival.
+                // The pieces of an append may begin elsewhere than expected, so the checksums are
+                // computed again. The data was verified on arrival.
                 self.write_bytes(offset, Payload::compute(offset, payload.data().clone())).await
             }
             (OpBytes::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
@@ -269,7 +273,7 @@ impl<'a> Draft<'a> {
         }
         let (data, crcs) = payload.into_parts();
         let first = if offset.is_multiple_of(BLOCK) { offset } else { block::align_down(offset) + BLOCK };
-        // Up to there blocks need no merging with what follows.
+        // Blocks before this offset need no merge with later data.
         let whole_end = if end >= self.size { end } else { block::align_down(end) };
         if whole_end > first {
             let skip = (first - offset) as usize;
@@ -318,7 +322,7 @@ impl<'a> Draft<'a> {
     async fn truncate(&mut self, size: u64) -> StepResult<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
-            // The last block is cut here, so that its checksum is computed here.
+            // Truncating the last block here also computes its checksum here.
             let kept = self.block(size / BLOCK).await?.slice(..cut as usize);
             let start = block::align_down(size);
             self.shorten(start);
@@ -334,7 +338,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    /// Cuts the object off at `size`, which ends a block.
+    /// Truncates the object at `size`, which must be a block boundary.
     fn shorten(&mut self, size: u64) {
         self.ops.push(Op::Truncate { oid: self.oid.clone(), size });
         let end = size / BLOCK;
@@ -359,7 +363,7 @@ impl<'a> Draft<'a> {
                 let size = self.size;
                 self.ops.push(Op::Zero { oid: self.oid.clone(), offset: at, len: zeroed });
                 if at + zeroed > size {
-                    // Zeroing the last block whole made the object longer.
+                    // Zeroing the whole last block made the object longer; truncate it again.
                     self.ops.push(Op::Truncate { oid: self.oid.clone(), size });
                 }
                 if self.keeps_written {
@@ -395,13 +399,14 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Writes `data`, which lies within one block, into that block as it is now.
+    /// Merges `data`, which lies within one block, into the block's current content.
     async fn merge(&mut self, offset: u64, data: Bytes) -> StepResult<()> {
         let number = offset / BLOCK;
         let start = number * BLOCK;
         let at = (offset - start) as usize;
         let old = self.block(number).await?;
-        // Up to the object's end or that of the new data, whichever is later; so the block is whole or the last one.
+        // The merged block ends at the object's end or at the end of the new data, whichever is
+        // later. It is therefore a whole block or the object's last block.
         let size = self.size.max(offset + data.len() as u64);
         let mut merged = BytesMut::zeroed((size - start).min(BLOCK) as usize);
         merged[..old.len()].copy_from_slice(&old);
@@ -410,7 +415,8 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    /// The content of a block after the ops drafted so far: a whole block, or up to the object's end. Holes are zeros.
+    /// Returns the content of a block after the ops drafted so far: a whole block, or less at the
+    /// object's end. Holes are zeros.
     async fn block(&self, number: u64) -> StepResult<Bytes> {
         let len = self.size.saturating_sub(number * BLOCK).min(BLOCK) as usize;
         let found = if len == 0 {
@@ -433,10 +439,10 @@ impl<'a> Draft<'a> {
         Ok(filled.freeze())
     }
 
-    /// A block that the object had before the change.
+    /// Returns a block as it was before the change.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if the store has less of it than the object's record says.
+    /// [`Error::Corrupt`] if the store has fewer bytes of the block than the object's record says.
     async fn stored_block(&self, number: u64) -> StepResult<Bytes> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
@@ -449,7 +455,7 @@ impl<'a> Draft<'a> {
         Ok(read.contiguous())
     }
 
-    /// Writes whole blocks, or a last one that ends the object.
+    /// Writes whole blocks; the last one may be shorter if it ends the object.
     fn put(&mut self, offset: u64, payload: Payload) {
         if self.keeps_written {
             self.written.put(offset / BLOCK, payload.data().clone());
@@ -459,7 +465,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// The op that gives an object its information.
+/// Returns the op that sets an object's information.
 pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
     let mut xattrs = vec![(INFO_XATTR, info.encode())];
     if let Some(manifest) = info.manifest {

@@ -69,12 +69,12 @@ impl From<base::pool::PoolError> for Fail {
     }
 }
 
-/// What the client is told if the store did not come back in time.
+/// Returns the error for the client if the store did not come back in time.
 pub(crate) fn unavailable(why: String) -> wire::Error {
     wire::Error::Unavailable(why)
 }
 
-/// What the client is told.
+/// Returns the error for the client.
 pub(crate) fn refusal(fail: Fail) -> wire::Error {
     match fail {
         Fail::Refused(e) => e,

@@ -1,8 +1,9 @@
-//! Bringing a write's data here before the write takes its place in the object's order.
+//! Fetches a write's data before the write takes its turn on the object.
 //!
-//! Large data is staged: pulled from the client segment by segment into staging buffers, each reserved before its pull,
-//! and handed to the store as it comes. Only whole blocks are staged (and a tail that may turn out to be the object's
-//! end); what is left over at the edges of the range stays here, to be merged with the object's blocks when they are known.
+//! Large data is staged. The OSD pulls it from the client in segments, reserves a staging buffer
+//! before each pull, and passes each segment to the store when it arrives. Only whole blocks are
+//! staged, plus a tail that may be the object's end. Partial blocks at the edges of the range stay
+//! in memory, to be merged with the object's blocks later.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -19,39 +20,40 @@ use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes
 use crate::backing::Backing;
 use crate::fail::{Fail, StepResult};
 
-/// Segments are at most that long, in bytes, and at most the pool's largest buffer.
+/// Maximum length of a segment, in bytes. The pool's largest buffer is a further limit.
 pub(crate) const SEGMENT: usize = 2 << 20;
 
-/// Data up to that length is brought here in one piece and goes to the store with its transaction, in bytes: that is one
-/// message each way instead of four, while in a pipeline of segments there is nothing to gain before the second one.
+/// Data up to this length, in bytes, is fetched in one piece and goes to the store with its
+/// transaction. This takes one message in each direction instead of four. A pipeline of segments
+/// has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
-/// The same when other requests are under way: they keep network, DMA and drive busy meanwhile, so that a pipeline within
-/// each of them would only cost the host's CPU.
+/// The same limit, in bytes, while other requests are in progress. The other requests keep network,
+/// DMA and drive busy, so a pipeline within each request would only cost the host's CPU time.
 const WHOLE_IN_COMPANY: u64 = 4 << 20;
-/// That many requests keep them busy, the one in question included.
+/// Number of requests in progress, including this one, from which the higher limit applies.
 pub(crate) const COMPANY: u32 = 4;
 
-/// The data of a change, here or in the store.
+/// The data of a change, in memory or staged in the store.
 pub(crate) enum Gathered {
     None,
-    /// In memory, anchored at offset 0 of a block or at the op's own offset.
+    /// Data in memory. Its pieces begin at offset 0 of a block or at the op's own offset.
     Memory(Payload),
     Staged(StagedPayload),
 }
 
-/// Data in the store that no object has yet.
+/// Data that is staged in the store and belongs to no object yet.
 pub(crate) struct StagedPayload {
-    /// Bytes before the first place from which on the store takes staged ones.
+    /// Bytes before the first offset at which the store can stage data.
     pub(crate) head: Payload,
-    /// From there on.
+    /// The staged data after `head`.
     pub(crate) stage: StageGuard,
-    /// Staged bytes.
+    /// Number of staged bytes.
     pub(crate) len: u64,
-    /// A copy of the bytes after the last block boundary, which are staged too.
+    /// A copy of the bytes after the last block boundary. These bytes are also staged.
     pub(crate) tail: Bytes,
 }
 
-/// Staged extents, given back when dropped (what a transaction has named by then stays).
+/// Guard for staged extents. Dropping it frees the extents that no transaction has named.
 pub(crate) struct StageGuard {
     store: Rc<Backing>,
     pub(crate) id: StageId,
@@ -63,18 +65,18 @@ impl Drop for StageGuard {
     }
 }
 
-/// How to pull.
+/// Parameters for pulling data from a client.
 pub(crate) struct Puller<'a> {
     pub(crate) connection: &'a dyn Connection,
     pub(crate) staging: &'a BufferPool,
     pub(crate) timeout: Duration,
     pub(crate) segments_in_flight: usize,
-    /// Whether [`COMPANY`] requests are under way.
+    /// Whether at least [`COMPANY`] requests are in progress.
     pub(crate) in_company: bool,
 }
 
 impl Puller<'_> {
-    /// Brings a request's data here, or into the store that the object will be in.
+    /// Fetches a request's data into memory, or stages it in the object's store.
     pub(crate) async fn gather(
         &self,
         mutate: &Mutate,
@@ -108,7 +110,7 @@ impl Puller<'_> {
         }
     }
 
-    /// An append's place is known only when it is its turn, so its data waits in memory.
+    /// The offset of an append is known only during its turn, so its data waits in memory.
     async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> StepResult<Payload> {
         let limit = MAX_APPEND.min(self.staging.largest() as u64);
         if len > limit {
@@ -158,7 +160,8 @@ impl Puller<'_> {
         Ok(StagedPayload { head, stage, len: staged_len, tail })
     }
 
-    /// Pulls bytes `at..at + len` of what is staged and writes them; returns a copy of what is beyond whole blocks.
+    /// Pulls bytes `at..at + len` of the staged range and stages them. Returns a copy of the bytes
+    /// after the last whole block.
     async fn stage_segment(
         &self,
         from: &BulkDescriptor,
@@ -173,7 +176,8 @@ impl Puller<'_> {
         Ok(tail)
     }
 
-    /// Pulls `len` bytes that start at `at` of the offer and belong at object offset `anchor`, modulo the block size.
+    /// Pulls `len` bytes from offset `at` of the offer. `anchor` is the object offset of the first
+    /// byte, modulo the block size.
     async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> StepResult<Payload> {
         let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;

@@ -1,10 +1,10 @@
-//! Which sessions' results a placement group has forgotten, so that it never takes a repeat for a
-//! new request.
+//! The set of sessions whose results a placement group has forgotten. With this set, the group
+//! never mistakes a retry for a new request.
 //!
-//! The set may hold more sessions than were forgotten, never fewer. Per generation it has a bound:
-//! sessions numbered up to it are in the set, unless they are *spared*. Spared are the sessions
-//! that were living when the bound passed them; a session that was forgotten is never spared again.
-//! Generations below the floor are in the set as a whole.
+//! The set may contain more sessions than the group has forgotten, never fewer. Each generation has
+//! a bound: the set contains all sessions with numbers up to the bound, except *spared* sessions. A
+//! session is spared if it was alive when the bound passed its number. A forgotten session is never
+//! spared again. The set contains all sessions of the generations below the floor.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use wire::SessionId;
 
 const FORMAT: u8 = 1;
-/// Most generations that are kept apart; of more, the oldest ones go below the floor.
+/// Most generations with their own bound. With more generations, the oldest go below the floor.
 const GENERATIONS: usize = 64;
-/// Most spared sessions that are stored; of more, the newest ones.
+/// Most spared sessions that are stored. With more, only the newest are stored.
 const SPARED_STORED: usize = 256;
 
 /// See the [module](self) documentation.
@@ -27,7 +27,7 @@ pub(crate) struct Gone {
     spared: BTreeSet<SessionId>,
 }
 
-/// As stored.
+/// The set as stored.
 #[derive(Serialize, Deserialize)]
 struct StoredGone {
     floor: u64,
@@ -35,11 +35,12 @@ struct StoredGone {
     spared: Vec<SessionId>,
 }
 
-/// Sessions that may still send repeats.
+/// Sessions that may still send retries.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Living {
     pub(crate) known: BTreeSet<SessionId>,
-    /// Sessions of generations below may come back that are not among `known`.
+    /// Sessions of generations below this value may come back, even if `known` does not contain
+    /// them.
     pub(crate) unseen_below: Option<u64>,
 }
 
@@ -50,8 +51,9 @@ impl Living {
 }
 
 impl Default for Gone {
-    /// The set of a placement group that has forgotten none of the sessions of this version of the
-    /// node. Ids that older versions made are in it: their clients do not speak today's protocol.
+    /// The set of a new placement group. It contains no session of this version of the node. It
+    /// contains all session ids of older versions, because their clients do not speak today's
+    /// protocol.
     fn default() -> Gone {
         let floor = SessionId::FIRST_GENERATION;
         Gone { floor, bounds: BTreeMap::new(), spared: BTreeSet::new() }
@@ -59,14 +61,14 @@ impl Default for Gone {
 }
 
 impl Gone {
-    /// Whether results of the session may have been forgotten.
+    /// Returns whether the session's results may have been forgotten.
     pub(crate) fn has(&self, session: SessionId) -> bool {
         let bound = self.bounds.get(&session.generation());
         session.generation() < self.floor
             || bound.is_some_and(|bound| session.number() <= *bound && !self.spared.contains(&session))
     }
 
-    /// Puts a session into the set whose results are about to be forgotten.
+    /// Adds a session whose results are about to be forgotten.
     pub(crate) fn add(&mut self, session: SessionId, living: &Living) {
         let generation = session.generation();
         if generation < self.floor {
@@ -90,15 +92,15 @@ impl Gone {
         debug_assert!(self.has(session));
     }
 
-    /// As stored: a format byte, then postcard.
+    /// Encodes the set: a format byte, then postcard.
     pub(crate) fn encode(&self) -> Bytes {
         let spared = self.spared.iter().rev().take(SPARED_STORED).copied().collect();
         let stored = StoredGone { floor: self.floor, bounds: self.bounds.clone(), spared };
-        // Growing a vector cannot fail, and the type is plain data.
+        // Encoding plain data into a growing vector cannot fail.
         postcard::to_extend(&stored, vec![FORMAT]).expect("plain data can be encoded").into()
     }
 
-    /// The reverse of [`Gone::encode`]; `None` if it is something else.
+    /// Decodes what [`Gone::encode`] returns; `None` for other bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Gone> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
         let StoredGone { floor, bounds, spared } = postcard::from_bytes(rest).ok()?;
@@ -116,7 +118,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever else is forgotten, lives or is stored in between.
+        /// Forgets, stores and loads sessions in random order.
         #[test]
         fn what_was_forgotten_stays_forgotten_and_the_living_are_spared(
             steps in proptest::collection::vec((0u64..4, 1u32..40, any::<bool>(), any::<bool>()), 1..80),

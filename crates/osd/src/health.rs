@@ -1,11 +1,17 @@
-//! Whether a target is used, and when a target that is not used is tried again: a state machine without clock or I/O.
+//! State machine that decides whether a target is used, and when an unused target is probed. It
+//! uses neither a clock nor I/O.
 //!
-//! Three kinds of failure differ in how they end. A *slow* target has not answered in time; it is probed at once, and again with
-//! short pauses. A *failing* target has reported an I/O error; it is probed with longer pauses, and each relapse
-//! makes the pauses longer still, until it is given up. A *lost* target is absent, corrupt or refuses writes until it is mounted
-//! anew; a new session of its store, or the operator, brings it back. The store's role mounts a target that refuses writes anew
-//! by itself, so that the target may be back within seconds. Such a target is also probed, with long pauses: an error from the
-//! old mount may arrive after the new session has begun, and only a new mount can answer the probe.
+//! There are three kinds of failure:
+//!
+//! - A *slow* target has not answered in time. It is probed at once, and again after short pauses.
+//! - A *failing* target has reported an I/O error. It is probed after longer pauses. Each relapse
+//!   makes the pauses longer, until the target is given up.
+//! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. A new
+//!   incarnation of its store, or the operator, brings it back.
+//!
+//! The store remounts a target that refuses writes by itself, so the target may be back within
+//! seconds. This target is also probed, after long pauses, because an error from the old mount may
+//! arrive after the new incarnation has begun. Only the new mount can answer the probe.
 
 use std::time::Duration;
 
@@ -15,50 +21,50 @@ use wire::TargetState;
 
 use crate::config::TargetRetry;
 
-/// A failure within that time after the target came back is a relapse.
+/// A failure within this time after the target came back is a relapse.
 const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
 
-/// What has happened to a target.
+/// An event that concerns a target's health.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HealthEvent {
     /// A call was not answered in time.
     Overdue(String),
-    /// A call failed with this error, which is one of the target and not of the call.
+    /// A call failed with this error, which concerns the whole target and not only the call.
     Failed(StoreError),
     /// A probe was sent.
     ProbeSent,
-    /// The last probe was answered, after that long.
+    /// The last probe was answered, after this time.
     ProbeAnswered(Duration),
     /// The last probe failed with this error of the target.
     ProbeFailed(StoreError),
-    /// The last probe came to nothing for a reason that says nothing of the target.
+    /// The last probe had no result, for a reason that does not concern the target.
     ProbeLost,
-    /// The store has a new session, or the operator wants the target to be used.
+    /// The store has a new incarnation, or the operator wants the target to be used.
     Renewed,
 }
 
-/// What an event has changed.
+/// Effect of an event on the use of the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum UsabilityChange {
-    /// Nothing that placement groups have to know of.
+    /// No change that concerns placement groups.
     None,
-    /// The target is no longer used, or for another kind of reason.
+    /// The target is no longer used, or is unused for another kind of reason.
     Down,
     /// The target is used again.
     Back,
 }
 
-/// Why a target is not used.
+/// State of an unused target.
 #[derive(Debug, Clone)]
 struct Down {
     state: TargetState,
     why: String,
     since: Instant,
-    /// When the next probe is due; `None` if no probe will be sent, or one is under way.
+    /// Time of the next probe; `None` if no probe will be sent or a probe is running.
     next_probe: Option<Instant>,
     pause: Duration,
-    /// The target refuses writes until the store's role mounts it anew.
+    /// The target refuses writes until the store remounts it.
     awaits_mount: bool,
 }
 
@@ -81,22 +87,22 @@ impl Health {
         self.down.as_ref().map_or(TargetState::Up, |down| down.state)
     }
 
-    /// Why the target is not used.
+    /// Returns why the target is not used.
     pub(crate) fn why(&self) -> Option<&str> {
         self.down.as_ref().map(|down| &*down.why)
     }
 
-    /// When the next probe is sent.
+    /// Returns the time of the next probe.
     pub(crate) fn next_probe(&self) -> Option<Instant> {
         self.down.as_ref().and_then(|down| down.next_probe)
     }
 
-    /// Whether a probe is to be sent now.
+    /// Returns whether a probe must be sent now.
     pub(crate) fn is_probe_due(&self, now: Instant) -> bool {
         self.next_probe().is_some_and(|due| due <= now)
     }
 
-    /// Whether the target may well be back before a client gives up.
+    /// Returns whether the target may return before a client gives up.
     pub(crate) fn is_hopeful(&self, now: Instant) -> bool {
         let is_recent = |down: &Down| now.saturating_duration_since(down.since) < self.retry.hopeful_for;
         self.down.as_ref().is_some_and(|down| match down.state {
@@ -107,7 +113,7 @@ impl Health {
         })
     }
 
-    /// Takes an event.
+    /// Processes an event.
     pub(crate) fn step(&mut self, now: Instant, event: HealthEvent) -> UsabilityChange {
         let change = match event {
             HealthEvent::Overdue(why) => self.slow(now, why),
@@ -143,7 +149,7 @@ impl Health {
         }
         let relapses = if self.is_relapse(now) { self.slow_relapses + 1 } else { 0 };
         self.slow_relapses = relapses;
-        // The first probe goes at once: its answer says when the target is back.
+        // The first probe is sent at once. Its answer shows that the target is back.
         let pause = self.retry.slow_pause;
         let first = if relapses == 0 {
             Duration::ZERO
@@ -205,12 +211,13 @@ impl Health {
             return UsabilityChange::None;
         }
         if down.state == TargetState::Failed && now - took < down.since {
-            // The target answered before it failed.
+            // The target answered the probe before it failed.
             down.wait(now, down.pause);
             return UsabilityChange::None;
         }
         if took > self.retry.probe_max {
-            // The target has just begun to answer again: whether it does so in time the next probe tells.
+            // The target has just begun to answer again. The next probe shows whether it answers in
+            // time.
             down.wait(now, Duration::ZERO);
             return UsabilityChange::None;
         }
@@ -248,18 +255,18 @@ impl Down {
         self.next_probe = (!self.is_lost_for_good()).then(|| now + pause);
     }
 
-    /// Whether no probe brings the target back.
+    /// Returns whether no probe can bring the target back.
     fn is_lost_for_good(&self) -> bool {
         self.state == TargetState::Failed && !self.awaits_mount
     }
 }
 
-/// A pause that has doubled so often, up to a limit.
+/// Returns `pause` doubled `times` times, up to `max`.
 fn doubled(pause: Duration, times: u32, max: Duration) -> Duration {
     pause.saturating_mul(1 << times.min(16)).min(max)
 }
 
-/// Whether an error does not pass while the store's session lasts.
+/// Returns whether an error lasts as long as the store's incarnation.
 fn is_lasting(e: &StoreError) -> bool {
     !matches!(e, StoreError::Io(_))
 }
@@ -300,7 +307,7 @@ mod tests {
         assert_eq!(health.step(now, overdue()), UsabilityChange::None);
         assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         assert!(!health.is_probe_due(now + secs(3600)), "one probe at a time");
-        // The first probe has waited as long as the stall lasted.
+        // The first probe waited as long as the target stalled.
         let later = now + secs(13);
         assert_eq!(health.step(later, HealthEvent::ProbeAnswered(secs(13))), UsabilityChange::None);
         assert!(health.is_probe_due(later));
@@ -412,7 +419,7 @@ mod tests {
             assert_eq!(health.step(now, HealthEvent::ProbeFailed(poisoned())), UsabilityChange::None);
             assert_eq!(health.state(), TargetState::Failed);
         }
-        // Only a store that was mounted anew carries the probe's transaction out.
+        // Only a remounted store executes the probe's transaction.
         now += RETRY.failing_pause_max;
         assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         assert_eq!(health.step(now, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);

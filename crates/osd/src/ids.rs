@@ -7,8 +7,9 @@
 //! part     the same, then                                            00  upload (24 bytes)  index (4 bytes)
 //! ```
 //!
-//! A placement group is the low bits of the hash. With the bits reversed they come first, so that the objects which go
-//! to the new half when a group is split are one range of ids.
+//! The low bits of the hash select the placement group. In an object's id, the reversed bits put
+//! these bits first. When a group is split, the objects that move to the new half are therefore one
+//! range of ids.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use store::{CollectionId, ObjectId};
@@ -18,7 +19,7 @@ const KIND_INTERNAL: u8 = 0;
 const KIND_HEAD: u8 = 1;
 const KIND_PART: u8 = 2;
 
-/// The collection of a placement group.
+/// Returns the collection of a placement group.
 pub(crate) fn collection(pool: u32, pg: u32) -> CollectionId {
     let mut id = BytesMut::with_capacity(9);
     id.put_u8(b'P');
@@ -27,27 +28,27 @@ pub(crate) fn collection(pool: u32, pg: u32) -> CollectionId {
     fixed(CollectionId::new(id))
 }
 
-/// The collection of the node's map.
+/// Returns the collection of the node's map.
 pub(crate) fn node_collection() -> CollectionId {
     fixed(CollectionId::new(Bytes::from_static(b"N")))
 }
 
-/// The object that has the node's map.
+/// Returns the object that stores the node's map.
 pub(crate) fn map_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"map")))
 }
 
-/// The object that has the node's age, beside the map.
+/// Returns the object that stores the node's age, in the map's collection.
 pub(crate) fn age_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"runs")))
 }
 
-/// The object of a placement group that has its results, sessions and versions.
+/// Returns the object of a placement group that stores its results, sessions and versions.
 pub(crate) fn meta_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")))
 }
 
-/// The store's name of an object or part whose hash is `hash`.
+/// Returns the store's id of an object or part with hash `hash`.
 pub(crate) fn object(hash: u32, namespace: &str, name: &str, part: Option<&PartId>) -> ObjectId {
     let mut id = BytesMut::with_capacity(4 + 1 + namespace.len() + 1 + name.len() + 29);
     id.put_u32(hash.reverse_bits());
@@ -63,7 +64,7 @@ pub(crate) fn object(hash: u32, namespace: &str, name: &str, part: Option<&PartI
     fixed(ObjectId::new(id))
 }
 
-/// What an object's id in the store says.
+/// The names contained in an object's id in the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StoredName {
     pub(crate) namespace: String,
@@ -71,7 +72,7 @@ pub(crate) struct StoredName {
     pub(crate) part: Option<PartId>,
 }
 
-/// Reads an id; `None` for the OSD's own objects, and for ids that no OSD makes.
+/// Decodes an object id; `None` for the OSD's internal objects and for invalid ids.
 pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
     let (kind, rest) = id.as_bytes().get(4..)?.split_first()?;
     let mut pieces = rest.splitn(3, |b| *b == 0);
@@ -89,7 +90,8 @@ pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
     Some(StoredName { namespace, object, part })
 }
 
-/// Ids made here are never empty, and names are checked to be far shorter than ids may be.
+/// The ids built here are never empty, and the checked names are far shorter than the limit for
+/// ids.
 fn fixed<T>(id: store::Result<T>) -> T {
     id.expect("an id of bounded, non-zero length")
 }

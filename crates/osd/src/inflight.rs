@@ -1,4 +1,4 @@
-//! Changes under way, so that a retry joins the first attempt instead of racing it.
+//! Table of changes in flight. A retry joins the running attempt instead of racing with it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::collections::hash_map::Entry;
 use tokio::sync::watch;
 use wire::{Mutated, SessionId};
 
-/// What became of a change; `None` while it goes on.
+/// Outcome of a change; `None` while the change is running.
 type ChangeOutcome = Option<wire::Result<Mutated>>;
 
 /// See the [module](self) documentation.
@@ -16,15 +16,15 @@ pub(crate) struct InFlight {
     changes: RefCell<HashMap<(SessionId, u64), watch::Receiver<ChangeOutcome>>>,
 }
 
-/// A request's relation to the table.
+/// Result of claiming a request's number.
 pub(crate) enum RequestClaim<'a> {
-    /// It is the only one.
+    /// The request is the only attempt.
     First(RunningChange<'a>),
     /// An earlier attempt is still running.
     Join(watch::Receiver<ChangeOutcome>),
 }
 
-/// A change under way; out of the table when dropped.
+/// A change in flight. Dropping it removes it from the table.
 pub(crate) struct RunningChange<'a> {
     table: &'a InFlight,
     id: (SessionId, u64),
@@ -46,7 +46,7 @@ impl InFlight {
 }
 
 impl RunningChange<'_> {
-    /// Tells those who joined.
+    /// Passes the result to the retries that joined this attempt.
     pub(crate) fn finish(self, result: &wire::Result<Mutated>) {
         self.outcome.send_replace(Some(result.clone()));
     }
@@ -58,7 +58,8 @@ impl Drop for RunningChange<'_> {
     }
 }
 
-/// Waits for the outcome of the attempt that was joined; `None` if it went away without one.
+/// Waits for the outcome of the joined attempt; `None` if the attempt was dropped without an
+/// outcome.
 pub(crate) async fn joined(mut attempt: watch::Receiver<ChangeOutcome>) -> ChangeOutcome {
     attempt.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone())
 }

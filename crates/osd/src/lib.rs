@@ -1,15 +1,22 @@
-//! The OSD: the request-handling side of a storage node. It runs on the DPU (or on the host, which is the baseline), and
-//! keeps nothing of its own: all durable state lives in the stores, written by the same transactions as the data.
+//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline. The
+//! OSD keeps no durable state of its own: the stores keep all of it, and one transaction changes
+//! the data and the related state.
 //!
-//! [`OsdServer::start`] runs one on a thread of its own. Inside, from a request's point of view: `serve` decodes it and finds
-//! its session; `gather` pulls a write's data into staging buffers and stages it in the store; `mutate` waits for the
-//! object's `turnstile`, checks conditions, has `draft` work out the transaction, lets the placement group (`pg`) add the
-//! request's result to it, and answers once it is durable; `read` and `list` answer with durable data only; `audit` compares
-//! what is recorded of objects with what is stored. The node's
-//! `map` names targets and `pools`; `collect` tidies up.
+//! [`OsdServer::start`] runs an OSD on its own thread. These modules handle a request:
 //!
-//! Everything of an OSD lives on one thread, without locks. The store is reached through
-//! [`ObjectStore`](store::ObjectStore) only, so it may be in this process or behind a channel.
+//! - `serve` decodes the request and finds its session.
+//! - `gather` pulls a write's data into staging memory and stages the data in the store.
+//! - `mutate` waits for the object's `turnstile` and checks the conditions. `draft` computes the
+//!   transaction, and the placement group (`pg`) adds the request's result to it. `mutate` replies
+//!   once the transaction is durable.
+//! - `read` and `list` reply with durable data only.
+//! - `audit` compares the recorded sizes of objects with the stored sizes.
+//! - `map` names the node's targets and `pools`.
+//! - `collect` removes orphans and expired results.
+//!
+//! One thread owns all state of an OSD, so the state needs no locks. The OSD reaches the store only
+//! through [`ObjectStore`](store::ObjectStore), so the store may be in the same process or behind a
+//! channel.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! Listing a pool: placement group by placement group, in the order of the store's ids.
+//! Listing of a pool's objects: one placement group after the other, in the order of the store's
+//! ids.
 
 use std::time::Duration;
 
@@ -14,14 +15,14 @@ use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
 
-/// An answer has at most that many bytes of names (one name alone may have more).
+/// Maximum size of the names in one page, in bytes. One name alone may be larger.
 const PAGE_BYTES: usize = 64 * 1024;
-/// One request looks at no more than about that many objects, whether their names fit or not.
+/// Approximate maximum number of objects that one request scans, whether their names match or not.
 const SCAN_MAX: usize = 8192;
-/// Ids asked for at a time.
+/// Number of ids that one call to the store returns.
 const STEP: usize = 1024;
 
-/// Answers with a page of names.
+/// Returns a page of names.
 pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
     let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
@@ -55,7 +56,7 @@ impl ListPage<'_> {
         self.names.len() >= limit || self.bytes >= PAGE_BYTES || self.scanned >= SCAN_MAX
     }
 
-    /// Takes an object in if it is one that was asked for.
+    /// Adds an object to the page if it matches the request.
     fn take(&mut self, oid: &ObjectId) {
         self.scanned += 1;
         let Some(name) = ids::parse(oid) else { return };
@@ -67,7 +68,8 @@ impl ListPage<'_> {
     }
 }
 
-/// Looks through a group until the page is full; returns where to go on in it, or `None` at its end.
+/// Scans a group until the page is full. Returns the id from which the next page continues, or
+/// `None` at the group's end.
 async fn scan_group(
     patience: Duration,
     pool: &ActivePool,
@@ -99,7 +101,8 @@ async fn scan_group(
     }
 }
 
-/// Ids of a group's objects, in order, durable ones only; none if the group was never used.
+/// Returns the ids of a group's durable objects, in order. The list is empty if the group was never
+/// used.
 pub(crate) async fn objects(
     place: &ObjectLocation,
     from: Option<ObjectId>,
@@ -107,7 +110,8 @@ pub(crate) async fn objects(
 ) -> StepResult<(Vec<ObjectId>, bool)> {
     let incarnation = place.pg.settle().await?;
     let listing = place.pg.backing.list(&place.pg.cid, from, limit);
-    // What the listing sees was queued before it; it must be durable before anybody hears of it.
+    // The listing includes queued changes. These must be durable before the OSD returns the
+    // listing.
     place.pg.all_committed().await;
     let listed = listing.await;
     place.pg.backing.still(incarnation)?;
@@ -118,7 +122,7 @@ pub(crate) async fn objects(
     }
 }
 
-/// The lowest id that is greater.
+/// Returns the next higher id.
 pub(crate) fn after(id: &ObjectId) -> StepResult<ObjectId> {
     Ok(ObjectId::new([id.as_bytes(), &b"\0"[..]].concat())?)
 }

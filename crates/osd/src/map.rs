@@ -1,8 +1,9 @@
-//! The node's map: which targets it has, and its pools. A copy is on every target; the highest epoch counts.
+//! The node's map: its targets and pools. Each target stores a copy; the copy with the highest map
+//! epoch is valid.
 //!
-//! A copy is the omap of one object, in pieces: it takes room of the index only, and so a target
-//! whose data is full takes it. Copies that older versions have written are the object's data; they
-//! are read, and replaced when the map changes.
+//! A copy is stored in pieces in the omap of one object. It needs only index space, so a target
+//! with a full data area can store it. Older versions of the node stored the copy as the object's
+//! data. This version reads these copies too, and replaces them when the map changes.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -18,14 +19,15 @@ use crate::ids;
 use crate::start_error::StartError;
 use crate::target::Target;
 
-/// Largest map, in bytes: far more than the most pools and targets take.
+/// Maximum size of the map, in bytes. The maximum numbers of pools and targets need far less.
 const MAP_BYTES_MAX: u64 = 1 << 20;
-/// Bytes of the map in one entry of the omap.
+/// Bytes of the map in one omap entry.
 const PIECE: usize = 32 << 10;
-/// How often slow targets are asked at start, if the node cannot start without them.
+/// Maximum number of attempts to read the map at start, if the node cannot start without slow
+/// targets.
 const ROUNDS_MAX: usize = 6;
 const FORMAT: u8 = 2;
-/// Before there was redundancy.
+/// Format before the map had redundancy schemes.
 const FORMAT_SINGLE: u8 = 1;
 
 /// See the [module](self) documentation.
@@ -33,7 +35,7 @@ const FORMAT_SINGLE: u8 = 1;
 pub(crate) struct NodeMap {
     pub(crate) epoch: u64,
     pub(crate) node: Uuid,
-    /// In the order of their numbers; placement does not depend on it.
+    /// The targets, ordered by number. Placement does not depend on this order.
     pub(crate) targets: Vec<TargetRecord>,
     pub(crate) next_pool_id: u32,
     pub(crate) pools: Vec<PoolRecord>,
@@ -43,9 +45,9 @@ pub(crate) struct NodeMap {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TargetRecord {
     pub(crate) uuid: Uuid,
-    /// The operator has taken it out.
+    /// The operator has taken the target out of use.
     pub(crate) out: bool,
-    /// It has failed, and does not have this map.
+    /// The target has failed and does not have this map.
     pub(crate) lost: bool,
 }
 
@@ -56,12 +58,12 @@ pub(crate) struct PoolRecord {
     pub(crate) name: String,
     pub(crate) pg_count: u32,
     pub(crate) made_ms: u64,
-    /// Its objects are being removed; it can no longer be used.
+    /// The pool is being removed and can no longer be used.
     pub(crate) removing: bool,
     pub(crate) redundancy: Redundancy,
 }
 
-/// The map as it was in [`FORMAT_SINGLE`].
+/// The map in [`FORMAT_SINGLE`].
 #[derive(Deserialize)]
 struct SingleMap {
     epoch: u64,
@@ -107,10 +109,10 @@ impl TargetRecord {
 }
 
 impl NodeMap {
-    /// Finds the map on the targets, makes it if all of them are new, and brings those up to date
-    /// that lag behind. Targets that fail, or do not answer in `patience`, are marked so; without
-    /// them the node starts if what is there is certain to have the newest map. If it is not, slow
-    /// targets are asked again, up to [`ROUNDS_MAX`] times.
+    /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
+    /// copies. Marks targets that fail or do not answer within `patience`. The node starts without
+    /// these targets if the other targets certainly have the newest map. Otherwise, slow targets
+    /// are asked again, up to [`ROUNDS_MAX`] times.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         for _ in 1..ROUNDS_MAX {
             let error = match NodeMap::open_once(targets, patience).await {
@@ -156,7 +158,8 @@ impl NodeMap {
             };
             copies.push(copy);
         }
-        // Of two that are as new, the one that counts is on most targets: the other one could not be saved.
+        // If two maps have the same epoch, the map with more copies is valid. The other map could
+        // not be saved.
         let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
         let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
         let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
@@ -174,8 +177,8 @@ impl NodeMap {
         Ok(map)
     }
 
-    /// Gives the map to targets that lag behind. Those that do not take it count as failed, if
-    /// enough others have it.
+    /// Writes the map to targets with outdated copies. A target that does not store the map counts
+    /// as failed, if enough other targets have it.
     async fn bring_up_to_date(
         &self,
         targets: &[Rc<Target>],
@@ -217,7 +220,8 @@ impl NodeMap {
         for (target, copy) in targets.iter().zip(copies) {
             let foreign = match copy {
                 Some(copy) => copy.node != self.node,
-                // A target without a map: when the node is first made, or one that has failed, or that takes another's place.
+                // A target may have no map if the node is new, if the target has failed, or if it
+                // replaces another target.
                 None => {
                     let may_be_empty = self.record(&target.uuid).is_some_and(|r| r.lost);
                     self.epoch > 1 && target.failure().is_none() && !may_be_empty
@@ -237,8 +241,9 @@ impl NodeMap {
         }
     }
 
-    /// Whether targets that cannot be read may have a newer map: not if most can be read, since a map is on most of them
-    /// before it counts, and not if the newest one that was read says that the others are lost.
+    /// Checks whether an unreadable target may have a newer map. This is impossible if most targets
+    /// are readable, because a map is valid only once most targets have it. It is also impossible
+    /// if the newest map that was read says that the unreadable targets are lost.
     fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
         let failed = targets.iter().filter(|t| t.failure().is_some());
@@ -249,12 +254,12 @@ impl NodeMap {
         Err(failure)
     }
 
-    /// A target's record.
+    /// Returns a target's record.
     pub(crate) fn record(&self, uuid: &Uuid) -> Option<&TargetRecord> {
         self.targets.iter().find(|record| record.uuid == *uuid)
     }
 
-    /// Tells the targets what the map says of them.
+    /// Passes the map's record of each target to the target.
     pub(crate) fn tell(&self, targets: &[Rc<Target>]) {
         for target in targets {
             let Some(record) = self.record(&target.uuid) else { continue };
@@ -264,14 +269,15 @@ impl NodeMap {
         }
     }
 
-    /// Puts the map on every target that has not failed: those are to be most of them, or else the
-    /// map says which are lost. The map does not wait longer than `patience` for a target. On an
-    /// error some have it and some do not, which the next start mends.
+    /// Writes the map to every target that has not failed. Either most targets must store the map,
+    /// or the map must list the other targets as lost. Waits at most `patience` for each target.
+    /// After an error, only some targets may have the map; the next start repairs this.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
-                // Placement groups that cannot do without the target wait for it; the map need not.
+                // Placement groups that cannot work without the target wait for it; saving the map
+                // does not.
                 target.overdue(&ids::node_collection(), patience);
                 return Ok(Some(late(patience)));
             };
@@ -287,7 +293,7 @@ impl NodeMap {
         });
         let refusals = futures::future::try_join_all(copies).await?;
         let written = refusals.iter().filter(|refusal| refusal.is_none()).count();
-        // A target that has no room for it has not failed, and does not have it.
+        // A target without space for the map has not failed, but does not have the map.
         let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
         let says_so = |target: &Rc<Target>| self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
         let certain =
@@ -306,12 +312,14 @@ impl NodeMap {
         Err(e)
     }
 
-    /// Gives the map to a target that had no room for it; whether the target has it now.
+    /// Writes the map to a target that had no space for it earlier. Returns whether the target has
+    /// the map now.
     pub(crate) async fn give(&self, target: &Target, patience: Duration) -> bool {
         matches!(tokio::time::timeout(patience, write_copy(target, self)).await, Ok(Ok(())))
     }
 
-    /// What people call the target with that uuid: its number, if it is one of the node's.
+    /// Returns the display name of the target with this uuid: its number, if it belongs to the
+    /// node.
     pub(crate) fn name_of(&self, uuid: &str) -> String {
         let number = self.targets.iter().position(|record| record.uuid.to_string() == uuid);
         number.map_or_else(|| uuid.to_owned(), |number| number.to_string())
@@ -348,7 +356,7 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     }
 }
 
-/// The bytes of a target's copy; none if it is not in the omap.
+/// Reads the bytes of a target's copy; empty if the omap does not contain a copy.
 async fn read_pieces(target: &Target) -> store::Result<Vec<u8>> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     let mut bytes = Vec::new();
@@ -372,7 +380,7 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     if !known {
         transaction.ops.push(Op::CreateCollection);
     }
-    // Growing a vector cannot fail, and the type is plain data.
+    // Encoding plain data into a growing vector cannot fail.
     let bytes: Bytes = postcard::to_extend(map, vec![FORMAT]).expect("plain data can be encoded").into();
     let pieces = (0..bytes.len()).step_by(PIECE);
     let piece = |at: usize| bytes.slice(at..bytes.len().min(at + PIECE));
@@ -387,13 +395,14 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Whether an error says that a target has failed, rather than that it is not there yet.
+/// Returns whether an error means that a target has failed, and not just that it is not reachable
+/// yet.
 fn is_final(e: &StoreError) -> bool {
     use StoreError as E;
     matches!(e, E::Io(_) | E::Absent(_) | E::Poisoned(_) | E::Corrupt { .. })
 }
 
-/// The same of what a target's copy of the map was read with.
+/// Returns the same for an error in reading a target's copy of the map.
 fn is_final_for(e: &StartError) -> bool {
     match e {
         StartError::Target { source, .. } => is_final(source),
@@ -402,7 +411,7 @@ fn is_final_for(e: &StartError) -> bool {
     }
 }
 
-/// Whether no target that can be read has a map.
+/// Returns whether no readable target has a map.
 fn newest_is_missing(copies: &[Option<NodeMap>]) -> bool {
     copies.iter().all(Option::is_none)
 }

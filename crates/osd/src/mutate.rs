@@ -1,4 +1,4 @@
-//! Changing an object: from a request to its durable result.
+//! Execution of a change of an object, from the request to its durable result.
 
 use std::time::Duration;
 
@@ -16,10 +16,11 @@ use crate::pg::{MetaNote, Origin};
 use crate::pool::ObjectLocation;
 use crate::turnstile::{PendingTransaction, Ticket, Turn};
 
-/// First pause before an op is tried again after the store was lost; doubles up to half a second.
+/// First pause before another attempt after the store was lost. The pause doubles up to half a
+/// second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How long a change waits for space that others give back.
+/// Longest time that a change waits for other work to free space.
 const SPACE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A change of one object.
@@ -29,54 +30,55 @@ pub(crate) struct Change<'a> {
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
     pub(crate) ops: &'a [Mutation],
-    /// The request it is for; `None` for the OSD's own.
+    /// The request of the change; `None` for the OSD's own changes.
     pub(crate) origin: Option<Origin>,
-    /// How long to wait for the store.
+    /// Longest time to wait for the store.
     pub(crate) patience: Duration,
 }
 
-/// How far a change has come, over several attempts.
+/// Progress of a change over several attempts.
 struct ChangeProgress<'a> {
     object: &'a ObjectState,
-    /// Whether an earlier attempt, of this OSD or before it, may have taken effect.
+    /// Whether an earlier attempt, in this or an earlier run of the OSD, may have taken effect.
     unsure: bool,
     data: Option<Gathered>,
     ticket: Option<Ticket<'a>>,
 }
 
-/// What a change is worked out for.
+/// The state of the object for which a change is computed.
 #[derive(Clone, Copy)]
 enum Basis {
-    /// The object as it is, if there is one.
+    /// The current state of the object; `None` if it does not exist.
     Known(Option<ObjectInfo>),
-    /// A new object; the transaction fails if there is one.
+    /// A new object. The transaction fails if the object exists.
     New,
-    /// Whatever there is: nothing of its data counts.
+    /// Any state, because the change replaces all of the object's data.
     Unknown,
 }
 
 /// A change whose transaction was queued.
 struct QueuedChange {
     note: MetaNote,
-    /// What the object becomes; `None`: it goes.
+    /// The object after the change; `None` if the change removes it.
     new: Option<ObjectInfo>,
     mutated: Mutated,
     dropped: Option<wire::Manifest>,
 }
 
-/// A change whose transaction has an outcome.
+/// A change whose transaction is durable or has failed.
 type Concluded<'a> = (QueuedChange, PendingTransaction<'a>, store::Result<()>);
 
-/// What a change has done.
+/// Effect of a change.
 pub(crate) struct ChangeEffect {
     pub(crate) mutated: Mutated,
-    /// Parts that no head names any more.
+    /// Manifest of the parts that no head names any more.
     pub(crate) dropped: Option<wire::Manifest>,
 }
 
 impl Change<'_> {
-    /// Makes the change, once: however often the store is lost meanwhile, and whether or not `unsure` says that it may
-    /// have been made before. `gather` brings the data, again if the store has lost it.
+    /// Executes the change exactly once, even if the store is lost in between. `unsure` says
+    /// whether an earlier attempt may have taken effect. `gather` fetches the data, and fetches it
+    /// again if the store has lost it.
     pub(crate) async fn run(
         &self,
         unsure: bool,
@@ -92,16 +94,16 @@ impl Change<'_> {
             let incarnation = self.place.pg.backing.incarnation();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
-                // An earlier attempt may have taken effect: only its result may say otherwise.
+                // An earlier attempt may have taken effect. Only its recorded result can tell.
                 Err(Fail::Refused(e)) if progress.unsure && e != Error::RequestExpired => {
                     return Err(Error::OutcomeUnknown(e.to_string()));
                 }
-                // The store names the object by its id in the store.
+                // The store's error contains the id in the store; return the object's name instead.
                 Err(Fail::Refused(Error::NoSuchObject(_))) => {
                     return Err(Error::NoSuchObject(self.name.into()));
                 }
                 Err(Fail::Refused(e @ Error::NoSpace { .. })) => {
-                    // A change that waits for space holds none, and holds up no other change.
+                    // A change that waits for space must hold no space and block no other change.
                     progress.ticket = None;
                     if matches!(progress.data, Some(Gathered::Staged(_))) {
                         progress.data = None;
@@ -161,7 +163,7 @@ impl Change<'_> {
                 Err(back) => turn = back,
             }
         }
-        // What is known of the object counts only if nothing that is pending can fail to make it so.
+        // The cached state is certain only if no pending transaction could change it by failing.
         let certain = turn.follows_blind_ones();
         let mut info = self.look(progress.object, incarnation).await?;
         let blind = certain
@@ -175,7 +177,7 @@ impl Change<'_> {
         self.queue_and_leave(Basis::Known(info), blind, turn, progress, incarnation).await
     }
 
-    /// Queues the change and leaves the turn to others while it becomes durable.
+    /// Queues the change and ends the turn, so that other changes can run while it becomes durable.
     async fn queue_and_leave<'a>(
         &self,
         basis: Basis,
@@ -192,7 +194,7 @@ impl Change<'_> {
         self.conclude((queued, pending, outcome), progress, incarnation)
     }
 
-    /// What is known of the object, and whether such objects tend to be new.
+    /// Returns the information on the object. Also records whether an uncached object was new.
     async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = object.known(incarnation).is_none();
@@ -203,19 +205,18 @@ impl Change<'_> {
         Ok(info)
     }
 
-    /// Whether the change gives an object its whole content, whatever that was before. If it was a striped one, the
-    /// collector finds its parts.
+    /// Returns whether the change replaces the object's whole content, independently of its state.
+    /// If the object was striped, the collector removes its old parts.
     fn replaces_object(&self) -> bool {
         matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()
     }
 
-    /// Whether all that the change does is to give space back: on a full target it may use the
-    /// reserve.
+    /// Returns whether the change only frees space. On a full target, it may then use the reserve.
     fn gives_back(&self, info: Option<&ObjectInfo>) -> bool {
         let Some(info) = info else { return false };
         self.ops.iter().all(|op| match op {
             Mutation::Truncate(size) => *size <= info.size,
-            // Zeros within a block take a block where there was a hole.
+            // Zeros within a block that was a hole need a new block.
             Mutation::Zero { offset, len } => offset.checked_add(*len).is_some_and(|end| {
                 let is_whole =
                     offset.is_multiple_of(BLOCK) && (end.is_multiple_of(BLOCK) || end == info.size);
@@ -230,7 +231,7 @@ impl Change<'_> {
         })
     }
 
-    /// Whether the change is one of objects that may well be new.
+    /// Returns whether changes of this kind often create objects.
     fn makes_object(&self) -> bool {
         let whole = |op: &Mutation| {
             matches!(op, Mutation::Create | Mutation::WriteFull(_) | Mutation::SetManifest(_))
@@ -238,9 +239,9 @@ impl Change<'_> {
         self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
     }
 
-    /// Makes the change of an object of which nothing is known as if there were no such object, under the condition
-    /// that there is none: saves asking first. Nobody else has a turn before it is known whether that was so. If it must
-    /// be looked at after all, the turn is given back.
+    /// Executes the change of an uncached object as if the object were new, on condition that it
+    /// does not exist. This saves a lookup. The turn lasts until it is known whether the object
+    /// existed. If the object must be read after all, the turn is returned.
     async fn make_unseen<'a>(
         &self,
         turn: Turn<'a>,
@@ -251,7 +252,7 @@ impl Change<'_> {
         let pg = &self.place.pg;
         turn.settled().await;
         pg.backing.still(incarnation)?;
-        // What is refused of a new object may be right for the one that there is.
+        // An op that is refused for a new object may be valid for the existing one.
         let Ok((queued, committed)) = self.queue(Basis::New, data, incarnation).await else {
             return Ok(Err(turn));
         };
@@ -268,7 +269,7 @@ impl Change<'_> {
         Ok(Ok((queued, turn.pend(incarnation, false), outcome)))
     }
 
-    /// Works the change out for an object as it is and queues its transaction.
+    /// Computes the transaction for the given basis and queues it.
     async fn queue(
         &self,
         basis: Basis,
@@ -315,7 +316,7 @@ impl Change<'_> {
         Ok((QueuedChange { note, new, mutated, dropped: drafted.dropped }, committed))
     }
 
-    /// Takes a transaction's outcome.
+    /// Handles a transaction's outcome.
     fn conclude<'a>(
         &self,
         (queued, pending, outcome): Concluded<'a>,
@@ -336,7 +337,8 @@ impl Change<'_> {
             pg.backing.lost(incarnation);
             progress.unsure = true;
             if matches!(progress.data, Some(Gathered::Staged(_))) {
-                // Lost with the store, and a slow client must not hold up the object while it sends again.
+                // The staged data was lost with the store. The ticket is dropped, because a slow
+                // client must not block the object while it sends the data again.
                 (progress.data, progress.ticket) = (None, None);
             } else {
                 pending.back_in_line();
@@ -350,7 +352,8 @@ impl Change<'_> {
     }
 }
 
-/// Checks conditions against an object. To be called in turn, with nothing pending.
+/// Checks conditions against an object. The caller must hold the object's turn, with no pending
+/// transactions.
 pub(crate) async fn check_conditions(
     place: &ObjectLocation,
     name: &str,
@@ -366,7 +369,7 @@ pub(crate) async fn check_conditions(
     Ok(())
 }
 
-/// What speaks against a condition, if anything does.
+/// Returns why a condition does not hold; `None` if it holds.
 async fn violation(
     place: &ObjectLocation,
     name: &str,

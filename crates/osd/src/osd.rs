@@ -1,4 +1,4 @@
-//! The OSD: its targets, pools and sessions, and what all requests share.
+//! The OSD: its targets, pools and sessions, and the state that all requests share.
 
 use std::cell::{Cell, LazyCell, RefCell};
 use std::collections::BTreeMap;
@@ -32,45 +32,46 @@ use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
 
-/// Within this time of its start, an OSD does not forget sessions of earlier starts: their younger
-/// and older siblings may come back with repeats. As long as a client's requests take by default.
+/// Time after its start in which an OSD does not forget closed sessions of earlier starts. Other
+/// sessions of these starts may still come back with retries. It is as long as the default time
+/// limit of a client's requests.
 const SETTLING: Duration = Duration::from_secs(60);
 
-/// An object storage daemon. Lives on one thread.
+/// An object storage daemon. One thread owns it.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
     pub(crate) staging: BufferPool,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
-    /// The same, as groups see them.
+    /// The targets in the form that the groups use.
     members: Rc<Vec<Rc<dyn Member>>>,
     pub(crate) map: RefCell<NodeMap>,
-    /// Held while the map is changed.
+    /// Held during a change of the map.
     pub(crate) changing_map: Mutex<()>,
-    /// A change of the map has failed: some targets may have it.
+    /// Whether a change of the map has failed, so that only some targets may have it.
     pub(crate) map_is_uncertain: Cell<bool>,
     pub(crate) pools: RefCell<BTreeMap<String, Rc<ActivePool>>>,
     pub(crate) sessions: RefCell<Sessions>,
-    /// Connections that are served.
+    /// Connections in service.
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
-    /// Other paths than TCP that clients can come by.
+    /// Transports other than TCP that clients can use: the kind and the address.
     pub(crate) paths: RefCell<Vec<(String, String)>>,
-    /// What the listener refused and reclaimed.
+    /// Counts of what the listener refused and reclaimed.
     pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
     pub(crate) space: SpaceReclaim,
     pub(crate) times: Times,
-    /// Of rebuilds and scrubs.
+    /// Rate limit of rebuilds and scrubs.
     pub(crate) pace: Pace,
     pub(crate) rebuilds: Rebuilds,
     pub(crate) scrubs: Scrubs,
-    /// Pools that were removed while a target was not there: their objects are still to be removed.
+    /// Pools that were removed while a target was missing. Their objects still have to be removed.
     pub(crate) removed_pools: RefCell<Vec<Rc<ActivePool>>>,
     pub(crate) coding: Rc<CodingDispatcher>,
     pub(crate) age: Rc<Age>,
 }
 
-/// What takes stripes to these targets.
+/// Returns the component that writes stripes to these targets.
 fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn StripeStores>, StartError> {
     let engines = match &config.coding.stripes {
         StripesAt::There(stores) => return Ok(Arc::clone(stores)),
@@ -82,13 +83,13 @@ fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn S
 }
 
 impl Osd {
-    /// Connections over which bulk data moves by itself now.
+    /// Returns the number of connections that use one-sided transfers for bulk data now.
     pub(crate) fn one_sided_connections(&self) -> u32 {
         let connections = self.connections.borrow();
         connections.values().filter_map(Weak::upgrade).filter(|c| c.limits().one_sided).count() as u32
     }
 
-    /// Opens the node that is on the targets, or makes one.
+    /// Opens the node on these targets, or creates a new node.
     pub(crate) async fn open(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
@@ -136,12 +137,12 @@ impl Osd {
         Ok(Rc::new(osd))
     }
 
-    /// Takes a pool of the map into use.
+    /// Makes a pool available to requests.
     pub(crate) fn add_pool(&self, pool: Rc<ActivePool>) {
         self.pools.borrow_mut().insert(pool.record.name.clone(), pool);
     }
 
-    /// A pool of the map, which is not in use yet, or no longer.
+    /// Creates the in-memory state of a pool from the map's record.
     pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<ActivePool> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let mut groups = Vec::new();
@@ -178,37 +179,37 @@ impl Osd {
         }
     }
 
-    /// A pool that takes requests.
+    /// Returns a pool that accepts requests.
     pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<ActivePool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
         open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
     }
 
-    /// Groups of pools in use, with the pool's name.
+    /// Returns the groups of all open pools, each with its pool's name.
     pub(crate) fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
         let pools = self.pools.borrow();
         let open = pools.values().filter(|pool| !pool.closed.get());
         open.flat_map(|pool| pool.groups.iter().map(|g| (pool.record.name.clone(), Rc::clone(g)))).collect()
     }
 
-    /// Whether all targets of the node are there and may be used.
+    /// Returns whether all targets of the node are present and usable.
     pub(crate) fn has_all_targets(&self) -> bool {
         let is_there = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
         self.map.borrow().targets.iter().all(|record| is_there(record.uuid))
     }
 
-    /// Where an object, or a part of it, lives.
+    /// Returns the location of an object or of one part of it.
     pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<ObjectLocation> {
         Ok(self.open_pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
-    /// Ends a session for good, once none of its requests is under way: its client repeats none of
-    /// them.
+    /// Ends a session. The caller makes sure that none of its requests is in progress. The client
+    /// sends no more retries.
     pub(crate) fn close_session(&self, session: SessionId) {
         self.sessions.borrow_mut().close(session);
-        // Sessions that have not come back yet are not known by name, so they could not be spared
-        // when this one is forgotten. It expires instead.
+        // The OSD does not know the ids of sessions that have not come back yet, so it could not
+        // spare them when it forgets this one. This session expires later instead.
         if session.generation() < self.age.generation() && self.age.ran() < SETTLING {
             return;
         }

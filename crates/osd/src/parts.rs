@@ -1,4 +1,4 @@
-//! Parts of striped objects: whether they are there, and their removal.
+//! Checks and removes parts of striped objects.
 
 use std::rc::Rc;
 
@@ -13,8 +13,8 @@ use crate::pool::ObjectLocation;
 use crate::task::spawn;
 
 impl Osd {
-    /// Makes sure that the parts which a head is to name are there: those of a client that was away
-    /// for long may have been collected.
+    /// Checks that the parts exist which a new manifest names. The collector may have removed parts
+    /// of a client that was disconnected for a long time.
     pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
         for op in ops {
             let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
@@ -30,8 +30,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Removes the parts of a striped object that no head names any more, in the background. What
-    /// this misses, the collector finds.
+    /// Removes the parts of a manifest that no head names any more, in the background. The
+    /// collector removes the parts that this task misses.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
         spawn(async move {
@@ -46,7 +46,7 @@ impl Osd {
         });
     }
 
-    /// Removes an object on the OSD's own account; that there is none is fine.
+    /// Removes an object for the OSD itself. A missing object is no error.
     pub(crate) async fn remove_object(&self, place: &ObjectLocation, name: &str) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;

@@ -1,4 +1,4 @@
-//! Steps that are repeated while the store is away, for as long as the caller's patience lasts.
+//! Repeats steps while the store is unreachable, until the caller's time limit.
 
 use std::time::Duration;
 
@@ -8,10 +8,11 @@ use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
 use crate::pool::ObjectLocation;
 
-/// First pause before a step is repeated after the store was lost; doubles up to half a second.
+/// First pause before a step is repeated after the store was lost. The pause doubles up to half a
+/// second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Repeats an attempt while the store is away.
+/// Repeats an attempt while the store is unreachable.
 pub(crate) async fn patiently<T>(
     place: &ObjectLocation,
     patience: Duration,
@@ -33,7 +34,7 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Looks at an object in turn, with nothing pending.
+/// Inspects an object during a turn, with no pending transactions.
 pub(crate) async fn in_turn<T>(
     place: &ObjectLocation,
     patience: Duration,
@@ -51,7 +52,7 @@ pub(crate) async fn in_turn<T>(
     patiently(place, patience, attempt).await
 }
 
-/// What is durably known of an object.
+/// Returns the durable information on an object.
 pub(crate) async fn info_of(place: &ObjectLocation, patience: Duration) -> StepResult<Option<ObjectInfo>> {
     let object = place.pg.object(&place.oid);
     in_turn(place, patience, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await

@@ -1,7 +1,7 @@
-//! Placement groups: versions, results of requests, sessions' marks, and the objects in use.
+//! Placement groups: object versions, request results, session marks and cached object states.
 //!
-//! A group's own durable state is the omap of one object in its collection, changed by the same transactions as the
-//! data:
+//! A group keeps its durable state in the omap of one object in its collection (the meta object).
+//! The transaction that changes the data also changes this state:
 //!
 //! ```text
 //! g                                  sessions whose results were forgotten (`gone`)
@@ -10,10 +10,11 @@
 //! v                                  versions below that may have been given out (8 bytes)
 //! ```
 //!
-//! A repeat whose result is not there is carried out only if its session's mark, or the absence of
-//! the session from `g`, says that no result was forgotten. Results are removed in the same
-//! transaction that changes the mark or `g`. Older versions of the node had a time `h` instead of
-//! `g`; it is removed when `g` is first written.
+//! The group executes a retry without a recorded result only if it knows that it has forgotten no
+//! result of that session. It knows this from the session's mark, or, if there is no mark, from the
+//! absence of the session in `g`. One transaction removes results and updates the mark or `g`.
+//! Older versions of the node stored a time under `h` instead of `g`; the first write of `g`
+//! removes `h`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -35,22 +36,22 @@ use crate::gone::{Gone, Living};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
 
-/// Versions are reserved in the store that many at a time.
+/// Number of object versions that one durable reservation covers.
 const VERSION_BATCH: u64 = 1024;
-/// Results are trimmed when that many can be at once.
+/// Number of new results of a session after which the group trims its old results.
 const TRIM_BATCH: u64 = 64;
-/// A session's mark is written again when its time is that old, in milliseconds.
+/// Age of a session's mark, in milliseconds, after which the next change writes the mark again.
 const MARK_REFRESH_MS: u64 = 3_600_000;
-/// Most closed sessions that one change forgets on its way.
+/// Most closed sessions that one change's transaction also forgets.
 const CARRIED: usize = 4;
-/// Closed sessions with more results than that are left to the collector, so that changes stay
-/// small.
+/// Largest number of results of a closed session that a change's transaction removes. The collector
+/// handles closed sessions with more results, so that transactions of changes stay small.
 const CARRIED_RESULTS: usize = 16;
 /// Most sessions that one transaction of the collector forgets.
 pub(crate) const EXPIRED_SESSIONS: usize = 32;
-/// Most results that one transaction of the collector forgets.
+/// Most results that one transaction of the collector removes.
 const EXPIRED_RESULTS: usize = 1024;
-/// Low water mark of a session whose results are being forgotten.
+/// Low water of a session whose results the collector is removing.
 const FORGOTTEN: u64 = u64::MAX;
 
 /// A placement group.
@@ -61,28 +62,29 @@ pub(crate) struct Pg {
     objects: RefCell<HashMap<ObjectId, Rc<ObjectState>>>,
     objects_max: usize,
     loading: Mutex<()>,
-    /// Epoch that `state` was read in; 0 for never.
+    /// Incarnation in which `state` was read; 0 if it was never read.
     loaded: Cell<u64>,
-    /// Epoch in which what earlier ones had left behind was settled; 0 for none.
+    /// Incarnation for which `settle` is done, so that no change of an earlier incarnation
+    /// can still be lost; 0 if there is none.
     settled: Cell<u64>,
     state: RefCell<State>,
     commits: OpenCommits,
     age: Rc<Age>,
-    /// Stamps objects.
+    /// Supplies the modification times of objects.
     pub(crate) clock: WallClock,
     pub(crate) expects_new: Expectation,
 }
 
-/// Whether objects of which nothing is known tend to be new: a two-bit counter, as of a branch predictor.
+/// Predicts whether an uncached object is new (two-bit saturating counter).
 pub(crate) struct Expectation(Cell<u8>);
 
 impl Expectation {
-    /// Whether to take the next one for new.
+    /// Returns the prediction for the next uncached object.
     pub(crate) fn guess(&self) -> bool {
         self.0.get() >= 2
     }
 
-    /// Says how it was.
+    /// Records whether the last predicted object was new.
     pub(crate) fn learn(&self, was_new: bool) {
         let count = self.0.get();
         self.0.set(if was_new { (count + 1).min(3) } else { count.saturating_sub(1) });
@@ -92,43 +94,46 @@ impl Expectation {
 #[derive(Default)]
 struct State {
     next_version: u64,
-    /// Versions below are reserved, durably if `reserved_durably`.
+    /// Versions below this number are reserved. `reserved_durably` says whether the store has the
+    /// reservation.
     reserved: u64,
     reserved_durably: bool,
     gone: Gone,
-    /// The horizon of an older version of the node is still there.
+    /// The meta object still has the key `h` of an older version of the node.
     has_horizon: bool,
     marks: HashMap<SessionId, Mark>,
     /// Closed sessions that the next changes forget.
     closed: VecDeque<SessionId>,
 }
 
-/// A session in this group.
+/// What the group knows about one session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Mark {
-    /// Results of requests below may be gone: a repeat of one that has none is refused.
+    /// Results of requests with lower numbers may be gone. The group refuses a retry with a lower
+    /// number and no result.
     low_water: u64,
-    /// About when the session last changed something here, as the node's age in milliseconds. In
-    /// marks of older versions of the node, a time since 1970.
+    /// Approximate node age, in milliseconds, of the session's last change in this group. Marks of
+    /// older versions of the node hold milliseconds since 1970.
     active_ms: u64,
-    /// Numbers of the requests whose results are there, as long as those are few; `None`: not
-    /// known.
+    /// Numbers of the requests that have a result in the store. `None` if the numbers are unknown,
+    /// or if there are more than `CARRIED_RESULTS` of them.
     #[serde(skip)]
     results: Option<Vec<u64>>,
-    /// The session's client has closed it.
+    /// The client has closed the session.
     #[serde(skip)]
     closed: bool,
-    /// Results recorded since the last trim, as far as known.
+    /// Number of results recorded since the last trim. `TRIM_BATCH` if the number is unknown.
     #[serde(skip)]
     untrimmed: u64,
-    /// Where results that are still there may begin; at most `low_water`.
+    /// Lowest request number that may still have a result in the store; at most `low_water`.
     #[serde(skip)]
     kept_from: u64,
     #[serde(skip)]
     durable: bool,
 }
 
-/// Transactions of the group under way, for those who must not see what is not durable.
+/// The group's transactions in flight. Readers wait for them, because readers must not see data
+/// that is not durable yet.
 #[derive(Default)]
 struct OpenCommits {
     next: Cell<u64>,
@@ -136,7 +141,7 @@ struct OpenCommits {
     changed: Notify,
 }
 
-/// Which request a change is for.
+/// The request that a change belongs to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Origin {
     pub(crate) session: SessionId,
@@ -144,23 +149,25 @@ pub(crate) struct Origin {
     pub(crate) acked_through: u64,
 }
 
-/// What to tell the group once a transaction's outcome is known.
+/// Changes of the group's own state that one transaction contains. The group gets this note back
+/// once the transaction is durable or has failed.
 #[derive(Debug, Default)]
 pub(crate) struct MetaNote {
     reserved: Option<u64>,
-    /// Session, low water and time of the mark that was written.
+    /// Session, low water and time of the mark that the transaction writes.
     marked: Option<(SessionId, u64, u64)>,
-    /// Results from that number on are trimmed.
+    /// A session, and the lowest request number whose result the transaction removes.
     trimmed: Option<(SessionId, u64)>,
-    /// Closed sessions that are forgotten.
+    /// Closed sessions that the transaction forgets.
     carried: Vec<(SessionId, Mark)>,
 }
 
-/// When the collector forgets a session.
+/// Decides which sessions the collector forgets, besides closed ones: idle sessions that are not
+/// alive.
 pub(crate) struct Expiry<'a> {
-    /// It has changed nothing for that long, in milliseconds…
+    /// A session is idle if it has changed nothing for this time, in milliseconds.
     pub(crate) idle_ms: u64,
-    /// … and is not alive.
+    /// Returns whether a session is alive.
     pub(crate) alive: &'a dyn Fn(SessionId) -> bool,
 }
 
@@ -188,14 +195,14 @@ impl Pg {
         }
     }
 
-    /// The state of one object.
+    /// Returns the state of one object.
     pub(crate) fn object(&self, oid: &ObjectId) -> Rc<ObjectState> {
         let mut objects = self.objects.borrow_mut();
         if let Some(known) = objects.get(oid) {
             return Rc::clone(known);
         }
         if objects.len() >= self.objects_max {
-            // Half of what nobody uses goes, whichever half: so it costs little per object.
+            // Evict half of the unreferenced entries at once, which keeps the cost per object low.
             let mut keep = false;
             objects.retain(|_, state| {
                 keep = !keep;
@@ -205,7 +212,8 @@ impl Pg {
         Rc::clone(objects.entry(oid.clone()).or_default())
     }
 
-    /// Reads the group's state if that has not been done in this incarnation; makes the collection if there is none.
+    /// Reads the group's state unless it was read in the current incarnation. Creates the
+    /// collection if it is missing. Returns the incarnation.
     pub(crate) async fn load(&self) -> StepResult<u64> {
         if self.loaded.get() == self.backing.incarnation() {
             return Ok(self.loaded.get());
@@ -224,7 +232,8 @@ impl Pg {
         Ok(incarnation)
     }
 
-    /// Makes sure that nothing of an earlier incarnation can vanish any more; returns the incarnation.
+    /// Waits until no change of an earlier incarnation can be lost any more. Returns the current
+    /// incarnation.
     pub(crate) async fn settle(&self) -> StepResult<u64> {
         let incarnation = self.backing.incarnation();
         if self.settled.get() != incarnation {
@@ -288,8 +297,8 @@ impl Pg {
                 let session = key[1..].try_into().map_err(|_| self.corrupt("a session's key"))?;
                 let mark: Mark = postcard::from_bytes(value).map_err(|_| self.corrupt("a session's mark"))?;
                 let session = SessionId(u128::from_be_bytes(session));
-                // How many results there are is not known; the next trim finds out. A time that the
-                // node has not reached is an older version's, or the node has lost its age.
+                // The number of results is unknown; the next trim finds out. A time later than the
+                // node's age comes from an older version of the node, or the node has lost its age.
                 let active_ms = mark.active_ms.min(self.age.ran_ms());
                 marks.insert(session, Mark { active_ms, durable: true, untrimmed: TRIM_BATCH, ..mark });
             }
@@ -304,14 +313,16 @@ impl Pg {
         Fail::Refused(wire::Error::Corrupt(format!("{what} of placement group {}", self.cid)))
     }
 
-    /// The result of a request that may have been carried out before.
+    /// Returns the result of a request, if the group has one.
     ///
     /// # Errors
-    /// [`RequestExpired`](wire::Error::RequestExpired) if that can no longer be told.
+    /// [`RequestExpired`](wire::Error::RequestExpired) if the result may have been forgotten, so
+    /// that the group cannot tell whether it executed the request.
     pub(crate) async fn result(&self, origin: &Origin) -> StepResult<Option<Mutated>> {
         let key = key_result(origin.session, origin.seq);
         let found = self.backing.omap_get(&self.cid, &self.meta, vec![key]).await?;
-        // Only now: while the result was looked for, it may have been forgotten.
+        // Check the mark only after the lookup, because the result may be forgotten during the
+        // lookup.
         let state = self.state.borrow();
         let forgotten = match state.marks.get(&origin.session) {
             Some(mark) if mark.closed => true,
@@ -325,7 +336,7 @@ impl Pg {
         postcard::from_bytes(value).map(Some).map_err(|_| self.corrupt("a request's result"))
     }
 
-    /// A version for a change of an object that has version `last` now.
+    /// Returns the new version for a change of an object whose current version is `last`.
     pub(crate) fn next_version(&self, last: u64) -> u64 {
         let mut state = self.state.borrow_mut();
         let version = state.next_version.max(last) + 1;
@@ -337,8 +348,8 @@ impl Pg {
         version
     }
 
-    /// Adds to a transaction what the group has to remember of it, and the removal of what a few
-    /// closed sessions have left.
+    /// Adds to a transaction the group's record of the request: its result, the session's mark and
+    /// the version reservation. Also adds the removal of the results of a few closed sessions.
     pub(crate) fn record(&self, ops: &mut Vec<Op>, origin: Option<&Origin>, result: &Mutated) -> MetaNote {
         let now_ms = self.age.ran_ms();
         let mut state = self.state.borrow_mut();
@@ -379,11 +390,12 @@ impl Pg {
         note
     }
 
-    /// Says that the transaction which [`Pg::record`] added to is durable.
+    /// Notes that a transaction with changes from [`Pg::record`] is durable.
     pub(crate) fn recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some(reserved) = note.reserved {
-            // An older one, whose transaction was overtaken, is written over.
+            // A later change may have reserved more versions since then. That reservation may not
+            // be durable yet.
             state.reserved_durably = reserved == state.reserved;
         }
         if let Some((session, low_water, active_ms)) = note.marked
@@ -394,13 +406,13 @@ impl Pg {
         }
     }
 
-    /// Says that it has failed.
+    /// Notes that a transaction with changes from [`Pg::record`] has failed.
     pub(crate) fn not_recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some((session, from)) = note.trimmed
             && let Some(mark) = state.marks.get_mut(&session)
         {
-            // The results are still there: the next trim takes them, too.
+            // The results are still in the store, so the next trim must remove them.
             mark.kept_from = mark.kept_from.min(from);
             mark.untrimmed = TRIM_BATCH;
             mark.results = None;
@@ -408,14 +420,14 @@ impl Pg {
         state.put_back(note.carried);
     }
 
-    /// Whether the group has results of a session.
+    /// Returns whether the group may have results of a session.
     pub(crate) fn knows(&self, session: SessionId) -> bool {
         self.state.borrow().marks.contains_key(&session)
     }
 
-    /// Says that a session's client has closed it: its repeats are refused from now on, and its
-    /// results go with the next changes, or when the collector comes by. `living` are the sessions
-    /// that may still send repeats.
+    /// Notes that the client has closed a session. From now on, the group refuses the session's
+    /// retries. The next changes or the collector remove its results. `living` are the sessions
+    /// that may still send retries.
     pub(crate) fn close_session(&self, session: SessionId, living: &Living) {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
@@ -427,7 +439,7 @@ impl Pg {
         }
     }
 
-    /// Sessions that the collector is to forget.
+    /// Returns the sessions that the collector must forget.
     pub(crate) async fn expired(&self, expiry: &Expiry<'_>) -> StepResult<Vec<SessionId>> {
         self.load().await?;
         let now_ms = self.age.ran_ms();
@@ -436,9 +448,10 @@ impl Pg {
         Ok(expired.map(|(id, _)| *id).collect())
     }
 
-    /// Forgets the last ones of `sessions` that are still to be forgotten, in one transaction of
-    /// bounded size, and takes them out of the list; returns how many. `living` are the sessions
-    /// that may still send repeats.
+    /// Takes sessions from the end of `sessions` and forgets the expired ones, in one transaction
+    /// of bounded size. Puts a session back into `sessions` if the transaction cannot remove all of
+    /// its results. Returns the number of sessions forgotten completely. `living` are the sessions
+    /// that may still send retries.
     pub(crate) async fn expire_some(
         &self,
         sessions: &mut Vec<SessionId>,
@@ -456,11 +469,12 @@ impl Pg {
             let state = &mut *state;
             for Results { session, keys: results, all } in listed {
                 let Entry::Occupied(mut known) = state.marks.entry(session) else { continue };
-                // Its client may have come back while the results were listed.
+                // The client may have come back while the results were listed.
                 if !expiry.includes(session, known.get(), now_ms) {
                     continue;
                 }
-                // From here on its repeats are refused, whether the transaction succeeds or not.
+                // From here on, the group refuses the session's retries, even if the transaction
+                // fails.
                 state.gone.add(session, &living);
                 keys.extend(results);
                 if all {
@@ -488,7 +502,7 @@ impl Pg {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, incarnation);
-                // A state that was read again since then says itself what is still there.
+                // If the state has been read again since then, it is already correct.
                 if self.loaded.get() == incarnation {
                     self.state.borrow_mut().put_back(removed);
                 }
@@ -497,8 +511,8 @@ impl Pg {
         }
     }
 
-    /// The results of the last ones of `sessions`, as many as one transaction may remove. Takes the
-    /// sessions out.
+    /// Takes sessions from the end of `sessions` and lists their results, up to the number that one
+    /// transaction may remove.
     async fn list_results(&self, sessions: &mut Vec<SessionId>) -> StepResult<Vec<Results>> {
         let mut listed = Vec::new();
         let mut room = EXPIRED_RESULTS;
@@ -516,7 +530,8 @@ impl Pg {
         Ok(listed)
     }
 
-    /// What is known of an object now, read if need be. To be called in turn.
+    /// Returns the information on an object, from the cache or from the store; `None` if the object
+    /// does not exist. The caller must hold the object's turn.
     pub(crate) async fn info(
         &self,
         oid: &ObjectId,
@@ -531,7 +546,7 @@ impl Pg {
                 let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("information on object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
             }
-            // Reading does not make the collection.
+            // Reading an object does not create the collection.
             Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
             Err(e) => return Err(e.into()),
         };
@@ -539,7 +554,8 @@ impl Pg {
         Ok(info)
     }
 
-    /// Says that a transaction was queued; it is under way until the result is dropped.
+    /// Notes that a transaction was queued. The transaction counts as in flight until the returned
+    /// guard is dropped.
     pub(crate) fn committing(&self) -> Committing<'_> {
         let commits = &self.commits;
         let number = commits.next.get();
@@ -548,7 +564,7 @@ impl Pg {
         Committing { commits, number }
     }
 
-    /// Waits until everything queued so far is durable or has failed.
+    /// Waits until each transaction queued so far is durable or has failed.
     pub(crate) async fn all_committed(&self) {
         let end = self.commits.next.get();
         loop {
@@ -561,7 +577,7 @@ impl Pg {
     }
 }
 
-/// A transaction of a group under way.
+/// Guard for one of the group's transactions in flight.
 pub(crate) struct Committing<'a> {
     commits: &'a OpenCommits,
     number: u64,
@@ -578,13 +594,13 @@ impl Drop for Committing<'_> {
 struct Results {
     session: SessionId,
     keys: Vec<Bytes>,
-    /// There are no others.
+    /// Whether `keys` has all of the session's results.
     all: bool,
 }
 
 impl Expiry<'_> {
     fn includes(&self, session: SessionId, mark: &Mark, now_ms: u64) -> bool {
-        // Clients of older versions of the node cannot come back with their sessions.
+        // A client of an older version of the node cannot resume its session.
         let of_older_version = session.generation() < SessionId::FIRST_GENERATION;
         let is_idle = now_ms.saturating_sub(mark.active_ms) >= self.idle_ms;
         mark.closed || of_older_version || (is_idle && !(self.alive)(session))
@@ -592,7 +608,7 @@ impl Expiry<'_> {
 }
 
 impl State {
-    /// The mark of a request's session, made if there is none.
+    /// Returns the mark of a request's session, and creates it if it is missing.
     fn mark(&mut self, origin: &Origin, now_ms: u64) -> &mut Mark {
         let is_forgotten = match self.marks.get(&origin.session) {
             Some(mark) => mark.closed || mark.low_water == FORGOTTEN,
@@ -609,22 +625,23 @@ impl State {
         };
         let mark = self.marks.entry(origin.session).or_insert_with(|| fresh.clone());
         if is_forgotten {
-            // The session has come back. Whatever it sent before it was forgotten has a number
-            // below the end of the window that this request is in; of those, repeats without a
-            // result are refused.
+            // The session has come back. All its requests from before it was forgotten have numbers
+            // below the end of this request's window. The group refuses retries below that end that
+            // have no result.
             let low_water = origin.seq.saturating_add(REQUEST_WINDOW);
             *mark = Mark { low_water, results: None, untrimmed: TRIM_BATCH, ..fresh };
         }
         mark
     }
 
-    /// Takes a few closed sessions out; their marks, and the keys that are to be removed.
+    /// Takes a few closed sessions out of the state. Returns the sessions with their marks, and the
+    /// keys to remove.
     fn take_closed(&mut self) -> (Vec<(SessionId, Mark)>, Vec<Bytes>) {
         let (mut taken, mut keys) = (Vec::new(), Vec::new());
         for _ in 0..CARRIED {
             let Some(session) = self.closed.pop_front() else { break };
             let Entry::Occupied(known) = self.marks.entry(session) else { continue };
-            // Not if it has come back.
+            // Skip a session that has come back, because it is not closed any more.
             let Some(results) = known.get().results.as_ref().filter(|_| known.get().closed) else { continue };
             keys.extend(results.iter().map(|seq| key_result(session, *seq)));
             keys.push(key_session(session));
@@ -633,7 +650,7 @@ impl State {
         (taken, keys)
     }
 
-    /// Takes sessions back whose results are still there after all.
+    /// Restores sessions whose results could not be removed.
     fn put_back(&mut self, taken: Vec<(SessionId, Mark)>) {
         for (session, mark) in taken {
             let Entry::Vacant(free) = self.marks.entry(session) else { continue };
@@ -646,7 +663,8 @@ impl State {
 }
 
 impl Mark {
-    /// Remembers the number of one more result, as long as there are few.
+    /// Notes the number of a new result. With more than `CARRIED_RESULTS` results, no numbers are
+    /// kept.
     fn note_result(&mut self, seq: u64) {
         match &mut self.results {
             Some(few) if few.len() < CARRIED_RESULTS => few.push(seq),
@@ -654,11 +672,12 @@ impl Mark {
         }
     }
 
-    /// Counts one more result; says which results can go, if it is time for that.
+    /// Counts one new result. Returns the range of results to remove if a trim is due.
     fn trim(&mut self, origin: &Origin) -> Option<(u64, u64)> {
         self.untrimmed += 1;
         let unwanted = origin.acked_through.saturating_add(1).min(origin.seq);
-        // An honest client never has its oldest unanswered request further back than that.
+        // The request window limits how far back a correct client's oldest unanswered request can
+        // be.
         let end = unwanted.max(origin.seq.saturating_sub(REQUEST_WINDOW));
         if self.untrimmed < TRIM_BATCH || end <= self.low_water {
             return None;
@@ -672,7 +691,7 @@ impl Mark {
 }
 
 fn encode<T: Serialize>(value: &T) -> Bytes {
-    // Growing a vector cannot fail, and the types are plain data.
+    // Encoding plain data into a growing vector cannot fail.
     postcard::to_allocvec(value).expect("plain data can be encoded").into()
 }
 
@@ -684,7 +703,7 @@ fn key_gone() -> Bytes {
     Bytes::from_static(b"g")
 }
 
-/// Older versions of the node had it.
+/// Key of a time that older versions of the node stored.
 fn key_horizon() -> Bytes {
     Bytes::from_static(b"h")
 }

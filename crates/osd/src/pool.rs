@@ -1,4 +1,4 @@
-//! [`ActivePool`]: a pool in use, and [`ObjectLocation`]: where an object of it lives.
+//! [`ActivePool`]: a pool in use, and [`ObjectLocation`]: the location of one of its objects.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -15,20 +15,21 @@ use crate::pg::Pg;
 pub(crate) struct ActivePool {
     pub(crate) record: PoolRecord,
     pub(crate) pgs: Vec<Rc<Pg>>,
-    /// What is behind the placement groups of a pool with redundancy; of others, nothing.
+    /// Array groups behind the placement groups of a pool with redundancy; empty without
+    /// redundancy.
     pub(crate) groups: Vec<Rc<Group>>,
-    /// No requests are taken: the pool is about to be removed.
+    /// The pool accepts no requests, because it is being removed.
     pub(crate) closed: Cell<bool>,
 }
 
-/// Where an object lives.
+/// Location of an object: its placement group and its id in the store.
 pub(crate) struct ObjectLocation {
     pub(crate) pg: Rc<Pg>,
     pub(crate) oid: ObjectId,
 }
 
 impl ActivePool {
-    /// Where an object, or a part of it, lives.
+    /// Returns the location of an object or of one part of it.
     pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> ObjectLocation {
         let hash = placement::hash(namespace, object, part);
         let pg = placement::group(hash, self.record.pg_count) as usize;

@@ -1,4 +1,4 @@
-//! Creating, listing and removing pools.
+//! Creation, listing and removal of pools.
 
 use std::rc::Rc;
 
@@ -17,11 +17,11 @@ use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
-/// Objects removed in one transaction when a pool goes.
+/// Number of objects that one transaction removes when a pool is removed.
 const REMOVE_BATCH: usize = 64;
 
 impl Osd {
-    /// The pools, ordered by name.
+    /// Returns the pools, ordered by name.
     pub(crate) fn list_pools(&self) -> Vec<PoolInfo> {
         let pools = self.pools.borrow();
         let open = pools.values().filter(|pool| !pool.closed.get());
@@ -35,7 +35,7 @@ impl Osd {
         .collect()
     }
 
-    /// Creates a pool; it exists once the map is durable on every target.
+    /// Creates a pool. The pool exists once the map with the pool is durable.
     pub(crate) async fn create_pool(
         &self,
         name: &[u8],
@@ -69,7 +69,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Makes the groups of a pool with redundancy, before the map has it: from then on one of which nothing is found is lost.
+    /// Creates the groups of a pool with redundancy before the map names the pool. A group of a
+    /// pool in the map counts as lost if no target has any data of it.
     async fn create_groups(&self, pool: &ActivePool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
@@ -81,7 +82,7 @@ impl Osd {
         created.map(drop).map_err(|e| refusal(e.into()))
     }
 
-    /// Closes a pool for good. Its objects go in the background.
+    /// Closes a pool and removes it from the map. A background task removes its objects.
     pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         let _one_at_a_time = self.changing_map.lock().await;
@@ -126,13 +127,14 @@ impl Osd {
         }
     }
 
-    /// Removes what is in a closed pool, then the pool from the map.
+    /// Removes the content of a closed pool, then removes the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<ActivePool>) {
         let osd = Rc::clone(self);
         spawn(async move { osd.empty_or_wait(pool).await });
     }
 
-    /// The same. A pool that cannot be emptied now is tried again when all targets are there.
+    /// Removes the content and the pool as above, within the calling task. If this fails now, it is
+    /// repeated once all targets are present.
     pub(crate) async fn empty_or_wait(&self, pool: Rc<ActivePool>) {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
@@ -173,7 +175,8 @@ impl Osd {
             }
             transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
             match pg.backing.queue(transaction).await {
-                // A change that was under way when the pool was closed may have got in between.
+                // A change that was in progress when the pool was closed may have created or
+                // removed an object in between.
                 Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
                 Err(StoreError::NoSuchCollection(_)) => return Ok(()),
                 Err(e) => return Err(e.into()),

@@ -1,9 +1,11 @@
-//! Reading data and answering questions.
+//! Execution of reads and queries.
 //!
-//! A read takes its place in the object's order, waits there until every earlier change is durable, hands its call to
-//! the store, which fixes what it will see, and leaves. So neither the store's time nor the client's holds up the object.
-//! Long reads do this segment by segment and notice by the version if the object was changed in between. The first one
-//! tells, before its data is there, what the object is; so the others start at once.
+//! A read draws a ticket for the object and waits, during its turn, until each earlier change is
+//! durable. It then submits its call to the store, which fixes the state that the read sees, and
+//! ends its turn. Neither a slow store nor a slow client therefore blocks the object. A long read
+//! repeats this for each segment, and detects by the version whether the object changed in between.
+//! The first segment reveals the object's size before its data arrives, so the other segments start
+//! at once.
 
 use std::time::Duration;
 
@@ -28,23 +30,24 @@ use crate::patience::patiently;
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
 
-/// First pause before an op is tried again after the store was lost; doubles up to half a second.
+/// First pause before another attempt after the store was lost. The pause doubles up to half a
+/// second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Answers up to that size, in bytes, travel inside messages, whether the client offers a sink or not.
+/// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
 const INLINE: u64 = 64 << 10;
 
-/// A segment that the store has been asked for.
+/// A segment that was requested from the store.
 struct Begun {
     info: ObjectInfo,
     incarnation: u64,
     at: u64,
     len: u64,
-    /// `None` if there is nothing to be read: nothing is left at `at`, or the object is striped.
+    /// `None` if there is nothing to read: the object ends before `at`, or it is striped.
     reading: Option<ReplyOf<BackingFuture, ReadData>>,
 }
 
-/// A read under way.
+/// A read in progress.
 struct ObjectRead<'a> {
     osd: &'a Osd,
     request: &'a RequestContext,
@@ -53,7 +56,7 @@ struct ObjectRead<'a> {
     place: ObjectLocation,
 }
 
-/// Reads data: into the answer's payload or into the client's sink.
+/// Reads data into the reply's payload or into the client's sink.
 pub(crate) async fn read(
     osd: &Osd,
     request: &RequestContext,
@@ -97,7 +100,8 @@ impl ObjectRead<'_> {
             }
             debug_assert_eq!(first.len, sent, "without a sink everything is in one segment");
             match (self.finish(first).await, &self.read.sink) {
-                // Nothing has been sent yet: the object may be another one by now.
+                // Nothing has been sent yet, so the next attempt may return another version of the
+                // object.
                 (Err(Fail::Lost(why)), _) if Instant::now() < until => {
                     tracing::debug!(why, "the store was lost, reading again");
                     self.place.pg.backing.lost(incarnation);
@@ -112,17 +116,17 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// How long the store may be waited for.
+    /// Returns how long to wait for the store.
     fn patience(&self) -> Duration {
         self.request.patience(&self.osd.config)
     }
 
-    /// Most bytes that are sent in the answer where the client offers a sink.
+    /// Returns the maximum number of bytes in the reply if the client offers a sink.
     fn inline_max(&self) -> u64 {
         INLINE.min(self.request.connection.limits().eager as u64)
     }
 
-    /// Pushes the first segment, and those after it up to `end`, several at a time.
+    /// Pushes the first segment and all later segments up to `end`, several at a time.
     async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> StepResult<()> {
         let (start, version) = (first.at, first.info.version);
         let step = self.step();
@@ -143,16 +147,17 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Most bytes of a segment.
+    /// Returns the maximum length of a segment, in bytes.
     fn step(&self) -> u64 {
         SEGMENT.min(self.osd.staging.largest()) as u64
     }
 
-    /// Starts to read at `start`: all up to `end`, or else a whole segment. The object may be anything.
+    /// Starts the read at `start`: up to `end`, or one whole segment if that is shorter. The
+    /// object's state need not be known.
     async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
-        // Memory is taken before one knows how much is needed. Most objects are small.
+        // Memory is allocated before the object's size is known. Most objects are small.
         let likely = match object.known(self.place.pg.backing.incarnation()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
@@ -174,7 +179,7 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Reads one more segment of the version that the first had, and pushes it.
+    /// Reads one more segment of the version that the first segment had, and pushes it.
     async fn move_segment(
         &self,
         sink: &BulkDescriptor,
@@ -201,7 +206,8 @@ impl ObjectRead<'_> {
         patiently(&self.place, self.patience(), attempt).await
     }
 
-    /// Asks the store for a segment of `segment` bytes, when it is this request's turn; there are likely to be `likely` of them.
+    /// Requests a segment of up to `segment` bytes from the store, during this request's turn.
+    /// `likely` is the expected length.
     async fn begin(
         &self,
         object: &ObjectState,
@@ -213,7 +219,8 @@ impl ObjectRead<'_> {
         let pg = &self.place.pg;
         let mut room = segment.min(likely);
         loop {
-            // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
+            // Allocate memory before the turn, because waiting for memory must not block the
+            // object. The store fills whole blocks.
             let dest = match room {
                 0 => None,
                 _ => Some(self.osd.staging.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
@@ -231,7 +238,7 @@ impl ObjectRead<'_> {
             let len = segment.min(info.size.saturating_sub(at));
             let has_data = len > 0 && info.manifest.is_none();
             if has_data && len > room {
-                // At most once more: then there is room for the whole segment.
+                // Repeated at most once, because the buffer then fits the whole segment.
                 room = segment;
                 continue;
             }
@@ -241,7 +248,7 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Waits for what the store was asked for.
+    /// Waits for the store's reply.
     async fn finish(&self, begun: Begun) -> StepResult<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
@@ -249,7 +256,8 @@ impl ObjectRead<'_> {
         self.check(&begun.info, begun.at, begun.len, &data)
     }
 
-    /// Verifies what the store gave, and makes it a payload: the last piece's checksum is no longer that of its block.
+    /// Verifies the store's data and converts it into a payload. If the last piece is cut, its
+    /// checksum is computed again.
     fn check(&self, info: &ObjectInfo, at: u64, len: u64, data: &ReadData) -> StepResult<Payload> {
         let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{}: {what}", self.name)));
         data.verify().map_err(|e| corrupt(e.to_string()))?;
@@ -286,7 +294,7 @@ fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
     Ok(sink.len().ok_or_else(overflow)?)
 }
 
-/// Answers questions about one object.
+/// Answers queries about one object.
 pub(crate) async fn query(osd: &Osd, request: &RequestContext, query: &Query) -> wire::Result<ObjectReply> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
@@ -358,7 +366,7 @@ async fn answer(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> Step
     })
 }
 
-/// Cuts a page of an omap at the end of the range, and at what fits in an answer.
+/// Cuts a page of an omap at the end of the requested range and at the maximum size of a reply.
 fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>) -> QueryAnswer {
     if let Some(end) = to.and_then(|to| entries.iter().position(|(key, _)| key >= to)) {
         entries.truncate(end);
@@ -375,5 +383,5 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
     QueryAnswer::Omap { entries, more }
 }
 
-/// An answer's entries take at most that much, in bytes (one entry alone may be larger).
+/// Maximum size of the entries in a reply, in bytes. One entry alone may be larger.
 const PAGE_BYTES: usize = 48 * 1024;

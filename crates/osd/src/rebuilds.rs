@@ -1,4 +1,4 @@
-//! [`Rebuilds`]: what is being rebuilt, and how far.
+//! [`Rebuilds`]: progress of the OSD's rebuilds.
 
 use std::cell::RefCell;
 
@@ -11,13 +11,13 @@ use wire::RebuildStatus;
 pub(crate) struct Rebuilds {
     /// Objects and bytes of all rebuilds since the OSD started.
     rebuilt: RefCell<Rebuilt>,
-    /// Pool and target of the rebuild under way.
+    /// Pool and target of the running rebuild.
     under_way: RefCell<Option<(String, Uuid)>>,
     last_failure: RefCell<Option<String>>,
 }
 
 impl Rebuilds {
-    /// Counts on as a group is rebuilt.
+    /// Returns the counters that the rebuild of a group increments.
     pub(crate) fn progress(&self) -> &RefCell<Rebuilt> {
         &self.rebuilt
     }
@@ -34,7 +34,8 @@ impl Rebuilds {
         *self.last_failure.borrow_mut() = Some(why);
     }
 
-    /// The state for the node's status. `rate_limit` is in bytes per second; 0 means no limit.
+    /// Returns the state for the node's status. `rate_limit` is in bytes per second; 0 means no
+    /// limit.
     pub(crate) fn status(&self, rate_limit: u64) -> RebuildStatus {
         let rebuilt = *self.rebuilt.borrow();
         let (pool, target) = self.under_way.borrow().clone().unzip();

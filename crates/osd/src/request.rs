@@ -1,4 +1,4 @@
-//! [`RequestContext`]: what surrounds the body of a request.
+//! [`RequestContext`]: the context of a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use wire::{RequestHead, SessionId};
 
 use crate::config::OsdConfig;
 
-/// A request's surroundings.
+/// Context of a request: its head, session and connection.
 pub(crate) struct RequestContext {
     pub(crate) head: RequestHead,
     pub(crate) session: SessionId,
@@ -16,7 +16,7 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    /// How long the store may be waited for on behalf of the request.
+    /// Returns how long the request may wait for the store.
     pub(crate) fn patience(&self, config: &OsdConfig) -> Duration {
         match self.head.deadline_ms {
             0 => config.store_patience,

@@ -1,4 +1,5 @@
-//! Scrubbing pools: comparing members of groups with redundancy, verifying objects of others.
+//! Scrubs of pools. A scrub compares the members of groups with redundancy, and verifies the
+//! objects of other groups.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -17,17 +18,17 @@ use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
-/// Objects scrubbed between two listings.
+/// Number of objects scrubbed between two listings.
 const PAGE: usize = 128;
-/// Bytes of an object without redundancy that are verified at a time.
+/// Number of bytes of an object without redundancy that are verified at a time.
 const SEGMENT: u64 = 1 << 20;
 
 impl Osd {
-    /// How a pool's scrub stands; with `start` one is begun if none is under way, which is to
-    /// `repair` or not.
+    /// Returns the progress of a pool's scrub. With `start`, starts a scrub if none is running.
+    /// `repair` says whether the new scrub repairs.
     ///
     /// # Errors
-    /// If one is under way that does not repair, and the new one is to.
+    /// If a scrub without repair is running, and the new scrub would repair.
     pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
         let pool = self.open_pool(&name)?;
@@ -79,7 +80,7 @@ impl Osd {
         }
     }
 
-    /// Repeats what fails with a group's interval.
+    /// Repeats an attempt that fails because a group's interval ended.
     async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
         let until = Instant::now() + self.config.store_patience;
         loop {
@@ -92,7 +93,7 @@ impl Osd {
         }
     }
 
-    /// Reads all of a placement group without redundancy. Damaged data can only be told.
+    /// Reads all data of a placement group without redundancy. Damaged data can only be reported.
     async fn verify_group(&self, pool: &ActivePool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
         let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
         let patience = self.config.store_patience;
@@ -116,7 +117,7 @@ impl Osd {
     }
 }
 
-/// Compares an object's data with its checksums.
+/// Verifies an object's data by its checksums.
 async fn verify(place: &ObjectLocation) -> store::Result<Findings> {
     let mut found = Findings { objects: 1, ..Findings::default() };
     let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);

@@ -1,4 +1,4 @@
-//! [`Scrubs`]: the scrubs of pools, under way or done.
+//! [`Scrubs`]: the running and finished scrubs of pools.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use wire::{Error, ScrubStatus};
 #[derive(Debug, Clone, Default)]
 struct Scrub {
     running: bool,
-    /// Objects of the wrong size are repaired.
+    /// Whether the scrub repairs objects of the wrong size.
     repair: bool,
     groups: u32,
     groups_done: u32,
@@ -23,11 +23,11 @@ struct Scrub {
 pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
 
 impl Scrubs {
-    /// Notes a new scrub of a pool with `groups` placement groups, unless one is under way; returns
-    /// whether the caller is to carry it out.
+    /// Notes a new scrub of a pool with `groups` placement groups, unless a scrub is running.
+    /// Returns whether the caller must run the new scrub.
     ///
     /// # Errors
-    /// If a scrub is under way that does not repair, and the new one is to.
+    /// If a scrub without repair is running, and the new scrub would repair.
     pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
         let mut scrubs = self.0.borrow_mut();
         match scrubs.get(pool).filter(|scrub| scrub.running) {
@@ -44,17 +44,17 @@ impl Scrubs {
         }
     }
 
-    /// Adds what a pool's scrub has found.
+    /// Adds findings of a pool's scrub.
     pub(crate) fn found(&self, pool: &str, found: &Findings) {
         self.with(pool, |scrub| scrub.findings.add(found));
     }
 
-    /// A placement group is done.
+    /// Notes that the scrub of a placement group is done.
     pub(crate) fn group_done(&self, pool: &str) {
         self.with(pool, |scrub| scrub.groups_done += 1);
     }
 
-    /// A pool's scrub has ended.
+    /// Notes that a pool's scrub has ended.
     pub(crate) fn end(&self, pool: &str, failure: Option<String>) {
         self.with(pool, |scrub| {
             scrub.running = false;
@@ -68,7 +68,7 @@ impl Scrubs {
         }
     }
 
-    /// How the last scrub of a pool stands.
+    /// Returns the progress of a pool's last scrub.
     pub(crate) fn status(&self, pool: &str) -> ScrubStatus {
         let scrub = self.0.borrow().get(pool).cloned().unwrap_or_default();
         let Findings { objects, bytes, damaged, repaired, inconsistent, wrong_size, resized } =

@@ -1,4 +1,4 @@
-//! Serving connections: requests in, answers out.
+//! Serving of connections: receives requests and sends replies.
 
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -23,10 +23,10 @@ use crate::task::spawn;
 use crate::times::RequestKind;
 use crate::{list, read};
 
-/// A session's place is said to be in use at most that often.
+/// Minimum time between two updates of a session's last activity.
 const HEARD_PAUSE: Duration = Duration::from_secs(1);
 
-/// Accepts connections for ever.
+/// Accepts connections until the OSD stops.
 pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
     let mut next: ConnectionId = 0;
     loop {
@@ -43,13 +43,13 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
     }
 }
 
-/// A connection being served.
+/// A connection in service.
 struct Served {
     osd: Rc<Osd>,
     connection: Arc<dyn Connection>,
     id: ConnectionId,
     session: Option<SessionId>,
-    /// When its session's place was last said to be in use.
+    /// Time of the last update of the session's activity.
     heard: Instant,
 }
 
@@ -79,7 +79,7 @@ impl Served {
         }
     }
 
-    /// Takes a message; `false` if its sender makes no sense at all.
+    /// Handles a message. Returns `false` if the message cannot be decoded at all.
     async fn take(
         &mut self,
         message: Message,
@@ -147,8 +147,8 @@ impl Served {
         true
     }
 
-    /// Ends the session once its requests that came before are done. No more of its requests are
-    /// taken.
+    /// Ends the session after its earlier requests are done. Accepts no more requests of the
+    /// session.
     fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
         self.session = None;
         let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));
@@ -171,7 +171,8 @@ impl Served {
         if let Some(before) = self.session.replace(session)
             && before != session
         {
-            // A connection has one session: it would keep the places of others for ever.
+            // A connection has only one session. Without this, the earlier session would keep its
+            // place forever.
             self.osd.sessions.borrow_mut().detach(before, self.id);
         }
         if let Some(reclaimed) = reclaimed {
@@ -203,7 +204,7 @@ async fn answer(
         header = wire::encode_reply(&Reply { seq, result });
     }
     if let Err(e) = connection.send(Message { header, payload }).await {
-        // The client comes back and asks again.
+        // The client reconnects and sends a retry.
         tracing::debug!(seq, error = %e, "an answer could not be sent");
     }
 }
@@ -232,7 +233,7 @@ impl Osd {
         (result, payload)
     }
 
-    /// Carries out a request for data. Returns the answer and the data that goes with it.
+    /// Executes a request about objects. Returns the reply and its payload.
     async fn carry_out_object(
         self: &Rc<Osd>,
         request: &RequestContext,
@@ -269,7 +270,8 @@ impl Osd {
                     return Err(Error::BadRequest(format!("request number {seq} is in use")));
                 }
                 RequestClaim::Join(attempt) => match joined(attempt).await {
-                    // The attempt failed with its connection, or for want of the store: this one may fare better.
+                    // The first attempt failed because its connection or the store was lost. This
+                    // attempt may succeed.
                     Some(Err(e)) if e.is_transient() => {}
                     Some(result) => return result,
                     None => {}

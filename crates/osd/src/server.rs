@@ -1,4 +1,4 @@
-//! Starting and stopping an OSD.
+//! Start and stop of an OSD.
 
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -19,12 +19,12 @@ use crate::serve;
 use crate::start_error::StartError;
 use crate::task::spawn;
 
-/// How long requests under way are waited for when an OSD is stopped.
+/// Longest time that a stopping OSD waits for requests in progress.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How long the targets are given to take the node's age when an OSD is stopped.
+/// Longest time that a stopping OSD waits for the targets to store the node's age.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-/// A running OSD. Dropping it stops it without waiting for requests under way.
+/// A running OSD. Dropping it stops the OSD without waiting for requests in progress.
 #[derive(Debug)]
 pub struct OsdServer {
     endpoint: String,
@@ -33,16 +33,17 @@ pub struct OsdServer {
 }
 
 impl OsdServer {
-    /// Starts an OSD on a thread of its own, `osd-0`, and returns when clients can connect.
+    /// Starts an OSD on its own thread, `osd-0`. Returns when clients can connect.
     ///
-    /// `targets` are all targets of the node, in any order, with their ids; `staging` is the
-    /// staging memory, at least a few segments of 2 MiB; `listen` is an address as the stack takes
-    /// it (`host:port`).
+    /// `targets` are all targets of the node with their ids, in any order. `staging` is the staging
+    /// memory, which needs at least a few segments of 2 MiB. `listen` is an address in the network
+    /// stack's form (`host:port`).
     ///
-    /// Blocks meanwhile. The stores must not need the calling thread to make progress.
+    /// This call blocks until the OSD has started. The stores must not need the calling thread to
+    /// make progress.
     ///
     /// # Errors
-    /// If the targets are not all of one node's, or cannot be read; if the address is taken.
+    /// If the targets do not all belong to one node or cannot be read, or if the address is in use.
     pub fn start(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
@@ -72,27 +73,28 @@ impl OsdServer {
         Ok(OsdServer { endpoint, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Where clients connect to.
+    /// Returns the address that clients connect to.
     #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// Stops: takes no more requests and waits up to five seconds for those under way. Blocks.
+    /// Stops the OSD. It accepts no more requests, and waits up to five seconds for requests in
+    /// progress. This call blocks.
     pub fn stop(mut self) {
         if let Some(stop) = self.stop.take() {
-            // If nobody listens, the OSD has stopped already.
+            // If the receiver is gone, the OSD has already stopped.
             let _ = stop.send(());
         }
         if let Some(thread) = self.thread.take() {
-            // A panic on the thread has been reported by the panic hook.
+            // The panic hook has already reported a panic of the thread.
             drop(thread.join());
         }
     }
 
-    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves:
-    /// for simulations, and for programs that have their own loop. `ready` learns the endpoint, or
-    /// why there is none.
+    /// Runs an OSD on the current thread until `stop` resolves. The thread must be in a
+    /// [`LocalSet`]. This is for simulations and for programs with their own event loop. `ready`
+    /// receives the endpoint, or the reason why the OSD did not start.
     pub async fn serve(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,

@@ -1,4 +1,4 @@
-//! Sessions: who is connected.
+//! The known sessions and their connections.
 
 use std::collections::HashMap;
 
@@ -8,42 +8,44 @@ use wire::{Error, SessionId};
 
 use crate::gone::Living;
 
-/// Numbers the connections of an OSD.
+/// Number of a connection of this OSD.
 pub(crate) type ConnectionId = u64;
 
-/// How long sessions of the OSD before this one are given to come back.
+/// Time in which sessions of earlier starts of the OSD may come back.
 const RETURN: Duration = Duration::from_secs(3600);
 
-/// The sessions known now. Their durable part is in the placement groups.
+/// The sessions known now. The placement groups store the durable state of sessions.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, ClientPresence>,
-    /// Their places. A session that has none is forgotten: the right to its unfinished uploads ends,
-    /// and repeats of its requests may be refused. Its client may present it again.
+    /// Places of the sessions. The OSD forgets a session without a place: the collector may then
+    /// remove the parts of its unfinished uploads, and retries of its requests may be refused. Its
+    /// client may present it again.
     places: Budget<SessionId>,
     generation: u64,
-    /// Number of the session made last.
+    /// Number of the newest session.
     last: u32,
     started: Instant,
     shortages: Shortages,
 }
 
-/// What became of sessions since the OSD started because all places were taken.
+/// Counts of sessions that had no place since the OSD started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Shortages {
-    /// Connected sessions that lost their place to another one.
+    /// Connected sessions that lost their place to another session.
     pub(crate) reclaimed: u64,
     /// Sessions that could not be opened.
     pub(crate) refused: u64,
 }
 
-/// A session that was opened.
+/// Result of opening a session.
 pub(crate) struct OpenedSession {
     pub(crate) id: SessionId,
-    /// The connection of the session that lost its place to this one: to be closed.
+    /// Connection of the session that lost its place to this one. The caller must close it.
     pub(crate) reclaimed: Option<ConnectionId>,
 }
 
-/// A session that was silent for that long loses its place to a new one of its own address, if all places are taken.
+/// Time after which a silent session may lose its place to a new session of the same address, if
+/// all places are taken.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
@@ -53,23 +55,25 @@ enum ClientPresence {
 }
 
 impl Sessions {
-    /// No sessions yet, and room for `limit`; new ones are of this generation.
+    /// Creates an empty table with `limit` places. New sessions get this generation.
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
         let places = Budget::new(limit, PATIENCE);
         let (started, shortages) = (Instant::now(), Shortages::default());
         Sessions { known: HashMap::new(), places, generation, last: 0, started, shortages }
     }
 
-    /// Attaches a session to a connection: the one that the client presents, or a new one. Another connection that the
-    /// session had is no longer listened to. With all places taken, an address below its fair share takes that of the
-    /// longest-silent session at one above.
+    /// Attaches a session to a connection: the session that the client presents, or a new one. The
+    /// session's earlier connection is ignored from then on. If all places are taken, an address
+    /// below its fair share takes the place of the longest-silent session of an address above its
+    /// share.
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         connection: ConnectionId,
         peer: PeerAddress,
     ) -> wire::Result<OpenedSession> {
-        // A session that was never made would be noted as forgotten one day, and with it all that come before it.
+        // A session id that was never issued must be refused. Otherwise a group could later note it
+        // as forgotten, together with all lower numbers.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
         {
@@ -103,8 +107,8 @@ impl Sessions {
     }
 
     fn make(&mut self) -> SessionId {
-        // After more sessions than there are numbers, the last number is used again: ids differ in
-        // their random bits.
+        // If all numbers of a generation are used, the last number is used again. The ids still
+        // differ in their random bits.
         self.last = self.last.saturating_add(1);
         SessionId::new(self.generation, self.last, rand::random())
     }
@@ -115,12 +119,12 @@ impl Sessions {
         self.places.remove(session);
     }
 
-    /// Whether a session's requests come from this connection.
+    /// Returns whether the session is attached to this connection.
     pub(crate) fn is_attached(&self, session: SessionId, connection: ConnectionId) -> bool {
         matches!(self.known.get(&session), Some(ClientPresence::Connected(now)) if *now == connection)
     }
 
-    /// Says that a connection has ended.
+    /// Notes that a connection of the session has ended.
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, ClientPresence::GoneSince(Instant::now()));
@@ -128,8 +132,8 @@ impl Sessions {
         }
     }
 
-    /// Whether the session is connected, or was less than `grace` ago. Sessions of earlier
-    /// generations count as connected until this OSD started.
+    /// Returns whether the session is connected, or was connected less than `grace` ago. Sessions
+    /// of earlier generations count as connected until this OSD started.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
             Some(attachment) => attachment.is_alive(grace),
@@ -137,7 +141,7 @@ impl Sessions {
         }
     }
 
-    /// All sessions that are connected or were less than `grace` ago.
+    /// Returns all sessions that are connected, or were connected less than `grace` ago.
     pub(crate) fn living(&self, grace: Duration) -> Living {
         let alive = self.known.iter().filter(|(_, attachment)| attachment.is_alive(grace));
         Living {
@@ -146,12 +150,12 @@ impl Sessions {
         }
     }
 
-    /// What became of sessions because all places were taken.
+    /// Returns the counts of sessions that had no place.
     pub(crate) fn shortages(&self) -> Shortages {
         self.shortages
     }
 
-    /// Number of sessions that are connected.
+    /// Returns the number of connected sessions.
     pub(crate) fn connected(&self) -> u32 {
         self.known.values().filter(|a| matches!(a, ClientPresence::Connected(_))).count() as u32
     }
@@ -186,7 +190,7 @@ mod tests {
         let other = sessions.open(None, 10, B).unwrap();
         assert_eq!(other.reclaimed, Some(1), "the connection of the longest silent");
         assert!(!sessions.is_attached(crowd[1], 1));
-        // One that has gone is forgotten first, and comes back like a new one.
+        // A disconnected session is forgotten first, and comes back like a new one.
         sessions.detach(crowd[0], 0);
         let back = sessions.open(Some(crowd[1]), 11, A).unwrap();
         assert_eq!((back.id, back.reclaimed), (crowd[1], None));

@@ -1,9 +1,9 @@
-//! Waiting for space that is on its way.
+//! Lets changes wait for space that other changes are about to free.
 //!
-//! A change that replaces data needs room for the new data before the old is given back, and a
-//! redundant group keeps what a transaction has overwritten until a later one trims it. So a change
-//! that finds no space waits while other changes run, and has groups trimmed. Changes that wait do
-//! not count as running: when all do, they fail.
+//! A change that replaces data needs space for the new data before the old data is freed. A group
+//! with redundancy keeps the overwritten data of a transaction until a later transaction trims it.
+//! A change that finds no space therefore waits while other changes run, and requests that groups
+//! trim. Waiting changes do not count as running. If all changes wait, they fail.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,39 +14,40 @@ use tokio::time::Instant;
 
 use crate::task::spawn;
 
-/// Changes at work, which may give space back when they end.
+/// Running changes, which may free space when they end.
 #[derive(Default)]
 pub(crate) struct SpaceReclaim {
     running: Cell<u32>,
-    /// Counts changes that have ended otherwise than for want of space: they may have given space
-    /// back.
+    /// Number of changes that have ended for another reason than lack of space. Each of them may
+    /// have freed space.
     progress: Cell<u64>,
-    /// There is progress, or no change runs any more.
+    /// Notified when `progress` grows, and when no change is running any more.
     changed: Notify,
-    /// Held while groups are trimmed.
+    /// Held while groups trim.
     trimming: Mutex<()>,
-    /// Counts how often that brought something.
+    /// Number of trims that freed space.
     trims: Cell<u64>,
 }
 
-/// A change at work, until dropped.
+/// A running change. Dropping it ends the change.
 pub(crate) struct ActiveChange<'a> {
     space: &'a SpaceReclaim,
-    /// The progress when the change began.
+    /// Value of `progress` when the change began.
     seen: u64,
     is_fruitless: bool,
 }
 
 impl SpaceReclaim {
-    /// Says that a change begins, or goes on.
+    /// Notes that a change starts or continues.
     pub(crate) fn enter(&self) -> ActiveChange<'_> {
         self.running.set(self.running.get() + 1);
         ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
     }
 
-    /// Waits until there may be more space than a change found that began when the progress was
-    /// `seen`, at most until `until`. `groups` lists the groups that may give space back. `false`
-    /// if none is on its way, or not in time.
+    /// Waits for space after a change found none; the progress was `seen` when that change began.
+    /// Returns `true` once other changes or trims may have freed space. Returns `false` if no more
+    /// space can be expected, or none is free by `until`. `groups` lists the groups that may free
+    /// space.
     pub(crate) async fn may_come(
         &self,
         seen: u64,
@@ -56,7 +57,7 @@ impl SpaceReclaim {
         if Instant::now() >= until {
             return false;
         }
-        // A group that waits for a member may trim for long.
+        // A group that waits for a member may take long to trim.
         match tokio::time::timeout_at(until, self.trim(groups)).await {
             Ok(false) => {}
             Ok(true) => return true,
@@ -73,7 +74,7 @@ impl SpaceReclaim {
         }
     }
 
-    /// Has groups give back what they keep of overwritten data; whether any did.
+    /// Requests that groups free overwritten data. Returns whether any group did.
     async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
         let before = self.trims.get();
         let _one_at_a_time = self.trimming.lock().await;
@@ -85,7 +86,7 @@ impl SpaceReclaim {
             if kept == 0 {
                 continue;
             }
-            // The group goes on trimming by itself if the change that waits gives up.
+            // The trim continues in its own task if the waiting change gives up.
             let trimmed = Rc::clone(&group);
             let trim = spawn(async move {
                 if let Err(e) = trimmed.trim().await {
@@ -102,8 +103,8 @@ impl SpaceReclaim {
 }
 
 impl ActiveChange<'_> {
-    /// The change has found no space. Returns the progress when it began: more space can only be
-    /// there if there is more progress by now.
+    /// Notes that the change has found no space. Returns the progress when the change began. More
+    /// space can be free only if the progress has grown since then.
     pub(crate) fn found_no_space(mut self) -> u64 {
         self.is_fruitless = true;
         self.seen
@@ -117,7 +118,7 @@ impl Drop for ActiveChange<'_> {
         if !self.is_fruitless {
             self.space.progress.set(self.space.progress.get() + 1);
         }
-        // Changes that wait must not wake each other by failing again.
+        // A waiting change that fails again must not wake the other waiting changes.
         if !self.is_fruitless || left == 0 {
             self.space.changed.notify_waiters();
         }

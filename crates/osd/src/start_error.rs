@@ -1,20 +1,20 @@
-//! [`StartError`]: why an OSD did not start.
+//! [`StartError`]: the reason why an OSD did not start.
 
 use messenger::MessengerError;
 use store::StoreError;
 use uuid::Uuid;
 
-/// Why an OSD did not start.
+/// Reason why an OSD did not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// There is nothing to store on.
+    /// No targets were given.
     #[error("no targets were given; name at least one")]
     NoTargets,
     /// A target was given twice.
     #[error("target {0} was given twice; name each once")]
     SameTarget(Uuid),
-    /// A target of the node is not there.
+    /// A target of the node is missing.
     #[error("target {target} of node {node} is missing; start with all targets of the node")]
     MissingTarget {
         /// The target.
@@ -22,7 +22,7 @@ pub enum StartError {
         /// The node.
         node: Uuid,
     },
-    /// A target is not of this node, or has lost what it had.
+    /// A target belongs to another node, or has lost its content.
     #[error(
         "target {target} does not belong to node {node}, or was made anew; start with the node's own targets"
     )]
@@ -37,7 +37,7 @@ pub enum StartError {
     CorruptMap {
         /// The target.
         target: Uuid,
-        /// What does not fit.
+        /// Description of the damage.
         detail: String,
     },
     /// A target failed.
@@ -48,13 +48,13 @@ pub enum StartError {
         /// Its error.
         source: StoreError,
     },
-    /// The address cannot be listened at.
+    /// The OSD cannot listen on the address.
     #[error("cannot listen: {0}")]
     Listen(#[from] MessengerError),
-    /// The operating system refused.
+    /// The operating system refused to start the thread.
     #[error("cannot start the OSD's thread: {0}; check the limits on processes and files")]
     Os(#[from] std::io::Error),
-    /// The OSD's thread ended before it had started.
+    /// The OSD's thread ended before the OSD had started.
     #[error("the OSD's thread ended unexpectedly; see the log")]
     Died,
 }

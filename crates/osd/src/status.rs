@@ -1,4 +1,4 @@
-//! The node's state, for people.
+//! The node's status, as people see it.
 
 use store::StoreCalls;
 use wire::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
@@ -7,10 +7,10 @@ use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::target::Target;
 
-/// How long a target is waited for.
+/// Longest wait for a target's answer.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// The state now; targets that do not answer say so.
+/// Returns the current status. A target that does not answer is listed with an error.
 pub(crate) async fn status(osd: &Osd) -> NodeStatus {
     let records = osd.map.borrow().targets.clone();
     let targets = records.iter().map(|record| async {
@@ -49,7 +49,8 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
     let shortages = osd.sessions.borrow().shortages();
-    // The OSD divides its sessions like the messenger does: a client loses its session to either.
+    // The OSD limits sessions in the same way as the messenger limits connections. Both limits can
+    // cost a client its place.
     let with_own = |own: u64| {
         move |(reason, count): (&str, u64)| {
             (reason.to_owned(), if reason == "sessions" { count + own } else { count })

@@ -25,26 +25,29 @@ pub(crate) struct Target {
     pub(crate) store: Arc<dyn ObjectStore>,
     /// The store, as placement groups without redundancy use it.
     pub(crate) backing: Rc<Backing>,
-    /// Counts how often its usability has changed.
+    /// Number of changes of the target's usability.
     generation: Cell<u64>,
     health: RefCell<Health>,
-    /// Session of the store that `health` is about.
+    /// Incarnation of the store that `health` describes.
     health_incarnation: Cell<u64>,
-    /// Told when `health` has changed.
+    /// Notified when `health` changes.
     changed: Notify,
-    /// When the last probe that was answered had been sent.
+    /// Send time of the last probe that was answered.
     answered: watch::Sender<Option<Instant>>,
-    /// A probe is under way: one at a time, for a stalled store keeps all of them.
+    /// Whether a probe is running. Only one runs at a time, because a stalled store would
+    /// accumulate probes.
     is_probed: Cell<bool>,
-    /// The operator has taken it out.
+    /// Whether the operator has taken the target out of use.
     out: Cell<bool>,
-    /// It had no room for the node's map when the node started.
+    /// Whether the target had no space for the node's map when the node started.
     lacks_map: Cell<bool>,
-    /// Collections in which calls were not answered in time: a probe asks in them, too.
+    /// Collections in which calls were not answered in time. Probes also send calls in these
+    /// collections.
     suspects: RefCell<Vec<CollectionId>>,
 }
 
-/// Most collections that a probe asks in. If calls hang in more of them, these stand for all.
+/// Most collections in which a probe sends calls. If calls hang in more collections, the recorded
+/// ones represent all.
 const SUSPECTS_MAX: usize = 64;
 
 impl Target {
@@ -67,13 +70,15 @@ impl Target {
         }
     }
 
-    /// Takes note of an error that is one of the target: redundant placement groups go on without it.
+    /// Records an error that concerns the whole target. Placement groups with redundancy continue
+    /// without it.
     pub(crate) fn fail(&self, e: &StoreError) {
         self.step(HealthEvent::Failed(e.clone()));
     }
 
-    /// Takes note that a call in a collection of the target was not answered for `waited`: redundant placement groups that can
-    /// go on without the target do so, until it answers in that collection.
+    /// Records that a call in a collection of the target was not answered for `waited`. Placement
+    /// groups with redundancy continue without the target if they can, until it answers in that
+    /// collection.
     pub(crate) fn overdue(&self, cid: &CollectionId, waited: Duration) {
         {
             let mut suspects = self.suspects.borrow_mut();
@@ -84,22 +89,22 @@ impl Target {
         self.step(HealthEvent::Overdue(format!("no answer in {waited:?}")));
     }
 
-    /// Takes note whether the target lacks the node's map for want of space.
+    /// Records whether the target lacks the node's map because it has no space.
     pub(crate) fn set_lacks_map(&self, lacks: bool) {
         self.lacks_map.set(lacks);
     }
 
-    /// Whether the target lacks the node's map for want of space.
+    /// Returns whether the target lacks the node's map because it has no space.
     pub(crate) fn lacks_map(&self) -> bool {
         self.lacks_map.get()
     }
 
-    /// Why placement groups go on without it.
+    /// Returns why placement groups do not use the target; `None` if it is used.
     pub(crate) fn failure(&self) -> Option<String> {
         self.with_health(|health| health.why().map(str::to_owned))
     }
 
-    /// Whether it is used, and how long from now it is tried again.
+    /// Returns the target's state, and the time until the next probe.
     pub(crate) fn state(&self) -> (TargetState, Option<Duration>) {
         let now = Instant::now();
         self.with_health(|health| {
@@ -107,13 +112,13 @@ impl Target {
         })
     }
 
-    /// Takes it out, or in again.
+    /// Takes the target out of use, or back into use.
     pub(crate) fn set_out(&self, out: bool) {
         self.out.set(out);
         self.generation.set(self.generation.get() + 1);
     }
 
-    /// Uses it again at once, if it has failed: the operator wants that.
+    /// Uses a failed target again at once, on the operator's request.
     pub(crate) fn try_again(&self) {
         self.step(HealthEvent::Renewed);
     }
@@ -121,7 +126,7 @@ impl Target {
     fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
         let incarnation = self.store.incarnation();
         if incarnation != self.health_incarnation.replace(incarnation) {
-            // The incarnation is part of what placement groups watch: they need not be told.
+            // Placement groups watch the incarnation themselves, so they need no notification.
             self.suspects.borrow_mut().clear();
             let _ = self.health.borrow_mut().step(Instant::now(), HealthEvent::Renewed);
         }
@@ -150,7 +155,7 @@ impl Target {
         self.changed.notify_waiters();
     }
 
-    /// Probes the target if it is not used and a probe is due.
+    /// Sends a probe if the target is unused and a probe is due.
     pub(crate) fn probe_if_due(self: &Rc<Self>) {
         if self.with_health(|health| health.is_probe_due(Instant::now())) {
             self.step(HealthEvent::ProbeSent);
@@ -158,7 +163,7 @@ impl Target {
         }
     }
 
-    /// Sends a probe, unless one is under way.
+    /// Sends a probe, unless a probe is running.
     fn probe(self: &Rc<Self>) {
         if self.is_probed.replace(true) {
             return;
@@ -182,7 +187,7 @@ impl Target {
         });
     }
 
-    /// Asks the target something, and takes note if it fails; whether it does.
+    /// Sends cheap calls to the target and records a failure. Returns whether they failed.
     pub(crate) async fn fails(&self) -> bool {
         match self.ask_something().await {
             Ok(()) => false,
@@ -194,8 +199,8 @@ impl Target {
         }
     }
 
-    /// Asks what is little work: an empty transaction, which becomes durable all the same, and a look at the map. The same
-    /// where calls were not answered in time.
+    /// Sends cheap calls: an empty transaction, which waits until it is durable, and a query of the
+    /// map. Also sends them in the collections in which calls were not answered in time.
     async fn ask_something(&self) -> store::Result<()> {
         let suspects = self.suspects.borrow().clone();
         let all = suspects.into_iter().chain([ids::node_collection()]);
@@ -213,7 +218,8 @@ impl Target {
         }
     }
 
-    /// Resolves once the target has answered a probe that is sent from now on. If a probe fails it never does.
+    /// Resolves once the target has answered a probe that is sent after this call. Never resolves
+    /// if the probe fails.
     pub(crate) async fn answers(self: &Rc<Self>) {
         let asked = Instant::now();
         let mut answered = self.answered.subscribe();
@@ -221,7 +227,7 @@ impl Target {
         loop {
             match *answered.borrow_and_update() {
                 Some(sent) if sent >= asked => return,
-                // That was an earlier one.
+                // This answer belongs to an earlier probe.
                 Some(_) => self.probe(),
                 None => {}
             }
@@ -231,7 +237,7 @@ impl Target {
         }
     }
 
-    /// Resolves at once, or as soon as it is so, when the target is slow.
+    /// Resolves as soon as the target is slow.
     pub(crate) async fn until_slow(&self) {
         loop {
             let changed = self.changed.notified();
@@ -242,22 +248,23 @@ impl Target {
         }
     }
 
-    /// Whether the target may well be used again before clients give up.
+    /// Returns whether the target may be used again before clients give up.
     pub(crate) fn is_hopeful(&self) -> bool {
         !self.is_out() && self.with_health(|health| health.is_hopeful(Instant::now()))
     }
 
-    /// Whether it is slow: placement groups that cannot do without it wait for it.
+    /// Returns whether the target is slow. Placement groups that cannot work without a slow target
+    /// wait for it.
     pub(crate) fn is_slow(&self) -> bool {
         !self.is_out() && self.state().0 == TargetState::Slow
     }
 
-    /// Whether the operator has taken it out.
+    /// Returns whether the operator has taken the target out of use.
     pub(crate) fn is_out(&self) -> bool {
         self.out.get()
     }
 
-    /// Whether redundant placement groups may use it.
+    /// Returns whether placement groups with redundancy may use the target.
     pub(crate) fn is_usable(&self) -> bool {
         !self.is_out() && self.state().0 == TargetState::Up
     }

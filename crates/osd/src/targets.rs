@@ -1,4 +1,5 @@
-//! Targets of the node: taking them out and in, replacing them, and what depends on them.
+//! Administration of the node's targets: takes them out of use, replaces them and reports their
+//! health.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -14,10 +15,10 @@ use crate::pool::ActivePool;
 use crate::target::Target;
 
 impl Osd {
-    /// Takes a target out, or in again.
+    /// Takes a target out of use, or back into use.
     pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> wire::Result<()> {
         let target = self.target(index)?;
-        // What goes on without it has to be known before it can come back.
+        // Each group's current interval must be known before the target can come back.
         let groups = self.open_groups();
         drop(join_all(groups.iter().map(|(_, group)| group.any_interval())).await);
         if out {
@@ -29,7 +30,7 @@ impl Osd {
         self.change_targets(|map| map.targets[index as usize].out = out).await
     }
 
-    /// Gives a target's number to another one, which the node has from its next start on.
+    /// Gives a target's number to another target. The node uses the new target from its next start.
     pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
         self.can_spare(&*self.target(index)?).await?;
         if self.map.borrow().record(&uuid).is_some() {
@@ -46,8 +47,8 @@ impl Osd {
         .await
     }
 
-    /// Fails if a target that is there has what no others have, or too few: to say that it is lost
-    /// would lose data.
+    /// Fails if a present target has data that too few other targets have. If the target were
+    /// declared lost, this data would be lost.
     async fn can_spare(&self, target: &Target) -> wire::Result<()> {
         // A group that cannot be opened may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
@@ -60,7 +61,7 @@ impl Osd {
         if pools.is_empty() {
             return Ok(());
         }
-        // That it is gone may not have been noticed yet: something is written to it.
+        // The OSD may not have noticed yet that the target is gone, so it writes to the target.
         let written = {
             let _one_at_a_time = self.changing_map.lock().await;
             let map = self.map.borrow().clone();
@@ -87,14 +88,14 @@ impl Osd {
         })
     }
 
-    /// Whether a target is a member of a placement group somewhere and has not caught up.
+    /// Returns whether a target is a member of any placement group and lacks changes.
     pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
-        // While members come and go, the last that was known of them.
+        // While a group has no current interval, its last known interval counts.
         let intervals = self.open_groups().into_iter().filter_map(|(_, group)| group.last_interval());
         intervals.into_iter().any(|interval| interval.lacks_target(uuid))
     }
 
-    /// How the pools with redundancy are.
+    /// Returns the health of the pools with redundancy.
     pub(crate) fn health(&self) -> Vec<PoolHealth> {
         let health = |pool: &Rc<ActivePool>| {
             let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };

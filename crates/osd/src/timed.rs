@@ -1,7 +1,7 @@
-//! A store that is called directly, with its requests booked as the host's time of the requests of clients.
+//! A directly called store whose time is attributed to client requests as host time.
 //!
-//! A store behind the host–DPU channel does not need that: its proxy knows what of a request was transfer, and what the
-//! host's.
+//! A store behind the host–DPU channel does not need this. Its proxy knows how much of a request's
+//! time was transfer time and how much was host time.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! How long requests took, and where their time and that of the OSD's thread went: sums since the start.
+//! Sums of the times of requests, by phase, and of the OSD thread's time, by class. The sums begin
+//! when the OSD starts.
 
 use std::cell::Cell;
 
@@ -8,10 +9,10 @@ use base::work;
 use metrics::{Counter, counter};
 use wire::{ObjectRequest, PhaseTimes, RequestBody, RequestTimes};
 
-/// What a shard's thread works on.
+/// Thread classes of the work on a shard's thread.
 const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];
 
-/// Kinds of requests that are summed up apart.
+/// Kinds of requests with separate sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RequestKind {
     Write,
@@ -29,7 +30,7 @@ impl RequestKind {
     }
 }
 
-/// The sums of one OSD.
+/// The time sums of one OSD.
 pub(crate) struct Times {
     write: Sum,
     read: Sum,
@@ -41,11 +42,11 @@ struct Sum {
     count: Cell<u64>,
     sum: Cell<Breakdown>,
     counted: Counter,
-    /// Host, DMA, DMA wait, others.
+    /// Counters of the phases host, DMA, DMA wait and others.
     phases: [Counter; 4],
 }
 
-/// Time of one class, and how much of it the counter has.
+/// Counter of one class, and the time that it already contains.
 struct ClassTime {
     counter: Counter,
     counted: Cell<u64>,
@@ -60,7 +61,7 @@ impl Times {
         Times { write: Sum::new("write"), read: Sum::new("read"), other: Sum::new("other"), thread }
     }
 
-    /// A request was carried out and its answer handed over.
+    /// Adds the time of a request whose reply was passed to the connection.
     pub(crate) fn add(&self, kind: RequestKind, time: Breakdown) {
         let sum = match kind {
             RequestKind::Write => &self.write,
@@ -75,12 +76,12 @@ impl Times {
         }
     }
 
-    /// The sums of requests.
+    /// Returns the sums of requests.
     pub(crate) fn requests(&self) -> RequestTimes {
         RequestTimes { write: self.write.get(), read: self.read.get(), other: self.other.get() }
     }
 
-    /// What the OSD's thread spent its time on, in ns.
+    /// Returns the time of the OSD's thread by class, in ns.
     pub(crate) fn thread(&self) -> Vec<(String, u64)> {
         let work = work::of_this_thread();
         CLASSES.map(|class| (class.prefix().to_owned(), work.ns(class))).into()

@@ -1,13 +1,16 @@
 //! The order of the ops on one object.
 //!
-//! Every op draws a ticket. One op at a time is *in turn*, in the order of the tickets: it looks at
-//! the object, queues its transaction and leaves, its commit *pending*. An op that must know what
-//! came of those before it waits, in turn, until nothing before it is pending. An op that changes
-//! nothing which others depend on is called *blind*; such ops are pending side by side, but wait
-//! for those that are not, since what these make of the object is open until their outcome is
-//! known. When the store is lost the pending ops come back with the tickets they had, and nobody
-//! overtakes them: a ticket is not let in while an older one is pending from an earlier
-//! incarnation.
+//! Every op draws a ticket. One op at a time has its *turn*, in the order of the tickets. During
+//! its turn, the op inspects the object and queues its transaction. It then ends its turn, and its
+//! commit is *pending*.
+//!
+//! An op that depends on the outcome of earlier ops waits, during its turn, until no earlier op is
+//! pending. A *blind* op changes nothing that other ops depend on. Several blind ops may be pending
+//! at the same time. A blind op still waits for pending ops that are not blind, because the
+//! object's state is uncertain until their outcome is known.
+//!
+//! When the store is lost, the pending ops return with their old tickets. No later op overtakes
+//! them: a ticket gets no turn while an older ticket is pending from an earlier incarnation.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -29,7 +32,7 @@ struct Inner {
     settling: Option<Waker>,
 }
 
-/// What is to be known of a pending op.
+/// State of a pending op.
 struct QueuedOp {
     incarnation: u64,
     blind: bool,
@@ -51,14 +54,14 @@ impl Turnstile {
     }
 }
 
-/// A place in the order; given up when dropped.
+/// A place in the order. Dropping the ticket gives up the place.
 pub(crate) struct Ticket<'a> {
     turnstile: &'a Turnstile,
     number: u64,
 }
 
 impl<'a> Ticket<'a> {
-    /// Waits for the ticket's turn. `incarnation` says which incarnation it is now.
+    /// Waits for the ticket's turn. `incarnation` returns the current incarnation.
     pub(crate) async fn enter(&self, incarnation: impl Fn() -> u64) -> Turn<'a> {
         poll_fn(|cx| {
             let mut inner = self.turnstile.inner.borrow_mut();
@@ -86,7 +89,7 @@ impl Drop for Ticket<'_> {
     }
 }
 
-/// Being in turn; ends when dropped.
+/// The turn of an op. Dropping it ends the turn.
 pub(crate) struct Turn<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
@@ -106,16 +109,16 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Whether all that is pending with an older ticket is blind: whatever comes of it, the
-    /// object's size and kind are those that are known now.
+    /// Returns whether all pending ops with older tickets are blind. If so, they change neither the
+    /// object's size nor its kind, whatever their outcome.
     pub(crate) fn follows_blind_ones(&self) -> bool {
         let inner = self.turnstile.inner.borrow();
         inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
     }
 
-    /// Ends the turn with a transaction queued in `incarnation`, whose outcome is pending until the
-    /// result is dropped. `blind` says that it changes nothing which others depend on, whether it
-    /// succeeds or not.
+    /// Ends the turn after a transaction was queued in `incarnation`. The transaction is pending
+    /// until the returned value is dropped. `blind` says that the transaction changes nothing that
+    /// other ops depend on, whether it succeeds or not.
     pub(crate) fn pend(self, incarnation: u64, blind: bool) -> PendingTransaction<'a> {
         self.turnstile.inner.borrow_mut().pending.insert(self.ticket, QueuedOp { incarnation, blind });
         PendingTransaction { turnstile: self.turnstile, ticket: self.ticket }
@@ -129,18 +132,18 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// A transaction under way; dropped when its outcome is known.
+/// A pending transaction. It is dropped when its outcome is known.
 pub(crate) struct PendingTransaction<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
 }
 
 impl PendingTransaction<'_> {
-    /// Ends being pending and goes back to wait for a turn in one step, so that nobody gets in
-    /// between.
+    /// Ends the pending state and waits for a new turn with the old ticket. No other op gets a turn
+    /// in between.
     pub(crate) fn back_in_line(self) {
         let mut inner = self.turnstile.inner.borrow_mut();
-        // Until the op waits for real, its place is kept by a waker that does nothing.
+        // A waker without effect keeps the op's place until the op actually waits.
         inner.waiting.insert(self.ticket, Waker::noop().clone());
     }
 }

@@ -1,4 +1,4 @@
-//! Upkeep: tries failed targets again, rebuilds what is missing, and finishes removals.
+//! Upkeep: probes unused targets, rebuilds missing fragments, and finishes removals of pools.
 
 use std::rc::Rc;
 
@@ -10,19 +10,20 @@ use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::target::Target;
 
-/// A pool that could not be emptied is tried again after so many intervals of the upkeep.
+/// Number of upkeep intervals after which the OSD tries again to empty a removed pool.
 const REMOVAL_INTERVALS: u32 = 4;
-/// An index with less than that part free is nearly full: changes are refused from half of that on.
+/// An index with less than 1/8 of its space free is nearly full. The store refuses changes below
+/// half of that.
 const INDEX_LOW: u64 = 8;
-/// Notes that take more than that part of an index are given up when it is nearly full.
+/// If an index is nearly full, dirty notes that take more than 1/16 of it are dropped.
 const INDEX_NOTES: u64 = 16;
-/// A target without room for the node's map is offered it again after so many intervals of the
-/// upkeep.
+/// Number of upkeep intervals after which the OSD again offers the map to a target that had no
+/// space for it.
 const MAP_INTERVALS: u32 = 4;
 
 impl Osd {
-    /// Runs for ever: keeps the map's word on targets true, tries targets again that have failed,
-    /// and rebuilds.
+    /// Runs until the OSD stops: keeps the map's records of targets up to date, probes failed
+    /// targets, and rebuilds.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         tokio::join!(
             self.rebuild_for_ever(),
@@ -47,8 +48,8 @@ impl Osd {
         }
     }
 
-    /// Gives the map to targets that had no room for it when the node started: they count as failed
-    /// until they have it.
+    /// Writes the map to targets that had no space for it when the node started. These targets
+    /// count as failed until they have the map.
     async fn give_map_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval * MAP_INTERVALS).await;
@@ -65,7 +66,7 @@ impl Osd {
 
     async fn finish_removals_for_ever(&self) {
         loop {
-            // Each attempt may say in the log why it came to nothing.
+            // Attempts are rare, because each failed attempt may write a log message.
             tokio::time::sleep(self.config.upkeep_interval * REMOVAL_INTERVALS).await;
             self.finish_removals().await;
         }
@@ -83,7 +84,7 @@ impl Osd {
         }
     }
 
-    /// Targets whose index is nearly full and largely filled by notes of dirty objects.
+    /// Returns the targets whose index is nearly full and contains many dirty notes.
     async fn targets_full_of_notes(&self, groups: &[(String, Rc<Group>)]) -> Vec<Uuid> {
         let mut full = Vec::new();
         for target in self.targets.iter().filter(|target| target.is_usable()) {
@@ -117,7 +118,7 @@ impl Osd {
         }
     }
 
-    /// Removes, once all targets are there, what pools have left that were removed before.
+    /// Finishes the removal of pools once all targets are present.
     async fn finish_removals(&self) {
         if self.removed_pools.borrow().is_empty() || !self.has_all_targets() {
             return;
@@ -144,8 +145,8 @@ impl Osd {
         }
     }
 
-    /// Notes in the map which targets do not have it: after a restart that tells whether the others
-    /// have the newest one.
+    /// Records in the map which targets do not have it. After a restart, this record shows whether
+    /// the other targets have the newest map.
     async fn note_lost_targets(&self) -> wire::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);

@@ -1,5 +1,6 @@
-//! Blocks that a change has written, for its later ops to merge with: as runs, so that time and memory grow with the number of
-//! ops and with the data that they carry, not with the lengths that they zero.
+//! Blocks that a change has written, for its later ops to merge with. The blocks are kept as runs.
+//! Time and memory therefore grow with the number of ops and with their data, not with the lengths
+//! of zeroed ranges.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,13 +11,13 @@ use bytes::Bytes;
 /// See the [module](self) documentation. Runs do not overlap.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
-    /// By number of the first block.
+    /// The runs, by the number of their first block.
     runs: BTreeMap<u64, BlockRun>,
 }
 
 #[derive(Debug, Clone)]
 struct BlockRun {
-    /// Number of the first block after it.
+    /// Number of the first block after the run.
     end: u64,
     content: RunContent,
 }
@@ -29,13 +30,13 @@ enum RunContent {
 }
 
 impl Written {
-    /// Puts bytes, from the start of a block on.
+    /// Records written bytes, from the start of block `first`.
     pub(crate) fn put(&mut self, first: u64, bytes: Bytes) {
         let end = first + bytes.len().div_ceil(BLOCK_SIZE) as u64;
         self.replace(first..end, RunContent::Bytes(bytes));
     }
 
-    /// Puts zeros.
+    /// Records zeroed blocks.
     pub(crate) fn zero(&mut self, blocks: Range<u64>) {
         self.replace(blocks, RunContent::Zeros);
     }
@@ -64,7 +65,8 @@ impl Written {
         }
     }
 
-    /// What a block was written with; shorter than a block if the object ended there.
+    /// Returns the written content of a block. It is shorter than a block if the object ended
+    /// there.
     pub(crate) fn get(&self, block: u64) -> Option<Bytes> {
         let (first, run) = self.runs.range(..=block).next_back().filter(|(_, run)| block < run.end)?;
         match run.part(*first, block..block + 1).content {
@@ -80,7 +82,7 @@ impl Written {
 }
 
 impl BlockRun {
-    /// Some blocks of the run, which starts at block `first`.
+    /// Returns a part of the run; the run starts at block `first`.
     fn part(&self, first: u64, blocks: Range<u64>) -> BlockRun {
         let content = match &self.content {
             RunContent::Zeros => RunContent::Zeros,
@@ -119,7 +121,7 @@ mod tests {
     }
 
     proptest! {
-        /// A block has what the last step that met it says.
+        /// The content of each block comes from the last step that touched it.
         #[test]
         fn runs_are_what_a_map_of_blocks_would_be(steps in steps()) {
             let mut written = Written::default();
@@ -144,7 +146,7 @@ mod tests {
                     let (found, expected) = (written.get(block), model.get(&block));
                     prop_assert_eq!(found.as_deref(), expected.map(|bytes| &bytes[..]), "{}", block);
                 }
-                // Each step adds one run, and cuts one in two at most.
+                // Each step adds one run and splits at most one other run.
                 prop_assert!(written.runs.len() <= 2 * (number + 1));
             }
         }

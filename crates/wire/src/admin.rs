@@ -1,4 +1,4 @@
-//! Administrative requests and their answers.
+//! Administrative requests and their replies.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -6,76 +6,77 @@ use uuid::Uuid;
 
 use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, ScrubStatus};
 
-/// A request of an operator.
+/// An operator's request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum AdminRequest {
     /// Creates a pool.
     PoolCreate {
-        /// Its name.
+        /// Name of the pool.
         name: Bytes,
         /// Number of placement groups, a power of two; 0 for the default.
         pg_count: u32,
-        /// How its objects are kept from being lost with a target.
+        /// Redundancy scheme of the pool.
         redundancy: Redundancy,
     },
     /// Lists the pools.
     PoolList,
     /// Removes a pool.
     PoolRemove {
-        /// Its name.
+        /// Name of the pool.
         name: Bytes,
-        /// Whether to remove the objects in it.
+        /// Whether to remove a pool that contains objects.
         force: bool,
     },
-    /// Takes a target out, so that placement groups with redundancy do without it; or in again.
+    /// Takes a target out of use, or back into use. Placement groups with redundancy continue
+    /// without a target that is out.
     TargetSetOut {
-        /// Its number.
+        /// Number of the target.
         index: u32,
-        /// Out or in.
+        /// `true` for out of use, `false` for back into use.
         out: bool,
     },
-    /// Gives a target's number to another one, which the node has from its next start on.
+    /// Gives a target's number to another target. The node uses the new target from its next start.
     TargetReplace {
-        /// The number.
+        /// Number of the target.
         index: u32,
-        /// The new target.
+        /// Id of the new target.
         uuid: Uuid,
     },
-    /// How a pool's scrub stands.
+    /// Queries the progress of a pool's scrub, and optionally starts one.
     Scrub {
-        /// The pool.
+        /// Name of the pool.
         pool: Bytes,
-        /// Begins one if none is under way.
+        /// Starts a scrub if none is running.
         start: bool,
-        /// The one that begins gives objects whose data ends early the size that is recorded of them.
+        /// Whether the new scrub repairs objects whose data is shorter than the recorded size.
         repair: bool,
     },
-    /// Sets how many bytes a second rebuilds and scrubs may move; 0 for no limit.
+    /// Sets the maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     SetRebuildRate(u64),
-    /// Sets where parity is computed.
+    /// Sets the coding mode, which decides where parity is computed.
     SetCodingMode(CodingMode),
-    /// The node's state.
+    /// Queries the node's status.
     Status,
-    /// Looks for orphaned parts now, and removes them.
+    /// Finds and removes orphans now.
     CollectOrphans {
-        /// Only parts that are at least that old, in milliseconds.
+        /// Minimum age of the parts to remove, in milliseconds.
         older_than_ms: u64,
     },
 }
 
-/// The answer to an [`AdminRequest`].
+/// Reply to an [`AdminRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum AdminReply {
-    /// The request was carried out and has no result.
+    /// The request was executed and has no result.
     Done,
     /// The pools, ordered by name.
     Pools(Vec<PoolInfo>),
-    /// The state of the node.
+    /// The node's status.
     Status(Box<NodeStatus>),
     /// The progress of a scrub.
     Scrub(Box<ScrubStatus>),
-    /// Number of orphaned parts that were removed.
+    /// Number of orphans removed.
     Collected(u64),
 }

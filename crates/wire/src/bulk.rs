@@ -1,4 +1,4 @@
-//! Bulk descriptors: memory that one peer offers to another, as a message's header carries it.
+//! Bulk descriptors, which name memory that one peer offers to the other.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,21 +8,21 @@ use serde::{Deserialize, Serialize};
 pub enum MemoryKind {
     /// Memory of a CPU.
     Host,
-    /// Memory of the accelerator with this index. The messenger refuses it today.
+    /// Memory of the accelerator with this index. The messenger does not support it yet.
     Device(u16),
 }
 
 /// Owner of the memory that a descriptor names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BulkOwner {
-    /// The peer of this session.
+    /// The peer on this connection.
     Session,
-    /// A third party, by its fabric address: a gateway passes on the memory of an application.
-    /// The messenger refuses it today.
+    /// A third party, named by its fabric address. A gateway uses it to pass on an application's
+    /// memory. The messenger does not support it yet.
     Fabric(Vec<u8>),
 }
 
-/// What the receiver of a descriptor may do.
+/// Direction of the transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BulkDirection {
     /// The receiver of the descriptor reads the memory (a client's write).
@@ -34,62 +34,66 @@ pub enum BulkDirection {
 /// A range of offered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BulkSegment {
-    /// Address within the registration: a virtual address or an offset, as the network stack has it.
+    /// Address within the registered memory: a virtual address or an offset, depending on the
+    /// network stack.
     pub address: u64,
-    /// Remote key; on network stacks without keys, the random id of the offer.
+    /// Remote key. On network stacks without keys, the random id of the offer.
     pub key: u64,
     /// Length, in bytes.
     pub len: u64,
 }
 
-/// Memory offered to a peer for one transfer. It travels inside a message's header.
+/// Memory that is offered to a peer for one transfer. The descriptor travels inside a message's
+/// header.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BulkDescriptor {
     /// Owner of the memory.
     pub owner: BulkOwner,
     /// Kind of the memory.
     pub memory: MemoryKind,
-    /// Ranges of the memory; their lengths add up to the transfer's length. At most 64.
+    /// Ranges of the memory, at most 64. The sum of their lengths is the transfer's length.
     pub segments: Vec<BulkSegment>,
-    /// What the receiver may do with the memory.
+    /// Direction of the transfer: whether the receiver of the descriptor reads or writes the
+    /// memory.
     pub direction: BulkDirection,
-    /// Offset of the first byte within its 4 KiB block of the object (0..4096): anchors the checksum
-    /// pieces.
+    /// Offset of the first byte within its 4 KiB block of the object (0..4096). It determines where
+    /// the checksum pieces begin.
     pub phase: u16,
-    /// Milliseconds after which the offer is void.
+    /// Time after which the offer expires, in milliseconds.
     pub expires_ms: u32,
-    /// The memory's addresses for one-sided transfers. Without them, data travels in frames.
+    /// Addresses for one-sided transfers. Without them, the data travels in frames.
     pub remote: Option<RemoteMemory>,
 }
 
 impl BulkDescriptor {
-    /// Length of the transfer, in bytes; `None` if the segments' lengths overflow.
+    /// Returns the length of the transfer, in bytes; `None` if the sum of the lengths overflows.
     #[must_use]
     pub fn len(&self) -> Option<u64> {
         self.segments.iter().try_fold(0u64, |sum, s| sum.checked_add(s.len))
     }
 
-    /// Whether there is nothing to transfer.
+    /// Returns whether the transfer has no data.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == Some(0)
     }
 }
 
-/// Memory that a peer may read or write by itself.
+/// Memory that a peer may access by one-sided transfers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteMemory {
-    /// Number of the session's transport that the memory is registered for.
+    /// Number of the connection's transport for which the memory is registered.
     pub transport: u64,
     /// Ranges of the memory, in the order of the transfer.
     pub segments: Vec<BulkSegment>,
-    /// Checksums of the pieces, 4 bytes each, little endian; empty if the memory is to be written.
+    /// Checksums of the pieces, 4 bytes each, little-endian. Empty if the peer writes the memory.
     pub checksums: Vec<u8>,
 }
 
 impl RemoteMemory {
-    /// Returns the segment that holds bytes `offset..offset + len` of the transfer, and where they begin
-    /// in it. `None` if no single segment holds them.
+    /// Returns the segment that contains bytes `offset..offset + len` of the transfer, and the
+    /// position of the first byte in that segment. `None` if no single segment contains all of
+    /// them.
     #[must_use]
     pub fn find(&self, offset: u64, len: u64) -> Option<(BulkSegment, u64)> {
         let mut start = 0u64;

@@ -1,4 +1,4 @@
-//! Encoding: postcard, head first.
+//! Encoding of requests and replies in postcard format. A request's head comes first.
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -10,7 +10,7 @@ pub const VERSION: u16 = 6;
 /// Oldest version of the object protocol that this program speaks.
 pub const VERSION_OLDEST: u16 = 6;
 
-/// Bytes that are not what they should be.
+/// Error for bytes that cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} cannot be decoded: {reason}")]
 pub struct DecodeError {
@@ -18,31 +18,31 @@ pub struct DecodeError {
     reason: String,
 }
 
-/// A request as a message's header.
+/// Encodes a request as a message's header.
 #[must_use]
 pub fn encode_request(head: &RequestHead, body: &RequestBody) -> Bytes {
     let bytes = encode(head, Vec::with_capacity(128));
     Bytes::from(encode(body, bytes))
 }
 
-/// A reply as a message's header.
+/// Encodes a reply as a message's header.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Bytes {
     Bytes::from(encode(reply, Vec::with_capacity(64)))
 }
 
-/// Takes a request's head off a message's header.
+/// Decodes a request's head from the start of a message's header. Returns the head and the rest.
 ///
 /// # Errors
-/// If there is none: the sender cannot even be answered.
+/// If the header has no valid head. The receiver then cannot reply.
 pub fn decode_head(header: &[u8]) -> Result<(RequestHead, &[u8]), DecodeError> {
     postcard::take_from_bytes(header).map_err(|e| error("request head", &e))
 }
 
-/// Decodes what follows a request's head.
+/// Decodes the bytes after a request's head.
 ///
 /// # Errors
-/// If it is not a request's body, or something follows it.
+/// If the bytes are not exactly one request body.
 pub fn decode_body(rest: &[u8]) -> Result<RequestBody, DecodeError> {
     decode("request body", rest)
 }
@@ -50,13 +50,13 @@ pub fn decode_body(rest: &[u8]) -> Result<RequestBody, DecodeError> {
 /// Decodes a reply.
 ///
 /// # Errors
-/// If it is none.
+/// If the bytes are not exactly one reply.
 pub fn decode_reply(header: &[u8]) -> Result<Reply, DecodeError> {
     decode("reply", header)
 }
 
 fn encode<T: Serialize>(value: &T, into: Vec<u8>) -> Vec<u8> {
-    // Growing a vector cannot fail, and no type of this crate has a serializer that does.
+    // Encoding plain data into a growing vector cannot fail.
     postcard::to_extend(value, into).expect("plain data can be encoded")
 }
 

@@ -1,64 +1,64 @@
-//! The coding mode: where the parity of staged data is computed.
+//! The coding mode: the policy that decides where parity is computed.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Largest part of a ratio.
+/// Maximum value of α and β.
 const MAX_PART: u32 = 1000;
 
-/// Where work goes while the host's processor is not busy: the administrator's choice (Algorithm 1, `status`). Written
-/// `latency-sensitive`, `async`, `hybrid:α:β` or `hybrid:auto`.
+/// The administrator's choice where coding tasks run while the host's processor is not busy. Its
+/// text forms are `latency-sensitive`, `async`, `hybrid:α:β` and `hybrid:auto`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum CodingMode {
-    /// To the host: the shortest time for one piece of work.
+    /// Tasks run on the host, which takes the shortest time per task.
     #[default]
     LatencySensitive,
-    /// To the offload: the host is left to its other work.
+    /// Tasks run on the offload, which leaves the host's processor to other work.
     Async,
-    /// To both, in a fixed ratio.
+    /// Tasks run on both, in a fixed ratio.
     Hybrid(CodingRatio),
-    /// To both, in a ratio that follows the load and what the places turn out to cost.
+    /// Tasks run on both, in a ratio that follows the load and the measured costs.
     Auto,
 }
 
-/// α:β: of every α + β tasks, α go to the host and β to the offload.
+/// The ratio α:β. Of every α + β tasks, α run on the host and β on the offload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CodingRatio {
     alpha: u32,
     beta: u32,
 }
 
-/// Why a mode cannot be understood.
+/// Reason why a coding mode cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CodingModeError {
-    /// There is no such mode.
+    /// The mode does not exist.
     #[error("there is no coding mode {0:?}: say latency-sensitive, async, hybrid:ALPHA:BETA or hybrid:auto")]
     Unknown(String),
-    /// A ratio of nothing to nothing, or beyond what can be interleaved.
+    /// Both parts of the ratio are 0, or a part is too large.
     #[error("{0}:{1} divides no work: ALPHA and BETA are 0 to {MAX_PART}, and not both 0")]
     Ratio(u32, u32),
 }
 
 impl CodingRatio {
-    /// α tasks on the host to β on the offload, each 0 to 1000.
+    /// Creates a ratio of α tasks on the host to β tasks on the offload, each from 0 to 1000.
     ///
     /// # Errors
-    /// If both are 0, or one is too large.
+    /// If both parts are 0, or one exceeds 1000.
     pub fn new(alpha: u32, beta: u32) -> Result<CodingRatio, CodingModeError> {
         let possible = (1..=MAX_PART).contains(&alpha.max(beta));
         if possible { Ok(CodingRatio { alpha, beta }) } else { Err(CodingModeError::Ratio(alpha, beta)) }
     }
 
-    /// The host's part.
+    /// Returns the host's part.
     #[must_use]
     pub fn alpha(self) -> u32 {
         self.alpha
     }
 
-    /// The offload's part.
+    /// Returns the offload's part.
     #[must_use]
     pub fn beta(self) -> u32 {
         self.beta

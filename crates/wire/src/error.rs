@@ -1,4 +1,4 @@
-//! Errors that the OSD answers with.
+//! Errors that the OSD returns.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,50 +7,51 @@ use crate::{NameError, SessionId};
 /// Result of a request.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a request was refused. Unless said otherwise it has changed nothing.
+/// Reason why a request failed. A failed request has changed nothing, unless the variant says
+/// otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no such pool.
+    /// The pool does not exist.
     #[error("pool {0} does not exist; create it, or check its name with `pool ls`")]
     NoSuchPool(String),
     /// The pool exists already.
     #[error("pool {0} exists already; use it, or choose another name")]
     PoolExists(String),
-    /// The pool to be removed has objects.
+    /// The pool cannot be removed because it contains objects.
     #[error("pool {0} is not empty; remove its objects first, or force the removal")]
     PoolNotEmpty(String),
-    /// A name is not one.
+    /// A name is not valid.
     #[error("bad name: {0}")]
     BadName(#[from] NameError),
     /// The object does not exist.
     #[error("object {0} does not exist; check its name with `ls`")]
     NoSuchObject(String),
-    /// The object exists, and was to be created.
+    /// The object cannot be created because it already exists.
     #[error("object {0} exists already; remove it first, or write without the exclusive flag")]
     Exists(String),
     /// A condition does not hold.
     #[error("condition {index} does not hold: {detail}; read the object again and decide anew")]
     ConditionFailed {
-        /// Which of the request's conditions, from 0.
+        /// Index of the condition in the request, from 0.
         index: u16,
-        /// What was found instead.
+        /// Value found instead.
         detail: String,
     },
-    /// A range or number is outside what is possible.
+    /// A range or number is outside the possible values.
     #[error("{what} is out of range: {detail}")]
     OutOfRange {
-        /// What it is.
+        /// Name of the range or number.
         what: String,
-        /// Found and possible values.
+        /// Actual and possible values.
         detail: String,
     },
-    /// Something is larger than its limit.
+    /// A size or count exceeds its limit.
     #[error("{what} is {size}, at most {limit} is possible; split it")]
     TooLarge {
-        /// What it is.
+        /// Name of the size or count.
         what: String,
-        /// Its size, in bytes or as a count.
+        /// Actual size in bytes, or actual count.
         size: u64,
         /// The limit.
         limit: u64,
@@ -58,24 +59,24 @@ pub enum Error {
     /// The request contradicts itself or cannot be decoded.
     #[error("bad request: {0}; use a client of the node's version")]
     BadRequest(String),
-    /// Data did not arrive, or not as it was sent.
+    /// The data did not arrive, or arrived damaged.
     #[error("transfer of the data failed: {0}; send it again")]
     TransferFailed(String),
-    /// A target is full. Removing objects works.
+    /// A target is full. Objects can still be removed.
     #[error(
         "no space for {area} on target {target}: {needed} bytes needed, {free} free; remove objects, which works on a full target"
     )]
     NoSpace {
-        /// Number of the target, as `target ls` has it.
+        /// Number of the target, as `target ls` shows it.
         target: String,
-        /// What of it is full: its data, or its index.
+        /// The full area of the target: data or index.
         area: String,
-        /// Bytes that the request would have taken.
+        /// Bytes that the request needs.
         needed: u64,
-        /// Bytes free there, without the room that is kept back.
+        /// Free bytes in the area, without the reserve.
         free: u64,
     },
-    /// Stored data is not what was written.
+    /// Stored data differs from the data that was written.
     #[error("{0} is corrupt; run fsck and restore it from a copy")]
     Corrupt(String),
     /// The op is not possible on a striped object.
@@ -83,53 +84,56 @@ pub enum Error {
     Striped {
         /// The object.
         name: String,
-        /// What was asked for.
+        /// The requested op.
         what: String,
     },
-    /// The object is no longer the version that was asked for.
+    /// The object no longer has the requested version.
     #[error("the object has changed (version {found} instead of {wanted}); start again")]
     Changed {
-        /// Version asked for.
+        /// Requested version.
         wanted: u64,
-        /// Version found; 0 if the object is gone.
+        /// Actual version; 0 if the object is gone.
         found: u64,
     },
-    /// Whether the request was carried out can no longer be told: its result has left the session's window.
+    /// The OSD cannot tell whether it executed the request, because the request's result may have
+    /// been removed.
     #[error(
         "the request is too old to be repeated, whether it took effect is unknown; look at the object and decide"
     )]
     RequestExpired,
-    /// The store cannot be reached now. The request may take effect or not; repeat it *as a retry* to find out.
+    /// The store is unreachable. The request may or may not take effect; send it again *as a retry*
+    /// to learn the outcome.
     #[error("the store is not available: {0}; retry")]
     Unavailable(String),
-    /// A target refuses writes after a failure.
+    /// A target refuses changes after a failure.
     #[error("the target refuses the request: {0}")]
     TargetFailed(String),
-    /// The session was opened anew on another connection, or never opened on this one.
+    /// The session was resumed on another connection, or was never opened on this connection.
     #[error("this connection has no session: {0}; reconnect")]
     NoSession(String),
-    /// Client and OSD have no version in common.
+    /// Client and OSD support no common protocol version.
     #[error("the node speaks versions {oldest} to {newest} of the object protocol; use a matching client")]
     WrongVersion {
-        /// Oldest version of the node.
+        /// Oldest version that the node supports.
         oldest: u16,
-        /// Newest version of the node.
+        /// Newest version that the node supports.
         newest: u16,
     },
-    /// The node has as many sessions, pools or requests as it can hold.
+    /// The node has reached its limit of sessions, pools or requests.
     #[error("too many {what}: the limit is {limit}; {advice}")]
     Busy {
-        /// What there are too many of.
+        /// The resource whose limit is reached.
         what: String,
         /// The limit.
         limit: u64,
-        /// What to do.
+        /// Advice for the user.
         advice: String,
     },
-    /// The client offered data and then could not produce it.
+    /// The client offered data and then could not read it from its source.
     #[error("the data to be written could not be read: {0}; check where it comes from")]
     SourceFailed(String),
-    /// The store has another size of the object's data than the object's record says. Sizes are in bytes.
+    /// The size of the object's data in the store differs from the size in the object's record.
+    /// Sizes are in bytes.
     #[error(
         "{name} is damaged: the store has {stored} bytes of it and its record says {recorded}; run \"outboard \
          scrub --repair POOL\", or write the object whole with put"
@@ -139,15 +143,16 @@ pub enum Error {
         name: String,
         /// Size of the data in the store.
         stored: u64,
-        /// Size that is recorded with the object.
+        /// Size in the object's record.
         recorded: u64,
     },
-    /// The session that the client presented cannot be gone on with. Nothing of it was sent on this connection.
+    /// The OSD does not resume the session that the client presented. It executed no request of the
+    /// session on this connection.
     #[error("session {session} is refused: {why}; open a new one")]
     SessionRefused {
         /// The session.
         session: SessionId,
-        /// What is wrong with it.
+        /// Reason of the refusal.
         why: String,
     },
     /// An attempt at the change may have taken effect, and its result cannot be read now.
@@ -156,7 +161,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the same request, repeated as a retry, may succeed.
+    /// Returns whether a retry of the same request may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Error::Unavailable(_) | Error::TransferFailed(_) | Error::NoSession(_))

@@ -1,8 +1,9 @@
-//! The object protocol: what a client and an OSD say to each other.
+//! The object protocol between a client and an OSD.
 //!
-//! Names and where they are placed, requests and replies, the errors that cross the wire, and their encoding. Pure
-//! data and pure functions: nothing here does I/O, and no input makes a decoder panic or allocate more than its own
-//! length justifies. The messenger carries the encoded form in message headers; see `docs/object-protocol.md`.
+//! This crate defines names, their placement, requests, replies, errors and their encoding. It
+//! contains only data types and pure functions, and does no I/O. No input makes a decoder panic, or
+//! allocate more memory than the length of the input justifies. The messenger carries the encoded
+//! form in message headers; see `docs/object-protocol.md`.
 
 #![forbid(unsafe_code)]
 

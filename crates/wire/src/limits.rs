@@ -1,4 +1,4 @@
-//! Limits that both sides know. A request beyond one of them is refused with a typed error.
+//! Limits that client and OSD share. The OSD refuses a request beyond a limit with a typed error.
 
 /// Longest object name, in bytes of UTF-8.
 pub const MAX_OBJECT_NAME: usize = 1024;
@@ -14,7 +14,8 @@ pub const MAX_PARTS: u32 = 1 << 20;
 pub const MAX_OPS: usize = 64;
 /// Longest name of an xattr, in bytes.
 pub const MAX_XATTR_NAME: usize = 255;
-/// Largest value of an xattr, in bytes. All xattrs of an object together are limited by the store (64 KiB).
+/// Largest value of an xattr, in bytes. The store limits all xattrs of an object together to 64
+/// KiB.
 pub const MAX_XATTR_VALUE: usize = 60 * 1024;
 /// Longest omap key, in bytes.
 pub const MAX_OMAP_KEY: usize = 1024;
@@ -22,14 +23,15 @@ pub const MAX_OMAP_KEY: usize = 1024;
 pub const MAX_OMAP_VALUE: usize = 128 * 1024;
 /// Most entries in one page of a listing or of an omap.
 pub const MAX_PAGE: u32 = 4096;
-/// Largest append that is one atomic step of the OSD, in bytes; the client does larger ones under a condition.
+/// Largest append that the OSD executes as one atomic step, in bytes. The client performs a larger
+/// append as a conditional write.
 pub const MAX_APPEND: u64 = 2 << 20;
-/// A client leaves at most that many sequence numbers between its oldest unanswered request and its newest one.
+/// Limit of the request numbers between a session's oldest unanswered request and its newest one.
 /// The OSD keeps the results of at least as many requests per session and placement group.
 pub const REQUEST_WINDOW: u64 = 1024;
 /// Most pools of a node.
 pub const MAX_POOLS: usize = 1024;
 /// Most placement groups of a pool.
 pub const MAX_PG_COUNT: u32 = 4096;
-/// Placement groups that a pool gets if nothing else is asked for.
+/// Default number of placement groups of a pool.
 pub const DEFAULT_PG_COUNT: u32 = 32;

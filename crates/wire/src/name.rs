@@ -8,50 +8,50 @@ use serde::{Deserialize, Serialize};
 
 use crate::limits::{MAX_NAMESPACE, MAX_OBJECT_NAME, MAX_POOL_NAME};
 
-/// Why something is not a name.
+/// Reason why a name is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum NameError {
-    /// A part that must not be empty is.
+    /// A part of the name is empty.
     #[error("{0} is empty; write POOL[:NAMESPACE]/OBJECT")]
     Empty(String),
-    /// A part is too long.
+    /// A part of the name is too long.
     #[error("{what} has {len} bytes, at most {limit} are possible; choose a shorter one")]
     TooLong {
-        /// Pool, namespace or object name.
+        /// The part: pool, namespace or object name.
         what: String,
-        /// Its length, in bytes.
+        /// Actual length, in bytes.
         len: usize,
-        /// The longest possible, in bytes.
+        /// Maximum length, in bytes.
         limit: usize,
     },
-    /// A part is not UTF-8.
+    /// A part of the name is not UTF-8.
     #[error("{0} is not UTF-8; encode the name, or keep the raw name in an xattr")]
     NotUtf8(String),
-    /// A part has a character that is not possible there.
+    /// A part of the name contains a forbidden character.
     #[error(
         "{what} contains {found}; pools and namespaces take letters, digits, '.', '_' and '-' and start with a letter or digit, objects everything but NUL"
     )]
     BadCharacter {
-        /// Pool, namespace or object name.
+        /// The part: pool, namespace or object name.
         what: String,
         /// The character, escaped.
         found: String,
     },
-    /// There is no `/` between pool and object.
+    /// The name has no `/` between pool and object.
     #[error("\"{0}\" has no '/'; write POOL[:NAMESPACE]/OBJECT")]
     NoObject(String),
 }
 
-/// A pool's name: 1 to 64 of letters, digits, `.`, `_`, `-`, starting with a letter or digit.
+/// A pool's name: 1 to 64 letters, digits, `.`, `_` or `-`, starting with a letter or digit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolName(String);
 
 impl PoolName {
-    /// Checks a name.
+    /// Checks a pool name.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// If the name is invalid.
     pub fn new(name: impl Into<String>) -> Result<PoolName, NameError> {
         let name = name.into();
         if name.is_empty() {
@@ -61,15 +61,15 @@ impl PoolName {
         Ok(PoolName(name))
     }
 
-    /// Checks a name that came over the wire.
+    /// Checks a pool name that came over the wire.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// If the name is invalid.
     pub fn from_wire(name: &[u8]) -> Result<PoolName, NameError> {
         PoolName::new(utf8("pool name", name)?)
     }
 
-    /// The name.
+    /// Returns the name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -105,10 +105,10 @@ pub struct ObjectName {
 }
 
 impl ObjectName {
-    /// Checks the parts of a name. An empty namespace is the pool's default one.
+    /// Checks the parts of a name. The empty namespace is the pool's default namespace.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// If a part is invalid.
     pub fn new(
         pool: PoolName,
         namespace: impl Into<String>,
@@ -126,25 +126,25 @@ impl ObjectName {
         Ok(ObjectName { pool, namespace, object })
     }
 
-    /// The pool.
+    /// Returns the pool's name.
     #[must_use]
     pub fn pool(&self) -> &str {
         self.pool.as_str()
     }
 
-    /// The namespace; empty for the default one.
+    /// Returns the namespace; empty for the default namespace.
     #[must_use]
     pub fn namespace(&self) -> &str {
         &self.namespace
     }
 
-    /// The object's name within its namespace.
+    /// Returns the object's name within its namespace.
     #[must_use]
     pub fn object(&self) -> &str {
         &self.object
     }
 
-    /// The name as requests carry it.
+    /// Returns the name in the form that requests carry.
     #[must_use]
     pub fn to_wire(&self) -> WireName {
         WireName {
@@ -155,10 +155,10 @@ impl ObjectName {
     }
 }
 
-/// Checks a namespace; the empty one is the default.
+/// Checks a namespace. The empty namespace is the default.
 ///
 /// # Errors
-/// What is wrong with it.
+/// If the namespace is invalid.
 pub(crate) fn check_namespace(namespace: &str) -> Result<(), NameError> {
     check_label("namespace", namespace, MAX_NAMESPACE)
 }
@@ -186,22 +186,22 @@ impl FromStr for ObjectName {
     }
 }
 
-/// A name as it came over the wire: nothing is known of it yet.
+/// A name as it came over the wire, not checked yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireName {
-    /// Pool.
+    /// Name of the pool.
     pub pool: Bytes,
-    /// Namespace; empty for the default one.
+    /// Namespace; empty for the default namespace.
     pub namespace: Bytes,
-    /// Object.
+    /// Name of the object.
     pub object: Bytes,
 }
 
 impl WireName {
-    /// Checks it.
+    /// Checks the name.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// If a part is invalid.
     pub fn check(&self) -> Result<ObjectName, NameError> {
         let pool = PoolName::from_wire(&self.pool)?;
         ObjectName::new(pool, utf8("namespace", &self.namespace)?, utf8("object name", &self.object)?)

@@ -1,15 +1,16 @@
-//! Where an object lives: name → hash → placement group → target.
+//! Maps an object to its target: name → hash → placement group → target.
 //!
-//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. The placement group is its low
-//! bits, so that doubling the number of groups splits each in two. A group's target is the one with the highest
-//! random weight (rendezvous hashing): adding or removing a target moves only the groups that it gains or loses.
+//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. The low bits
+//! of the hash select the placement group, so doubling the number of groups splits each group in
+//! two. A group's target is the target with the highest random weight (rendezvous hashing). Adding
+//! or removing a target therefore moves only the groups that the target gains or loses.
 
 use uuid::Uuid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::PartId;
 
-/// Hash of an object's name, or of one part of a striped object.
+/// Returns the hash of an object's name, or of one part of a striped object.
 #[must_use]
 pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
     let mut h = Xxh3::new();
@@ -24,14 +25,15 @@ pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
     h.digest() as u32
 }
 
-/// The placement group of a hash in a pool of `pg_count` groups, a power of two.
+/// Returns the placement group of a hash in a pool of `pg_count` groups, which must be a power of
+/// two.
 #[must_use]
 pub fn group(hash: u32, pg_count: u32) -> u32 {
     debug_assert!(pg_count.is_power_of_two(), "the number of placement groups is a power of two");
     hash & (pg_count - 1)
 }
 
-/// Index of the target that a placement group lives on; `None` if there are no targets.
+/// Returns the index of a placement group's target; `None` if there are no targets.
 #[must_use]
 pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     let seed = (u64::from(pool_id) << 32) | u64::from(pg);
@@ -39,7 +41,8 @@ pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     (0..targets.len()).max_by_key(|&i| weight(&targets[i]))
 }
 
-/// Indices of the targets in the order in which a placement group prefers them, the one of [`target`] first.
+/// Returns the indices of the targets in a placement group's order of preference. The target of
+/// [`target`] comes first.
 #[must_use]
 pub fn ranked(pool_id: u32, pg: u32, targets: &[Uuid]) -> Vec<usize> {
     let seed = (u64::from(pool_id) << 32) | u64::from(pg);
@@ -54,7 +57,8 @@ mod tests {
 
     #[test]
     fn placement_never_changes() {
-        // These values are on drives: a change would lose every object.
+        // Drives contain data that was placed by these values. A change would make every object
+        // unreachable.
         assert_eq!(hash("", "object", None), 0x6136_2e53);
         let targets: Vec<Uuid> = (1..=4u128).map(Uuid::from_u128).collect();
         let mut groups = [0usize; 4];

@@ -1,4 +1,4 @@
-//! How a pool keeps its objects from being lost with a target.
+//! Redundancy schemes of pools.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Stripe unit if nothing else is asked for, in bytes.
+/// Default stripe unit, in bytes.
 pub const DEFAULT_STRIPE_UNIT: u32 = 64 << 10;
 /// Longest stripe of an erasure-coded pool, in bytes of data.
 pub const MAX_STRIPE: u64 = 2 << 20;
 /// Most copies of a mirrored pool.
 pub const MAX_COPIES: u8 = 8;
 
-/// How a pool keeps its objects from being lost with a target. No two fragments of an object are on one target.
+/// Redundancy scheme of a pool. Each fragment of an object is on a different target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Redundancy {
     /// One copy.
@@ -22,22 +22,22 @@ pub enum Redundancy {
     Single,
     /// Several copies.
     Mirror {
-        /// How many, from 2.
+        /// Number of copies, at least 2.
         copies: u8,
     },
     /// A Reed–Solomon code: any `m` targets may be lost.
     ErasureCode {
-        /// Fragments with data.
+        /// Number of data fragments.
         k: u8,
-        /// Fragments with parity.
+        /// Number of parity fragments.
         m: u8,
-        /// Bytes that go to one fragment before the next has its turn; a multiple of 4096.
+        /// Length of a unit, in bytes; a multiple of 4096.
         stripe_unit: u32,
     },
 }
 
 impl Redundancy {
-    /// Targets that it takes.
+    /// Returns the number of targets of each placement group.
     #[must_use]
     pub fn targets(&self) -> usize {
         match *self {
@@ -47,7 +47,7 @@ impl Redundancy {
         }
     }
 
-    /// Targets that may be lost.
+    /// Returns the number of targets that may be lost without loss of data.
     #[must_use]
     pub fn tolerates(&self) -> usize {
         match *self {
@@ -57,16 +57,17 @@ impl Redundancy {
         }
     }
 
-    /// Bytes on drives for each byte of data, in large objects.
+    /// Returns the bytes on drives per byte of data, for large objects.
     #[must_use]
     pub fn overhead(&self) -> f64 {
         self.targets() as f64 / (self.targets() - self.tolerates()) as f64
     }
 
-    /// The same with another stripe unit, in bytes. Only an erasure code has one.
+    /// Returns the same scheme with another stripe unit, in bytes. Only an erasure code has a
+    /// stripe unit.
     ///
     /// # Errors
-    /// If there is none to be set.
+    /// If the scheme has no stripe unit.
     pub fn with_stripe_unit(self, bytes: u32) -> Result<Redundancy> {
         match self {
             Redundancy::ErasureCode { k, m, .. } => Ok(Redundancy::ErasureCode { k, m, stripe_unit: bytes }),
@@ -74,10 +75,10 @@ impl Redundancy {
         }
     }
 
-    /// Checks what came over the wire or from a user.
+    /// Checks a scheme that came over the wire or from a user.
     ///
     /// # Errors
-    /// What is not possible, and what is.
+    /// If a value is out of range; the error names the possible values.
     pub fn check(&self) -> Result<()> {
         match *self {
             Redundancy::Single => Ok(()),

@@ -1,35 +1,35 @@
-//! What the OSD answers.
+//! Replies of the OSD.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::{AdminReply, Manifest, Result, SessionId};
 
-/// Answer to one request.
+/// Reply to one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Reply {
     /// The request's number.
     pub seq: u64,
-    /// What came of it.
+    /// The request's outcome.
     pub result: Result<ReplyBody>,
 }
 
-/// The answer proper.
+/// Content of a successful reply.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ReplyBody {
     /// The session is open.
     Opened {
-        /// Version that both speak.
+        /// Protocol version that client and OSD use.
         version: u16,
-        /// The session: the one presented, or a new one.
+        /// The presented session, or a new one.
         session: SessionId,
     },
-    /// The session is over.
+    /// The session is closed.
     Closed,
-    /// The answer to an [`ObjectRequest`](crate::ObjectRequest).
+    /// Reply to an [`ObjectRequest`](crate::ObjectRequest).
     Object(ObjectReply),
-    /// The answer to an [`AdminRequest`](crate::AdminRequest).
+    /// Reply to an [`AdminRequest`](crate::AdminRequest).
     Admin(AdminReply),
 }
 
@@ -45,16 +45,16 @@ impl From<AdminReply> for ReplyBody {
     }
 }
 
-/// The answer to an [`ObjectRequest`](crate::ObjectRequest).
+/// Reply to an [`ObjectRequest`](crate::ObjectRequest).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ObjectReply {
     /// The change is durable.
     Mutated(Mutated),
-    /// One answer per question.
+    /// One answer per query op.
     Queried(Vec<QueryAnswer>),
-    /// Data was put into the sink, or is the message's payload: whole blocks, from the start of the range's first one
-    /// to the end of its last one or of the object.
+    /// The data was written to the sink, or is the message's payload. It consists of whole blocks,
+    /// from the start of the range's first block to the end of its last block or of the object.
     Read {
         /// The object's version.
         version: u64,
@@ -63,65 +63,66 @@ pub enum ObjectReply {
         /// Number of bytes sent.
         sent: u64,
     },
-    /// The object is striped: read its parts.
+    /// The object is striped; the client must read its parts.
     Striped {
-        /// The head's version.
+        /// Version of the head object.
         version: u64,
-        /// Its parts.
+        /// Manifest that names the parts.
         manifest: Manifest,
     },
-    /// A page of names.
+    /// A page of object names.
     Listed(Listed),
 }
 
-/// What a change did.
+/// Effect of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mutated {
-    /// The object's new version; of a removed object, the version of its removal.
+    /// The object's new version. For a removed object, the version of the removal.
     pub version: u64,
     /// The object's new size, in bytes.
     pub size: u64,
-    /// Where the last append of the request was put.
+    /// Offset of the request's last append, in bytes.
     pub appended_at: u64,
 }
 
-/// Answer to one question.
+/// Answer to one query op.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum QueryAnswer {
-    /// To `Stat`.
+    /// Answer to `Stat`.
     Stat(StatAnswer),
-    /// To `Xattr`.
+    /// Answer to `Xattr`; `None` if the xattr does not exist.
     Xattr(Option<Bytes>),
-    /// To `Xattrs`, ordered by name.
+    /// Answer to `Xattrs`, ordered by name.
     Xattrs(Vec<(Bytes, Bytes)>),
-    /// To `OmapGet` and `OmapRange`, ordered by key.
+    /// Answer to `OmapGet` and `OmapRange`, ordered by key.
     Omap {
         /// The entries.
         entries: Vec<(Bytes, Bytes)>,
-        /// Whether there are more.
+        /// Whether more entries follow.
         more: bool,
     },
 }
 
-/// What is known of an object without reading it.
+/// An object's size, version and other metadata.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StatAnswer {
     /// Size, in bytes.
     pub size: u64,
-    /// Version: grows with each change, and is never used again after the object was removed.
+    /// Version of the object. It grows with each change and is never reused, even after the object
+    /// was removed.
     pub version: u64,
     /// Time of the last change by the OSD's clock, in milliseconds since 1970.
     pub modified_ms: u64,
-    /// Its parts, if the object is striped.
+    /// Manifest of the object, if it is striped.
     pub manifest: Option<Manifest>,
 }
 
-/// A page of names.
+/// A page of object names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listed {
-    /// Namespace and object name of each, in no order that means anything.
+    /// Namespace and name of each object, in arbitrary order.
     pub names: Vec<(String, String)>,
-    /// To be given to get the next page; empty: this was the last page.
+    /// Cursor for the request of the next page; empty if this was the last page.
     pub cursor: Bytes,
 }

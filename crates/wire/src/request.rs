@@ -1,4 +1,4 @@
-//! What a client asks for.
+//! Requests of a client.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -9,20 +9,20 @@ use crate::limits::{
 };
 use crate::{AdminRequest, BulkDescriptor, Error, Result, SessionId, UploadId, WireName};
 
-/// What stands in front of every request, so that it can be answered even if the rest makes no sense.
+/// First part of every request. The OSD can reply with an error even if it cannot decode the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestHead {
-    /// Number of the request within its session; never used twice but for a retry.
+    /// Request number within the session. Only a retry reuses a number.
     pub seq: u64,
-    /// The client has the answers to all requests up to this number, or no longer wants them.
+    /// The client has the replies to all requests up to this number, or no longer needs them.
     pub acked_through: u64,
-    /// The request may have been sent before: look for its result.
+    /// The request is a retry: the OSD must look for an earlier result.
     pub retry: bool,
-    /// Milliseconds after which the client no longer waits.
+    /// Time after which the client stops waiting, in milliseconds.
     pub deadline_ms: u32,
 }
 
-/// What is asked for.
+/// Content of a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 #[expect(
@@ -30,19 +30,18 @@ pub struct RequestHead {
     reason = "nearly all requests are for data, and a box costs each an allocation"
 )]
 pub enum RequestBody {
-    /// Opens a session, or goes on with one. The first request of every connection.
+    /// Opens or resumes a session. This is the first request of every connection.
     Open {
-        /// Oldest version that the client speaks.
+        /// Oldest protocol version that the client supports.
         oldest: u16,
-        /// Newest version that the client speaks.
+        /// Newest protocol version that the client supports.
         newest: u16,
-        /// The session to go on with.
+        /// Session to resume; `None` opens a new one.
         session: Option<SessionId>,
     },
-    /// Ends the session: the client repeats none of its requests and wants no more results. The OSD
-    /// forgets the session's results with later changes of the same placement groups. A repeat that
-    /// comes all the same is refused with [`Error::RequestExpired`]. A client need not wait for the
-    /// answer.
+    /// Ends the session: the client sends no more retries and needs no more results. The OSD
+    /// forgets the session's results with later changes in the same placement groups. It refuses a
+    /// later retry with [`Error::RequestExpired`]. A client need not wait for the reply.
     CloseSession,
     /// Reads or changes objects.
     Object(ObjectRequest),
@@ -62,51 +61,51 @@ impl From<AdminRequest> for RequestBody {
     }
 }
 
-/// A request for data: what an object front end sends.
+/// A request about objects, as a front end sends it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ObjectRequest {
     /// Changes one object.
     Mutate(Mutate),
-    /// Asks for what is small about one object.
+    /// Queries metadata of one object: sizes, xattrs and omap entries.
     Query(Query),
     /// Reads data of one object.
     Read(Read),
-    /// A page of object names.
+    /// Lists a page of object names.
     List(List),
 }
 
 /// One part of a striped object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PartId {
-    /// The upload it belongs to.
+    /// The upload that the part belongs to.
     pub upload: UploadId,
-    /// Its index, from 0.
+    /// Index of the part, from 0.
     pub index: u32,
 }
 
-/// How a striped object is composed. Part `i` has the bytes from `i * part_size`.
+/// Composition of a striped object. Part `i` contains the bytes from `i * part_size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// The upload that made the parts.
+    /// The upload that created the parts.
     pub upload: UploadId,
-    /// Size of every part but the last, in bytes; a multiple of 4096.
+    /// Size of every part except the last, in bytes; a multiple of 4096.
     pub part_size: u64,
     /// Size of the object, in bytes.
     pub size: u64,
 }
 
 impl Manifest {
-    /// Number of parts.
+    /// Returns the number of parts.
     #[must_use]
     pub fn parts(&self) -> u64 {
         self.size.div_ceil(self.part_size.max(1))
     }
 
-    /// Checks what came over the wire.
+    /// Checks a manifest that came over the wire.
     ///
     /// # Errors
-    /// If sizes are impossible.
+    /// If a size is out of range.
     pub fn check(&self) -> Result<()> {
         let good = self.part_size > 0
             && self.part_size <= MAX_OBJECT_SIZE
@@ -122,27 +121,27 @@ impl Manifest {
     }
 }
 
-/// Where a request's bulky bytes are. At most one op of a request has [`OpBytes::Payload`].
+/// Location of a request's bulk data. At most one op of a request has [`OpBytes::Payload`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Data {
-    /// There are none.
+    /// The request has no bulk data.
     None,
-    /// In the message's payload.
+    /// The data is the message's payload.
     Inline,
-    /// To be pulled.
+    /// The OSD pulls the data from this memory.
     Bulk(BulkDescriptor),
 }
 
-/// Bytes of one op.
+/// Location of one op's bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OpBytes {
-    /// Here.
+    /// The bytes themselves.
     Embedded(Bytes),
-    /// The request's [`Data`], all of it.
+    /// All of the request's [`Data`].
     Payload,
 }
 
-/// What must hold, before anything of the request is done, for it to be done at all.
+/// A check on the object that must succeed before the OSD executes any op of the request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Condition {
@@ -152,15 +151,15 @@ pub enum Condition {
     Absent,
     /// The object exists and has this version.
     Version(u64),
-    /// An xattr has this value; `None`: does not exist.
+    /// An xattr has this value; `None`: the xattr does not exist.
     Xattr(Bytes, Option<Bytes>),
-    /// An omap entry has this value; `None`: does not exist.
+    /// An omap entry has this value; `None`: the entry does not exist.
     Omap(Bytes, Option<Bytes>),
-    /// The object's data has these bytes at this offset.
+    /// The object's data contains these bytes at this offset.
     Bytes(u64, Bytes),
 }
 
-/// A change. Unless said otherwise it creates the object if there is none.
+/// An op that changes an object. It creates a missing object, unless the variant says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mutation {
@@ -170,88 +169,88 @@ pub enum Mutation {
     Create,
     /// Writes at an offset, in bytes.
     Write {
-        /// First byte.
+        /// Offset of the first byte.
         offset: u64,
         /// The bytes.
         source: OpBytes,
     },
-    /// Replaces all data. Xattrs and omap stay.
+    /// Replaces all data, but keeps xattrs and omap.
     WriteFull(OpBytes),
     /// Writes at the object's end.
     Append(OpBytes),
-    /// Sets the size.
+    /// Sets the size, in bytes.
     Truncate(u64),
-    /// Makes a range zero, extending the object if need be.
+    /// Fills a range with zeros, and extends the object if necessary.
     Zero {
-        /// First byte.
+        /// Offset of the first byte.
         offset: u64,
         /// Number of bytes.
         len: u64,
     },
-    /// Removes the object; refused with [`Error::NoSuchObject`] if there is none.
+    /// Removes the object; refused with [`Error::NoSuchObject`] if it does not exist.
     Remove,
     /// Sets an xattr.
     SetXattr(Bytes, Bytes),
-    /// Removes an xattr, whether it exists or not.
+    /// Removes an xattr if it exists.
     RemoveXattr(Bytes),
     /// Sets omap entries.
     OmapSet(Vec<(Bytes, Bytes)>),
-    /// Removes omap entries, whether they exist or not.
+    /// Removes omap entries, ignoring missing ones.
     OmapRemove(Vec<Bytes>),
     /// Removes the omap entries with `from <= key < to`.
     OmapRemoveRange(Bytes, Bytes),
     /// Removes all omap entries.
     OmapClear,
-    /// Makes the object the head of a striped one. Replaces its data.
+    /// Makes the object the head of a striped object, and replaces its data.
     SetManifest(Manifest),
 }
 
-/// A change of one object, all of it or nothing.
+/// A compound: an atomic change of one object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Mutate {
     /// The object.
     pub name: WireName,
-    /// The part of it, if it is striped.
+    /// The part to change, if the object is striped.
     pub part: Option<PartId>,
-    /// What must hold.
+    /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
-    /// What to do, one after the other.
+    /// Ops, in the order of their execution.
     pub ops: Vec<Mutation>,
-    /// The bulky bytes.
+    /// Bulk data of the ops.
     pub data: Data,
 }
 
-/// A question about one object.
+/// A query about one object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum QueryOp {
-    /// Size, version and time of the last change.
+    /// Queries size, version, time of the last change, and manifest.
     Stat,
-    /// An xattr.
+    /// Queries an xattr.
     Xattr(Bytes),
-    /// All xattrs.
+    /// Queries all xattrs.
     Xattrs,
-    /// Those of some omap entries that exist.
+    /// Queries omap entries by key. Missing keys are left out.
     OmapGet(Vec<Bytes>),
-    /// A page of omap entries with keys of at least `from`.
+    /// Queries a page of omap entries with keys of at least `from`.
     OmapRange {
         /// First key.
         from: Bytes,
-        /// End, exclusive; `None` for no end.
+        /// End of the key range, exclusive; `None` for no end.
         to: Option<Bytes>,
-        /// Most entries wanted.
+        /// Maximum number of entries.
         limit: u32,
     },
 }
 
-/// Questions about one object, answered together.
+/// Queries about one object, which the OSD answers from one version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Query {
     /// The object.
     pub name: WireName,
-    /// What must hold.
+    /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
-    /// What is asked.
+    /// The queries.
     pub ops: Vec<QueryOp>,
 }
 
@@ -260,40 +259,42 @@ pub struct Query {
 pub struct Read {
     /// The object.
     pub name: WireName,
-    /// The part of it, if it is striped.
+    /// The part to read, if the object is striped.
     pub part: Option<PartId>,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Most bytes wanted; the read ends at the object's end. More than 2 MiB are read in several steps, and refused with
-    /// [`Error::Changed`] if the object is changed in between.
+    /// Maximum number of bytes; the read ends at the object's end. The OSD reads more than 2 MiB in
+    /// several steps, and refuses the read with [`Error::Changed`] if the object changes in
+    /// between.
     pub len: u64,
-    /// Refuse with [`Error::Changed`] unless the object has this version.
+    /// Version that the object must have. With another version, the read is refused with
+    /// [`Error::Changed`].
     pub if_version: Option<u64>,
-    /// Where to put the blocks that cover the range, from the start of the first one; `None`: into the answer. Little
-    /// data comes in the answer in any case.
+    /// Memory for the blocks that cover the range, from the start of the first block. `None`: the
+    /// data comes in the reply. Small data always comes in the reply.
     pub sink: Option<BulkDescriptor>,
 }
 
-/// A page of a pool's listing.
+/// A request for a page of a pool's listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct List {
     /// The pool.
     pub pool: Bytes,
-    /// Only this namespace; `None`: all.
+    /// Lists only this namespace; `None` for all.
     pub namespace: Option<Bytes>,
-    /// Only names that start so.
+    /// Lists only names with this prefix.
     pub prefix: Bytes,
-    /// Where the last page ended; empty for the first page. Opaque.
+    /// Opaque cursor from the previous page; empty for the first page.
     pub cursor: Bytes,
-    /// Most names wanted.
+    /// Maximum number of names.
     pub limit: u32,
 }
 
 impl Mutate {
-    /// Checks counts and sizes, and that the data is used by exactly one op.
+    /// Checks counts and sizes, and that exactly one op uses the bulk data.
     ///
     /// # Errors
-    /// The first thing that is beyond a limit.
+    /// The first violated limit.
     pub fn check(&self) -> Result<()> {
         check_count("conditions", self.conditions.len(), MAX_OPS)?;
         check_count("ops", self.ops.len(), MAX_OPS)?;
@@ -314,7 +315,7 @@ impl Query {
     /// Checks counts and sizes.
     ///
     /// # Errors
-    /// The first thing that is beyond a limit.
+    /// The first violated limit.
     pub fn check(&self) -> Result<()> {
         check_count("conditions", self.conditions.len(), MAX_OPS)?;
         check_count("ops", self.ops.len(), MAX_OPS)?;
@@ -339,7 +340,7 @@ impl Condition {
 }
 
 impl Mutation {
-    /// The op's bytes, if it has any.
+    /// Returns the location of the op's bytes, if the op has any.
     #[must_use]
     pub fn source(&self) -> Option<&OpBytes> {
         match self {
@@ -383,7 +384,7 @@ impl Mutation {
     }
 }
 
-/// Checks that a range does not overflow and ends within what one object can have.
+/// Checks that a range does not overflow and ends within the maximum object size.
 pub(crate) fn check_range(offset: u64, len: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),

@@ -1,40 +1,41 @@
-//! Ids that the OSD makes for its clients.
+//! Ids of sessions and uploads.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A client's session with a node: the space of its request numbers. Made by the OSD when a client first connects and
-/// presented again whenever the client reconnects, also after the OSD was restarted.
+/// Id of a client's session with a node. Each session has its own request numbers. The OSD creates
+/// the session when a client first connects. The client presents the id again when it reconnects,
+/// even after a restart of the OSD.
 ///
-/// From the highest bit down: 48 bits *generation* of the OSD, 32 bits *number* within the
-/// generation, 48 random bits. Ids are ordered by generation, then number. No part of an id depends
-/// on a clock.
+/// The bits are, from the highest to the lowest: 48 bits for the *generation* of the OSD, 32 bits
+/// for the *number* within the generation, and 48 random bits. Ids are ordered by generation, then
+/// by number. No part of an id depends on a clock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub u128);
 
 impl SessionId {
-    /// First generation. Ids of nodes that ran an older version start with a time in milliseconds
-    /// since 1970, which is below this value until the year 6429: all of them are older than any
-    /// generation.
+    /// The first generation. In older versions of the node, an id starts with a time in
+    /// milliseconds since 1970. This time is below the first generation until the year 6429, so all
+    /// these ids are older than any generation.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
-    /// The `number`th id of a generation, with random bits. The upper bits of `generation` and
-    /// `random` beyond 48 bits are cut off.
+    /// Creates the id with number `number` in a generation, with random bits. Bits of `generation`
+    /// and `random` above the lower 48 are cut off.
     #[must_use]
     pub fn new(generation: u64, number: u32, random: u64) -> SessionId {
         let low = |bits: u64| u128::from(bits & ((1 << 48) - 1));
         SessionId(low(generation) << 80 | u128::from(number) << 48 | low(random))
     }
 
-    /// Which start of the OSD made it: [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) and the
-    /// count of starts before.
+    /// Returns the start of the OSD in which the session was created, as
+    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of earlier starts.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64
     }
 
-    /// Which session of its generation it is, counted from 1.
+    /// Returns the session's number within its generation, counted from 1.
     #[must_use]
     pub fn number(self) -> u32 {
         (self.0 >> 48) as u32
@@ -53,18 +54,18 @@ impl fmt::Debug for SessionId {
     }
 }
 
-/// One upload of a striped object: a session and a number that its client chose. As long as the session is connected
-/// the upload's parts are not collected.
+/// One upload of a striped object: a session, and a number that its client chose. The collector
+/// keeps the upload's parts as long as the session is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct UploadId {
-    /// Whose upload it is.
+    /// Session of the client that uploads the object.
     pub session: SessionId,
-    /// Unique within the session.
+    /// Number of the upload, unique within the session.
     pub number: u64,
 }
 
 impl UploadId {
-    /// The id as it is hashed and stored: session, then number, big-endian.
+    /// Returns the id as it is hashed and stored: session, then number, big-endian.
     #[must_use]
     pub fn to_bytes(self) -> [u8; 24] {
         let mut out = [0; 24];
@@ -73,7 +74,7 @@ impl UploadId {
         out
     }
 
-    /// The reverse of [`UploadId::to_bytes`]; `None` unless there are exactly 24 bytes.
+    /// Decodes what [`UploadId::to_bytes`] returns; `None` unless there are exactly 24 bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<UploadId> {
         let (session, number) = bytes.split_at_checked(16)?;

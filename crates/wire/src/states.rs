@@ -1,16 +1,17 @@
-//! Choices and states that a node's status shows by name.
+//! Configuration choices and states that a node's status shows by name.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Processes that handle requests and hold targets.
+/// Where the OSD runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
     /// The OSD and the store are two processes joined by the host–DPU channel.
     Dpu,
-    /// One process runs both, and the OSD calls the store directly: the baseline.
+    /// One process contains the OSD and the store, and the OSD calls the store directly. This is
+    /// the baseline.
     Host,
 }
 
@@ -18,7 +19,7 @@ impl Placement {
     /// Every placement.
     pub const ALL: [Placement; 2] = [Placement::Dpu, Placement::Host];
 
-    /// Name in the configuration and on the command line.
+    /// Returns the name used in the configuration and on the command line.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -34,7 +35,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Hardware that computes parity in place of the host's processor.
+/// Hardware that computes parity instead of the host's processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodingOffload {
@@ -45,7 +46,7 @@ pub enum CodingOffload {
 }
 
 impl CodingOffload {
-    /// Name in the configuration.
+    /// Returns the name used in the configuration.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -64,17 +65,17 @@ impl fmt::Display for CodingOffload {
 /// State of an offload's circuit breaker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OffloadState {
-    /// Nothing is offloaded, for want of memory or of a path to the device.
+    /// The offload is not in use, because memory or a path to the device is missing.
     #[default]
     #[serde(rename = "not in use")]
     NotInUse,
     /// The offload is used.
     #[serde(rename = "active")]
     Active,
-    /// The offload has failed and is left alone for a while.
+    /// The offload has failed and is not used during its cool-down.
     #[serde(rename = "cooling down")]
     CoolingDown,
-    /// One piece of work tries the offload out.
+    /// One task or transfer tests whether the offload works again.
     #[serde(rename = "probing")]
     Probing,
 }

@@ -1,4 +1,4 @@
-//! State of a node, for people and their tools.
+//! State of a node, as people and tools see it.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -8,30 +8,30 @@ use crate::{CodingMode, CodingOffload, OffloadState, Placement, Redundancy};
 /// A pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
-    /// Its number; never used again.
+    /// Number of the pool; never reused.
     pub id: u32,
-    /// Its name.
+    /// Name of the pool.
     pub name: String,
     /// Number of placement groups.
     pub pg_count: u32,
-    /// How its objects are kept from being lost with a target.
+    /// Redundancy scheme of the pool.
     pub redundancy: Redundancy,
-    /// When it was made, in milliseconds since 1970.
+    /// Time of creation, in milliseconds since 1970.
     pub made_ms: u64,
 }
 
 /// Space of a target, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Space {
-    /// For data, in all.
+    /// Size of the data area.
     pub total: u64,
-    /// For data, free.
+    /// Free bytes of the data area.
     pub free: u64,
-    /// Taken by data that is being written.
+    /// Bytes of staged data.
     pub staged: u64,
-    /// Number of pieces that the free space is in.
+    /// Number of free extents in the data area.
     pub free_extents: u64,
-    /// Length of the longest of them.
+    /// Length of the longest free extent.
     pub largest_free_extent: u64,
     /// Free bytes of the index.
     pub index_free: u64,
@@ -39,60 +39,60 @@ pub struct Space {
     pub index_total: u64,
 }
 
-/// How a pool with redundancy is.
+/// Health of a pool with redundancy.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolHealth {
-    /// Its name.
+    /// Name of the pool.
     pub pool: String,
-    /// Number of its placement groups.
+    /// Number of placement groups.
     pub groups: u32,
-    /// Those that go on with fewer targets than they should have.
+    /// Placement groups that are degraded: they work with fewer targets than they should have.
     pub degraded: u32,
-    /// Those that have too few targets to go on, or have not been looked at yet.
+    /// Placement groups with too few targets to work, or not checked yet.
     pub unavailable: u32,
 }
 
-/// What is being rebuilt, and what has been since the OSD was started.
+/// The running rebuild, and totals since the OSD started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildStatus {
-    /// The target that is being written, if any.
+    /// The target that the rebuild writes to, if any.
     pub target: Option<Uuid>,
-    /// The pool whose objects those are.
+    /// The pool whose objects are being rebuilt.
     pub pool: Option<String>,
     /// Objects rebuilt.
     pub objects: u64,
     /// Bytes written.
     pub bytes: u64,
-    /// Most bytes a second; 0 for no limit.
+    /// Maximum rate, in bytes per second; 0 for no limit.
     pub rate_limit: u64,
-    /// Why a rebuild had to start again last.
+    /// Reason of the last restart of a rebuild.
     pub last_failure: Option<String>,
 }
 
-/// How a scrub stands.
+/// Progress of a scrub.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
-    /// Whether it goes on.
+    /// Whether the scrub is running.
     pub running: bool,
-    /// Placement groups to be looked at; 0 if there never was a scrub.
+    /// Number of placement groups to scrub; 0 if there never was a scrub.
     pub groups: u32,
-    /// Placement groups that have been.
+    /// Number of placement groups already scrubbed.
     pub groups_done: u32,
-    /// Objects looked at.
+    /// Objects scrubbed.
     pub objects: u64,
-    /// Bytes read, of all fragments.
+    /// Bytes read from all fragments.
     pub bytes: u64,
-    /// Fragments that could not be read or were not what they should be.
+    /// Fragments that were unreadable or wrong.
     pub damaged: u64,
-    /// Those of them that were made anew.
+    /// Damaged fragments that were repaired.
     pub repaired: u64,
-    /// Objects whose fragments can be read and contradict each other.
+    /// Objects whose fragments are readable but contradict each other.
     pub inconsistent: u64,
-    /// Objects whose data does not have the size that is recorded of them.
+    /// Objects whose data differs in size from their record.
     pub wrong_size: u64,
-    /// Those of them that were given that size.
+    /// Objects of the wrong size whose data was set to the recorded size.
     pub resized: u64,
-    /// Why it ended early.
+    /// Reason why the scrub ended early, if it did.
     pub failure: Option<String>,
 }
 
@@ -100,184 +100,192 @@ pub struct ScrubStatus {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TargetState {
-    /// It is used.
+    /// The target is used.
     Up,
-    /// It has not answered in time, and is tried again. Only placement groups that cannot do without it wait for it.
+    /// The target has not answered in time, and is being probed. Only placement groups that cannot
+    /// work without the target wait for it.
     Slow,
-    /// It has reported an I/O error, and is tried again.
+    /// The target has reported an I/O error, and is being probed.
     Failing,
-    /// It has failed. It is used again when its store has mounted it anew, or when the operator says so.
+    /// The target has failed. It is used again after a remount, or when the operator requests it.
     Failed,
 }
 
 /// A target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetStatus {
-    /// Its id.
+    /// Id of the target.
     pub uuid: Uuid,
-    /// The operator has taken it out.
+    /// Whether the operator has taken the target out of use.
     pub out: bool,
-    /// Placement groups have gone on without it, and it has not caught up yet.
+    /// Whether the target lacks changes that placement groups made without it.
     pub behind: bool,
-    /// Whether it is used.
+    /// Whether the target is used.
     pub state: TargetState,
-    /// Why placement groups with redundancy do not use it.
+    /// Reason why placement groups with redundancy do not use the target.
     pub failure: Option<String>,
-    /// Time until it is tried again, in milliseconds; `None` if it is used, is being tried, or will not be tried.
+    /// Time until the next probe, in milliseconds. `None` if the target is in use, is being probed,
+    /// or will not be probed.
     pub next_try_ms: Option<u64>,
-    /// Its space, or why it cannot be asked.
+    /// Space of the target, or the reason why it is unknown.
     pub space: Result<Space, String>,
 }
 
-/// Requests that were carried out, and where their time went: from a request's arrival at the OSD until its answer was
-/// handed to the connection. The phases are exclusive and add up to the total.
+/// Number and times of completed requests. A request's time runs from its arrival at the OSD until
+/// its reply is passed to the connection. The phases do not overlap and add up to the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseTimes {
     /// Number of requests.
     pub count: u64,
-    /// All of their time, in ns.
+    /// Total time of all requests, in ns.
     pub total_ns: u64,
-    /// The store on the host worked, and nothing was being transferred between DPU and host, in ns.
+    /// Time in which the store on the host worked and no data moved between DPU and host, in ns.
     pub host_ns: u64,
-    /// Something was being transferred, in ns.
+    /// Time in which data moved between DPU and host, in ns.
     pub dma_ns: u64,
-    /// Something waited for its transfer, and neither of the above, in ns.
+    /// Time in which a transfer waited to start, and neither the store worked nor data moved, in
+    /// ns.
     pub dma_wait_ns: u64,
-    /// The rest, in ns: the network, the messenger, the OSD's own work.
+    /// Remaining time, in ns: network, messenger and the OSD's own work.
     pub others_ns: u64,
 }
 
-/// Times of requests since the OSD was started, by what they asked for.
+/// Times of requests since the OSD started, by kind of request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestTimes {
     /// Changes of objects.
     pub write: PhaseTimes,
     /// Reads of objects' data.
     pub read: PhaseTimes,
-    /// Everything else.
+    /// All other requests.
     pub other: PhaseTimes,
 }
 
-/// How the offload of moving data between OSD and store stands.
+/// Health of the offload that moves data between OSD and store.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadStatus {
     /// State of its circuit breaker.
     pub state: OffloadState,
-    /// How often it failed.
+    /// Number of failures.
     pub failures: u64,
-    /// How often a probe found it still failing.
+    /// Number of probes that failed.
     pub failed_probes: u64,
-    /// How often a probe found it working again.
+    /// Number of recoveries found by a probe.
     pub recoveries: u64,
-    /// Why it failed last, or is not in use.
+    /// Reason of the last failure, or why the offload is not in use.
     pub last_failure: Option<String>,
-    /// Bytes of memory that a late transfer may still touch.
+    /// Bytes of memory in quarantine, because a late transfer may still access them.
     pub quarantined_bytes: u64,
-    /// Bytes that had arrived when it failed and were not sent again, in this session with the store.
+    /// Bytes that had already arrived when the offload failed, and were not sent again, during this
+    /// attachment to the store.
     pub kept_bytes: u64,
-    /// Bytes that went by the socket in its place, in this session with the store.
+    /// Bytes that went over the control socket instead, during this attachment to the store.
     pub fallback_bytes: u64,
-    /// Faults that are armed on purpose.
+    /// Faults that a test or operator has armed.
     pub faults: Vec<String>,
 }
 
-/// Where the parity of staged data is computed.
+/// State of parity computation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingStatus {
     /// The coding mode.
     pub mode: CodingMode,
-    /// The offload; `None` where there is no DPU.
+    /// The offload that computes parity; `None` without a DPU.
     pub engine: Option<CodingOffload>,
-    /// Whether that stands for hardware that is not there.
+    /// Whether the offload is emulated.
     pub emulated: bool,
-    /// The host's processor is busy: everything goes to the offload.
+    /// Whether the host's processor is busy. While it is busy, all coding tasks go to the offload.
     pub host_busy: bool,
-    /// How busy it was when it was last looked at, without coding and whatever stands for the DPU, in percent.
+    /// Last measured utilization of the host's processor, in percent, without coding tasks and
+    /// without the emulation of the DPU.
     pub host_utilization_percent: u32,
-    /// Part of the time during which something waited for it, in percent, if the kernel tells.
+    /// Share of time in which some task waited for the host's processor, in percent. `None` if the
+    /// kernel does not report it.
     pub host_pressure_percent: Option<u32>,
-    /// Tasks that wait for a place.
+    /// Coding tasks that wait for a place.
     pub queued: u64,
-    /// Their data, in bytes.
+    /// Data of the waiting tasks, in bytes.
     pub queued_bytes: u64,
-    /// Tasks refused because too many waited.
+    /// Coding tasks refused because too many were waiting.
     pub refused: u64,
     /// Tasks sent to the host during the last second.
     pub alpha: u64,
     /// Tasks sent to the offload during the last second.
     pub beta: u64,
-    /// The host.
+    /// State of the host as a coding place.
     pub host: CodingPlaceStatus,
-    /// The offload.
+    /// State of the offload as a coding place.
     pub offload: CodingPlaceStatus,
 }
 
-/// A place where parity is computed. Counts are since the OSD was started.
+/// State of a coding place. Counts start when the OSD starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingPlaceStatus {
-    /// Tasks there.
+    /// Number of tasks running at the place.
     pub in_service: u64,
-    /// Most of them at a time.
+    /// Maximum number of tasks running at a time.
     pub slots: u64,
-    /// Tasks sent there, by reason.
+    /// Number of tasks sent to the place, by reason.
     pub sent: CodingSent,
-    /// What a task is taken to cost whatever its size, in ns; absent if nothing was measured.
+    /// Estimated fixed cost per task, in ns; `None` before the first measurement.
     pub ns_per_task: Option<u64>,
-    /// What a megabyte (10^6 bytes) is taken to add, in ns.
+    /// Estimated additional cost per megabyte (10^6 bytes), in ns.
     pub ns_per_mb: Option<u64>,
-    /// Whether it works.
+    /// Health of the place.
     pub health: CodingHealth,
 }
 
-/// Tasks sent to a place, by reason.
+/// Number of tasks sent to a coding place, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingSent {
-    /// As the mode has it.
+    /// Tasks that the coding mode sent to this place.
     pub mode: u64,
-    /// The host was busy.
+    /// Tasks sent because the host was busy.
     pub busy: u64,
-    /// The other place was cooling down.
+    /// Tasks sent because the other place was in its cool-down.
     pub cool_down: u64,
-    /// To find out whether the place works again.
+    /// Tasks sent to probe whether the place works again.
     pub probe: u64,
-    /// To find out what the place costs.
+    /// Tasks sent to measure the place's cost.
     pub explore: u64,
 }
 
 impl CodingSent {
-    /// All tasks.
+    /// Returns the number of tasks for all reasons.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.mode + self.busy + self.cool_down + self.probe + self.explore
     }
 }
 
-/// Whether a place works.
+/// Health of a coding place.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingHealth {
     /// State of its circuit breaker.
     pub state: OffloadState,
-    /// How often it failed.
+    /// Number of failures.
     pub failures: u64,
-    /// How often a probe found it still failing.
+    /// Number of probes that failed.
     pub failed_probes: u64,
-    /// How often a probe found it working again.
+    /// Number of recoveries found by a probe.
     pub recoveries: u64,
-    /// Why it failed last.
+    /// Reason of the last failure.
     pub last_failure: Option<String>,
 }
 
-/// The limits of the listener, and what it refused and reclaimed since the OSD was started, by what was short: `handshakes`,
-/// `sessions`, `detached` (sessions that wait for their clients), `descriptors`.
+/// Limits of the listener, and counts of refused and reclaimed connections since the OSD started.
+/// Each count names the scarce resource: `handshakes`, `sessions` (connections), `detached`
+/// (connections that wait for their clients) or `descriptors`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ConnectionStatus {
-    /// Most sessions at a time; fewer than configured if the limit on open files is low.
+    /// Most connections at a time. A low limit on open files reduces the configured number.
     pub max_sessions: u64,
     /// Most handshakes at a time.
     pub max_handshakes: u64,
-    /// Handshakes and sessions that lost their place to another client.
+    /// Handshakes and connections that lost their place to another client.
     pub reclaimed: Vec<(String, u64)>,
-    /// Connections that got no place; of `descriptors`, failed attempts to accept one.
+    /// Connections refused for lack of a place. For `descriptors`, failed attempts to accept a
+    /// connection.
     pub refused: Vec<(String, u64)>,
 }
 
@@ -286,45 +294,45 @@ pub struct ConnectionStatus {
 pub struct NodeStatus {
     /// The node's id.
     pub node: Uuid,
-    /// Processes that handle requests and hold targets.
+    /// Where the OSD runs.
     pub placement: Placement,
     /// Name of the engine that moves data between OSD and store.
     pub engine: String,
-    /// Whether that engine stands for hardware that is not there.
+    /// Whether the engine is emulated.
     pub emulated: bool,
     /// Process id of the OSD.
     pub osd_pid: u32,
-    /// Seconds since the OSD was started.
+    /// Seconds since the OSD started.
     pub uptime_seconds: u64,
-    /// Number of the node's map.
+    /// Map epoch of the node.
     pub map_epoch: u64,
-    /// How pools with redundancy are.
+    /// Health of the pools with redundancy.
     pub health: Vec<PoolHealth>,
-    /// What is being rebuilt.
+    /// State of rebuilds.
     pub rebuild: RebuildStatus,
-    /// The targets, in the order of their numbers.
+    /// The targets, ordered by number.
     pub targets: Vec<TargetStatus>,
     /// The pools.
     pub pools: Vec<PoolInfo>,
-    /// Other paths than TCP that clients can come by: what kind, and where the OSD listens.
+    /// Transports other than TCP that clients can use: the kind and the OSD's address.
     pub paths: Vec<(String, String)>,
-    /// Number of sessions that are connected.
+    /// Number of connected sessions.
     pub sessions: u32,
-    /// How many of them go by such a path now, so that bulk data moves by itself (RDMA).
+    /// Number of connected sessions that use one-sided transfers (RDMA) for bulk data now.
     pub sessions_one_sided: u32,
-    /// How many connections there may be, and which had to be refused or given up.
+    /// Limits on connections, and counts of refused and reclaimed ones.
     pub connections: ConnectionStatus,
-    /// Number of requests being worked on.
+    /// Number of requests in progress.
     pub requests: u32,
-    /// How the offload between OSD and store stands, if there is one.
+    /// Health of the offload between OSD and store, if there is one.
     pub offload: Option<OffloadStatus>,
-    /// Where parity is computed.
+    /// State of parity computation.
     pub coding: CodingStatus,
-    /// Bytes of staging memory: all, now free, fewest that were ever free.
+    /// Bytes of staging memory: total, now free, and the minimum ever free.
     pub staging: [u64; 3],
-    /// Where the time of requests went.
+    /// Times of requests, by kind and phase.
     pub times: RequestTimes,
-    /// What the OSD's thread spent its time on, in ns since it was started: names of thread classes (`msgr`, `osd`,
-    /// `chan`), each with the time inside tasks of that class.
+    /// Time of the OSD's thread since it started, in ns. Each entry is a thread class (`msgr`,
+    /// `osd` or `chan`) and the time in tasks of that class.
     pub thread_ns: Vec<(String, u64)>,
 }
