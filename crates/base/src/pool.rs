@@ -220,7 +220,7 @@ impl Shared {
         Self::serve(this, state);
     }
 
-    /// Gives those who wait what there is for them, in turn.
+    /// Grants buffers to waiters in turn, while enough memory is free.
     fn serve(this: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let mut granted = Vec::new();
         while state.has_waiters()

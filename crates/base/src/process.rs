@@ -44,7 +44,7 @@ pub struct ProcessUsage {
     pub total: Usage,
     /// By thread class: a thread's name up to its first dash. `main` is the thread that has no class.
     pub by_class: BTreeMap<String, Usage>,
-    /// The most memory the process ever had resident (`VmHWM`), in bytes.
+    /// Peak resident memory of the process (`VmHWM`), in bytes.
     pub peak_resident_bytes: u64,
 }
 

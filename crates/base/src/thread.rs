@@ -36,7 +36,7 @@ pub fn is_catching() -> bool {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ThreadClass {
-    /// Network connections that are not served by a shard's own loop.
+    /// Network connections that no shard serves in its own loop.
     Messenger,
     /// An OSD shard: request handling, and the connections pinned to it.
     Osd,

@@ -1,7 +1,9 @@
-//! The allocator: hands out free blocks, in one run where there is one, else the longest runs first.
+//! The block allocator. It returns one free run if one is long enough, and otherwise the longest
+//! runs first.
 //!
-//! A page of the bitmap (128 MiB) is the unit of search; per page it remembers the longest run that a failed search
-//! found, so that full or fragmented pages are not searched again until something in them is freed.
+//! The unit of search is a page of the bitmap (128 MiB). For each page, the allocator remembers the
+//! longest run that a failed search found. It does not search full or fragmented pages again until
+//! a block in them is freed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,7 +1,7 @@
-//! Calls, from their coming to their answer.
+//! Execution of calls, from their arrival to their reply.
 //!
-//! Calls on one collection are carried out in the order they came; one that needs something from the
-//! drive is tried again when that has come.
+//! Calls on one collection run in the order of their arrival. A call that needs data from the drive
+//! is tried again when the data has arrived.
 
 use base::block::BLOCK;
 

@@ -1,4 +1,4 @@
-//! Bringing the index forward to a position of the log.
+//! Checkpoints: bring the index up to a position of the log.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

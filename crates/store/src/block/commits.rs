@@ -1,4 +1,4 @@
-//! What is being committed: groups of transactions, freed blocks in quarantine, and deferred blocks.
+//! Commits in progress: groups of transactions, freed blocks in quarantine, and deferred blocks.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! The state of a mounted target.
 //!
-//! [`Core`] does no I/O and never waits: it takes commands and events ([`calls`](super::calls)) and leaves requests to the
-//! drive and [`BlockingWork`] in [`CoreOutput`] for its driver, so that a test can drive it in any order.
+//! [`Core`] does no I/O and never waits. It takes commands and events ([`calls`](super::calls)). It
+//! puts requests to the drive and [`BlockingWork`] into [`CoreOutput`] for its driver. A test can
+//! therefore run it in any order of events.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a target lies on: a file or block device, or a simulated drive in tests.
+//! The drive below a target: a file, a block device, or a simulated drive in tests.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions, Permissions};

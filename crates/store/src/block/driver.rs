@@ -1,4 +1,4 @@
-//! [`Driver`]: carries out what a mounted target is asked, on a thread of its own or as a task of somebody's event loop.
+//! [`Driver`]: runs a mounted target, on its own thread or as a task of another event loop.
 
 use std::future::poll_fn;
 use std::io;

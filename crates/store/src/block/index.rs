@@ -1,7 +1,8 @@
-//! The index: an ordered map on the drive, brought forward by checkpoints.
+//! The index: an ordered map on the drive, which checkpoints update.
 //!
-//! It is a `redb` database with one table. `redb` serves nothing any more once its storage has failed, so after an error
-//! it is opened again: what one damaged page holds is lost, the rest is not.
+//! It is a `redb` database with one table. After a storage error, `redb` fails every later
+//! operation, so the store opens the database again. Then only the content of damaged pages is
+//! lost.
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;

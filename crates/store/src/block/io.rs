@@ -1,4 +1,4 @@
-//! Requests to a drive that do not block, and the buffers they fill.
+//! Non-blocking requests to a drive, and the buffers that they fill.
 
 use std::io;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
 //! The redo log: a ring of self-validating 512-byte sectors. See `docs/format.md`.
 //!
-//! A *record* is one transaction. A *group* is what is written and flushed together: one or more records, in sectors
-//! that carry a running number, padded to 4 KiB. `mkfs` fills the ring with valid sectors, so a torn write leaves
-//! each sector old or new, and one that is neither is damage.
+//! A *record* is one transaction. A *group* is the unit of writing and flushing. It has one or more
+//! records, in sectors that carry a running number, padded to 4 KiB. `mkfs` fills the ring with
+//! valid sectors. After a torn write, each sector therefore has its old or its new content, and any
+//! other content is damage.
 
 use base::block::crc32c;
 use bytes::{Bytes, BytesMut};

@@ -1,4 +1,4 @@
-//! The way to the thread that runs a target.
+//! Queue of commands to the thread that runs a target.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

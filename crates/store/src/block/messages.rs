@@ -1,4 +1,4 @@
-//! What goes to a target's core and what comes from it.
+//! Inputs and outputs of a target's core.
 
 use bytes::Bytes;
 use futures::channel::oneshot;

@@ -1,4 +1,4 @@
-//! Mounting: a target is brought to order and made ready for work.
+//! Mounting: recovers a target and prepares it for calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

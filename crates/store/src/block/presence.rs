@@ -1,9 +1,10 @@
-//! Which objects the index may have, so that making a new object need not ask the drive whether there is one.
+//! A filter of the objects that the index may have. It saves a read of the drive when a new object
+//! is created.
 //!
-//! A Bloom filter of the keys of onodes, in memory. It is filled in the background after the target is mounted, by
-//! scanning the index piece by piece, and from the start with every key that is put meanwhile; until the scan is through
-//! everything may be there. Keys of removed objects stay in it. When it has become too full to be of use it is made anew,
-//! larger.
+//! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
+//! of the index fills it piece by piece, and every key that is put meanwhile is added, too. Until
+//! the scan ends, the filter reports every object as possibly present. Keys of removed objects stay
+//! in the filter. When it is too full to be useful, the store builds a larger one.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;

@@ -1,4 +1,4 @@
-//! What the index holds: keys, and the values they name. See `docs/format.md`.
+//! Keys and values of the index. See `docs/format.md`.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,9 @@
-//! The index region: storage for `redb` in which every page has a checksum.
+//! The index region: storage for `redb` with a checksum for every page.
 //!
-//! `redb` writes pages of 4 KiB into free space and then rewrites its header, at the start of page 0, in place. The
-//! header goes to two slots in turn. The checksums of the other pages are in a table of self-checking sectors; a page
-//! and its entry become durable with the same flush, and until then no durable header refers to the page.
+//! `redb` writes pages of 4 KiB into free space. Then it rewrites its header, at the start of page
+//! 0, in place. This module writes the header to two slots in turn. The checksums of the other
+//! pages are in a table of self-checking sectors. The same flush makes a page and its checksum
+//! durable, and until then no durable header refers to the page.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -1,4 +1,5 @@
-//! A simulated drive and a target on it that runs in the test's own thread, in an order that a seed decides.
+//! A simulated drive with a target, which runs in the test's own thread. A seed determines the
+//! order of events.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

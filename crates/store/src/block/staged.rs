@@ -1,4 +1,4 @@
-//! Staged extents: allocated and written, but named by no object yet.
+//! Staged extents: extents that are allocated and written but that no object refers to yet.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! The superblock: what the target is and where its regions are. Two copies, written in turn.
+//! The superblock: identity of the target and location of its regions. The store writes its two
+//! copies in turn.
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use serde::{Deserialize, Serialize};
