@@ -23,10 +23,10 @@ macro_rules! opaque_id {
         pub struct $name(Bytes);
 
         impl $name {
-            /// An id of the given bytes.
+            /// Makes an id of the given bytes.
             ///
             /// # Errors
-            /// [`StoreError::InvalidArgument`] if it is empty or too long.
+            /// [`StoreError::InvalidArgument`] if `id` is empty or too long.
             pub fn new(id: impl Into<Bytes>) -> Result<$name> {
                 let id = id.into();
                 if id.is_empty() || id.len() > $max {

@@ -18,32 +18,32 @@ use crate::{ObjectId, Result, StoreError};
 
 /// Memory for index pages, in bytes.
 const INDEX_CACHE: usize = 32 << 20;
-/// Most problems that are listed one by one.
+/// Most problems that the report lists individually.
 const MAX_LISTED: usize = 1000;
 
-/// Something that is not as it must be.
+/// A problem that a check found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// Where.
+    /// The damaged item.
     pub what: String,
     /// What is wrong.
     pub detail: String,
-    /// Whether it was put right.
+    /// Whether the check repaired it.
     pub repaired: bool,
 }
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsckReport {
-    /// What is wrong; the first thousand.
+    /// The first thousand problems.
     pub problems: Vec<Problem>,
     /// Number of problems, listed or not.
     pub problem_count: u64,
-    /// Number of those that were put right.
+    /// Number of repaired problems.
     pub repaired_count: u64,
-    /// Whether everything could be looked at.
+    /// Whether the check could read everything.
     pub complete: bool,
-    /// Whether the target had been unmounted in order.
+    /// Whether the target was unmounted properly.
     pub was_clean: bool,
     /// Number of collections.
     pub collections: u64,
