@@ -106,11 +106,11 @@ pub struct Fault {
     pub site: Site,
     /// The action.
     pub action: Action,
-    /// So many occasions pass unharmed first.
+    /// Number of occasions that pass before the fault can fire.
     pub after: u64,
-    /// Then it fires at most so often; `None` for ever.
+    /// Most times that the fault fires; `None` for no limit.
     pub count: Option<u64>,
-    /// At each occasion with this probability, 0 to 1.
+    /// Probability that the fault fires at an occasion, 0 to 1.
     pub probability: f64,
     /// Seed of the random numbers.
     pub seed: u64,

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
 
-/// Divisor that determines the reserve: one part in this many blocks of a target.
+/// The reserve is the number of a target's blocks divided by this, within [`RESERVE`].
 const RESERVE_SHARE: u64 = 64;
 /// Limits of the reserve, in blocks: 64 KiB to 4 MiB.
 const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
@@ -92,7 +92,7 @@ impl Allocator {
         Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Blocks available to calls with this purse if `more` blocks were free.
+    /// Returns the blocks that calls with this purse could use if `more` additional blocks were free.
     pub(crate) fn free_blocks(&self, purse: Purse, more: u64) -> u64 {
         (self.room.blocks.load(Ordering::SeqCst) + more).saturating_sub(self.room.kept_from(purse))
     }

@@ -320,9 +320,10 @@ impl Core {
         result
     }
 
-    /// Keeps space in the index free. User additions must leave a sixteenth of the index. Removals
-    /// that also record something must leave half of that. Every change except pure removals must
-    /// leave a quarter, which checkpoints need to rewrite pages.
+    /// Keeps space in the index free. Ordinary transactions must leave a sixteenth of the index.
+    /// Ordinary transactions that remove objects must leave half of that sixteenth. Transactions
+    /// that may use the reserve must leave a quarter of it, which checkpoints need to rewrite pages.
+    /// Transactions that only remove data have no such limit.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
