@@ -5,8 +5,8 @@
 //! taken, a newcomer takes the place of another holder. Two cases exist:
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
-//!    addresses). The first holder in this order loses its place: a disconnected holder at the
-//!    same address; any holder that has been disconnected for the budget's patience; a holder at the
+//!    addresses). The first holder in this order loses its place: a disconnected holder at
+//!    the same address; any holder that has been disconnected for the budget's patience; a holder at the
 //!    same address that has been silent for the patience. Without such a holder, the budget refuses
 //!    the newcomer.
 //!

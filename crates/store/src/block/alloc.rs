@@ -92,7 +92,7 @@ impl Allocator {
         Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Returns the blocks that calls with this purse could use if `more` additional blocks were free.
+    /// Returns the blocks that calls with this purse could use if `more` blocks became free.
     pub(crate) fn free_blocks(&self, purse: Purse, more: u64) -> u64 {
         (self.room.blocks.load(Ordering::SeqCst) + more).saturating_sub(self.room.kept_from(purse))
     }

@@ -322,8 +322,8 @@ impl Core {
 
     /// Keeps space in the index free. Ordinary transactions must leave a sixteenth of the index.
     /// Ordinary transactions that remove objects must leave half of that sixteenth. Transactions
-    /// that may use the reserve must leave a quarter of it, which checkpoints need to rewrite pages.
-    /// Transactions that only remove data have no such limit.
+    /// that may use the reserve must leave a quarter of it, which checkpoints need to rewrite
+    /// pages. Transactions that only remove data have no such limit.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
