@@ -5,10 +5,10 @@
 //! taken, a newcomer takes the place of another holder. Two cases exist:
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
-//!    addresses). The first holder in this order loses its place: a disconnected holder at
-//!    the same address; any holder that has been disconnected for the budget's patience; a holder at the
-//!    same address that has been silent for the patience. Without such a holder, the budget refuses
-//!    the newcomer.
+//!    addresses). The first holder in this order loses its place: a disconnected holder at the
+//!    same address; any holder that has been disconnected for the budget's patience; a holder at
+//!    the same address that has been silent for the patience. Without such a holder, the budget
+//!    refuses the newcomer.
 //!
 //! 2. The newcomer's address holds less than its share. The first holder in this order loses its
 //!    place: any holder that has been disconnected for the patience; a disconnected holder at an
