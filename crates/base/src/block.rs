@@ -1,17 +1,17 @@
 //! The 4 KiB block grid and its checksums.
 //!
-//! Every object is cut into blocks of [`BLOCK_SIZE`] bytes, counted from the object's first byte. A *piece* is
-//! the part of one block that some payload covers: a payload that starts at object offset `o` is cut at every
-//! multiple of [`BLOCK_SIZE`], so only its first and last pieces may be shorter than a block. Payloads travel with
-//! one CRC-32C (Castagnoli, RFC 3720 appendix B.4) per piece. Stored blocks carry the checksum of the whole block;
-//! the block that holds an object's end is checksummed as if zeros filled it.
+//! Every object is divided into blocks of [`BLOCK_SIZE`] bytes, counted from the object's first
+//! byte. A *piece* is the part of one block that a payload covers. Only a payload's first and last
+//! pieces may be shorter than a block. A payload carries one CRC-32C (Castagnoli, RFC 3720 appendix
+//! B.4) per piece. A stored block carries the checksum of the whole block. The checksum of the
+//! block that contains an object's end covers the block padded with zeros.
 
 use bytes::Bytes;
 
 /// Size of a block, in bytes: the unit of checksums, of allocation on a drive and of copy-on-write.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// [`BLOCK_SIZE`] as the type that object offsets have.
+/// [`BLOCK_SIZE`] in the type of object offsets.
 pub const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// CRC-32C of a block of zeros.
@@ -23,7 +23,7 @@ pub fn crc32c(data: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(data)
 }
 
-/// CRC-32C of several pieces, one after the other.
+/// CRC-32C of the concatenation of several byte slices.
 #[must_use]
 pub fn crc32c_of<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
@@ -110,7 +110,7 @@ pub struct ChecksumMismatch {
     pub offset: u64,
     /// The checksum that came with the data.
     pub expected: u32,
-    /// The checksum of the data as it is.
+    /// The checksum computed from the data.
     pub found: u32,
 }
 
@@ -133,14 +133,14 @@ pub struct PieceCountMismatch {
 }
 
 impl Payload {
-    /// Computes the checksums of `data`, which is to lie at object offset `offset`.
+    /// Computes the checksums of `data` for object offset `offset`.
     #[must_use]
     pub fn compute(offset: u64, data: Bytes) -> Payload {
         let checksums = piece_checksums(offset, &data);
         Payload { data, checksums, phase: (offset % BLOCK) as u16 }
     }
 
-    /// Takes checksums that somebody else computed. They are not verified here: see [`Payload::verify`].
+    /// Makes a payload with existing checksums. It does not verify them: see [`Payload::verify`].
     ///
     /// # Errors
     /// If there is not exactly one checksum per piece.

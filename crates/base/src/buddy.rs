@@ -1,7 +1,8 @@
 //! Bookkeeping of a buddy allocator: offsets and sizes only, no memory.
 //!
-//! [`crate::pool::BufferPool`] uses it over memory of its own process; the host–DPU channel uses it for memory of the
-//! other side, which it never maps. Blocks are naturally aligned, and fragmentation is bounded by merging.
+//! [`crate::pool::BufferPool`] uses it for memory of its own process. The host–DPU channel uses it
+//! for memory of the other side, which it never maps. Blocks are naturally aligned, and merging
+//! bounds fragmentation.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +16,8 @@ pub struct Buddy {
 }
 
 impl Buddy {
-    /// Bookkeeping for as many blocks of `largest` bytes as fit into `len`, all free.
+    /// Creates the bookkeeping for as many blocks of `largest` bytes as fit into `len`. All are
+    /// free.
     ///
     /// # Panics
     /// If `smallest` or `largest` is no power of two, `largest < smallest`, or not one block of `largest` bytes fits.

@@ -1,36 +1,45 @@
-//! Divides scarce places (handshakes, sessions, descriptors) fairly between peer addresses.
+//! Divides a limited number of places (handshakes, connections, descriptors) fairly between peer
+//! addresses.
 //!
-//! A [`Budget`] divides a fixed number of places between peer addresses. While places are free, an address may hold any
-//! number of them. When all places are taken, a newcomer gets the place of another holder:
+//! While places are free, a [`Budget`] gives an address any number of them. When all places are
+//! taken, a newcomer takes the place of another holder. Two cases exist:
 //!
-//! 1. If its address holds its fair share (the limit divided by the number of addresses): the place of a holder at its own
-//!    address that has gone; else of any holder that has been gone for the budget's patience; else of a holder at its own
-//!    address that has been silent for the patience. Otherwise it is refused.
-//! 2. If its address holds less: the place of any holder that has been gone for the patience; else of the longest-silent
-//!    holder at an address above its share, first of those that have gone. It is never refused.
+//! 1. The newcomer's address already holds its fair share (the limit divided by the number of
+//!    addresses). The first holder in this order loses its place: a disconnected holder at the
+//!    same address; any holder that has been disconnected for the budget's patience; a holder at
+//!    the same address that has been silent for the patience. Without such a holder, the budget
+//!    refuses the newcomer.
 //!
-//! So an address that opens many connections loses them to other addresses, and cannot keep them out.
+//! 2. The newcomer's address holds less than its share. The first holder in this order loses its
+//!    place: any holder that has been disconnected for the patience; a disconnected holder at an
+//!    address above its share; the longest-silent holder at an address above its share. The budget
+//!    never refuses this newcomer.
 //!
-//! A budget has no I/O and no clock: the caller passes the time, closes the holder that [`admit`](Budget::admit) names, and
-//! serializes the calls.
+//! So an address that opens many connections loses them to other addresses, and cannot keep other
+//! addresses out.
 //!
-//! While places are free, a call takes constant time. The first call that reclaims a place sorts the holders, in linear time.
-//! The order is kept until half of those holders have left. Meanwhile a call takes time logarithmic in the number of places.
-//! A call that reclaims a place also visits each distinct number of places per address: at most `sqrt(2 * limit)` numbers.
+//! A budget has no I/O and no clock. The caller passes the time, closes the holder that
+//! [`admit`](Budget::admit) names, and serializes the calls.
+//!
+//! While places are free, a call takes constant time. The first call that reclaims a place sorts
+//! the holders. The budget keeps this order until half of those holders have left. Meanwhile a call
+//! takes time logarithmic in the number of places. A call that reclaims a place also visits each
+//! distinct number of places per address: at most `sqrt(2 * limit)` numbers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Descriptors kept for other files than connections: of the store, the log, the admin ports, DMA engines.
+/// Descriptors reserved for files other than connections: of the store, the log, the admin ports
+/// and DMA engines.
 const DESCRIPTORS_KEPT: usize = 128;
 
-/// Fewest connections that are planned for, however low the limit on descriptors is.
+/// Least number of connections, however low the limit on descriptors is.
 const DESCRIPTORS_MIN: usize = 16;
 
-/// A peer's address, as far as budgets tell peers apart: an IPv4 address, or the /64 of an IPv6 address, within which a
-/// machine chooses its addresses freely.
+/// A peer's address at the precision that budgets use: an IPv4 address, or the /64 prefix of an
+/// IPv6 address. A machine can choose its addresses freely within a /64.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PeerAddress {
     /// A peer without an address of its own: a UNIX socket, or a simulated network.
@@ -54,25 +63,25 @@ impl From<IpAddr> for PeerAddress {
     }
 }
 
-/// All places are taken, and the asking address holds its fair share of them.
+/// Error: all places are taken, and the newcomer's address holds its fair share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("all {limit} places are taken, and this address holds its fair share of {share}")]
 pub struct Full {
-    /// Places there are.
+    /// Total number of places.
     pub limit: usize,
-    /// Places that each address has a right to now.
+    /// Fair share of each address at this time.
     pub share: usize,
 }
 
-/// How much a holder misses its place. The order is that of reclaiming.
+/// Whether a holder's peer is connected. Absent holders lose their places first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum HolderPresence {
-    /// The peer has gone; the place only remembers it.
+    /// The peer has disconnected, but may come back to its place.
     Absent,
     Present,
 }
 
-/// What places of one address are ordered by: the first is reclaimed first.
+/// Order of the places of one address. The first place is reclaimed first.
 type ReclaimRank<I> = (HolderPresence, Instant, I);
 
 /// A fixed number of places, divided fairly between peer addresses. Holders have ids of type `I`.
@@ -90,7 +99,7 @@ pub struct Budget<I> {
 struct Holder {
     peer: PeerAddress,
     standing: HolderPresence,
-    /// When the holder was last heard, or left.
+    /// When the budget last heard the holder, or when the holder left.
     since: Instant,
 }
 
@@ -101,27 +110,28 @@ impl Holder {
 }
 
 impl<I: Copy + Ord + Hash> Budget<I> {
-    /// A budget of `limit` places, at least one. A holder may lose its place to one that has no right to it only after it
-    /// has been gone or silent for `patience`.
+    /// Makes a budget of `limit` places, at least one. `patience` is the time for which a holder
+    /// must be disconnected or silent before an address without a right to the place can take it.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
         Budget { limit: limit.max(1), patience, holders: HashMap::new(), order: None }
     }
 
-    /// Places there are.
+    /// Returns the total number of places.
     #[must_use]
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Places taken.
+    /// Returns the number of places taken.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.holders.len()
     }
 
-    /// Gives `id` at `peer` a place. Returns the holder that has lost its place for that: the caller must close it, and need
-    /// not [remove](Budget::remove) it. An id that has a place keeps it and counts as heard.
+    /// Gives `id` at `peer` a place. Returns the holder that lost its place to `id`, if any. The
+    /// caller must close that holder, and need not [remove](Budget::remove) it. An id that already
+    /// has a place keeps it and counts as heard.
     ///
     /// # Errors
     /// If every place is taken and the address has its fair share.
@@ -139,7 +149,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         Ok(victim)
     }
 
-    /// The holder that loses its place to a newcomer.
+    /// Returns the holder that loses its place to a newcomer.
     fn victim_of(&mut self, peer: PeerAddress, now: Instant) -> Result<I, Full> {
         let (limit, patience) = (self.limit, self.patience);
         let order = self.order();
@@ -156,9 +166,10 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         victim.ok_or(Full { limit, share })
     }
 
-    /// Takes a place away because fewer connections are possible than was thought: from the longest-silent holder at an
-    /// address that holds more than the average. If all addresses hold the same number, only a holder that has gone, or has
-    /// been silent for the budget's patience, loses its place.
+    /// Takes away one place because fewer connections are possible than expected. The
+    /// longest-silent holder at an address with more places than the average loses its place. If
+    /// all addresses hold the same number, only a holder that has been disconnected or silent for
+    /// the budget's patience loses its place.
     pub fn shed(&mut self, now: Instant) -> Option<I> {
         let (taken, patience) = (self.holders.len(), self.patience);
         let order = self.order();
@@ -170,17 +181,18 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         Some(victim)
     }
 
-    /// The holder was heard: its turn to lose its place is later.
+    /// Records that the holder was heard, which delays the loss of its place.
     pub fn heard(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Present, now);
     }
 
-    /// The holder has gone, and may come back: it loses its place before those that are there.
+    /// Records that the holder has disconnected. It may come back, but loses its place before
+    /// connected holders.
     pub fn left(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Absent, now);
     }
 
-    /// Gives a place back. Ids without one are passed over.
+    /// Gives back a place. Does nothing if `id` has none.
     pub fn remove(&mut self, id: I) {
         self.take(id);
         if self.order.as_ref().is_some_and(|order| self.holders.len() < order.begun_with / 2) {
@@ -219,11 +231,11 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 struct ReclaimOrder<I> {
     /// Number of holders when the order was built.
     begun_with: usize,
-    /// The holders by address. No address is there without a place.
+    /// The holders by address. Every address has at least one place.
     peers: BTreeMap<PeerAddress, BTreeSet<ReclaimRank<I>>>,
-    /// The first holder of every address, by the number of places of the address.
+    /// The first holder of every address, grouped by the address's number of places.
     firsts: BTreeMap<usize, BTreeSet<(ReclaimRank<I>, PeerAddress)>>,
-    /// The holders that have gone, by when they went.
+    /// The disconnected holders, ordered by the time of the disconnect.
     gone: BTreeSet<(Instant, I)>,
 }
 
@@ -257,7 +269,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         });
     }
 
-    /// Changes the places of an address, and its entry among the first holders.
+    /// Changes the places of an address, and updates its entry among the first holders.
     fn change_places(&mut self, peer: PeerAddress, change: impl FnOnce(&mut BTreeSet<ReclaimRank<I>>)) {
         let places = self.peers.entry(peer).or_default();
         if let Some(first) = places.first()
@@ -279,30 +291,30 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         }
     }
 
-    /// Number of addresses, with `peer` among them.
+    /// Number of addresses, including `peer`.
     fn peers_with(&self, peer: PeerAddress) -> usize {
         self.peers.len() + usize::from(!self.peers.contains_key(&peer))
     }
 
-    /// The first holder at an address, if that holds at least so many places.
+    /// Returns the first holder at an address, if the address holds at least `least` places.
     fn first_at(&self, peer: PeerAddress, least: usize) -> Option<ReclaimRank<I>> {
         self.peers.get(&peer).filter(|own| own.len() >= least).and_then(BTreeSet::first).copied()
     }
 
-    /// The holder whose turn it is among the addresses that hold at least so many places.
+    /// Returns the first holder in reclaim order among the addresses with at least `least` places.
     fn longest_silent(&self, least: usize) -> Option<ReclaimRank<I>> {
         let firsts = self.firsts.range(least..).filter_map(|(_, firsts)| firsts.first());
         firsts.map(|(turn, _)| *turn).min()
     }
 
-    /// The holder that has been gone longest, if that is the patience or more.
+    /// Returns the holder disconnected for the longest time, if that is at least the patience.
     fn long_gone(&self, now: Instant, patience: Duration) -> Option<I> {
         let (since, id) = self.gone.first()?;
         (now.saturating_duration_since(*since) >= patience).then_some(*id)
     }
 }
 
-/// The holder, if its place may be taken for another one at the same address.
+/// Returns the holder's id if a newcomer at the same address may take its place.
 fn expendable<I: Copy>(
     (standing, since, id): &ReclaimRank<I>,
     now: Instant,
@@ -312,13 +324,14 @@ fn expendable<I: Copy>(
     (*standing == HolderPresence::Absent || has_waited).then_some(*id)
 }
 
-/// How many connections this process can have open at a time: its soft limit on descriptors, less those open now, less a
-/// reserve for other files. To be asked when everything else is open.
+/// Returns how many more connections this process can open: its soft limit on descriptors, less the
+/// open descriptors, less a reserve for other files. Call it after all other files have been
+/// opened.
 #[must_use]
 pub fn spare_descriptors() -> usize {
     let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let soft = soft.and_then(|soft| usize::try_from(soft).ok()).unwrap_or(usize::MAX);
-    // Without /proc the reserve has to do for these, too.
+    // Without /proc, the reserve must cover the open descriptors, too.
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     soft.saturating_sub(open + DESCRIPTORS_KEPT).max(DESCRIPTORS_MIN)
 }

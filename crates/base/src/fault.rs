@@ -1,8 +1,9 @@
-//! Injected faults: what goes wrong on purpose, where, how often.
+//! Fault injection: which failures are injected, where and how often.
 //!
-//! Part of ordinary builds and off unless somebody arms it, from the configuration or a debug command. Whatever is
-//! armed is reported loudly: in the log when it is armed and each time it fires, in `outboard status`, and in the metric
-//! `outboard_faults_fired`. A fault is written as `SITE=ACTION` with options behind commas:
+//! It is part of ordinary builds, and off until a fault is armed by the configuration or a debug
+//! command. Armed faults are visible: in the log when they are armed and each time they fire, in
+//! `outboard status`, and in the metric `outboard_faults_fired`. A fault is written as
+//! `SITE=ACTION`, with options after commas:
 //!
 //! ```text
 //! dma.transfer=fail,after=3,count=1        the fourth transfer fails, once
@@ -18,50 +19,52 @@ use std::time::Duration;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Most faults armed at a time.
+/// Most faults that can be armed at a time.
 const MAX_ARMED: usize = 64;
-/// How late a stalled transfer completes unless the fault says so.
+/// Default delay of a stalled transfer.
 const LATE: Duration = Duration::from_millis(500);
 
-/// A place in the code where something can go wrong.
+/// A place in the code where a fault can be injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Site {
     /// One transfer of the DMA engine.
     DmaTransfer,
     /// The doorbell that the engine rings on the host.
     DmaDoorbell,
-    /// The device of an engine that reaches its peer over a network, looked at once a turn of the engine's thread.
+    /// The device of an engine that reaches its peer over a network. Checked once per turn of the
+    /// engine's thread.
     DmaDevice,
     /// The doorbell that the store rings on the DPU.
     StoreDoorbell,
-    /// The device by which the store's process offers memory over a network, looked at once a turn of its thread.
+    /// The device through which the store's process offers memory over a network. Checked once per
+    /// turn of its thread.
     StoreDevice,
-    /// A call that the store's process takes.
+    /// A call that the store's process receives.
     StoreCall,
-    /// A reply that the osd's process takes.
+    /// A reply that the osd's process receives.
     OsdReply,
-    /// One piece of erasure coding on the DPU.
+    /// One erasure-coding task on the DPU.
     EcOffload,
     /// A write to a target's drive, or a flush.
     DriveWrite,
 }
 
-/// What happens there.
+/// Effect of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// It fails and says so.
+    /// The operation fails and reports the error.
     Fail,
-    /// It is done, but that much later.
+    /// The operation succeeds, but this much later.
     Stall(Duration),
-    /// One byte of its result is wrong.
+    /// One byte of the operation's result is wrong.
     Corrupt,
-    /// It does not happen, and nobody is told.
+    /// The operation silently does not happen.
     Drop,
     /// The process is killed.
     Kill,
 }
 
-/// Sites, their names, and what can happen there.
+/// The sites, their names, and the actions possible at each.
 const SITES: [(Site, &str, &[&str]); 9] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
@@ -75,7 +78,7 @@ const SITES: [(Site, &str, &[&str]); 9] = [
 ];
 
 impl Site {
-    /// As it is written.
+    /// Returns the site's name in the text form of a fault.
     #[must_use]
     pub fn name(self) -> &'static str {
         SITES.iter().find(|(site, ..)| *site == self).map_or("", |(_, name, _)| name)
@@ -83,7 +86,7 @@ impl Site {
 }
 
 impl Action {
-    /// As it is written.
+    /// Returns the action's name in the text form of a fault.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -96,20 +99,20 @@ impl Action {
     }
 }
 
-/// A fault to be armed.
+/// A fault that can be armed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fault {
-    /// Where.
+    /// The site.
     pub site: Site,
-    /// What.
+    /// The action.
     pub action: Action,
-    /// So many occasions pass unharmed first.
+    /// Number of occasions that pass before the fault can fire.
     pub after: u64,
-    /// Then it fires at most so often; `None` for ever.
+    /// Most times that the fault fires; `None` for no limit.
     pub count: Option<u64>,
-    /// At each occasion with this probability, 0 to 1.
+    /// Probability that the fault fires at an occasion, 0 to 1.
     pub probability: f64,
-    /// Seeds the dice.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
@@ -193,12 +196,12 @@ impl fmt::Display for Fault {
     }
 }
 
-/// An armed fault, for people.
+/// Report of an armed fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Armed {
-    /// As [`Fault`] is written.
+    /// Text form of the [`Fault`].
     pub fault: String,
-    /// How often it has fired.
+    /// Number of times that the fault has fired.
     pub fired: u64,
 }
 
@@ -215,7 +218,8 @@ struct Shared {
     slots: Mutex<Vec<FaultSlot>>,
 }
 
-/// The faults of a process, or of a test. Clones share them. With none armed, asking costs one load.
+/// The armed faults of a process or a test. Clones share them. While no fault is armed, a check
+/// costs one load.
 #[derive(Clone, Default)]
 pub struct Faults(Arc<Shared>);
 
@@ -245,31 +249,32 @@ impl Faults {
         Ok(())
     }
 
-    /// Disarms all.
+    /// Disarms all faults.
     pub fn clear(&self) {
         self.lock().clear();
         self.0.any.store(false, Ordering::Release);
     }
 
-    /// Whether any is armed.
+    /// Whether any fault is armed.
     #[must_use]
     pub fn any(&self) -> bool {
         self.0.any.load(Ordering::Acquire)
     }
 
-    /// What is armed.
+    /// Returns the armed faults.
     #[must_use]
     pub fn armed(&self) -> Vec<Armed> {
         self.lock().iter().map(|s| Armed { fault: s.fault.to_string(), fired: s.fired }).collect()
     }
 
-    /// How often faults of a site have fired since they were armed.
+    /// Returns how often faults of a site have fired since they were armed.
     #[must_use]
     pub fn fired(&self, site: Site) -> u64 {
         self.lock().iter().filter(|s| s.fault.site == site).map(|s| s.fired).sum()
     }
 
-    /// An occasion: what goes wrong now, if anything. [`Action::Kill`] does not return.
+    /// Checks an occasion at a site. Returns the action to inject, if any. [`Action::Kill`] does
+    /// not return.
     #[must_use]
     pub fn hit(&self, site: Site) -> Option<Action> {
         if !self.any() {
@@ -302,7 +307,7 @@ impl FaultSlot {
     }
 }
 
-/// Ends the process as a crash would: no destructor runs, nothing is flushed.
+/// Kills the process as a crash would: no destructor runs, and nothing is flushed.
 fn kill() -> ! {
     // The signal cannot be refused; abort only satisfies the type.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

@@ -1,6 +1,6 @@
-//! Offload health: whether an accelerator is used, and when it is tried again.
+//! Offload health: decides whether to use an accelerator, and when to try it again after a failure.
 //!
-//! One state machine for everything that work is offloaded to (a DMA engine, later RDMA or a coding engine):
+//! One state machine serves every kind of offload, for example a DMA engine or a coding engine:
 //!
 //! ```text
 //!              a failure                 the cool-down is over
@@ -12,25 +12,26 @@
 //!                             the probe succeeded
 //! ```
 //!
-//! While it is not active, work takes the path that always works. DoCeph, section 4, has the flag and the expiry; the
-//! probe is a single small piece of work whose result decides. Time comes from the caller, so that tests need not wait.
+//! While the offload is not active, work takes the path that always works. The failure flag and the
+//! cool-down come from DoCeph, section 4. The probe is one small piece of work whose result
+//! decides. The caller passes the time, so that tests need not wait.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where an offload stands.
+/// State of an offload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthState {
-    /// It is used.
+    /// The offload is in use.
     Active,
-    /// It failed, and is left alone until then.
+    /// The offload failed and is not used before this time.
     CoolingDown(Instant),
-    /// One piece of work tries it out.
+    /// One piece of work tests the offload.
     Probing,
 }
 
 impl HealthState {
-    /// For people and metrics: `active`, `cooling down` or `probing`.
+    /// Name for people and metrics: `active`, `cooling down` or `probing`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -40,7 +41,7 @@ impl HealthState {
         }
     }
 
-    /// As a gauge: 0, 1 or 2.
+    /// Value of the metric's gauge: 0, 1 or 2.
     fn level(self) -> f64 {
         match self {
             HealthState::Active => 0.0,
@@ -50,22 +51,22 @@ impl HealthState {
     }
 }
 
-/// What is known of an offload.
+/// State and counters of an offload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthReport {
-    /// Where it stands.
+    /// Current state.
     pub state: HealthState,
-    /// How often it was found failing while it was active.
+    /// Number of failures in the active state.
     pub failures: u64,
-    /// How often a probe failed.
+    /// Number of failed probes.
     pub failed_probes: u64,
-    /// How often a probe brought it back.
+    /// Number of successful probes.
     pub recoveries: u64,
-    /// Why it failed last.
+    /// Reason of the last failure.
     pub last_failure: Option<String>,
 }
 
-/// The state machine. Shared between threads.
+/// State machine of one offload. Threads may share it.
 #[derive(Debug)]
 pub struct OffloadHealth {
     name: &'static str,
@@ -74,7 +75,8 @@ pub struct OffloadHealth {
 }
 
 impl OffloadHealth {
-    /// Active from the start. `name` is the label of its metrics, `cool_down` how long it is left alone after a failure.
+    /// Starts in the active state. `name` labels the metrics. `cool_down` is the pause after a
+    /// failure.
     #[must_use]
     pub fn new(name: &'static str, cool_down: Duration) -> OffloadHealth {
         let report = HealthReport {
@@ -99,14 +101,14 @@ impl OffloadHealth {
             .increment(1);
     }
 
-    /// What is known of it.
+    /// Returns the state and the counters.
     #[must_use]
     pub fn report(&self) -> HealthReport {
         self.lock().clone()
     }
 
-    /// It failed: it is left alone from now on. Further failures before the probe change nothing. Returns whether it was
-    /// active.
+    /// Records a failure and begins the cool-down. Failures before the next probe change nothing.
+    /// Returns whether the offload was active.
     pub fn failed(&self, why: &str, now: Instant) -> bool {
         let mut report = self.lock();
         if report.state != HealthState::Active {
@@ -119,7 +121,7 @@ impl OffloadHealth {
         true
     }
 
-    /// When a probe is due; `None` while it is active or being probed.
+    /// Returns when a probe is due; `None` while the offload is active or being probed.
     #[must_use]
     pub fn probe_at(&self) -> Option<Instant> {
         match self.lock().state {
@@ -128,7 +130,7 @@ impl OffloadHealth {
         }
     }
 
-    /// Starts the probe if the cool-down is over; whether it did.
+    /// Begins a probe if the cool-down is over. Returns whether it did.
     pub fn begin_probe(&self, now: Instant) -> bool {
         let mut report = self.lock();
         let due = matches!(report.state, HealthState::CoolingDown(until) if until <= now);
@@ -138,7 +140,8 @@ impl OffloadHealth {
         due
     }
 
-    /// The probe has ended: it is used again, or left alone once more.
+    /// Ends the probe: the offload becomes active after a success, or cools down again after a
+    /// failure.
     pub fn probed(&self, result: Result<(), &str>, now: Instant) {
         let mut report = self.lock();
         if report.state != HealthState::Probing {
@@ -159,7 +162,7 @@ impl OffloadHealth {
         }
     }
 
-    /// Begins anew, because what it depends on was replaced: as good as unknown, so it is used.
+    /// Makes the offload active because the device or peer that it depends on was replaced.
     pub fn renewed(&self) {
         let mut report = self.lock();
         if report.state != HealthState::Active {

@@ -1,9 +1,9 @@
-//! What every other crate stands on: aligned shared memory and the buffer pool over it, block
-//! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads,
-//! injected faults, budgets of peer addresses, answers that outlive their caller, and adaptive polling.
+//! The foundation of all other crates: shared memory and buffer pools, block checksums, thread
+//! classes, CPU time accounting, latency phases, the health of offloads, fault injection, budgets
+//! of peer addresses, replies that survive a cancelled caller, and adaptive polling.
 //!
-//! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
-//! in [`pool`], which hands out ranges of it.
+//! Nothing here knows of objects, networks or drives. `unsafe` code is in [`mem`], which maps
+//! memory, and in [`pool`], which hands out ranges of it.
 
 pub mod block;
 pub mod buddy;
@@ -19,5 +19,5 @@ pub mod spinner;
 pub mod thread;
 pub mod work;
 
-/// A future that may be sent between threads; what object-safe asynchronous traits return.
+/// A future that may be sent between threads. Object-safe asynchronous traits return it.
 pub type BoxFuture<'a, T> = std::pin::Pin<Box<dyn std::future::Future<Output = T> + Send + 'a>>;

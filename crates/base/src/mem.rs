@@ -1,19 +1,22 @@
-//! Memory that is shared between processes, given to drives, or written by (emulated) DMA.
+//! Memory that processes share, that drives access, or that (emulated) DMA writes.
 //!
-//! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps too. [`ArenaBuf`] is
-//! the exclusive use of a range of it.
-//! [`DeviceMemory`] is another mapping of the same bytes, for an emulated device. The reasons for `unsafe` are four:
-//! `mmap` itself, slices of mapped memory, copies of bytes that others may be writing, and the promise that two
-//! `ArenaBuf`s never overlap, which the caller of [`Arena::carve`] keeps (in this crate: [`crate::pool`]).
+//! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps, too.
+//! An [`ArenaBuf`] is the exclusive use of a range of an arena. [`DeviceMemory`] is another mapping
+//! of the same bytes, for an emulated device. `unsafe` code is needed for four things: `mmap`
+//! itself, slices of mapped memory, copies of bytes that others may be writing, and the promise
+//! that two `ArenaBuf`s never overlap. The caller of [`Arena::carve`] keeps that promise (in this
+//! crate: [`crate::pool`]).
 //!
-//! **Huge pages.** Direct I/O costs by the page. Shared memory takes pages of 2 MiB from those that the administrator
-//! has set aside, if enough are free, and ordinary memory otherwise; [`Arena::gather`] has ordinary memory brought
-//! together in huge pages, which takes time but no setting of the system.
+//! **Huge pages.** The cost of direct I/O grows with the number of pages. Shared memory uses 2 MiB
+//! pages that the administrator has set aside, if enough are free. Otherwise it uses ordinary
+//! memory. [`Arena::gather`] moves ordinary memory into huge pages, which takes time but needs no
+//! system setting.
 //!
-//! **Memory another process can write.** A peer that holds the same memfd can change bytes under a slice at any time.
-//! Control structures (ring entries, headers) are therefore never looked at in place: [`Arena::copy_out`] copies them
-//! once, and the copy is validated and used. Payload is looked at in place, but only as uninterpreted bytes: nothing
-//! that memory safety depends on is read from it, and checksums catch what changed.
+//! **Memory that another process can write.** A peer with the same memfd can change bytes under a
+//! slice at any time. Code therefore never reads control structures (ring entries, headers) in
+//! place: [`Arena::copy_out`] copies them once, and the code validates and uses the copy. Code
+//! reads payload in place, but only as uninterpreted bytes. Memory safety never depends on payload,
+//! and checksums detect its changes.
 
 mod concurrent;
 mod device;
@@ -39,7 +42,7 @@ use uses::Uses;
 /// `f_type` of the file system of huge pages, statfs(2).
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// How often, and after what pause, huge pages are made of memory that was in use before.
+/// Number of attempts to gather pages that were in use, and the pause between them.
 const GATHER_ATTEMPTS: u32 = 5;
 const GATHER_PAUSE: Duration = Duration::from_millis(10);
 
@@ -70,26 +73,26 @@ pub enum MemError {
 #[derive(Debug)]
 pub struct Arena {
     base: *mut u8,
-    /// Bytes that can be used; the mapping may be longer, to whole huge pages.
+    /// Usable bytes. The mapping may be longer, up to a whole huge page.
     len: usize,
     fd: Option<OwnedFd>,
-    /// Bytes of the huge pages that it is made of, if such were set aside for it.
+    /// Size in bytes of the huge pages set aside for this memory, if it uses such pages.
     page: Option<usize>,
     /// How many [`ArenaRegistration`]s there are.
     registrations: AtomicUsize,
-    /// Which pages are copied in and out, and which belong to allocators.
+    /// Which pages are copied in and out, and which pages allocators own.
     uses: Uses,
     mapping: Mapping,
 }
 
-/// A handle of an arena that somebody keeps because a kernel or a device knows the memory, and not in order to use it.
+/// A handle to an arena that only records a registration of the memory with a kernel or a device.
 #[derive(Debug)]
 pub struct ArenaRegistration {
     arena: Arc<Arena>,
 }
 
 impl ArenaRegistration {
-    /// One more for `arena`.
+    /// Adds a registration of `arena`.
     #[must_use]
     pub fn new(arena: &Arc<Arena>) -> ArenaRegistration {
         let arena = Arc::clone(arena);
@@ -129,7 +132,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Private memory of `len` bytes, in transparent huge pages where the system gives any.
+    /// Allocates `len` bytes of private memory, in transparent huge pages if the system has any.
     ///
     /// # Errors
     /// If the system has not that much memory to give.
@@ -140,7 +143,8 @@ impl Arena {
         Ok(Arena::of(mapping, len, None, None))
     }
 
-    /// Private memory of `len` bytes that is taken from the system by single pages: what is never touched costs nothing.
+    /// Allocates `len` bytes of private memory in small pages. Pages that are never touched cost
+    /// nothing.
     ///
     /// # Errors
     /// If the system has not that much memory to give.
@@ -151,8 +155,8 @@ impl Arena {
         Ok(Arena::of(mapping, len, None, None))
     }
 
-    /// Memory of `len` bytes behind a memfd called `name`, sealed so that nobody can change its size. It comes from the
-    /// huge pages that are set aside, if enough of them are free.
+    /// Allocates `len` bytes of shared memory behind a memfd called `name`, sealed against changes
+    /// of its size. Uses huge pages that were set aside, if enough of them are free.
     ///
     /// # Errors
     /// If the system has not that much memory to give.
@@ -164,7 +168,8 @@ impl Arena {
         }
     }
 
-    /// Shared memory in huge pages that were set aside; `None` if there are too few, or it would fill less than one.
+    /// Allocates shared memory in huge pages that were set aside. Returns `None` if too few are
+    /// free, or if `len` is less than one page.
     fn set_aside(name: &str, len: usize) -> Option<Arc<Arena>> {
         if len < HUGE_PAGE {
             return None;
@@ -174,7 +179,7 @@ impl Arena {
         let fd = rustix::fs::memfd_create(name, flags).ok()?;
         let size = len.checked_next_multiple_of(HUGE_PAGE)? as u64;
         rustix::fs::ftruncate(&fd, size).ok()?;
-        // Taken now: if one were missing later, touching it would end the process.
+        // Allocates the pages now. If one were missing later, touching it would kill the process.
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size).ok()?;
         seal(&fd).ok()?;
         Arena::map(fd, len).ok()
@@ -188,7 +193,7 @@ impl Arena {
         Arena::map(fd, len)
     }
 
-    /// Maps a memfd that a peer made and announced as `len` bytes long.
+    /// Maps a memfd from a peer, which announced `len` bytes.
     ///
     /// # Errors
     /// [`MemError::Refused`] unless it is sealed against shrinking and growing and has exactly that size; in huge pages,
@@ -246,8 +251,8 @@ impl Arena {
         arena
     }
 
-    /// The arena of this process that `bytes` are wholly part of: for devices that must know the memory they send from,
-    /// while data travels as [`bytes::Bytes`].
+    /// Returns this process's arena that contains all of `bytes`. Devices that must know the memory
+    /// they send from use it, because data travels as [`bytes::Bytes`].
     #[must_use]
     pub fn containing(bytes: &[u8]) -> Option<Arc<Arena>> {
         let start = bytes.as_ptr() as usize;
@@ -261,10 +266,11 @@ impl Arena {
         self.page.is_some()
     }
 
-    /// Brings the memory together in huge pages, as far as that is possible; returns how many bytes then are in such.
+    /// Moves the memory into huge pages as far as possible. Returns the number of bytes that are
+    /// then in huge pages.
     ///
-    /// All of the memory is taken from the system by this. It takes milliseconds per page, in which others can use the
-    /// memory; a page that is in use just then is tried again, a few times.
+    /// The call allocates all pages of the memory. It takes milliseconds per page, while others can
+    /// use the memory. It retries a page that is in use a few times.
     pub fn gather(&self) -> usize {
         if self.is_set_aside() {
             return self.len;
@@ -315,8 +321,9 @@ impl Arena {
         (self.base, self.len)
     }
 
-    /// Copies `out.len()` bytes at `offset` out of the arena: the only way to read bytes that a peer
-    /// or another thread may be writing. What was copied while they wrote is arbitrary.
+    /// Copies `out.len()` bytes at `offset` out of the arena. This is the only way to read bytes
+    /// that a peer or another thread may be writing. Bytes that changed during the copy are
+    /// arbitrary.
     ///
     /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
     /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
@@ -329,8 +336,8 @@ impl Arena {
         true
     }
 
-    /// Copies `data` into the arena at `offset`: how a ring entry is written. Concurrent copies into
-    /// the same bytes leave each byte with the value of one of them.
+    /// Copies `data` into the arena at `offset`, for example a ring entry. After concurrent copies
+    /// into the same bytes, each byte has the value from one of the copies.
     ///
     /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
     /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
@@ -361,7 +368,8 @@ impl Arena {
         );
     }
 
-    /// The exclusive use of `len` bytes at `offset`; `release` runs when the last user is done.
+    /// Returns the exclusive use of `len` bytes at `offset`. `release` runs when the last user
+    /// drops them.
     ///
     /// # Safety
     /// The range must have been given to the caller by [`allocate_from`](Self::allocate_from). Until
@@ -375,11 +383,11 @@ impl Arena {
     }
 }
 
-/// What returns a range to its allocator.
+/// Callback that returns a range to its allocator.
 pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
 
-/// The exclusive use of a range of an [`Arena`]: writable until frozen into shared [`Bytes`], returned to its
-/// allocator when the last user drops it.
+/// Exclusive use of a range of an [`Arena`]. It is writable until it is frozen into shared
+/// [`Bytes`]. The range returns to its allocator when the last user drops it.
 pub struct ArenaBuf {
     arena: Arc<Arena>,
     offset: usize,
@@ -412,7 +420,7 @@ impl ArenaBuf {
         &self.arena
     }
 
-    /// Shortens the buffer to its first `len` bytes; the whole range is still returned together.
+    /// Shortens the buffer to its first `len` bytes. The allocator still gets the whole range back.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -470,7 +478,7 @@ fn is_in_pages(len: usize) -> bool {
     len.is_multiple_of(4096)
 }
 
-/// Has the kernel refuse every change of the memfd's size from now on.
+/// Forbids all later changes of the memfd's size.
 fn seal(fd: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
 }

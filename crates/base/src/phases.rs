@@ -1,7 +1,8 @@
-//! Where the time of a request goes: the latency breakdown of DoCeph (section 5.4, Table 3), kept for every request.
+//! Latency phases: the breakdown of DoCeph (section 5.4, Table 3), kept for every request.
 //!
-//! Whoever does something for a request records when it began and ended; at its end the request's [`Clock`] makes
-//! exclusive times of that which add up to the request's time, whatever went on at the same time:
+//! Code that works for a request records when its work began and ended. At the end, the request's
+//! [`Clock`] turns these intervals, which may overlap, into exclusive times that add up to the
+//! request's time:
 //!
 //! ```text
 //! dma       some payload or entry of the request was being transferred                    |T|
@@ -10,8 +11,8 @@
 //! others    the rest: network, messenger, the OSD's own work, waiting for other requests  total − |T ∪ H ∪ W|
 //! ```
 //!
-//! Calls do not carry the clock with them: [`Clock::scope`] makes it that of a future, and code called by it finds it with
-//! [`current`].
+//! Calls do not pass the clock as an argument. [`Clock::scope`] sets the clock of a future, and
+//! code that the future calls gets it from [`current`].
 
 mod union;
 
@@ -25,21 +26,23 @@ tokio::task_local! {
     static CURRENT: Clock;
 }
 
-/// What a request's time is spent on, as far as it is told; the rest is *others*.
+/// A recorded phase of a request. The remaining time is *others*.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// The store on the host has a call and has not finished it.
     Host,
     /// Bytes are being transferred between the memories of DPU and host.
     Dma,
-    /// Something was handed to the channel and its transfer has not begun: it waits for memory, credit, or its turn.
+    /// A payload or entry was handed to the channel and waits for memory, credit or its turn before
+    /// its transfer.
     DmaWait,
 }
 
-/// Takes down what a request's time is spent on. A handle: clones are of the same request, and may be on other threads.
+/// Records how a request spends its time. Clones are handles to the same request, also on other
+/// threads.
 ///
-/// Memory is bounded: of each phase it keeps at most 64 disjoint intervals, and when there are more, takes the shortest
-/// pauses for part of the phase.
+/// Memory is bounded: the clock keeps at most 64 disjoint intervals per phase. Beyond that, it
+/// counts the shortest pauses as part of the phase.
 #[derive(Debug, Clone)]
 pub struct Clock(Arc<Inner>);
 
@@ -56,7 +59,8 @@ struct PhaseUnions {
     dma_wait: Union,
 }
 
-/// A request's time by phase, or a sum of those. Exclusive: the phases add up to the total, exactly.
+/// A request's time by phase, or a sum over several requests. The phases are exclusive and add up
+/// exactly to the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Breakdown {
     /// From the request's arrival to the end of its work, in ns.
@@ -71,7 +75,7 @@ pub struct Breakdown {
     pub others_ns: u64,
 }
 
-/// A phase that lasts; it is taken down when this is dropped.
+/// Guard of a running phase. The clock records the phase when the guard is dropped.
 #[derive(Debug)]
 #[must_use = "the phase ends when this is dropped"]
 pub struct Lasting {
@@ -80,32 +84,33 @@ pub struct Lasting {
     from: Instant,
 }
 
-/// The clock of the request that the running task works for, if it is known.
+/// Returns the clock of the request that the running task works for, if there is one.
 #[must_use]
 pub fn current() -> Option<Clock> {
     CURRENT.try_with(Clock::clone).ok()
 }
 
 impl Clock {
-    /// Starts now.
+    /// Starts a clock now.
     #[must_use]
     pub fn start() -> Clock {
         Clock::started_at(Instant::now())
     }
 
-    /// For a request that came at `started`.
+    /// Starts a clock for a request that arrived at `started`.
     #[must_use]
     pub fn started_at(started: Instant) -> Clock {
         Clock(Arc::new(Inner { started, taken: Mutex::default() }))
     }
 
-    /// Makes this the [`current`] clock of a future, while it is polled. Tasks that it spawns do not have it.
+    /// Makes this clock the [`current`] one while the returned future is polled. Tasks that it
+    /// spawns do not inherit the clock.
     pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
         CURRENT.scope(self.clone(), future)
     }
 
-    /// Takes down that a phase lasted from `start` to `end`. Intervals may come in any order and overlap; what is before
-    /// the request, or after its end, does not count.
+    /// Records a phase from `start` to `end`. Intervals may come in any order and may overlap. Time
+    /// before the request's arrival or after its end does not count.
     pub fn record(&self, phase: Phase, start: Instant, end: Instant) {
         let span = Span { start: self.ns(start), end: self.ns(end) };
         // No code panics while it holds the lock.
@@ -117,18 +122,18 @@ impl Clock {
         }
     }
 
-    /// A phase from now on, until the result is dropped.
+    /// Begins a phase that lasts until the returned guard is dropped.
     pub fn begin(&self, phase: Phase) -> Lasting {
         Lasting { clock: self.clone(), phase, from: Instant::now() }
     }
 
-    /// The request is done: its time by phase. Phases that have not ended do not count.
+    /// Ends the request and returns its time by phase. Phases that have not ended do not count.
     #[must_use]
     pub fn finish(&self) -> Breakdown {
         self.finish_at(Instant::now())
     }
 
-    /// The same, for a request that was done at `end`.
+    /// Like [`finish`](Self::finish), for a request that ended at `end`.
     #[must_use]
     pub fn finish_at(&self, end: Instant) -> Breakdown {
         let total_ns = self.ns(end);
@@ -149,7 +154,7 @@ impl Clock {
         }
     }
 
-    /// Since the request came, in ns; 0 for what was before.
+    /// Returns the time since the request's arrival, in ns; 0 for earlier times.
     fn ns(&self, at: Instant) -> u64 {
         u64::try_from(at.saturating_duration_since(self.0.started).as_nanos()).unwrap_or(u64::MAX)
     }

@@ -1,8 +1,9 @@
 //! Allocators over an [`Arena`]: the pool of staging buffers, and ranges that a peer allocates.
 //!
-//! [`BufferPool`] is a buddy allocator, so that buffers are naturally aligned and fragmentation is bounded; whoever
-//! asks for more than is free waits in turn, which is what bounds memory under load. [`Lease`] is the other case: the
-//! peer decides which ranges it uses, and this side only makes sure that no two uses overlap.
+//! [`BufferPool`] is a buddy allocator, so buffers are naturally aligned and fragmentation is
+//! bounded. A request for more memory than is free waits in turn, which bounds memory use under
+//! load. A [`Lease`] covers memory that the peer allocates. This side only checks that no two uses
+//! overlap.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -51,7 +52,7 @@ struct State {
     low_water_bytes: usize,
 }
 
-/// A granted range; returns itself when the waiter has gone away before taking it.
+/// A granted range. It returns to the pool if the waiter is cancelled before it takes the range.
 #[derive(Debug)]
 struct Grant {
     shared: Option<Arc<Shared>>,
@@ -84,7 +85,7 @@ impl Drop for Grant {
     }
 }
 
-/// A place among those who wait. Whoever leaves it early lets those behind go on.
+/// A place in the queue of waiters. Leaving it early lets the next waiters proceed.
 struct BufferWaiter<'a> {
     shared: &'a Arc<Shared>,
     grant: oneshot::Receiver<Grant>,
@@ -101,7 +102,7 @@ impl Drop for BufferWaiter<'_> {
 }
 
 impl State {
-    /// Whether somebody waits who is still there.
+    /// Whether a waiter that was not cancelled is in the queue.
     fn has_waiters(&mut self) -> bool {
         while self.waiters.front().is_some_and(|(_, waiter)| waiter.is_closed()) {
             self.waiters.pop_front();
@@ -111,9 +112,9 @@ impl State {
 }
 
 impl BufferPool {
-    /// A pool over bytes `origin..` of `arena`, with buffers up to `largest` bytes.
+    /// Creates a pool over bytes `origin..` of `arena`, with buffers of up to `largest` bytes.
     ///
-    /// What does not fill a whole `largest` buffer at the end of the arena is left unused.
+    /// A rest at the end of the arena that is smaller than `largest` stays unused.
     ///
     /// # Panics
     /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple of
@@ -141,17 +142,18 @@ impl BufferPool {
         self.shared.largest
     }
 
-    /// Bytes now free, and the fewest that ever were.
+    /// Returns the bytes free now, and the lowest number of free bytes so far.
     #[must_use]
     pub fn free_bytes(&self) -> (usize, usize) {
         let state = self.shared.lock();
         (state.free.free_bytes(), state.low_water_bytes)
     }
 
-    /// A buffer of `len` bytes if one is free and nobody waits; content is arbitrary.
+    /// Returns a buffer of `len` bytes if one is free and no caller waits. Its content is
+    /// arbitrary.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`] if it can never be had.
+    /// [`PoolError::TooLarge`] if `len` exceeds the largest buffer.
     pub fn try_alloc(&self, len: usize) -> Result<Option<ArenaBuf>, PoolError> {
         let order = self.order_of(len)?;
         let mut state = self.shared.lock();
@@ -163,10 +165,11 @@ impl BufferPool {
         Ok(grant.map(|g| g.into_buf(len)))
     }
 
-    /// A buffer of `len` bytes, waiting in turn until one is free; content is arbitrary. Cancel safe.
+    /// Returns a buffer of `len` bytes, and waits in turn until one is free. Its content is
+    /// arbitrary. Cancel safe.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`] if it can never be had.
+    /// [`PoolError::TooLarge`] if `len` exceeds the largest buffer.
     pub async fn alloc(&self, len: usize) -> Result<ArenaBuf, PoolError> {
         let order = self.order_of(len)?;
         let mut turn = {
@@ -217,7 +220,7 @@ impl Shared {
         Self::serve(this, state);
     }
 
-    /// Gives those who wait what there is for them, in turn.
+    /// Grants buffers to waiters in turn, while enough memory is free.
     fn serve(this: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let mut granted = Vec::new();
         while state.has_waiters()
@@ -229,13 +232,14 @@ impl Shared {
         }
         drop(state);
         for (waiter, grant) in granted {
-            // A waiter that went away drops its grant, which comes back here.
+            // A cancelled waiter drops its grant, and the range returns to the pool.
             drop(waiter.send(grant));
         }
     }
 }
 
-/// A region whose ranges a peer hands out; this side refuses ranges that lie outside it or are still in use.
+/// A region whose ranges a peer allocates. This side refuses ranges outside the region or still in
+/// use.
 #[derive(Clone, Debug)]
 pub struct Lease {
     arena: Arc<Arena>,
@@ -251,7 +255,7 @@ pub struct Released(oneshot::Receiver<()>);
 impl Released {
     /// Waits until the last user of the range has let go of it.
     pub async fn wait(self) {
-        // The sender says so before it goes; if it went without, the range is free all the same.
+        // An error means that the sender was dropped, and then the range is free, too.
         let _ = self.0.await;
     }
 }
@@ -294,8 +298,9 @@ impl Lease {
         Lease { arena, origin, len, in_use: Arc::default() }
     }
 
-    /// Takes the exclusive use of a range that a peer named. With it comes a [`Released`], by which to know when the range
-    /// may be used again: the peer must not be told that a call is over while somebody still holds the call's memory.
+    /// Takes the exclusive use of a range that a peer named. The returned [`Released`] resolves
+    /// when the range is free again. Do not report the end of a call to the peer before that,
+    /// because the call's memory is still in use.
     ///
     /// # Errors
     /// If the range is outside the region or overlaps one in use.
@@ -318,14 +323,14 @@ impl Lease {
         let (tx, rx) = oneshot::channel();
         let release = Box::new(move || {
             map.lock().unwrap_or_else(PoisonError::into_inner).remove(&start);
-            // Nobody may be waiting.
+            // The receiver may be gone; ignore the error.
             let _ = tx.send(());
         });
         // SAFETY: the lease was given the region when it was made, and `in_use` keeps claimed ranges disjoint.
         Ok((unsafe { self.arena.carve(start, size, release) }, Released(rx)))
     }
 
-    /// Where `bytes` lies in the arena, in bytes from its start; `None` if it is elsewhere.
+    /// Returns the offset of `bytes` in the arena; `None` if `bytes` lies elsewhere.
     #[must_use]
     pub fn offset_of(&self, bytes: &[u8]) -> Option<u64> {
         self.arena.offset_of(bytes).map(|offset| offset as u64)

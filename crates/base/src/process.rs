@@ -1,4 +1,4 @@
-//! CPU time, context switches and memory of a process and of its threads by class, read from `/proc`.
+//! CPU time, context switches and memory of a process and of its thread classes, read from `/proc`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,20 +6,21 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-/// CPU time and context switches since the start of whatever is counted.
+/// CPU time and context switches of a thread, a class or a process since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Usage {
     /// User and system time, in seconds (the kernel's nanosecond run-time clock).
     pub cpu_seconds: f64,
     /// Voluntary and involuntary context switches.
     pub context_switches: u64,
-    /// Voluntary ones among them: how often a thread slept and was woken.
+    /// Voluntary context switches: how often a thread slept and was woken.
     #[serde(default)]
     pub wake_ups: u64,
 }
 
 impl Usage {
-    /// What was used since `earlier`. A thread that ended in between makes a count smaller; that reads as zero.
+    /// Returns the usage since `earlier`. A thread that ended in between can make a count smaller;
+    /// the result is then zero.
     #[must_use]
     pub fn since(&self, earlier: &Usage) -> Usage {
         Usage {
@@ -39,11 +40,11 @@ impl Usage {
 /// One reading of a process.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProcessUsage {
-    /// The sum over the process, threads that have ended included in the CPU time.
+    /// Sum over the process. The CPU time includes threads that have ended.
     pub total: Usage,
     /// By thread class: a thread's name up to its first dash. `main` is the thread that has no class.
     pub by_class: BTreeMap<String, Usage>,
-    /// The most memory the process ever had resident (`VmHWM`), in bytes.
+    /// Peak resident memory of the process (`VmHWM`), in bytes.
     pub peak_resident_bytes: u64,
 }
 
@@ -72,7 +73,7 @@ impl ProcessUsage {
         Ok(ProcessUsage { total, by_class, peak_resident_bytes })
     }
 
-    /// What was used since `earlier`; the peak is the later one.
+    /// Returns the usage since `earlier`. The peak memory is that of the later reading.
     #[must_use]
     pub fn since(&self, earlier: &ProcessUsage) -> ProcessUsage {
         let zero = Usage::default();

@@ -1,4 +1,4 @@
-//! A future whose answer is given back if the caller is cancelled.
+//! A future that returns a reservation if its caller is cancelled.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,9 +7,9 @@ use std::task::{Context, Poll};
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::error::RecvError;
 
-/// Waits for the answer to a call that reserves something, such as space. If the future is dropped after the answer was sent
-/// and before it was polled to completion, `give_back` gets the answer. If the answer is sent later, sending fails and the
-/// sender releases the reservation.
+/// Waits for the reply to a call that reserves something, for example space. If the future is
+/// dropped after the reply was sent but before it returned the reply, `give_back` receives the
+/// reply. If the reply comes after the drop, sending fails and the sender releases the reservation.
 #[derive(Debug)]
 pub struct Reclaim<T, F: FnOnce(T)> {
     answer: oneshot::Receiver<T>,
@@ -33,7 +33,7 @@ impl<T, F: FnOnce(T) + Unpin> Future for Reclaim<T, F> {
 
 impl<T, F: FnOnce(T)> Drop for Reclaim<T, F> {
     fn drop(&mut self) {
-        // After this, sending fails.
+        // From here on, sending fails.
         self.answer.close();
         if let (Ok(answer), Some(give_back)) = (self.answer.try_recv(), self.give_back.take()) {
             give_back(answer);

@@ -1,12 +1,12 @@
-//! Adaptive polling: whether to look once more before sleeping.
+//! Adaptive polling: decides whether to poll once more before sleeping.
 
 use std::time::{Duration, Instant};
 
-/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+/// Polling stops after this many failures in a row. Then every [`RETRY`]th sleep tries it again.
 const CREDIT_MAX: u32 = 8;
 const RETRY: u32 = 32;
 
-/// Spins for a while as long as that finds work.
+/// Polls for a short time before sleep, as long as polling finds work.
 #[derive(Debug)]
 pub struct Spinner {
     credit: u32,
@@ -21,7 +21,7 @@ impl Default for Spinner {
 }
 
 impl Spinner {
-    /// There was work; whether spinning found it.
+    /// Records that there was work. Returns whether polling found it.
     pub fn worked(&mut self) -> bool {
         let found = self.since.take().is_some();
         if found {
@@ -30,7 +30,7 @@ impl Spinner {
         found
     }
 
-    /// There was none: whether to look again rather than to sleep.
+    /// Records that there was no work. Returns whether to poll again instead of sleeping.
     pub fn look_again(&mut self, spin: Duration) -> bool {
         let Some(since) = self.since else {
             self.sleeps = self.sleeps.wrapping_add(1);

@@ -1,4 +1,4 @@
-//! Threads named by class, so that CPU time can be booked per class.
+//! Threads named by class, so that CPU time can be accounted per class.
 
 use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind};
@@ -9,8 +9,9 @@ thread_local! {
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `body`; a panic in it becomes an error with its message. For calls into libraries that panic on damaged input:
-/// a process's panic hook asks [`is_catching`] and lets such a panic pass, where it would otherwise end the process.
+/// Runs `body` and turns a panic into an error with the panic's message. Use it for calls into
+/// libraries that panic on damaged input. The process's panic hook normally ends the process, but
+/// lets the panic pass if [`is_catching`] returns true.
 ///
 /// # Errors
 /// The panic's message.
@@ -30,27 +31,28 @@ pub fn is_catching() -> bool {
     CATCHING.get()
 }
 
-/// What a thread is for. The class is the part of the thread's name before the dash, e.g. `store-0`.
+/// The purpose of a thread. The class is the part of the thread's name before the dash, for example
+/// `store` in `store-0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ThreadClass {
-    /// Network connections that are not served by a shard's own loop.
+    /// Network connections that no shard serves in its own loop.
     Messenger,
     /// An OSD shard: request handling, and the connections pinned to it.
     Osd,
     /// The host–DPU channel's software: rings, doorbells, control socket.
     Channel,
-    /// Emulated DMA hardware. Its CPU time stands for work that a device would do.
+    /// Emulated DMA hardware. A real device would do this work without CPU time.
     Dma,
     /// Erasure coding by software on the DPU.
     Coding,
-    /// Emulated erasure-coding hardware. Its CPU time stands for work that a device would do.
+    /// Emulated erasure-coding hardware. A real device would do this work without CPU time.
     CodingDevice,
     /// Erasure coding by software on the host.
     HostCoding,
     /// A target: drive I/O, log, index.
     Store,
-    /// The client library and what drives it.
+    /// The client library and the programs that use it.
     Client,
     /// Supervision, metrics and other housekeeping.
     Admin,

@@ -1,11 +1,14 @@
-//! What a thread that does several kinds of work spends its time on.
+//! Accounts a thread's time to several classes of work.
 //!
-//! An OSD shard's thread runs the tasks of its connections, of its requests and of the channel's driver; its CPU time shows
-//! as that of one class. So each task is [`Booked`] for a class: the time inside its polls is added up, by thread and
-//! class, and the shares say how the thread's CPU time is to be divided. That is an estimate: a thread that has to give way
-//! to others has the clock run on, and the runtime between two polls belongs to nobody.
+//! The thread of an OSD shard runs tasks of connections, of requests and of the channel's driver,
+//! but the kernel reports only one CPU time for it. Each task is therefore [`Booked`] for a class.
+//! The time inside the polls of its future is summed by thread and class. These sums divide the
+//! thread's CPU time among the classes.
 //!
-//! Costs two readings of the clock per poll (about 60 ns), no locks, and no system calls.
+//! The division is an estimate. The clock also runs while the kernel preempts the thread, and the
+//! time that the runtime spends between polls belongs to no class.
+//!
+//! The cost is two clock readings per poll (about 60 ns), without locks or system calls.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -25,17 +28,17 @@ thread_local! {
     static BOOK: ThreadBook = ThreadBook::open();
 }
 
-/// The pages of all threads that have booked something and still run.
+/// The pages of all running threads that have booked work.
 static PAGES: Mutex<Vec<Weak<BookPage>>> = Mutex::new(Vec::new());
 
 /// The times of one thread.
 struct ThreadBook {
-    /// What is being worked on, and since when.
+    /// The current class of work and its start.
     open: Cell<Option<(ThreadClass, Instant)>>,
     page: Arc<BookPage>,
 }
 
-/// What others may see of a book: only its thread writes.
+/// The sums of one thread that other threads may read. Only the thread itself writes them.
 struct BookPage {
     thread: Option<ThreadClass>,
     ns: [AtomicU64; CLASSES],
@@ -45,12 +48,12 @@ struct BookPage {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WorkTime([u64; CLASSES]);
 
-/// The thread works on something until this is dropped, then on what it did before.
+/// Guard of a class of work. When it is dropped, the thread returns to its previous class.
 #[derive(Debug)]
 #[must_use = "the work ends when this is dropped"]
 pub struct Entered {
     outer: Option<ThreadClass>,
-    /// Belongs to the thread that made it.
+    /// Binds the guard to the thread that made it.
     _local: PhantomData<*const ()>,
 }
 
@@ -65,18 +68,18 @@ pin_project! {
     }
 }
 
-/// Books a future's polls for `class`, on whichever thread polls it. May be nested: the inner class has its own time, and
-/// the outer one the rest.
+/// Books a future's polls for `class`, on any thread that polls it. Bookings may be nested: the
+/// inner class gets its own time, and the outer class gets the rest.
 pub fn booked<F: Future>(class: ThreadClass, future: F) -> Booked<F> {
     Booked { class, future }
 }
 
-/// Books what the thread does from now on for `class`, until the result is dropped.
+/// Books the thread's time for `class` until the returned guard is dropped.
 pub fn enter(class: ThreadClass) -> Entered {
     Entered { outer: BOOK.with(|book| book.turn_to(Some(class))), _local: PhantomData }
 }
 
-/// What this thread has spent its time on so far.
+/// Returns the time that this thread has booked so far.
 #[must_use]
 pub fn of_this_thread() -> WorkTime {
     BOOK.with(|book| {
@@ -85,7 +88,7 @@ pub fn of_this_thread() -> WorkTime {
     })
 }
 
-/// What all threads of a class have spent their time on so far. What one is at this moment counts when it is done.
+/// Returns the sum over all running threads of a class. Work in progress counts when it ends.
 #[must_use]
 pub fn of_threads(class: ThreadClass) -> WorkTime {
     let pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -111,7 +114,8 @@ impl ThreadBook {
         ThreadBook { open: Cell::new(None), page }
     }
 
-    /// Adds up what was being worked on, and goes on with `next`.
+    /// Adds the elapsed time to the current class and switches to `next`. Returns the previous
+    /// class.
     fn turn_to(&self, next: Option<ThreadClass>) -> Option<ThreadClass> {
         let now = Instant::now();
         let (class, since) = self.open.replace(next.map(|class| (class, now)))?;

@@ -1,16 +1,16 @@
-//! A target that is not there.
+//! A store in place of a target that cannot be mounted.
 
 use crate::{StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
-/// Stands for a target that cannot be mounted: every request fails with the reason, so a node with other targets goes
-/// on without it.
+/// A store in place of a target that cannot be mounted. Every request fails with the reason, so a
+/// node with other targets can continue without this one.
 #[derive(Debug, Clone)]
 pub struct AbsentStore {
     why: String,
 }
 
 impl AbsentStore {
-    /// `why` says what is wrong and what to do.
+    /// Creates the store. `why` says what is wrong and what to do.
     #[must_use]
     pub fn new(why: impl Into<String>) -> AbsentStore {
         AbsentStore { why: why.into() }

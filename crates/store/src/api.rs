@@ -16,31 +16,34 @@ use crate::{
     CollectionId, MetadataQuery, ObjectId, Result, Space, StoreError, StoreReply, StoreRequest, Transaction,
 };
 
-/// Names extents that were allocated by [`StoreCalls::stage`] and do not belong to an object yet.
+/// Names extents that [`StoreCalls::stage`] allocated and that no object owns yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct StageId(pub u64);
 
-/// What a store knows of an object without looking at its data.
+/// Size and space of an object, which a store reports without reading the object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stat {
     /// Size, in bytes.
     pub size: u64,
-    /// Bytes of drive space that the object's blocks take, shared ones counted in full.
+    /// Bytes of drive space that the object's blocks take. Shared blocks count in full.
     pub allocated: u64,
 }
 
-/// What [`StoreCalls::read`] found: whole blocks that cover the range asked for, clipped at the object's end.
+/// Result of [`StoreCalls::read`]: whole blocks that cover the requested range, clipped at the
+/// object's end.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadData {
     /// Object offset of the first byte: the range's start, rounded down to its block.
     pub offset: u64,
-    /// The bytes, one after the other. Ends at the last block asked for or at the object's end.
+    /// The bytes, in consecutive pieces. They end at the last requested block or at the object's
+    /// end.
     pub data: Vec<Bytes>,
-    /// One CRC-32C per block, as stored. The last is that of the block filled up with zeros, if the object ends in it.
+    /// One CRC-32C per block, as stored. If the object ends inside its last block, that block's
+    /// checksum covers the block padded with zeros.
     pub checksums: Vec<u32>,
     /// Size of the whole object, in bytes.
     pub object_size: u64,
-    /// Whoever brought the data here has compared it with the checksums.
+    /// Whether the data was already compared with the checksums on its way here.
     pub verified: bool,
 }
 
@@ -51,13 +54,13 @@ impl ReadData {
         self.data.iter().map(|d| d.len() as u64).sum()
     }
 
-    /// Whether there are no bytes: the range starts at or after the object's end.
+    /// Whether there are no bytes, because the range starts at or after the object's end.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.data.iter().all(Bytes::is_empty)
     }
 
-    /// The bytes in one piece; copies only if they are not in one already.
+    /// Returns the bytes in one piece. Copies them only if they are in several pieces.
     #[must_use]
     pub fn contiguous(&self) -> Bytes {
         match self.data.as_slice() {
@@ -71,10 +74,10 @@ impl ReadData {
         }
     }
 
-    /// Compares every block with its checksum, unless that was done already.
+    /// Compares every block with its checksum, unless `verified` is already set.
     ///
     /// # Errors
-    /// The first block that differs.
+    /// Names the first block that differs.
     pub fn verify(&self) -> std::result::Result<(), ChecksumMismatch> {
         if self.verified {
             return Ok(());
@@ -92,7 +95,7 @@ impl ReadData {
         Ok(())
     }
 
-    /// The part of the data that the range `offset..offset + len` covers.
+    /// Returns the part of the data inside the range `offset..offset + len`.
     #[must_use]
     pub fn slice(&self, offset: u64, len: u64) -> Bytes {
         let all = self.contiguous();
@@ -102,23 +105,25 @@ impl ReadData {
     }
 }
 
-/// A page of an ordered listing: the items, and whether there are more.
+/// A page of an ordered listing: the items, and whether more items follow.
 pub type Page<T> = (Vec<T>, bool);
 
 /// Collections of objects with data, xattrs and an omap, changed by atomic transactions.
 ///
-/// **Order.** A request takes its place in the order when [`submit`](Submit::submit) is *called*, not when its future
-/// is first polled. A transaction is applied even if its future is dropped. Transactions of one collection commit in
-/// the order in which they were queued; those of different collections commit in parallel. A request that reads sees
-/// every transaction of its collection that was queued before it, durable or not.
+/// **Order.** A request takes its place in the order when [`submit`](Submit::submit) is *called*,
+/// not when its future is first polled. The store applies a transaction even if the caller drops
+/// its future. Transactions of one collection commit in the order in which they were queued.
+/// Transactions of different collections commit in parallel. A read sees every transaction of its
+/// collection that was queued before it, durable or not.
 ///
-/// **Durability.** The future of a transaction resolves once the transaction will survive a loss of power, or has
-/// failed and changed nothing.
+/// **Durability.** The future of a transaction resolves with success once the transaction will
+/// survive a power failure. It resolves with an error if the transaction failed and changed
+/// nothing.
 pub trait Submit {
-    /// The future of a reply. It may be dropped at any time.
+    /// The future of a reply. The caller may drop it at any time.
     type Reply: Future<Output = Result<StoreReply>> + Unpin + 'static;
 
-    /// Takes a request.
+    /// Submits a request.
     fn submit(&self, request: StoreRequest) -> Self::Reply;
 
     /// Returns the number of the current incarnation. It changes whenever transactions may have been lost, before
@@ -127,16 +132,18 @@ pub trait Submit {
         0
     }
 
-    /// Returns the unit of staged bytes, in bytes. They can only be written, and named by a transaction, at multiples
-    /// of it in their stage and in their object; at the end of a stage or an object, less is allowed. One block, or
-    /// more where several targets share an object.
+    /// Returns the alignment of staged bytes, in bytes. Writes into a stage, and transactions that
+    /// name staged bytes, must use multiples of it, both in the stage and in the object. Only the
+    /// last part of a stage or an object may be shorter. The alignment is one block, or more where
+    /// several targets share an object.
     fn stage_alignment(&self) -> u64 {
         BLOCK
     }
 
-    /// Tells the store of memory that payloads and read destinations will often come from, so that it can register the
-    /// memory with the drive's queue. This only saves time. It is called for every attachment of an osd: a store must
-    /// drop the memory of earlier attachments, or that memory is never unmapped.
+    /// Announces memory that payloads and read destinations will often come from, so that the store
+    /// can register it with the drive's queue. Registration only saves time. The osd calls this at
+    /// every attachment. A store must drop the memory of earlier attachments, because otherwise
+    /// that memory is never unmapped.
     fn register_memory(&self, _arena: &Arc<Arena>) {}
 }
 
@@ -148,7 +155,7 @@ impl<S: Submit<Reply = StoreFuture> + Send + Sync + ?Sized> ObjectStore for S {}
 /// The future of an [`ObjectStore`]'s reply.
 pub type StoreFuture = BoxFuture<'static, Result<StoreReply>>;
 
-/// A reply that is there already.
+/// Returns a future that is already complete with `reply`.
 #[must_use]
 pub fn ready(reply: Result<StoreReply>) -> StoreFuture {
     Box::pin(std::future::ready(reply))
@@ -170,7 +177,7 @@ impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for Re
     }
 }
 
-/// Fails unless a transaction belongs to the current incarnation.
+/// Fails if `asked` names another incarnation than the current one.
 ///
 /// # Errors
 /// [`StoreError::Disconnected`].
@@ -185,48 +192,51 @@ pub fn check_incarnation(asked: Option<u64>, current: u64) -> Result<()> {
 
 /// The requests to a store as methods.
 pub trait StoreCalls: Submit {
-    /// Allocates fresh extents for `len` bytes that a later transaction will name. They are invisible until then, and
-    /// are freed if the process ends first.
+    /// Allocates fresh extents for `len` bytes that a later transaction will name. The extents are
+    /// invisible until then. The store frees them if its process ends first.
     ///
     /// # Errors
-    /// [`NoSpace`](crate::StoreError::NoSpace) before anything is changed.
+    /// [`NoSpace`](crate::StoreError::NoSpace), without any change.
     fn stage(&self, len: u64) -> ReplyOf<Self::Reply, StageId> {
         answer(self.submit(StoreRequest::Stage { len }))
     }
 
-    /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the
-    /// [alignment](Submit::stage_alignment), and so must the payload's length unless it ends the stage. Resolves when
-    /// the drive has the data (not yet durable).
+    /// Writes staged bytes. Writes may run in parallel and in any order. `offset` must be a
+    /// multiple of the [alignment](Submit::stage_alignment). The payload's length must be a
+    /// multiple of it too, unless the payload ends the stage. The future resolves when the drive
+    /// has the data, which is not durable yet.
     ///
-    /// A store does not keep the payload's memory once the request is done, here as in transactions: it may be a staging
-    /// buffer, or a range of memory that a peer waits to use again.
+    /// A store releases the payload's memory when the request is done, both here and in
+    /// transactions. The memory may be a staging buffer, or a range that a peer waits to use again.
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::StageWrite { stage, offset, payload }))
     }
 
-    /// Releases staged extents. Parts that transactions queued before have named stay with their objects.
-    /// To be called once for every stage, after its last transaction was queued, or to abandon it.
+    /// Releases staged extents. Parts that already queued transactions name stay with their
+    /// objects. Call this once for every stage, after its last transaction was queued, or to
+    /// abandon the stage.
     fn stage_release(&self, stage: StageId) {
         drop(self.submit(StoreRequest::StageRelease { stage }));
     }
 
-    /// Applies a transaction. A transaction that names staged bytes must be queued after their `stage_write` was called;
-    /// it waits for them by itself.
+    /// Applies a transaction. If it names staged bytes, queue it after the call of their
+    /// `stage_write`. The transaction waits for those writes by itself.
     fn queue_transaction(&self, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::Transact { transaction, incarnation: None }))
     }
 
-    /// As [`queue_transaction`](Self::queue_transaction), but fails with
-    /// [`Disconnected`](crate::StoreError::Disconnected), having done nothing, unless `incarnation` is the current one:
-    /// what a transaction was computed from must not outlive the incarnation it was read in.
+    /// Like [`queue_transaction`](Self::queue_transaction), but fails with
+    /// [`Disconnected`](crate::StoreError::Disconnected) and does nothing if `incarnation` is not
+    /// the current one. Use it for a transaction that depends on data read in that incarnation.
     fn queue_transaction_in(&self, incarnation: u64, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::Transact { transaction, incarnation: Some(incarnation) }))
     }
 
-    /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the data is put there (it must have room for
-    /// the covering blocks), so that it need not be copied again; otherwise the store chooses the memory.
+    /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the store puts the data
+    /// into that buffer, which saves a copy. The buffer must have room for the covering blocks.
+    /// Without `dest`, the store chooses the memory.
     ///
-    /// The store does not verify checksums here: the reader does ([`ReadData::verify`]).
+    /// The store does not verify checksums here. The reader does so with [`ReadData::verify`].
     fn read(
         &self,
         cid: &CollectionId,
@@ -263,7 +273,7 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::OmapHeader { oid: oid.clone() }))
     }
 
-    /// The omap entries of those `keys` that exist, ordered by key.
+    /// Returns the omap entries of those of the given `keys` that exist, ordered by key.
     fn omap_get(
         &self,
         cid: &CollectionId,
@@ -273,8 +283,8 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::OmapGet { oid: oid.clone(), keys }))
     }
 
-    /// Up to `limit` omap entries with keys of at least `from`, ordered by key, and whether there are more. Stops early,
-    /// with at least one entry, at about 1 MiB.
+    /// Returns up to `limit` omap entries, ordered by key, starting at key `from`, and whether more
+    /// entries follow. A page ends early at about 1 MiB, but has at least one entry.
     fn omap_iterate(
         &self,
         cid: &CollectionId,
@@ -285,8 +295,9 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::OmapIterate { oid: oid.clone(), from, limit: limit as u64 }))
     }
 
-    /// Up to `limit` objects with ids of at least `from` (all if `None`), in order, and whether there are more. Stops
-    /// early, with at least one id, at about 1 MiB.
+    /// Returns up to `limit` object ids in order, starting at `from` (or at the first object if
+    /// `None`), and whether more ids follow. A page ends early at about 1 MiB, but has at least one
+    /// id.
     fn list(
         &self,
         cid: &CollectionId,
@@ -306,8 +317,8 @@ pub trait StoreCalls: Submit {
         answer(self.submit(StoreRequest::Space))
     }
 
-    /// Finishes what was queued, makes a checkpoint and closes the target. Later calls fail with
-    /// [`Disconnected`](crate::StoreError::Disconnected).
+    /// Completes all queued requests, makes a checkpoint and closes the target. Later calls fail
+    /// with [`Disconnected`](crate::StoreError::Disconnected).
     fn umount(&self) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::Umount))
     }

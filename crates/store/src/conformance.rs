@@ -1,7 +1,8 @@
-//! What every [`ObjectStore`] must do, as tests that any implementation can run.
+//! Conformance tests of [`ObjectStore`] that any implementation can run.
 //!
-//! [`CASES`] are small scenarios, each for an empty store; [`random_operations`] compares a store with [`MemStore`]
-//! over a random workload. [`Striped`] does the same for several stores that take stripes. A case panics if the store does not conform.
+//! [`CASES`] are small scenarios, each for an empty store. [`random_operations`] compares a store
+//! with [`MemStore`] over a random workload. [`Striped`] does the same for several stores that
+//! accept stripes. A case panics if the store does not conform.
 
 mod cases;
 mod random;
@@ -21,10 +22,10 @@ pub(crate) use random::Workload;
 pub use random::{compare, random_operations, random_operations_beside};
 pub use stripes::Striped;
 
-/// A scenario: its name, and what to do with an empty store.
+/// A scenario: its name, and the test to run on an empty store.
 pub type Case = (&'static str, fn(Arc<dyn ObjectStore>) -> BoxFuture<'static, ()>);
 
-/// Runs every case, each on a store that `make` makes afresh, and unmounts it afterwards.
+/// Runs every case on a new store from `make`, and unmounts the store afterwards.
 pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F) {
     for (name, case) in CASES {
         tracing::info!(name, "conformance case");
@@ -34,7 +35,8 @@ pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F)
     }
 }
 
-/// The seed in `OUTBOARD_SEED`, or a fresh one; printed, so that a failure can be run again.
+/// Returns the seed in `OUTBOARD_SEED`, or a new one. Prints the seed, so that a failure can be
+/// reproduced.
 #[must_use]
 pub fn seed() -> u64 {
     let fresh = || {

@@ -38,7 +38,7 @@ pub enum StoreError {
         area: Area,
         /// Bytes that the call would have taken.
         needed: u64,
-        /// Bytes free there, without the room that is kept back.
+        /// Bytes free in that area, without the reserve.
         free: u64,
     },
     /// An object is spread over several targets, and too few of them are there.
@@ -54,7 +54,7 @@ pub enum StoreError {
     /// An argument is out of its range, or the transaction contradicts itself.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
-    /// The transaction, or what one call would return, is larger than the store can take at once.
+    /// The transaction, or the result of one call, exceeds a limit of the store.
     #[error("too large: {what} is {size} bytes, at most {limit} are possible; split it")]
     TooLarge {
         /// What is too large.
@@ -64,10 +64,10 @@ pub enum StoreError {
         /// The most that is possible, in bytes.
         limit: u64,
     },
-    /// Data that came with a call does not have the checksum that came with it.
+    /// The payload of a call does not match the checksum that came with it.
     #[error("payload is damaged: {0}; send it again")]
     BadPayload(String),
-    /// Stored data is not what was written. Other objects are not affected.
+    /// Stored data differs from the data that was written. Other objects are not affected.
     #[error("{what} is corrupt: {detail}; run fsck and restore the object from a copy")]
     Corrupt {
         /// Object, extent, log record or index page.
@@ -75,10 +75,12 @@ pub enum StoreError {
         /// What does not fit.
         detail: String,
     },
-    /// The staged extents named do not exist: never staged, released, used up, or lost with the store's process.
+    /// The named stage does not exist: it was never made, was released or used up, or was lost with
+    /// the store's process.
     #[error("stage {0} does not exist; stage the data again")]
     NoSuchStage(u64),
-    /// A write or flush failed before. What was acknowledged is safe; nothing more is accepted until a remount.
+    /// A write or flush failed earlier. Acknowledged changes are safe. The store accepts no more
+    /// changes until a remount.
     #[error(
         "the store refuses writes since a failed {0}; it is mounted anew by itself once the drive works; check the drive"
     )]
@@ -106,12 +108,13 @@ pub enum StoreError {
         /// Asked for.
         expected: String,
     },
-    /// The file or device is no target at all.
+    /// The file or device is not an Outboard target.
     #[error(
         "{0} is not an Outboard target; check which file or drive it is (a new node's `outboard up` makes targets, on a drive only with --format)"
     )]
     NotATarget(String),
-    /// The store is being unmounted or its process has gone. Whether the call took effect is unknown.
+    /// The store is being unmounted or its process has ended. It is unknown whether the call took
+    /// effect.
     #[error("store is not reachable: {0}; retry")]
     Disconnected(String),
     /// The drive or the operating system failed.
@@ -127,7 +130,7 @@ pub enum StoreError {
 pub enum Area {
     /// Blocks for the data of objects.
     Data,
-    /// The index, which has names, attributes and maps of objects.
+    /// The index, which contains names, xattrs, extent maps and omaps of objects.
     Index,
 }
 

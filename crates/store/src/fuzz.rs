@@ -1,4 +1,4 @@
-//! Decoders of what lies on a target, for fuzzing: none may panic on any bytes.
+//! Entry point for fuzzing the decoders of the on-disk format. No decoder may panic on any bytes.
 
 use crate::block::decode_all;
 

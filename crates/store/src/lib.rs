@@ -1,11 +1,14 @@
-//! The object store: what stays on the host, one [`ObjectStore`] per drive (*target*).
+//! The object store: the part of Outboard that stays on the host, with one [`ObjectStore`] per
+//! drive (*target*).
 //!
-//! [`ObjectStore`] follows the semantics of Ceph's interface of that name. Its implementations agree by one
-//! conformance suite. The store knows nothing of pools, names, clients or networks: ids are opaque bytes.
+//! [`ObjectStore`] follows the semantics of Ceph's interface of that name. One conformance suite
+//! checks all implementations. The store knows nothing of pools, names, clients or networks: ids
+//! are opaque bytes.
 //!
-//! [`BlockStore`] keeps a target on a file or block device (`docs/format.md` draws it); [`MemStore`] is the model that it
-//! is compared with. [`stripes`] are written to several stores at once. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` of this crate is in two modules: the
-//! I/O ring, and the segments of buffers that it fills.
+//! [`BlockStore`] keeps a target on a file or block device; `docs/format.md` draws the format.
+//! [`MemStore`] is the model that tests compare it with. [`stripes`] writes data to several stores
+//! at once. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` code of this crate
+//! is in two modules: the I/O ring, and the buffer segments that the ring fills.
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! [`MemStore`]: the model of an object store, as simple as can be. Everything is in memory and nothing is durable.
+//! [`MemStore`]: a model of an object store that is as simple as possible. It keeps everything in
+//! memory, and nothing is durable.
 
 mod object;
 

@@ -1,4 +1,4 @@
-//! A target of this process that is mounted anew while it is in use.
+//! A target of this process that can be remounted while it is in use.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -9,11 +9,12 @@ use crate::{
     WriteSource, ready,
 };
 
-/// Stands for a target whose store may be replaced: by the target mounted anew, after a failure of its drive.
+/// A store that can be replaced, for example by a remount of its target after a failure of the
+/// drive.
 ///
 /// Each replacement begins a new [incarnation](ObjectStore::incarnation). A stage belongs to the
-/// incarnation that it was made in. In a later one the calls that name it fail with
-/// [`StoreError::Disconnected`], as after the crash of a store's process.
+/// incarnation in which it was made. In a later incarnation, calls that name the stage fail with
+/// [`StoreError::Disconnected`], as after a crash of a store's process.
 pub struct RemountedStore {
     current: RwLock<Current>,
 }
@@ -21,7 +22,7 @@ pub struct RemountedStore {
 struct Current {
     incarnation: u64,
     store: Arc<dyn ObjectStore>,
-    /// Memory to be registered with the next store, too.
+    /// Memory to register with the next store, too.
     memory: Option<Arc<Arena>>,
 }
 
@@ -31,7 +32,8 @@ impl std::fmt::Debug for RemountedStore {
     }
 }
 
-/// Stages of an incarnation have numbers below those of the next one.
+/// Bits of a stage number below the incarnation's number. Stage numbers of an incarnation are
+/// therefore below those of the next one.
 const STAGES_PER_INCARNATION: u32 = 48;
 
 impl RemountedStore {
@@ -41,13 +43,15 @@ impl RemountedStore {
         RemountedStore { current: RwLock::new(Current { incarnation: 0, store, memory: None }) }
     }
 
-    /// What the stages of `incarnation` are numbered after: `MountOptions::stages_after` of its store.
+    /// Returns the number after which the stages of `incarnation` are numbered: the value for
+    /// `MountOptions::stages_after` of its store.
     #[must_use]
     pub fn stages_after(incarnation: u64) -> u64 {
         incarnation << STAGES_PER_INCARNATION
     }
 
-    /// Begins the next incarnation, with `store`. Calls that were made before end with the earlier store's answers.
+    /// Begins the next incarnation with `store`. Earlier calls end with the replies of the earlier
+    /// store.
     pub fn replace(&self, store: Arc<dyn ObjectStore>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &current.memory {

@@ -1,5 +1,5 @@
-//! What a store is asked, and what it replies: one enum each, so that a store, a wrapper of one and
-//! a channel to one each have a single entry point.
+//! Requests to a store and its replies, as one enum each. A store, a wrapper around a store and a
+//! channel to a store therefore need only one entry point.
 
 use base::block::Payload;
 use base::mem::ArenaBuf;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CollectionId, ObjectId, Page, ReadData, Result, Space, StageId, Stat, StoreError, Transaction};
 
-/// One request to a store. [`StoreCalls`](crate::StoreCalls) has a method for each, which says what
-/// the request means.
+/// One request to a store. The method of [`StoreCalls`](crate::StoreCalls) for each request
+/// documents what it does.
 #[derive(Debug)]
 pub enum StoreRequest {
     /// Allocates a stage of `len` bytes.
@@ -26,7 +26,7 @@ pub enum StoreRequest {
         /// The bytes.
         payload: Payload,
     },
-    /// Releases a stage. The reply comes at once and needs no waiting for.
+    /// Releases a stage. The reply comes at once, and the caller need not wait for it.
     StageRelease {
         /// The stage.
         stage: StageId,
@@ -48,7 +48,7 @@ pub enum StoreRequest {
         offset: u64,
         /// Length of the range, in bytes.
         len: u64,
-        /// Where the data is to be put.
+        /// Memory for the data; `None` lets the store choose.
         dest: Option<ArenaBuf>,
     },
     /// Asks for metadata of one collection.
@@ -67,7 +67,8 @@ pub enum StoreRequest {
 }
 
 impl StoreRequest {
-    /// The collection that the request is about; `None` if it is about a stage or the whole target.
+    /// Returns the collection of the request; `None` if the request concerns a stage or the whole
+    /// target.
     #[must_use]
     pub fn collection(&self) -> Option<&CollectionId> {
         match self {
@@ -129,7 +130,7 @@ pub enum MetadataQuery {
 }
 
 impl MetadataQuery {
-    /// The object that the question is about; `None` if it is about the collection.
+    /// Returns the object of the query; `None` if the query concerns the collection.
     #[must_use]
     pub fn oid(&self) -> Option<&ObjectId> {
         match self {
@@ -212,7 +213,7 @@ impl From<Space> for StoreReply {
     }
 }
 
-/// What a reply has to hold: the type that a method of [`StoreCalls`](crate::StoreCalls) returns.
+/// A type that a method of [`StoreCalls`](crate::StoreCalls) extracts from a reply.
 pub(crate) trait FromReply: Sized {
     fn from_reply(reply: StoreReply) -> Option<Self>;
 }
@@ -243,7 +244,7 @@ from_reply! {
     Space: StoreReply::Space(space) => space;
 }
 
-/// Takes out of a reply what the request asked for.
+/// Extracts from a reply the value that the request asked for.
 pub(crate) fn take<T: FromReply>(reply: Result<StoreReply>) -> Result<T> {
     let another_kind = || StoreError::Disconnected("the reply is not of the request's kind".into());
     T::from_reply(reply?).ok_or_else(another_kind)

@@ -1,4 +1,4 @@
-//! The rules of staged bytes that every implementation shares.
+//! Checks of staged bytes that every implementation shares.
 
 use base::block::{BLOCK, Payload};
 
@@ -46,7 +46,7 @@ pub(crate) fn check_staged_use(
     Ok(())
 }
 
-/// A block of a stage that was named before, or never written.
+/// Error for a staged block that an earlier write named, or that was never written.
 pub(crate) fn block_not_available(block: u64) -> StoreError {
     StoreError::InvalidArgument(format!(
         "staged block {block} was not written, or was named by another write before"

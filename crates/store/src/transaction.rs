@@ -23,10 +23,10 @@ macro_rules! opaque_id {
         pub struct $name(Bytes);
 
         impl $name {
-            /// An id of the given bytes.
+            /// Makes an id of the given bytes.
             ///
             /// # Errors
-            /// [`StoreError::InvalidArgument`] if it is empty or too long.
+            /// [`StoreError::InvalidArgument`] if `id` is empty or too long.
             pub fn new(id: impl Into<Bytes>) -> Result<$name> {
                 let id = id.into();
                 if id.is_empty() || id.len() > $max {
@@ -82,13 +82,14 @@ opaque_id!(
     MAX_OBJECT_ID
 );
 
-/// Where the bytes of an [`Op::Write`] are.
+/// The source of the bytes of an [`Op::Write`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum WriteSource {
     /// In the transaction itself. The payload's phase must be the write's offset modulo the block size.
     Inline(Payload),
-    /// Staged before: bytes `offset..offset + len` of the stage. `offset` and the write's own offset must be multiples
-    /// of the block size; a `len` that is not is possible only where the write ends at or beyond the object's end.
+    /// Bytes `offset..offset + len` of a stage. `offset` and the write's own offset must be
+    /// multiples of the block size. `len` must be one too, unless the write ends at or beyond the
+    /// object's end.
     Staged {
         /// The stage.
         stage: StageId,
@@ -100,7 +101,7 @@ pub enum WriteSource {
 }
 
 impl WriteSource {
-    /// Number of bytes to be written.
+    /// Returns the number of bytes to write.
     #[must_use]
     pub fn len(&self) -> u64 {
         match self {
@@ -109,15 +110,16 @@ impl WriteSource {
         }
     }
 
-    /// Whether there is nothing to be written.
+    /// Whether there are no bytes to write.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// One step of a transaction. Unless said otherwise an op on an object creates it, empty, if it does not exist; ops
-/// act on the transaction's collection. A change of no bytes, wherever, leaves data and size as they are.
+/// One step of a transaction, on the transaction's collection. An op on an object creates an empty
+/// object if it does not exist, unless its description says otherwise. An op with an empty range
+/// leaves data and size unchanged.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
@@ -140,7 +142,7 @@ pub enum Op {
         /// The bytes.
         source: WriteSource,
     },
-    /// Makes a range zero, extending the object as needed, and gives back its whole blocks.
+    /// Makes a range zero, extends the object as needed, and frees the range's whole blocks.
     Zero {
         /// The object.
         oid: ObjectId,
@@ -149,14 +151,15 @@ pub enum Op {
         /// Number of bytes.
         len: u64,
     },
-    /// Sets the object's size; new bytes read as zeros, cut ones are gone for good.
+    /// Sets the object's size. New bytes read as zeros. Bytes beyond the new size are lost.
     Truncate {
         /// The object.
         oid: ObjectId,
         /// The new size, in bytes.
         size: u64,
     },
-    /// Removes the object with all it has; fails with [`StoreError::NoSuchObject`] if it does not exist.
+    /// Removes the object with its data, xattrs and omap. Fails with [`StoreError::NoSuchObject`]
+    /// if it does not exist.
     Remove {
         /// The object.
         oid: ObjectId,
@@ -212,19 +215,21 @@ pub enum Op {
     OmapSetHeader {
         /// The object.
         oid: ObjectId,
-        /// The header; empty is as good as none.
+        /// The header. An empty header equals no header.
         header: Bytes,
     },
-    /// Makes `dst` a copy of `src`: data (extents are shared until overwritten), xattrs and omap. What `dst` had is
-    /// gone. Fails with [`StoreError::NoSuchObject`] if `src` does not exist.
+    /// Makes `dst` a copy of `src`: data, xattrs and omap. Both share extents until one of them is
+    /// overwritten. The earlier content of `dst` is lost. Fails with [`StoreError::NoSuchObject`]
+    /// if `src` does not exist.
     Clone {
         /// To be copied.
         src: ObjectId,
         /// The copy.
         dst: ObjectId,
     },
-    /// Copies a range of `src` into `dst` (whole blocks are shared where both offsets allow it), extending `dst` as
-    /// needed. Fails with [`StoreError::NoSuchObject`] if `src` does not exist; bytes beyond its end read as zeros.
+    /// Copies a range of `src` into `dst`, and extends `dst` as needed. Whole blocks are shared
+    /// where both offsets allow it. Bytes beyond the end of `src` read as zeros. Fails with
+    /// [`StoreError::NoSuchObject`] if `src` does not exist.
     CloneRange {
         /// To be copied from.
         src: ObjectId,
@@ -237,8 +242,9 @@ pub enum Op {
         /// First byte in `dst`.
         dst_offset: u64,
     },
-    /// Moves an object, possibly to another collection. Fails with [`StoreError::NoSuchObject`] if `src` does not
-    /// exist and with [`StoreError::Exists`] if `dst` does. Takes its place in the order of both collections.
+    /// Moves an object, possibly to another collection. Fails with [`StoreError::NoSuchObject`] if
+    /// `src` does not exist, and with [`StoreError::Exists`] if `dst` does. The op takes its place
+    /// in the order of both collections.
     MoveRename {
         /// The object, in the transaction's collection.
         src: ObjectId,
@@ -251,8 +257,9 @@ pub enum Op {
     CreateCollection,
     /// Removes the transaction's collection; fails with [`StoreError::NotEmpty`] if it has objects.
     RemoveCollection,
-    /// Moves every object with an id of at least `at` to `dst`, which must exist. With ids that start with a hash
-    /// this is what splits a placement group. Takes its place in the order of both collections.
+    /// Moves every object with an id of at least `at` to `dst`, which must exist. If ids start with
+    /// a hash, this splits a placement group. The op takes its place in the order of both
+    /// collections.
     SplitCollection {
         /// First id that moves.
         at: ObjectId,
@@ -261,16 +268,16 @@ pub enum Op {
     },
 }
 
-/// Ops on one collection, applied all or not at all.
+/// Ops on one collection, applied completely or not at all.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Transaction {
-    /// The collection whose order the transaction takes its place in.
+    /// The collection that the ops change, and whose order the transaction is part of.
     pub collection: CollectionId,
-    /// The steps; each sees the effect of those before it.
+    /// The steps. Each step sees the effects of the earlier ones.
     pub ops: Vec<Op>,
-    /// Whether it may use the room that a store keeps back, so that a full store can be operated,
-    /// emptied and recovered: for a node's own records, for recovery, and for what gives space
-    /// back. Not for data of users.
+    /// Whether the transaction may use the reserve, so that a full store can be operated, emptied
+    /// and recovered. This is for the node's own records, for recovery and for removals, but not
+    /// for user data.
     pub uses_reserve: bool,
 }
 
@@ -288,7 +295,7 @@ impl Transaction {
         self
     }
 
-    /// Lets it use the room that a store keeps back (see [`Transaction::uses_reserve`]).
+    /// Lets the transaction use the reserve (see [`Transaction::uses_reserve`]).
     #[must_use]
     pub fn from_reserve(mut self) -> Transaction {
         self.uses_reserve = true;
@@ -309,10 +316,12 @@ pub const MAX_READ: u64 = 256 << 20;
 pub const MAX_CLONE_RANGE: u64 = 1 << 30;
 
 impl Transaction {
-    /// Checks what can be checked without looking at any object: ranges, phases, lengths. Every store does this first.
+    /// Checks ranges, phases and lengths, which need no look at any object. Every store does this
+    /// first.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first op that no store can take.
+    /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first op that no store
+    /// can accept.
     pub fn validate(&self) -> Result<()> {
         self.ops.iter().try_for_each(Op::validate)
     }

@@ -1,23 +1,23 @@
-//! Memory as a device reaches it: by addresses that no software uses.
+//! Memory as a device accesses it: through addresses that no software uses.
 //!
-//! A device copies bytes whenever a transfer was posted, whatever references to them exist. The
-//! emulated device therefore has a mapping of its own. For the references of this process, a change
-//! through that mapping is like a change by another process or by hardware: see the module's text
-//! on memory that another process can write.
+//! A device copies bytes at any time after a transfer was posted, regardless of references to the
+//! bytes. The emulated device therefore has its own mapping. To the references of this process, a
+//! change through that mapping looks like a change by another process or by hardware. See the
+//! parent module on memory that another process can write.
 
 use std::ops::Range;
 
 use super::mapping::Mapping;
 use super::{Arena, MemError, os, round_to_pages};
 
-/// Copies of at least that many bytes go past the caches.
+/// Copies of at least this many bytes bypass the caches.
 #[cfg(target_arch = "x86_64")]
 const PAST_CACHES: usize = 64 << 10;
 
-/// A mapping that only its holder, one thread at a time, accesses; and only by copies.
+/// A mapping that only its holder accesses, one thread at a time, and only by copies.
 ///
-/// It may be sent to another thread but not shared with one, so no two accesses to the mapping
-/// coincide. It gives out no references, so a copy cannot change bytes under one.
+/// It may move to another thread but cannot be shared, so no two accesses to the mapping coincide.
+/// It gives out no references, so a copy cannot change bytes under a reference.
 #[derive(Debug)]
 pub struct DeviceMemory {
     base: *mut u8,
@@ -103,8 +103,8 @@ impl DeviceMemory {
 }
 
 impl Arena {
-    /// The bytes of `range` as a device reaches them. The pages are taken from the system when they
-    /// are first touched.
+    /// Maps the bytes of `range` for a device. The system allocates the pages when they are first
+    /// touched.
     ///
     /// # Errors
     /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
@@ -114,8 +114,8 @@ impl Arena {
         Ok(DeviceMemory::of(mapping, before, range.len()))
     }
 
-    /// The bytes of `range` as a device reaches them, with all pages there from the start, as a
-    /// device's registration has them.
+    /// Maps the bytes of `range` for a device and allocates all pages at once, as a device's
+    /// registration would.
     ///
     /// # Errors
     /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
@@ -126,8 +126,8 @@ impl Arena {
     }
 }
 
-/// Copies `len` bytes; what is long goes past the caches, as a DMA engine's writes do: whoever reads it next is a drive
-/// or another core, and lines that are written whole need not be read first.
+/// Copies `len` bytes. Long copies bypass the caches, like a DMA engine's writes. The next reader
+/// is a drive or another core, and a cache line that is written completely need not be read first.
 ///
 /// # Safety
 /// As for [`std::ptr::copy`].
@@ -152,7 +152,7 @@ unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
             }
         }
     }
-    // Such writes are weakly ordered: they must be seen before the completion is.
+    // These writes are weakly ordered. The fence makes them visible before the completion.
     // SAFETY: SSE is part of x86-64.
     unsafe { _mm_sfence() };
 }

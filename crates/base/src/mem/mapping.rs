@@ -1,8 +1,9 @@
-//! Where memory is mapped, and in pages of what size.
+//! Mappings of memory: addresses and page sizes.
 //!
-//! A drive's driver, a page table walk and a registration with the kernel handle memory page by page, so 2 MiB in one
-//! page cost them a fraction of 2 MiB in 512. Ordinary memory lies in huge pages only if it is mapped at a multiple of
-//! their size, or as far from one as its place in the memfd is, so that is where every mapping of that size is.
+//! A drive's driver, a page table walk and a registration with the kernel handle memory page by
+//! page. One 2 MiB page costs them a fraction of 512 small pages. Ordinary memory can use huge
+//! pages only if its address and its offset in the memfd agree modulo the huge page size. Every
+//! mapping of at least that size is therefore aligned accordingly.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -10,7 +11,8 @@ use std::os::fd::OwnedFd;
 use rustix::io::Result;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Bytes of a huge page: what one entry of the second level of page tables maps, on x86-64 and on ARM with 4 KiB pages.
+/// Bytes of a huge page: the range of one second-level page table entry, on x86-64 and on ARM with
+/// 4 KiB pages.
 pub const HUGE_PAGE: usize = 2 << 20;
 
 /// One mapping, readable and writable, unmapped when dropped.
@@ -21,7 +23,7 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len` bytes: of the memfd, shared, or private memory if there is none.
+    /// Maps `len` bytes of the memfd, shared, or of private memory if there is no memfd.
     pub(super) fn new(fd: Option<&OwnedFd>, len: usize) -> Result<Mapping> {
         Mapping::of(fd, 0..len, MapFlags::empty())
     }
@@ -31,7 +33,7 @@ impl Mapping {
         Mapping::of(Some(fd), range, MapFlags::empty())
     }
 
-    /// Maps a part of a memfd, shared, with its pages there from the start.
+    /// Maps a part of a memfd, shared, and allocates its pages at once.
     pub(super) fn populated_part(fd: &OwnedFd, range: Range<usize>) -> Result<Mapping> {
         Mapping::of(Some(fd), range, MapFlags::POPULATE)
     }
@@ -49,7 +51,8 @@ impl Mapping {
         Ok(room)
     }
 
-    /// Addresses for `len` bytes, `phase` bytes after a multiple of [`HUGE_PAGE`], without memory behind them.
+    /// Reserves addresses for `len` bytes, `phase` bytes after a multiple of [`HUGE_PAGE`], without
+    /// memory behind them.
     fn reserve(len: usize, phase: usize) -> Result<Mapping> {
         let all = len.checked_add(2 * HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -72,7 +75,7 @@ impl Mapping {
         self.base
     }
 
-    /// Asks for huge pages where memory will be touched for the first time. Best effort.
+    /// Asks for huge pages for memory that has not been touched yet. Best effort.
     pub(super) fn prefer_huge(&self) {
         // SAFETY: advice about our own mapping; it does not change its content.
         let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxHugepage) };
@@ -84,7 +87,8 @@ impl Mapping {
         let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxNoHugepage) };
     }
 
-    /// Has the bytes of huge page `index` of the mapping put into one page; whether they now are.
+    /// Moves the bytes of huge page `index` into one huge page. Returns whether they are in one
+    /// now.
     pub(super) fn gather(&self, index: usize) -> bool {
         /// `MADV_COLLAPSE`, since Linux 6.1. It does not depend on the system's settings for transparent huge pages,
         /// short of "deny".

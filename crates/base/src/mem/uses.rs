@@ -1,13 +1,13 @@
-//! What each page of an arena is used for. The first use decides, for as long as the arena exists.
+//! Use of each page of an arena. The first use decides, for the lifetime of the arena.
 //!
-//! The bytes of a page are either handed out as slices, by an allocator, or copied in and out while
-//! others may change them. They are never both: a copy under a slice would break the slice's promise
-//! that its bytes do not change. Because a decision is final, a copy needs no lock.
+//! An allocator hands out a page's bytes as slices, or code copies them in and out while others may
+//! change them. A page never has both uses: a copy into a slice's bytes would break the slice's
+//! promise that its bytes do not change. Because a decision is final, a copy needs no lock.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Bytes that are decided about together.
+/// Size of a page, the unit of decisions, in bytes.
 const PAGE: usize = 4096;
 
 const UNDECIDED: u8 = 0;
@@ -19,13 +19,13 @@ const ALLOCATED: u8 = 2;
 pub(super) struct Uses(Box<[AtomicU8]>);
 
 impl Uses {
-    /// Of an arena of `len` bytes; nothing is decided yet.
+    /// Makes the record for an arena of `len` bytes, with all pages undecided.
     pub(super) fn new(len: usize) -> Uses {
         Uses((0..len.div_ceil(PAGE)).map(|_| AtomicU8::new(UNDECIDED)).collect())
     }
 
-    /// Whether the bytes of `range` may be copied in and out: no page of theirs belongs to an
-    /// allocator, and from now on none ever will. The range must be inside the arena.
+    /// Claims the pages of `range` for copies. Returns `false` if an allocator owns one of them.
+    /// After `true`, no allocator can own them. The range must be inside the arena.
     pub(super) fn claim_for_copies(&self, range: Range<usize>) -> bool {
         self.pages(range).iter().all(|page| {
             let mut now = page.load(Ordering::Relaxed);
@@ -36,8 +36,8 @@ impl Uses {
         })
     }
 
-    /// Whether the bytes of `range` now belong to the caller, an allocator. If not, pages before the
-    /// first one in use are lost: nothing can use them any more. The range must be inside the arena.
+    /// Claims the pages of `range` for the caller, an allocator. On failure, the pages before the
+    /// first used one become unusable. The range must be inside the arena.
     pub(super) fn claim_for_allocator(&self, range: Range<usize>) -> bool {
         self.pages(range).iter().all(|page| {
             page.compare_exchange(UNDECIDED, ALLOCATED, Ordering::Relaxed, Ordering::Relaxed).is_ok()
@@ -52,7 +52,7 @@ impl Uses {
     }
 }
 
-/// Decides about a page unless another thread has been faster. Gives the decision.
+/// Decides the use of a page unless another thread was faster. Returns the decision.
 fn decide(page: &AtomicU8, wanted: u8) -> u8 {
     match page.compare_exchange(UNDECIDED, wanted, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => wanted,

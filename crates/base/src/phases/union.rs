@@ -1,22 +1,22 @@
-//! A set of time intervals, kept as disjoint ones.
+//! A set of time intervals, stored as disjoint intervals.
 
-/// Most intervals of a set; beyond, neighbours are joined.
+/// Most intervals of a set. Beyond that, the set joins neighbours.
 pub(super) const MAX_SPANS: usize = 64;
 
-/// From `start` up to and without `end`, in ns since the request came. Never empty.
+/// The time from `start` up to but excluding `end`, in ns since the request's arrival. Never empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) start: u64,
     pub(super) end: u64,
 }
 
-/// Intervals, in order, none touching another.
+/// Intervals in order, which neither overlap nor touch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Union(Vec<Span>);
 
 impl Union {
-    /// Adds an interval. If that makes more than [`MAX_SPANS`], the two that are closest to each other become one: the set
-    /// then covers more than what was added, by the smallest gap there is.
+    /// Adds an interval. If the set then has more than [`MAX_SPANS`] intervals, it joins the two
+    /// with the smallest gap, and so covers that gap, too.
     pub(super) fn add_bounded(&mut self, span: Span) {
         self.add(span);
         if self.0.len() > MAX_SPANS {
@@ -48,14 +48,14 @@ impl Union {
         }
     }
 
-    /// Adds what another set has before `limit`, exactly.
+    /// Adds the part of another set before `limit`, exactly.
     pub(super) fn add_all(&mut self, other: &Union, limit: u64) {
         for span in &other.0 {
             self.add(Span { end: span.end.min(limit), ..*span });
         }
     }
 
-    /// How much time the intervals cover, in ns.
+    /// Returns the total time that the intervals cover, in ns.
     pub(super) fn covered(&self) -> u64 {
         self.0.iter().map(|s| s.end - s.start).sum()
     }

@@ -1,7 +1,9 @@
-//! The allocator: hands out free blocks, in one run where there is one, else the longest runs first.
+//! The block allocator. It returns one free run if one is long enough, and otherwise the longest
+//! runs first.
 //!
-//! A page of the bitmap (128 MiB) is the unit of search; per page it remembers the longest run that a failed search
-//! found, so that full or fragmented pages are not searched again until something in them is freed.
+//! The unit of search is a page of the bitmap (128 MiB). For each page, the allocator remembers the
+//! longest run that a failed search found. It does not search full or fragmented pages again until
+//! a block in them is freed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,44 +11,44 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
 
-/// Part of a target's blocks that is kept back.
+/// The reserve is the number of a target's blocks divided by this, within [`RESERVE`].
 const RESERVE_SHARE: u64 = 64;
-/// Fewest and most blocks kept back: 64 KiB to 4 MiB.
+/// Limits of the reserve, in blocks: 64 KiB to 4 MiB.
 const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
 
-/// What blocks are asked for.
+/// Purpose of an allocation, which decides whether it may use the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purse {
     /// Data of users.
     Ordinary,
-    /// What has to go on when users have filled the target.
+    /// Management and freeing of space, which must work on a full target.
     Reserve,
 }
 
-/// Free blocks that are promised to no stage. The target's handle promises blocks from it to new
-/// stages, so that these need not wait for the target's thread; the allocator takes what it hands
-/// out from it. Any thread.
+/// Free blocks that are not promised to a stage. The target's handle promises blocks to new stages,
+/// so that stages need not wait for the target's thread. The allocator deducts each ordinary
+/// allocation. Any thread may use it.
 #[derive(Debug)]
 pub(crate) struct Room {
     blocks: AtomicU64,
-    /// Blocks that only [`Purse::Reserve`] gets. Fewer may be free: the reserve is a limit for
-    /// others, not a place.
+    /// Blocks that only [`Purse::Reserve`] may use. Fewer blocks may be free: the reserve is a
+    /// limit on other allocations, not a fixed area.
     reserve: u64,
     closed: AtomicBool,
 }
 
 impl Room {
-    /// Takes `blocks` blocks, if that many are left and the target takes writes.
+    /// Promises `blocks` blocks, if that many are free and the target accepts writes.
     pub(crate) fn promise(&self, blocks: u64) -> bool {
         !self.closed.load(Ordering::SeqCst) && self.take(blocks, Purse::Ordinary)
     }
 
-    /// Makes no more promises.
+    /// Ends promises.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Blocks that stay untouched by calls with that purse.
+    /// Blocks that allocations with this purse must leave free.
     fn kept_from(&self, purse: Purse) -> u64 {
         match purse {
             Purse::Ordinary => self.reserve,
@@ -69,15 +71,15 @@ impl Room {
 #[derive(Debug)]
 pub(crate) struct Allocator {
     taken: Bitmap,
-    /// No run in the page is longer than this.
+    /// Upper bound of the longest free run in each page.
     longest: Vec<u64>,
     cursor: usize,
-    /// Free blocks less those that were promised and not handed out yet.
+    /// Free blocks, less the promised blocks that were not handed out yet.
     room: Arc<Room>,
 }
 
 impl Allocator {
-    /// An allocator for the blocks that `taken` does not have.
+    /// Makes an allocator for the blocks that are free in `taken`.
     pub(crate) fn new(taken: Bitmap) -> Allocator {
         let reserve = (taken.blocks() / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
         Allocator::with_reserve(taken, reserve)
@@ -90,12 +92,12 @@ impl Allocator {
         Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Blocks that calls with that purse could have if `more` were free.
+    /// Returns the blocks that calls with this purse could use if `more` blocks became free.
     pub(crate) fn free_blocks(&self, purse: Purse, more: u64) -> u64 {
         (self.room.blocks.load(Ordering::SeqCst) + more).saturating_sub(self.room.kept_from(purse))
     }
 
-    /// What promises are made from.
+    /// Returns the source of promises.
     pub(crate) fn room(&self) -> &Arc<Room> {
         &self.room
     }
@@ -105,15 +107,15 @@ impl Allocator {
         self.taken.free_summary()
     }
 
-    /// Takes `want` blocks; `None`, with nothing taken, if there are not that many.
+    /// Allocates `want` blocks. Returns `None` and allocates nothing if too few are free.
     pub(crate) fn alloc(&mut self, want: u64, purse: Purse) -> Option<Vec<Extent>> {
         self.room.take(want, purse).then(|| self.alloc_promised(want))
     }
 
-    /// Takes `want` blocks that were promised.
+    /// Allocates `want` promised blocks.
     ///
     /// # Panics
-    /// If they were not.
+    /// If the blocks were not promised.
     pub(crate) fn alloc_promised(&mut self, want: u64) -> Vec<Extent> {
         let mut extents: Vec<Extent> = Vec::new();
         let mut left = want;
@@ -129,7 +131,7 @@ impl Allocator {
         extents
     }
 
-    /// Gives blocks back.
+    /// Frees blocks.
     pub(crate) fn free(&mut self, extent: Extent) {
         let unexpected = self.taken.set(extent, false);
         debug_assert_eq!(unexpected, 0, "{extent:?} freed twice");
@@ -139,7 +141,7 @@ impl Allocator {
         self.room.give_back(extent.len);
     }
 
-    /// A run of `want` blocks, or the longest there is.
+    /// Finds a run of `want` blocks, or the longest run.
     fn find(&mut self, want: u64) -> Option<Extent> {
         let pages = self.taken.pages();
         for i in 0..pages {
@@ -155,7 +157,8 @@ impl Allocator {
                 other => self.longest[page] = other.map_or(0, |e| e.len),
             }
         }
-        // Each round makes one estimate exact, so this ends after at most as many rounds as there are pages.
+        // Each round makes one estimate exact, so the number of rounds is at most the number of
+        // pages.
         loop {
             let best = (0..pages).max_by_key(|&p| self.longest[p]).filter(|&p| self.longest[p] > 0)?;
             let found = self.taken.find_free(best, want);

@@ -1,7 +1,8 @@
 //! Turns a transaction into changes of the index and writes of blocks, all or nothing.
 //!
-//! [`Apply`] works on a copy of what it changes. Where something is not in memory it stops with [`Stop::Need`]; the
-//! caller has that loaded and runs the transaction from its start again, so nothing here waits and nothing is half done.
+//! [`Apply`] works on copies of the values that it changes. If a value is not in memory, it stops
+//! with [`Stop::Need`]. The caller loads the value and runs the transaction again from its start.
+//! So nothing here waits, and no transaction is half applied.
 
 mod blocks;
 mod clones;

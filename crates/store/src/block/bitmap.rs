@@ -1,4 +1,4 @@
-//! Which blocks are taken: one bit per block, in pages that the index stores.
+//! The allocation bitmap: one bit per block, in pages that the index stores.
 
 use bytes::Bytes;
 

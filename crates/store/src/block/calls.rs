@@ -1,7 +1,7 @@
-//! Calls, from their coming to their answer.
+//! Execution of calls, from their arrival to their reply.
 //!
-//! Calls on one collection are carried out in the order they came; one that needs something from the
-//! drive is tried again when that has come.
+//! Calls on one collection run in the order of their arrival. A call that needs data from the drive
+//! is tried again when the data has arrived.
 
 use base::block::BLOCK;
 
@@ -18,15 +18,15 @@ use super::stages::PARKS_MAX;
 use super::view::Loaded;
 use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
-/// How many checkpoints a call waits for before it fails for want of room in the index: after each
-/// of them others may have changed the index again before its turn comes.
+/// Most checkpoints that a call waits for before it fails for lack of index space. After each
+/// checkpoint, other calls may change the index again before this call's turn.
 const CHECKPOINTS_MAX: u32 = 8;
-/// Least room kept in the index for what must go on when it is full, in bytes.
+/// Minimum space of the index reserved for management and for freeing space, in bytes.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
 impl Core {
-    /// A piece of the scan has come, of the index as it was at some time since the scan began: what was put since then
-    /// is known already.
+    /// Takes a piece of the scan. The piece shows the index at some time after the start of the
+    /// scan. The filter already has every key put since the start.
     fn scanned(&mut self, found: Result<Vec<NeedAnswer>>) {
         match found.map(|mut answers| answers.pop()) {
             Ok(Some(NeedAnswer::Range(found))) => {
@@ -35,14 +35,14 @@ impl Core {
                 }
             }
             other => {
-                // Calls will find out for themselves.
+                // Calls will meet the error themselves.
                 self.view.presence.scan_failed();
                 tracing::warn!(?other, "the index cannot be scanned, so making objects is slower");
             }
         }
     }
 
-    /// Takes a call. Follow up with [`advance`](Self::advance) after the last of a batch.
+    /// Accepts a call. Call [`advance`](Self::advance) after the last call of a batch.
     pub(crate) fn handle(&mut self, command: CoreCommand) {
         if self.closing.is_some() || self.closed {
             let error = match &self.poisoned {
@@ -105,7 +105,7 @@ impl Core {
         }
     }
 
-    /// Takes a completion. Follow up with [`advance`](Self::advance).
+    /// Accepts a completion. Call [`advance`](Self::advance) afterwards.
     pub(crate) fn complete(&mut self, event: CoreEvent) {
         match event {
             CoreEvent::Io(done) => self.io_done(done),
@@ -114,7 +114,7 @@ impl Core {
         }
     }
 
-    /// Does everything that can be done now.
+    /// Does all work that is possible now.
     pub(crate) fn advance(&mut self) {
         loop {
             while let Some(op) = self.runnable.pop_front() {
@@ -164,7 +164,7 @@ impl Core {
         self.runnable.push_back(op);
     }
 
-    /// Whether it is the call's turn in all its collections.
+    /// Whether the call is first in the queues of all its collections.
     fn is_first(&self, op: u64, pending: &PendingCall) -> bool {
         pending
             .collections
@@ -172,7 +172,7 @@ impl Core {
             .all(|c| self.queues.get(c).and_then(|q| q.front()).is_none_or(|f| *f == op))
     }
 
-    /// Takes a call out of its queues and lets those behind it run.
+    /// Removes a call from its queues and lets the next calls run.
     fn leave_queues(&mut self, collections: &[CollectionId]) {
         for cid in collections {
             if let Some(queue) = self.queues.get_mut(cid) {
@@ -185,7 +185,7 @@ impl Core {
         }
     }
 
-    /// Tries to carry out a call.
+    /// Tries to execute a call.
     fn run(&mut self, op: u64) {
         let Some(mut pending) = self.pending.remove(&op) else { return };
         if pending.loading > 0 || !self.is_first(op, &pending) {
@@ -195,7 +195,7 @@ impl Core {
         if let CoreCall::Transaction(..) = pending.call {
             return self.run_transaction(op, pending);
         }
-        // A query only had to wait for the transactions before it.
+        // A query only waits for the transactions queued before it.
         let collections = std::mem::take(&mut pending.collections);
         self.leave_queues(&collections);
         match pending.call {
@@ -227,7 +227,7 @@ impl Core {
         }
     }
 
-    /// Why a collection cannot be looked at: what memory has of it may never become durable.
+    /// Returns why a collection cannot be read: its state in memory may never become durable.
     fn doubt(&self, cid: &CollectionId) -> Option<StoreError> {
         let reason = self.poisoned.as_ref()?;
         let group = self.changed_in.get(cid)?;
@@ -283,8 +283,8 @@ impl Core {
         }
     }
 
-    /// Whether a call may wait for another checkpoint. Tries before the end of the one that it waits
-    /// for do not count.
+    /// Whether a call may wait for another checkpoint. Retries before the end of the current
+    /// checkpoint do not count.
     fn may_ask_for_checkpoint(&self, pending: &mut PendingCall) -> bool {
         if pending.asked_in.replace(self.generation) != Some(self.generation) {
             pending.checkpoints += 1;
@@ -320,9 +320,10 @@ impl Core {
         result
     }
 
-    /// Keeps room in the index: a sixteenth of it from what users add, half of that from removals
-    /// that also note something, and a quarter, which checkpoints need to write pages anew, from
-    /// all but what only removes.
+    /// Keeps space in the index free. Ordinary transactions must leave a sixteenth of the index.
+    /// Ordinary transactions that remove objects must leave half of that sixteenth. Transactions
+    /// that may use the reserve must leave a quarter of it, which checkpoints need to rewrite
+    /// pages. Transactions that only remove data have no such limit.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
@@ -346,11 +347,11 @@ impl Core {
         let target = self.superblock.uuid;
         let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
         let error = StoreError::NoSpace { target, area: Area::Index, needed, free };
-        // What is not on the drive yet is reckoned generously.
+        // The size of changes that are not on the drive yet is overestimated.
         Err(if pending > 0 { Stop::Checkpoint(error) } else { error.into() })
     }
 
-    /// Makes a transaction's effects visible and has them written.
+    /// Makes a transaction's effects visible and starts their writes.
     fn commit(&mut self, mut outcome: TransactionEffect, reply: ReplySender) {
         for (cid, number) in std::mem::take(&mut outcome.collections) {
             match number {
@@ -477,7 +478,7 @@ impl Core {
         }
     }
 
-    /// A little time has passed since the last activity: writes down that what is in the log was flushed.
+    /// Called after a short idle time. Records in the log that its content was flushed.
     pub(crate) fn idle(&mut self) {
         if self.commits.wants_witness() && self.poisoned.is_none() {
             self.form_group();
@@ -486,7 +487,7 @@ impl Core {
     }
 }
 
-/// What a transaction may take blocks from.
+/// Returns the part of the free blocks that a transaction may use.
 fn purse(transaction: &Transaction) -> Purse {
     if transaction.uses_reserve { Purse::Reserve } else { Purse::Ordinary }
 }

@@ -1,4 +1,4 @@
-//! Bringing the index forward to a position of the log.
+//! Checkpoints: bring the index up to a position of the log.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use crate::Result;
 /// Most blocks written at once.
 const RUN_BLOCKS: usize = 256;
 
-/// Content of blocks that the data region does not have yet.
+/// Content of blocks that was not written to the data region yet.
 pub(crate) type Deferred = BTreeMap<u64, Bytes>;
 
-/// State at one position of the log, set apart to be brought to the drive.
+/// State at one position of the log, which the checkpoint writes to the drive.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
     pub(crate) changes: Arc<Changes>,
@@ -28,14 +28,17 @@ pub(crate) struct Checkpoint {
     pub(crate) superblock: Superblock,
 }
 
-/// What a checkpoint leaves: where the index stands, the superblock as written, bytes of the index in all and free.
+/// Result of a checkpoint: the index's meta record, the written superblock, and the total and free
+/// bytes of the index.
 pub(crate) type CheckpointOutcome = (Meta, Superblock, (u64, u64));
 
 impl Checkpoint {
-    /// Does it. Blocks; may be interrupted anywhere: until the index has committed, the log still has everything.
+    /// Runs the checkpoint. Blocks. A crash at any time is harmless, because the log keeps
+    /// everything until the index has committed.
     ///
     /// # Errors
-    /// If the drive fails or the index is damaged or full. The state on the drive is then the one before or after.
+    /// If the drive fails, or the index is damaged or full. The drive then has the state before or
+    /// after the checkpoint.
     pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<CheckpointOutcome> {
         self.write_deferred(drive)?;
         let bitmap: Changes =
@@ -45,7 +48,7 @@ impl Checkpoint {
         Ok((self.meta, self.superblock, index.space()))
     }
 
-    /// Writes deferred blocks to their places and makes them durable, neighbours together.
+    /// Writes deferred blocks to their places, neighbours together, and makes them durable.
     fn write_deferred(&self, drive: &dyn Drive) -> Result<()> {
         if self.deferred.is_empty() {
             return Ok(());

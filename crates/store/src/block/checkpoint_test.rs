@@ -1,4 +1,4 @@
-//! Checkpoints that stand still, or are slow, while calls wait for them.
+//! Tests of slow or hanging checkpoints while calls wait for them.
 
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};

@@ -1,9 +1,13 @@
 //! Group commit: from applied transactions to acknowledgements.
 //!
-//! Applied transactions gather while a group is being written. A group's data and its log sectors are written at the
-//! same time; when both are there, one flush makes the group durable, and then its transactions are answered. Groups
-//! become durable in order. Freed blocks are used again only when a group that *says* that the freeing one was flushed
-//! is durable itself: until then recovery may still compare those blocks with the checksums of what they held.
+//! Applied transactions gather while the drive writes the previous group. The store writes a
+//! group's data and its log sectors at the same time. When both writes have completed, one flush
+//! makes the group durable, and the store acknowledges its transactions. Groups become durable in
+//! order.
+//!
+//! The store does not reuse freed blocks at once, because recovery may still compare them with the
+//! checksums of their old content. A later group records that the group that freed them was
+//! flushed. When that later group is durable, the blocks are free for reuse.
 
 use std::sync::Arc;
 

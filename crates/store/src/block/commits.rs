@@ -1,4 +1,4 @@
-//! What is being committed: groups of transactions, freed blocks in quarantine, and deferred blocks.
+//! Commits in progress: groups of transactions, freed blocks in quarantine, and deferred blocks.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::messages::{ReplySender, send};
 use super::superblock::SECTOR;
 use crate::StoreError;
 
-/// A group between being written and being durable.
+/// A group that has been written but is not durable yet.
 #[derive(Debug)]
 pub(super) struct CommitGroup {
     pub(super) number: u64,
@@ -23,45 +23,45 @@ pub(super) struct CommitGroup {
     pub(super) replies: Vec<ReplySender>,
 }
 
-/// Freed blocks that cannot be used again yet.
+/// Freed blocks in quarantine.
 #[derive(Debug)]
 pub(super) struct Quarantined {
     pub(super) extents: Vec<Extent>,
-    /// Usable when everything before this sequence number is known to be flushed.
+    /// The blocks are usable when everything before this sequence number is known to be flushed.
     pub(super) end: u64,
-    /// Usable when no read is left that started in this period.
+    /// The blocks are usable when no read that started in this period remains.
     pub(super) period: u64,
 }
 
-/// The state of committing.
+/// State of commits in progress.
 #[derive(Debug)]
 pub(crate) struct Commits {
-    /// Sectors of the log's ring.
+    /// Number of sectors in the log's ring.
     pub(super) ring: u64,
-    /// First sector that is still needed.
+    /// First sector that recovery still needs.
     pub(super) log_start: u64,
     /// The next group's first sector.
     pub(super) next: u64,
     pub(super) next_group: u64,
-    /// Applied transactions that are in no group yet.
+    /// Records of applied transactions that belong to no group yet.
     pub(super) records: Vec<Vec<u8>>,
     pub(super) record_bytes: usize,
     pub(super) replies: Vec<ReplySender>,
-    /// Data that was not handed to the drive yet: first block and bytes.
+    /// Data not yet handed to the drive: first block and bytes.
     pub(super) writes: Vec<(u64, Bytes)>,
     pub(super) write_bytes: usize,
     pub(super) frees: Vec<Extent>,
     pub(super) groups: VecDeque<CommitGroup>,
-    /// Outstanding requests by group, the one being gathered included.
+    /// Outstanding requests by group, including the group being gathered.
     pub(super) outstanding: HashMap<u64, usize>,
-    /// Number of the last group that a flush under way covers.
+    /// Number of the last group that the current flush covers.
     pub(super) flushing: Option<u64>,
     pub(super) flushed: u64,
     /// Number of the last group that is durable.
     pub(super) flushed_group: u64,
     /// Sequence number after the last group that has transactions.
     pub(super) content_end: u64,
-    /// Everything before this is flushed, and the log says so durably.
+    /// Sequence number before which the log durably records that everything was flushed.
     pub(super) witnessed: u64,
     pub(super) quarantine: VecDeque<Quarantined>,
     pub(super) quarantined: u64,
@@ -110,22 +110,23 @@ impl Commits {
         self.ring as usize * SECTOR / 4
     }
 
-    /// Whether no more transactions can be applied before a group is formed, or before the log has room for one more.
-    /// What is applied must always fit: a checkpoint, which makes room, begins only when all of it is in the log.
+    /// Whether no more transactions can be applied until a group is formed or the log has room for
+    /// one more. Applied transactions must always fit into the log. A checkpoint makes room, but
+    /// begins only when all of them are in the log.
     pub(crate) fn is_full(&self) -> bool {
         let most = self.max_record();
-        // The lists of blocks of a record come on top of what is limited.
+        // A record's lists of blocks come on top of the limited size.
         let one_more = group_sectors(self.record_bytes + most + most / 4);
         let used = self.next - self.log_start;
         self.record_bytes > most / 2 || used + one_more + 2 * GROUP_SECTORS > self.ring
     }
 
-    /// Has the index brought forward soon.
+    /// Requests a checkpoint soon.
     pub(crate) fn request_checkpoint(&mut self) {
         self.want_checkpoint = true;
     }
 
-    /// Number of the group that applied transactions will be in.
+    /// Number of the group that will contain the applied transactions.
     pub(crate) fn next_group(&self) -> u64 {
         self.next_group
     }
@@ -135,12 +136,12 @@ impl Commits {
         group <= self.flushed_group
     }
 
-    /// A request of a group was submitted.
+    /// Counts a submitted request of a group.
     pub(crate) fn add_io(&mut self, group: u64) {
         *self.outstanding.entry(group).or_default() += 1;
     }
 
-    /// A request of a group has completed.
+    /// Counts a completed request of a group.
     pub(crate) fn io_done(&mut self, group: u64) {
         if let Some(left) = self.outstanding.get_mut(&group) {
             *left -= 1;
@@ -150,7 +151,7 @@ impl Commits {
         }
     }
 
-    /// The flush under way has completed: answers the transactions it covers.
+    /// Handles the completion of the current flush: acknowledges the transactions that it covers.
     pub(crate) fn flushed(&mut self) {
         let Some(last) = self.flushing.take() else { return };
         let covered = self.groups.iter().take_while(|g| g.number <= last).count();
@@ -161,7 +162,7 @@ impl Commits {
         }
     }
 
-    /// Answers everything that is not durable with an error.
+    /// Fails every transaction that is not durable.
     pub(crate) fn fail(&mut self, error: &StoreError) {
         let groups = self.groups.iter_mut().flat_map(|g| std::mem::take(&mut g.replies));
         let replies = groups.chain(std::mem::take(&mut self.replies));
@@ -170,12 +171,12 @@ impl Commits {
         self.write_bytes = 0;
     }
 
-    /// Content of a block that the data region does not have yet.
+    /// Returns the content of a block that was not written to the data region yet.
     pub(crate) fn deferred(&self, block: u64) -> Option<Bytes> {
         self.deferred.get(&block).or_else(|| self.deferred_frozen.as_ref()?.get(&block)).cloned()
     }
 
-    /// Takes an applied transaction.
+    /// Adds an applied transaction.
     pub(crate) fn push(&mut self, outcome: &TransactionEffect, reply: ReplySender) {
         let record = outcome.record.encode();
         self.record_bytes += record_bytes(record.len());
@@ -190,19 +191,20 @@ impl Commits {
         }
     }
 
-    /// Freed blocks that will be free in a while.
+    /// Number of freed blocks in quarantine, which will be free later.
     pub(crate) fn reclaimable(&self) -> u64 {
         self.quarantined + total(&self.frees)
     }
 
-    /// Takes the data that no request was made for yet.
+    /// Takes the data without a write request.
     pub(crate) fn take_writes(&mut self) -> Vec<(u64, Bytes)> {
         self.write_bytes = 0;
         std::mem::take(&mut self.writes)
     }
 
-    /// Whether to wait with the next group, so that groups grow with the load: while one is being written, and while one
-    /// is being flushed that has more transactions than the next one would have.
+    /// Whether to delay the next group, so that groups grow with the load. Delay it while another
+    /// group is being written, and while a group with more transactions than the next one is being
+    /// flushed.
     pub(super) fn is_too_early(&self) -> bool {
         match self.groups.back() {
             None => false,
@@ -216,7 +218,7 @@ impl Commits {
         self.records.is_empty() && self.groups.is_empty()
     }
 
-    /// Whether the log does not say yet that everything in it is flushed.
+    /// Whether the log does not record yet that its whole content was flushed.
     pub(crate) fn wants_witness(&self) -> bool {
         self.is_quiet() && self.witnessed < self.content_end
     }

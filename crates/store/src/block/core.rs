@@ -1,7 +1,8 @@
 //! The state of a mounted target.
 //!
-//! [`Core`] does no I/O and never waits: it takes commands and events ([`calls`](super::calls)) and leaves requests to the
-//! drive and [`BlockingWork`] in [`CoreOutput`] for its driver, so that a test can drive it in any order.
+//! [`Core`] does no I/O and never waits. It takes commands and events ([`calls`](super::calls)). It
+//! puts requests to the drive and [`BlockingWork`] into [`CoreOutput`] for its driver. A test can
+//! therefore run it in any order of events.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -26,24 +27,25 @@ use super::superblock::Superblock;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
 
-/// Stands for the scan that fills [`Presence`] where calls have their numbers.
+/// Call number that stands for the scan that fills [`Presence`].
 pub(crate) const SCAN: u64 = 0;
 
-/// A call that waits for its turn or for something to be loaded.
+/// A call that waits for its turn or for a load.
 #[derive(Debug)]
 pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
     pub(crate) collections: Vec<CollectionId>,
-    /// Stages that the call names and that were not released when it came: they stay until it is done.
+    /// Stages that the call names and that were not released at its arrival. The store keeps them
+    /// until the call is done.
     pub(crate) stages: Vec<u64>,
     pub(crate) loaded: Loaded,
-    /// Loads that have not come back.
+    /// Number of outstanding loads.
     pub(crate) loading: usize,
-    /// How often the call was parked because blocks were short.
+    /// How often the call was parked because too few blocks were free.
     pub(crate) parked: u32,
-    /// Checkpoints that the call has waited for.
+    /// Number of checkpoints that the call has waited for.
     pub(crate) checkpoints: u32,
-    /// The generation of the index in which the call asked for the last of them.
+    /// The generation of the index in which the call last asked for a checkpoint.
     pub(crate) asked_in: Option<u64>,
     pub(crate) failed: Option<StoreError>,
 }
@@ -55,7 +57,7 @@ pub(crate) enum CoreCall {
     Collections(ReplySender),
 }
 
-/// What an I/O request was for.
+/// Purpose of an I/O request.
 #[derive(Debug)]
 pub(crate) enum Purpose {
     /// Data of the transactions of a group.
@@ -88,12 +90,12 @@ pub(crate) struct Core {
     pub(crate) log_generation: u64,
     pub(crate) view: IndexView,
     pub(crate) alloc: Allocator,
-    /// Blocks taken, as the log and the index have it.
+    /// The allocated blocks, as the log and the index record them.
     pub(crate) taken: Bitmap,
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
     pub(crate) stages: HashMap<u64, Stage>,
-    /// The last stage's name; the target's handle gives out names, too.
+    /// The number of the last stage. The target's handle also gives out stage numbers.
     pub(crate) last_stage: Arc<AtomicU64>,
     pub(crate) stage_writes: HashMap<u64, StageWrite>,
     pub(crate) waiting_stages: VecDeque<WaitingStage>,
@@ -106,7 +108,7 @@ pub(crate) struct Core {
     pub(crate) reads: BlockAccess,
     pub(crate) io: HashMap<u64, Purpose>,
     pub(crate) next_id: u64,
-    /// Counts checkpoints, so that loads that overlap one are repeated.
+    /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
     pub(crate) index_space: (u64, u64),
@@ -119,7 +121,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// A core for a target that was just brought to order.
+    /// Makes the core of a target that has just been recovered.
     pub(crate) fn new(
         settled: ReadyTarget,
         collections: BTreeMap<CollectionId, u64>,
@@ -163,7 +165,7 @@ impl Core {
         Ok(core)
     }
 
-    /// Has the next piece of the index read that tells which objects exist.
+    /// Requests the next piece of the index for the scan of existing objects.
     pub(crate) fn scan(&mut self, piece: Need) {
         self.output.work.push(BlockingWork::Load {
             op: SCAN,
@@ -177,13 +179,13 @@ impl Core {
         self.next_id
     }
 
-    /// Whether calls wait for their turn or for something to be loaded.
+    /// Whether calls wait for their turn or for a load.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Whether nothing is under way.
+    /// Whether no work is in progress.
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.io.is_empty()
@@ -191,7 +193,7 @@ impl Core {
             && self.waiting_stages.is_empty()
     }
 
-    /// Calls wait for space, so freed blocks should be made usable soon.
+    /// Whether calls wait for space, so that freed blocks should soon become usable.
     pub(crate) fn is_starved(&self) -> bool {
         !self.starved.is_empty() || !self.waiting_stages.is_empty()
     }

@@ -1,4 +1,5 @@
-//! Loss of power, damage and failing drives, over a simulated drive that holds every byte the store persists.
+//! Tests of power failure, damage and failing drives on a simulated drive, which holds every byte
+//! that the store persists.
 
 use std::sync::Arc;
 

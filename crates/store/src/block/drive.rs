@@ -1,4 +1,4 @@
-//! What a target lies on: a file or block device, or a simulated drive in tests.
+//! The drive below a target: a file, a block device, or a simulated drive in tests.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions, Permissions};
@@ -17,21 +17,22 @@ use rustix::fs::FlockOperation;
 
 use crate::{Result, StoreError};
 
-/// Blocking access, for the index and for whatever happens outside normal operation. Offsets and lengths are multiples
-/// of the block size; memory may lie anywhere. Any thread.
+/// Blocking access to a drive, for the index and for everything outside normal operation. Offsets
+/// and lengths are multiples of the block size. Memory needs no alignment. Any thread may call.
 pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     /// Size, in bytes.
     fn size(&self) -> u64;
     /// Fills `out` with the bytes at `offset`.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
-    /// Writes `data` at `offset`; durable after a [`flush`](Drive::flush) that starts later.
+    /// Writes `data` at `offset`. The data is durable after a [`flush`](Drive::flush) that starts
+    /// later.
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()>;
-    /// Makes everything durable that was written before.
+    /// Makes all completed writes durable.
     fn flush(&self) -> io::Result<()>;
 }
 
-/// Counts the blocking calls on drives of files and devices that some threads make and that return:
-/// the progress of recoveries and checkpoints, however slow the drive is.
+/// Counts the blocking calls on files and devices that have returned to the counted threads. The
+/// count shows the progress of recoveries and checkpoints, however slow the drive is.
 #[derive(Debug, Clone, Default)]
 pub struct DriveCalls(Arc<AtomicU64>);
 
@@ -40,18 +41,18 @@ thread_local! {
 }
 
 impl DriveCalls {
-    /// From now on the calls of this thread are counted here, and nowhere else.
+    /// Counts the calls of this thread here from now on, and in no other counter.
     pub fn count_this_thread(&self) {
         COUNTED.set(Some(self.clone()));
     }
 
-    /// Calls so far.
+    /// Returns the number of calls so far.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// A call of this thread has returned.
+    /// Counts a call of this thread that has returned.
     fn returned() {
         COUNTED.with_borrow(|calls| {
             if let Some(calls) = calls {
@@ -61,7 +62,8 @@ impl DriveCalls {
     }
 }
 
-/// A file or block device, locked for this process and opened for direct I/O where the file system can.
+/// A file or block device, locked for this process. It is open for direct I/O if the file system
+/// supports that.
 #[derive(Debug)]
 pub(crate) struct FileDrive {
     file: File,
@@ -70,16 +72,17 @@ pub(crate) struct FileDrive {
 }
 
 impl FileDrive {
-    /// Opens and locks the target at `path`; with `create`, makes the file of that size if there is none.
+    /// Opens and locks the target at `path`. With `create`, makes a file of that size if there is
+    /// none.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] if another process has it.
+    /// [`StoreError::InUse`] if another process has locked it.
     pub(crate) fn open(path: &Path, create: Option<u64>) -> Result<FileDrive> {
         FileDrive::open_with(path, create, 0)
     }
 
-    /// Like [`open`](Self::open), for what may be no target: refuses a block device that is mounted,
-    /// or that something else keeps for itself.
+    /// Like [`open`](Self::open), for a path that may not be a target. Refuses a block device that
+    /// is mounted, or that something else has opened exclusively.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -117,13 +120,13 @@ impl FileDrive {
         Ok(FileDrive { file, size, faults: Faults::default() })
     }
 
-    /// The same drive, with what is to go wrong with it.
+    /// Adds injected faults to the drive.
     pub(crate) fn with_faults(mut self, faults: Faults) -> FileDrive {
         self.faults = faults;
         self
     }
 
-    /// An occasion for a write, or a flush, to fail by an injected fault.
+    /// Fails if an injected fault hits this write or flush.
     pub(crate) fn injected(&self) -> io::Result<()> {
         match self.faults.hit(Site::DriveWrite) {
             Some(Action::Fail) => Err(io::Error::from_raw_os_error(libc::EIO)),
@@ -131,8 +134,8 @@ impl FileDrive {
         }
     }
 
-    /// Takes the rights to a target's file from everybody but its owner. Access to devices is the
-    /// operator's to arrange. To be called only once the file is known to be a target.
+    /// Removes all access rights to a target's file except the owner's. The operator controls
+    /// access to devices. Call this only once the file is known to be a target.
     pub(crate) fn make_private(&self, path: &Path) -> Result<()> {
         let (name, metadata) = (path.display().to_string(), self.file.metadata()?);
         if !metadata.is_file() || metadata.mode() & 0o077 == 0 {
@@ -156,10 +159,10 @@ impl FileDrive {
     }
 }
 
-/// Mode of a target's file. A reader of the file reads all objects.
+/// Mode of a target's file. Read access to the file gives access to all objects.
 const PRIVATE: u32 = 0o600;
 
-/// Takes the lock, waiting a moment for a process that was killed: the kernel still finishes its I/O.
+/// Takes the lock. Waits briefly for a killed process, whose I/O the kernel still completes.
 fn lock(file: &File, name: &str) -> Result<()> {
     const TRIES: usize = 25;
     for attempt in 1.. {
@@ -200,12 +203,13 @@ impl FileDrive {
 
 impl Drop for FileDrive {
     fn drop(&mut self) {
-        // A ring that is being torn down keeps the file open a little longer; all its requests have completed.
+        // An I/O ring keeps the file open briefly while it is torn down, although all its requests
+        // have completed.
         let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// `len` bytes of block-aligned memory, with the offset of the first.
+/// Returns `len` bytes of block-aligned memory, with the offset of the first aligned byte.
 fn aligned(len: usize) -> (Vec<u8>, usize) {
     let memory = vec![0; len + BLOCK_SIZE];
     let start = memory.as_ptr().align_offset(BLOCK_SIZE);

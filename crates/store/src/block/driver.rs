@@ -1,4 +1,4 @@
-//! [`Driver`]: carries out what a mounted target is asked, on a thread of its own or as a task of somebody's event loop.
+//! [`Driver`]: runs a mounted target, on its own thread or as a task of another event loop.
 
 use std::future::poll_fn;
 use std::io;
@@ -24,19 +24,20 @@ use super::messages::{BlockingWork, CoreEvent, load};
 use super::uring::IoRing;
 use crate::Result;
 
-/// After this long without activity the log is told that everything in it was flushed.
+/// After this idle time, the store records in the log that everything in it was flushed.
 const IDLE: Duration = Duration::from_millis(5);
-/// Commands taken at once.
+/// Most commands taken at once.
 const BATCH: usize = 256;
 /// Threads that read the index for calls.
 const LOADERS: usize = 2;
-/// Loads that one of them is given at once.
+/// Most loads given to one of these threads at once.
 const LOADS_AT_ONCE: usize = 8;
 
-/// A mounted target's state and its I/O ring, owned by whoever runs it.
+/// State and I/O ring of a mounted target.
 ///
-/// It never blocks on the drive, so a thread that does other work besides can run it ([`run`](Self::run)): calls that this
-/// thread makes, and their answers, then cost no wake-up. Nothing of the target is answered while nobody does.
+/// The driver never blocks on the drive, so a thread with other work can run it
+/// ([`run`](Self::run)). Calls from that thread and their replies then cost no wake-up. The target
+/// replies to no call unless its driver runs.
 #[must_use = "a target answers only while its driver is run"]
 pub struct Driver {
     core: Core,
@@ -47,7 +48,7 @@ pub struct Driver {
     workers: Vec<JoinHandle<()>>,
 }
 
-/// How long nothing has happened.
+/// Measures how long the target has been idle.
 struct IdleTimer {
     counting: bool,
     timer: Pin<Box<Sleep>>,
@@ -60,7 +61,7 @@ impl std::fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// A driver for target number `number`, with its worker threads.
+    /// Makes the driver of target number `number`, with its worker threads.
     pub(super) fn new(
         core: Core,
         ring: IoRing,
@@ -84,7 +85,8 @@ impl Driver {
         Ok(Driver { core, ring, mailbox, load_queue, checkpoint_queue, workers })
     }
 
-    /// Runs the target on this thread, which does nothing else, until it is unmounted or its handle is gone.
+    /// Runs the target on this thread, which does no other work, until the target is unmounted or
+    /// its handle is dropped.
     pub(super) fn run_alone(mut self) {
         let shared = Arc::clone(&self.mailbox.shared);
         self.begin();
@@ -96,7 +98,7 @@ impl Driver {
         join(self.close());
     }
 
-    /// Takes what has come, moves everything on, and sleeps if there is nothing to do.
+    /// Takes new events, processes them, and sleeps if there is nothing to do.
     fn turn_alone(&mut self, shared: &MailboxState) -> io::Result<()> {
         self.work()?;
         if self.core.closed {
@@ -111,9 +113,11 @@ impl Driver {
         Ok(())
     }
 
-    /// Runs the target as a task of a Tokio runtime with I/O and time, until it is unmounted or its handle is gone. Once
-    /// begun, it must stay on its thread. The end waits for requests that the drive has and for a checkpoint under way. It
-    /// does not block the thread meanwhile: closing the index of a failed drive may take as long as that drive's timeouts.
+    /// Runs the target as a task of a Tokio runtime with I/O and time, until the target is
+    /// unmounted or its handle is dropped. Once polled, the task must stay on its thread. At the
+    /// end it waits for outstanding drive requests and for a running checkpoint. This wait does not
+    /// block the thread, although closing the index of a failed drive may take as long as the
+    /// drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(
@@ -143,14 +147,15 @@ impl Driver {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>, event: &AsyncFd<OwnedFd>, idle: &mut IdleTimer) -> Poll<()> {
-        // From here on a command, an event or a completion has this called again.
+        // From here on, a command, an event or a completion wakes this task.
         self.mailbox.waker.listen(cx.waker());
         while let Poll::Ready(Ok(mut ready)) = event.poll_read_ready(cx) {
             ready.clear_ready();
         }
         match self.turn() {
             Err(error) => self.fail(&error),
-            // The other tasks of the thread first: they may have more for the next turn.
+            // Lets the other tasks of the thread run first, because they may add work for the next
+            // turn.
             Ok(true) => {
                 idle.counting = false;
                 cx.waker().wake_by_ref();
@@ -160,14 +165,14 @@ impl Driver {
         if self.is_over() { Poll::Ready(()) } else { Poll::Pending }
     }
 
-    /// Takes what has come and moves everything on; whether there was or is something to do.
+    /// Takes new events and processes them. Returns whether there was or is work.
     fn turn(&mut self) -> io::Result<bool> {
         let busy = self.work()?;
         let more = self.ring.start()?;
         Ok(busy || more || self.mailbox.shared.is_ready())
     }
 
-    /// There is nothing to do: if that lasts, [`Core::idle`] is called.
+    /// Calls [`Core::idle`] if the target stays idle.
     fn rest(&mut self, cx: &mut Context<'_>, idle: &mut IdleTimer) {
         if !self.is_quiet() {
             return;
@@ -188,14 +193,14 @@ impl Driver {
         }
     }
 
-    /// The drive cannot be used any more.
+    /// Handles a failure after which the I/O ring is unusable.
     fn fail(&mut self, error: &io::Error) {
         self.core.poison(&format!("I/O ring ({error})"));
         self.tell_failure();
         self.mailbox.shared.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Says why the target refuses writes, if it does.
+    /// Reports why the target refuses writes, if it does.
     fn tell_failure(&self) {
         if let Some(reason) = &self.core.poisoned {
             let is_news =
@@ -208,12 +213,13 @@ impl Driver {
         self.core.closed || self.mailbox.shared.abandoned.load(Ordering::SeqCst)
     }
 
-    /// Nothing is under way, but the log does not say yet that everything was flushed.
+    /// Whether nothing is in progress, but the log does not record yet that everything was flushed.
     fn is_quiet(&self) -> bool {
         self.core.wants_idle() && self.ring.in_flight() == 0
     }
 
-    /// Refuses all further calls and ends the I/O ring. Returns the worker threads, which finish what they have.
+    /// Refuses all further calls and closes the I/O ring. Returns the worker threads, which
+    /// complete their current work.
     fn close(self) -> Vec<JoinHandle<()>> {
         self.core.alloc.room().close();
         self.mailbox.shared.gone.store(true, Ordering::SeqCst);
@@ -221,13 +227,13 @@ impl Driver {
         self.mailbox.shared.refuse_all();
         let Driver { core, ring, load_queue, checkpoint_queue, workers, .. } = self;
         drop((load_queue, checkpoint_queue));
-        // The ring waits for the requests under way.
+        // Dropping the ring waits for its outstanding requests.
         drop(ring);
         drop(core);
         workers
     }
 
-    /// Takes what has come, and hands out what follows from it; whether anything had come.
+    /// Takes new events and passes on the resulting work. Returns whether there were any events.
     fn work(&mut self) -> io::Result<bool> {
         let shared = Arc::clone(&self.mailbox.shared);
         let mut busy = false;
@@ -265,7 +271,8 @@ impl Driver {
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
         let ended = || io::Error::other("a worker thread has ended");
         while !loads.is_empty() {
-            // Several at once, so that a worker is woken once for them, but not all for one worker.
+            // Loads are batched so that one wake-up serves several, but split so that several
+            // workers share them.
             let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
             self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|_| ended())?;
         }
@@ -298,7 +305,7 @@ fn loader(jobs: &Mutex<mpsc::Receiver<Vec<BlockingWork>>>, index: &Index, mailbo
     }
 }
 
-/// The thread that carries out the checkpoints of target number `number`, without its class.
+/// Name of the checkpoint thread of target number `number`, without the class prefix.
 pub(super) fn checkpoint_thread(number: usize) -> String {
     format!("ckpt{number}")
 }

@@ -23,7 +23,7 @@ impl Extent {
     }
 }
 
-/// Appends one block to a list of runs, extending the last run where it fits.
+/// Appends a block to a list of runs. Extends the last run if the block follows it.
 pub(crate) fn push_block(extents: &mut Vec<Extent>, block: u64) {
     match extents.last_mut() {
         Some(last) if last.end() == block => last.len += 1,

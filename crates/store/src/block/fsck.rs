@@ -18,32 +18,32 @@ use crate::{ObjectId, Result, StoreError};
 
 /// Memory for index pages, in bytes.
 const INDEX_CACHE: usize = 32 << 20;
-/// Most problems that are listed one by one.
+/// Most problems that the report lists individually.
 const MAX_LISTED: usize = 1000;
 
-/// Something that is not as it must be.
+/// A problem that a check found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// Where.
+    /// The damaged item.
     pub what: String,
     /// What is wrong.
     pub detail: String,
-    /// Whether it was put right.
+    /// Whether the check repaired it.
     pub repaired: bool,
 }
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsckReport {
-    /// What is wrong; the first thousand.
+    /// The first thousand problems.
     pub problems: Vec<Problem>,
     /// Number of problems, listed or not.
     pub problem_count: u64,
-    /// Number of those that were put right.
+    /// Number of repaired problems.
     pub repaired_count: u64,
-    /// Whether everything could be looked at.
+    /// Whether the check could read everything.
     pub complete: bool,
-    /// Whether the target had been unmounted in order.
+    /// Whether the target was unmounted properly.
     pub was_clean: bool,
     /// Number of collections.
     pub collections: u64,
@@ -53,12 +53,12 @@ pub struct FsckReport {
     pub blocks: u64,
     /// Bytes whose checksums were compared.
     pub bytes_checked: u64,
-    /// Blocks that were marked as taken and belong to no object.
+    /// Blocks that were marked as allocated but belong to no object.
     pub leaked_blocks: u64,
 }
 
 impl FsckReport {
-    /// Whether nothing is wrong, or everything that was is put right.
+    /// Whether the target has no problem that is not repaired.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.complete && self.problem_count == self.repaired_count
@@ -77,13 +77,15 @@ impl FsckReport {
 /// store does not know what its users keep in xattrs, so they tell.
 pub type Inspect<'a> = &'a dyn Fn(&ObjectId, u64, &BTreeMap<Bytes, Bytes>) -> Option<String>;
 
-/// Checks the target at `path`, which must not be mounted. With `repair`, drops a damaged end of the log and puts right
-/// the bitmap, reference counts, counters and entries that belong to nothing. Blocks with wrong checksums are reported
-/// and left: their objects must be restored from copies. What `inspect` says of objects is reported, too. `progress` is
-/// told blocks checked and blocks taken.
+/// Checks the target at `path`, which must not be mounted. With `repair`, it drops a damaged end of
+/// the log and corrects the bitmap, reference counts, counters and orphaned entries. It reports
+/// blocks with wrong checksums but leaves them: restore their objects from copies. The report
+/// includes the problems that `inspect` finds. `progress` receives the number of checked blocks and
+/// of allocated blocks.
 ///
 /// # Errors
-/// If this is no target of this version, it is in use, or the drive fails. Damage is no error but in the report.
+/// If the file is not a target of this version, if it is in use, or if the drive fails. Damage is
+/// not an error; it is in the report.
 pub fn fsck(
     path: &Path,
     repair: bool,
@@ -139,7 +141,7 @@ pub(crate) fn check(
     Ok(report)
 }
 
-/// What the onodes say.
+/// Summary of the onodes.
 struct OnodeSummary {
     size: u64,
     blocks: u64,
@@ -220,7 +222,7 @@ impl Check<'_> {
         })
     }
 
-    /// Decodes a leaf and finds its object; what cannot be used is reported, and removed under repair.
+    /// Decodes a leaf and finds its object. Reports an unusable leaf, and removes it under repair.
     fn leaf(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, MapLeaf)> {
         let nid = key::number(name)?;
         let rest = key::rest(name);
@@ -257,7 +259,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Reads every block and checks that shared ones are marked as such.
+    /// Reads every block and checks that shared blocks are marked as shared.
     fn blocks(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let recovered = self.recovered;
         let mut done = 0;
@@ -299,7 +301,7 @@ impl Check<'_> {
         })
     }
 
-    /// The places of a leaf whose blocks do not have their checksums.
+    /// Returns the positions in a leaf whose blocks do not match their checksums.
     fn damaged(&self, leaf: &MapLeaf) -> Result<Vec<usize>> {
         let mut damaged = Vec::new();
         let mut at = 0;

@@ -1,4 +1,4 @@
-//! Targets that are full, or nearly so: nothing waits for ever, and what is refused has changed
+//! Tests of full and nearly full targets: no call waits for ever, and a refused call changes
 //! nothing.
 
 use std::sync::Arc;

@@ -1,7 +1,8 @@
-//! The index: an ordered map on the drive, brought forward by checkpoints.
+//! The index: an ordered map on the drive, which checkpoints update.
 //!
-//! It is a `redb` database with one table. `redb` serves nothing any more once its storage has failed, so after an error
-//! it is opened again: what one damaged page holds is lost, the rest is not.
+//! It is a `redb` database with one table. After a storage error, `redb` fails every later
+//! operation, so the store opens the database again. Then only the content of damaged pages is
+//! lost.
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
@@ -17,11 +18,11 @@ use crate::{Area, Result, StoreError};
 
 const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
 
-/// Entries of the index that were read in one go.
+/// Entries of the index that one scan read.
 #[derive(Debug, Default)]
 pub(crate) struct EntryBatch {
     pub(crate) entries: Vec<(Bytes, Bytes)>,
-    /// Where to go on, if not everything was read.
+    /// The key at which to continue, if entries remain.
     pub(crate) resume: Option<Bytes>,
 }
 
@@ -30,7 +31,7 @@ pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
 #[cfg(test)]
 std::thread_local! {
-    /// For crash tests: nothing is applied in one go.
+    /// For crash tests: applies all changes in steps.
     pub(crate) static ALWAYS_IN_STEPS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
@@ -43,7 +44,7 @@ fn always_in_steps() -> bool {
 
 type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
-/// Changes at a time when there is no room for all of them together.
+/// Number of changes per step when there is no room for all changes together.
 const STEP: usize = 8;
 
 /// The index. Any thread; calls block.
@@ -52,7 +53,8 @@ pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
     database: RwLock<Option<Database>>,
-    /// Bytes in use when that was last found out, and what was written since; 0 if it never was.
+    /// Bytes in use at the last measurement plus the bytes written since; 0 before the first
+    /// measurement.
     used: AtomicU64,
 }
 
@@ -77,7 +79,7 @@ impl Index {
         })
     }
 
-    /// Runs `f`; if that fails, runs it again on a database opened afresh.
+    /// Runs `f`. If that fails, reopens the database and runs `f` again.
     fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
@@ -101,7 +103,7 @@ impl Index {
         result
     }
 
-    /// The values of `keys`.
+    /// Returns the values of `keys`.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page on the way is damaged.
@@ -115,7 +117,8 @@ impl Index {
         })
     }
 
-    /// Entries with `from <= key < to`, in order, at most `limit` and at least one, up to about `max_bytes`.
+    /// Returns entries with `from <= key < to`, in order: at least one, at most `limit`, and up to
+    /// about `max_bytes`.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page on the way is damaged.
@@ -150,10 +153,11 @@ impl Index {
         })
     }
 
-    /// Applies `changes`, then `last` and `meta`, and makes them durable. All or none, if there is room for that: every
-    /// page on the way to a change is written anew before the old one is free. If not, `changes` go first and in steps,
-    /// removals before others. An index with some of them and the old `meta` is one that the log, read from where that
-    /// says, brings to the same state.
+    /// Applies `changes`, then `last` and `meta`, and makes them durable. If the region has enough
+    /// room, it applies all of them or none. This needs room because every page on the path to a
+    /// change is rewritten before the old page is free. Without enough room, it applies `changes`
+    /// first, in steps that begin with removals. A crash can then leave some changes with the old
+    /// `meta`. Replaying the log from the position in that `meta` leads to the same final state.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page on the way is damaged, [`StoreError::NoSpace`] if the region is full.
@@ -196,7 +200,7 @@ impl Index {
         })
     }
 
-    /// Where the index stands.
+    /// Returns the position of the index in the log.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if it cannot be read.
@@ -207,8 +211,8 @@ impl Index {
         }
     }
 
-    /// Bytes that the index can use, and bytes of them that it does not. Walks the index when it may be more than three
-    /// quarters full.
+    /// Returns the usable bytes of the index, and how many of them are free. Walks the index if it
+    /// may be more than three quarters full.
     pub(crate) fn space(&self) -> (u64, u64) {
         let (total, len) = self.region.space();
         if len <= total / 4 * 3 {
@@ -230,7 +234,7 @@ impl Index {
     }
 }
 
-/// Runs `f`, turning its panics and `redb`'s errors into ours.
+/// Runs `f` and converts its panics and `redb`'s errors to [`StoreError`].
 fn guarded<T>(f: impl FnOnce() -> Result<T, redb::Error>) -> Result<T> {
     match base::thread::catch_panic(AssertUnwindSafe(f)) {
         Ok(Ok(value)) => Ok(value),

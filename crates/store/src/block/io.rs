@@ -1,4 +1,4 @@
-//! Requests to a drive that do not block, and the buffers they fill.
+//! Non-blocking requests to a drive, and the buffers that they fill.
 
 use std::io;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ pub(crate) struct IoRequest {
     pub(crate) op: IoOp,
 }
 
-/// What is to be done. All lengths are multiples of the block size and all memory is aligned to it.
+/// The operation. All lengths are multiples of the block size, and all memory is aligned to it.
 #[derive(Debug)]
 pub(crate) enum IoOp {
     /// Fills the segment.
     Read(Segment),
-    /// Writes the pieces one after the other.
+    /// Writes the pieces one after another.
     Write(Vec<Bytes>),
-    /// Makes everything durable whose completion was seen before this was submitted.
+    /// Makes every request durable whose completion was seen before the flush was submitted.
     Flush,
 }
 
-/// A request that is done.
+/// A completed request.
 #[derive(Debug)]
 pub(crate) struct IoDone {
     pub(crate) id: u64,
@@ -37,7 +37,7 @@ pub(crate) struct IoDone {
 #[derive(Debug)]
 pub(crate) struct SplitBuffer(Arc<ArenaBuf>);
 
-/// One of the disjoint parts of a buffer: exclusive memory that a drive fills.
+/// A disjoint part of a buffer: exclusive memory that a drive fills.
 #[derive(Debug)]
 pub(crate) struct Segment {
     owner: Arc<ArenaBuf>,
@@ -50,7 +50,7 @@ pub(crate) struct Segment {
 unsafe impl Send for Segment {}
 
 impl SplitBuffer {
-    /// Cuts `buffer` into parts of the given lengths.
+    /// Splits `buffer` into parts of the given lengths.
     ///
     /// # Panics
     /// If the parts are longer than the buffer.
@@ -70,7 +70,7 @@ impl SplitBuffer {
         (SplitBuffer(owner), segments)
     }
 
-    /// The buffer again, once every segment is gone.
+    /// Returns the buffer once every segment has been dropped.
     pub(crate) fn into_buffer(self) -> Option<ArenaBuf> {
         Arc::into_inner(self.0)
     }

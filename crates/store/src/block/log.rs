@@ -1,8 +1,9 @@
 //! The redo log: a ring of self-validating 512-byte sectors. See `docs/format.md`.
 //!
-//! A *record* is one transaction. A *group* is what is written and flushed together: one or more records, in sectors
-//! that carry a running number, padded to 4 KiB. `mkfs` fills the ring with valid sectors, so a torn write leaves
-//! each sector old or new, and one that is neither is damage.
+//! A *record* is one transaction. A *group* is the unit of writing and flushing. It has one or more
+//! records, in sectors that carry a running number, padded to 4 KiB. `mkfs` fills the ring with
+//! valid sectors. After a torn write, each sector therefore has its old or its new content, and any
+//! other content is damage.
 
 use base::block::crc32c;
 use bytes::{Bytes, BytesMut};
@@ -14,25 +15,25 @@ use super::records::corrupt;
 use super::superblock::{SECTOR, Superblock};
 use crate::Result;
 
-/// Groups start at, and are padded to, multiples of that many sectors.
+/// Groups start at multiples of this number of sectors, and are padded to a multiple of it.
 pub(crate) const GROUP_SECTORS: u64 = 8;
 const HEADER: usize = 32;
 const PAYLOAD: usize = SECTOR - HEADER;
 const FIRST: u8 = 1;
 const LAST: u8 = 2;
-/// Bytes read at once by a scan.
+/// Bytes that a scan reads at once.
 const SCAN_BYTES: usize = 1 << 20;
 
-/// A transaction as the log has it: what changes in the index and in the set of blocks taken.
+/// The record of a transaction in the log: changes of the index and of the set of allocated blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Keys of the index with their new values; `None` removes.
+    /// Keys of the index with their new values. `None` removes the key.
     pub(crate) puts: Vec<(Bytes, Option<Bytes>)>,
-    /// Blocks taken.
+    /// Allocated blocks.
     pub(crate) allocs: Vec<Extent>,
-    /// Blocks given back (after the taken ones are taken: a block may be in both).
+    /// Freed blocks. They are freed after `allocs` are allocated, so a block may be in both lists.
     pub(crate) frees: Vec<Extent>,
-    /// Blocks whose content is here and not yet in the data region.
+    /// Blocks whose content is in this record and not yet in the data region.
     pub(crate) deferred: Vec<(u64, Bytes)>,
     /// The next number for a collection or an object.
     pub(crate) next_nid: u64,
@@ -73,7 +74,7 @@ fn put_sector(out: &mut BytesMut, header: SectorHeader, payload: &[u8]) {
     sector[..4].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// The header of a valid sector.
+/// Returns the header and payload of a valid sector.
 fn get_sector(sector: &[u8]) -> Option<(SectorHeader, &[u8])> {
     let word = |at: usize| u64::from_le_bytes(sector[at..at + 8].try_into().expect("eight bytes"));
     let len = u16::from_le_bytes([sector[4], sector[5]]);
@@ -90,7 +91,7 @@ fn get_sector(sector: &[u8]) -> Option<(SectorHeader, &[u8])> {
     Some((header, &sector[HEADER..HEADER + usize::from(len)]))
 }
 
-/// Sectors that a group of `bytes` record bytes (their length prefixes included) takes.
+/// Number of sectors for a group with `bytes` record bytes, including the records' length prefixes.
 pub(crate) fn group_sectors(bytes: usize) -> u64 {
     (bytes.div_ceil(PAYLOAD).max(1) as u64).next_multiple_of(GROUP_SECTORS)
 }
@@ -144,7 +145,7 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
     if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "trailing bytes")) }
 }
 
-/// What a new log is filled with: valid sectors of generation 0, numbered from 0.
+/// Returns the initial content of a log: valid sectors of generation 0, numbered from 0.
 pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
     let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
     for sequence in sequences {
@@ -165,20 +166,22 @@ pub(crate) struct FoundGroup {
     pub(crate) records: Vec<Record>,
 }
 
-/// What the log holds beyond the last checkpoint.
+/// Content of the log after the last checkpoint.
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
     /// Complete groups, in order.
     pub(crate) groups: Vec<FoundGroup>,
-    /// Everything before this sequence number is known to have been flushed.
+    /// Sequence number before which everything is known to have been flushed.
     pub(crate) witnessed: u64,
-    /// Sequence number after everything that may have been written in this generation, a multiple of the group size.
+    /// Sequence number after all sectors that may have been written in this generation, a multiple
+    /// of the group size.
     pub(crate) next: u64,
-    /// Damage, each with its place; empty unless `repair`.
+    /// Descriptions of damage, each with its place. Empty unless `repair` is set.
     pub(crate) damage: Vec<String>,
 }
 
-/// Reads the log from `start` on. With `repair`, damage ends the log and is listed; otherwise it is an error.
+/// Reads the log from `start` on. With `repair`, damage is listed and ends the log. Without it,
+/// damage is an error.
 ///
 /// # Errors
 /// [`StoreError::Corrupt`](crate::StoreError::Corrupt) for damage.

@@ -1,4 +1,4 @@
-//! The way to the thread that runs a target.
+//! Queue of commands to the thread that runs a target.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,10 +12,10 @@ use super::messages::{CoreCommand, CoreEvent, refuse};
 use super::uring::Waker;
 use crate::StoreError;
 
-/// Commands left for a thread that sleeps.
+/// Most commands left in the queue while the thread sleeps.
 const MOST_LEFT: usize = 64;
 
-/// The way to the thread that runs a target.
+/// Handle of the queue.
 #[derive(Debug, Clone)]
 pub(super) struct Mailbox {
     pub(super) shared: Arc<MailboxState>,
@@ -26,19 +26,19 @@ pub(super) struct Mailbox {
 pub(super) struct MailboxState {
     pub(super) commands: SegQueue<CoreCommand>,
     pub(super) events: SegQueue<CoreEvent>,
-    /// Memory to be registered with the ring.
+    /// Memory to register with the ring.
     pub(super) arenas: SegQueue<Arc<Arena>>,
-    /// Nobody runs the target any more.
+    /// The target's driver has ended.
     pub(super) gone: AtomicBool,
-    /// Nobody asks it any more, or its drive has failed.
+    /// All handles are dropped, or the drive has failed.
     pub(super) abandoned: AtomicBool,
     /// Calls wait for space.
     pub(super) starved: AtomicBool,
-    /// Why the target refuses writes for good.
+    /// The reason why the target refuses writes until a remount.
     pub(super) failure: watch::Sender<Option<String>>,
     /// Calls wait for space while a checkpoint is carried out.
     pub(super) awaits_checkpoint: AtomicBool,
-    /// Calls of the thread that carries checkpoints out.
+    /// Counter of the checkpoint thread's calls on the drive.
     pub(super) checkpoint_calls: DriveCalls,
 }
 
@@ -51,14 +51,15 @@ impl Mailbox {
         }
     }
 
-    /// Leaves a command for which that thread need not be woken: it comes before the next one, and nobody waits
-    /// for it.
+    /// Queues a command without waking the thread. The thread takes it before the next command, and
+    /// no caller waits for it.
     pub(super) fn leave(&self, command: CoreCommand) {
         if self.shared.starved.load(Ordering::SeqCst) || self.shared.commands.len() >= MOST_LEFT {
             return self.command(command);
         }
         self.shared.commands.push(command);
-        // The thread says that calls starve, and then looks whether a command was left, before it sleeps.
+        // The thread sets this flag when calls starve, and then checks for queued commands before
+        // it sleeps.
         if self.shared.starved.load(Ordering::SeqCst) {
             self.waker.wake();
         }
@@ -85,8 +86,8 @@ impl MailboxState {
         }
     }
 
-    /// Returns the error of calls that the target's thread no longer carries out. The caller of a
-    /// failed target must learn that the target has failed, also after the unmount that follows.
+    /// Returns the error for calls that the target's thread no longer executes. The caller must
+    /// learn that the target has failed, even after the unmount that follows.
     pub(super) fn end_reason(&self, otherwise: &str) -> StoreError {
         match &*self.failure.borrow() {
             Some(reason) => StoreError::Poisoned(reason.clone()),

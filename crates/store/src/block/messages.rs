@@ -1,4 +1,4 @@
-//! What goes to a target's core and what comes from it.
+//! Inputs and outputs of a target's core.
 
 use bytes::Bytes;
 use futures::channel::oneshot;
@@ -11,11 +11,11 @@ use crate::{Result, StageId, StoreError, StoreReply, StoreRequest};
 
 pub(crate) type ReplySender = oneshot::Sender<Result<StoreReply>>;
 
-/// What the store's handle sends to the target's core.
+/// Commands from the store's handle to the target's core.
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
     Request(StoreRequest, ReplySender),
-    /// A stage that has its name and was promised its blocks already.
+    /// A stage that already has its number and the promise of its blocks.
     StagePromised(StageId, u64),
     StageRelease(StageId),
 }
@@ -30,11 +30,11 @@ pub(crate) fn send<T: Into<StoreReply>>(reply: ReplySender, result: Result<T>) {
 pub(crate) enum BlockingWork {
     /// Read the index for a call.
     Load { op: u64, generation: u64, needs: Vec<Need> },
-    /// Bring the index forward.
+    /// Update the index.
     Checkpoint(Box<Checkpoint>),
 }
 
-/// Something that happened.
+/// An event for the core.
 #[derive(Debug)]
 pub(crate) enum CoreEvent {
     Io(IoDone),
@@ -42,7 +42,7 @@ pub(crate) enum CoreEvent {
     Checkpointed(Result<CheckpointOutcome>),
 }
 
-/// What a [`Need`] of the index turned out to be.
+/// Answer to a [`Need`] of the index.
 #[derive(Debug)]
 pub(crate) enum NeedAnswer {
     Key(Option<Bytes>),
@@ -51,7 +51,7 @@ pub(crate) enum NeedAnswer {
 
 /// Reads the index for [`Work::Load`].
 pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
-    /// Bytes that one scan reads at most, about.
+    /// Approximate limit of the bytes that one scan reads.
     const SCAN_BYTES: usize = 4 << 20;
     needs
         .iter()
@@ -65,14 +65,14 @@ pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
         .collect()
 }
 
-/// What the driver is to do.
+/// Work that the core asks of the driver.
 #[derive(Debug, Default)]
 pub(crate) struct CoreOutput {
     pub(crate) io: Vec<IoRequest>,
     pub(crate) work: Vec<BlockingWork>,
 }
 
-/// Replies to a request that is not carried out.
+/// Replies with an error to a command that the core does not execute.
 pub(crate) fn refuse(command: CoreCommand, error: &StoreError) {
     if let CoreCommand::Request(_, reply) = command {
         let _ = reply.send(Err(error.clone()));

@@ -1,10 +1,14 @@
-//! The store on a drive. `docs/format.md` draws what lies there.
+//! The store on a drive. `docs/format.md` describes the format.
 //!
-//! [`store`] is the handle, [`driver`] what runs a target, [`mailbox`] the way from one to the other. [`core`] is the state
-//! of a target, without any I/O of its own, [`messages`] what it takes and gives. [`calls`] carries calls out: [`apply`]
-//! turns transactions into changes, [`stages`] handles staged data, [`commit`] makes changes durable, [`query`] reads.
-//! [`checkpoint`] brings the index forward, [`recovery`] brings a target to order, [`mount`] makes it ready for work.
-//! [`records`], [`log`], [`superblock`] and [`region`] are the formats.
+//! - [`store`] is the handle of a target, and [`driver`] runs the target. [`mailbox`] passes
+//!   commands from the handle to the driver.
+//! - [`core`] is the state of a target, without any I/O. [`messages`] defines its inputs and
+//!   outputs.
+//! - [`calls`] executes calls: [`apply`] turns transactions into changes, [`stages`] handles staged
+//!   data, [`commit`] makes changes durable, and [`query`] reads.
+//! - [`checkpoint`] updates the index, [`recovery`] makes a target consistent after a crash, and
+//!   [`mount`] prepares it for calls.
+//! - [`records`], [`log`], [`superblock`] and [`region`] define the formats.
 
 mod alloc;
 mod apply;

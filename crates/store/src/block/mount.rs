@@ -1,4 +1,4 @@
-//! Mounting: a target is brought to order and made ready for work.
+//! Mounting: recovers a target and prepares it for calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use super::recovery::{RecoveryMode, recover};
 use super::superblock::Superblock;
 use crate::{CollectionId, Result, StoreError};
 
-/// Recovers a target and makes it ready for work.
+/// Recovers a target and prepares it for calls.
 ///
 /// # Errors
-/// See [`recover`]; [`StoreError::WrongUuid`] if it is another one.
+/// As for [`recover`]. [`StoreError::WrongUuid`] if the target has an unexpected uuid.
 pub(crate) fn mount(
     drive: &Arc<dyn Drive>,
     uuid: Option<Uuid>,

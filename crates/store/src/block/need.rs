@@ -1,4 +1,4 @@
-//! What a call waits for.
+//! Data that a call waits for.
 
 use bytes::Bytes;
 

@@ -1,9 +1,10 @@
-//! Which objects the index may have, so that making a new object need not ask the drive whether there is one.
+//! A filter of the objects that the index may have. It saves a read of the drive when a new object
+//! is created.
 //!
-//! A Bloom filter of the keys of onodes, in memory. It is filled in the background after the target is mounted, by
-//! scanning the index piece by piece, and from the start with every key that is put meanwhile; until the scan is through
-//! everything may be there. Keys of removed objects stay in it. When it has become too full to be of use it is made anew,
-//! larger.
+//! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
+//! of the index fills it piece by piece, and every key that is put meanwhile is added, too. Until
+//! the scan ends, the filter reports every object as possibly present. Keys of removed objects stay
+//! in the filter. When it is too full to be useful, the store builds a larger one.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;
@@ -14,18 +15,18 @@ use super::records::key;
 
 /// Keys that one piece of a scan reads.
 const PIECE: usize = 1024;
-/// Keys that a filter is made for at least, and at most: then it has 40 MB.
+/// Least and greatest number of keys that a filter is sized for. The largest filter takes 40 MB.
 const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;
-/// Bytes of the index in use per object, at least.
+/// Least number of index bytes per object.
 const INDEX_BYTES_PER_OBJECT: u64 = 256;
-/// Share of the keys that are not there and seem to be, when as many are there as the filter was made for.
+/// Share of false positives when the filter has as many keys as it was sized for.
 const FALSE_POSITIVES: f64 = 0.01;
 
 /// See the [module](self) documentation.
 pub(crate) struct Presence {
-    /// Knows all keys.
+    /// The filter that has all keys.
     complete: Option<Filter>,
-    /// Is being filled.
+    /// The filter that the scan is filling.
     growing: Option<Filter>,
 }
 
@@ -54,18 +55,18 @@ impl Filter {
 }
 
 impl Presence {
-    /// A filter for an index that has `used` bytes in use; nothing is known yet.
+    /// Makes a filter for an index with `used` bytes in use. It has no keys yet.
     pub(crate) fn new(used: u64) -> Presence {
         Presence { complete: None, growing: Some(Filter::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
     }
 
-    /// What a scan reads first.
+    /// Returns the first read of a scan.
     pub(crate) fn first_piece() -> Need {
         let (from, to) = key::kind_range(key::ONODE);
         Need::Range { from, to, limit: PIECE }
     }
 
-    /// A key is put into the index.
+    /// Records that a key is put into the index.
     pub(crate) fn insert(&mut self, key: &[u8]) {
         for filter in self.complete.iter_mut().chain(&mut self.growing) {
             filter.insert(key);
@@ -77,7 +78,7 @@ impl Presence {
         self.complete.as_ref().is_none_or(|filter| filter.bits.contains(key))
     }
 
-    /// Takes a piece of the scan; returns what to read next.
+    /// Accepts a piece of the scan. Returns the next read.
     pub(crate) fn scanned(&mut self, found: &EntryBatch) -> Option<Need> {
         let growing = self.growing.as_mut()?;
         found.entries.iter().for_each(|(key, _)| growing.insert(key));
@@ -93,7 +94,8 @@ impl Presence {
         }
     }
 
-    /// Starts over with a larger filter if this one has become too full; the caller then begins a scan.
+    /// Starts a larger filter if this one is too full. If it returns `true`, the caller must begin
+    /// a scan.
     pub(crate) fn outgrown(&mut self) -> bool {
         let Some(full) = self.complete.as_ref().filter(|f| f.keys > f.capacity) else { return false };
         if self.growing.is_some() || full.capacity >= *CAPACITY.end() {
@@ -103,7 +105,7 @@ impl Presence {
         true
     }
 
-    /// A scan has failed: the filter that it was for will not be complete.
+    /// Records that a scan has failed: its filter will not be complete.
     pub(crate) fn scan_failed(&mut self) {
         self.growing = None;
     }

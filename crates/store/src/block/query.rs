@@ -1,4 +1,4 @@
-//! Calls that only look.
+//! Calls that read and change nothing.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;

@@ -1,4 +1,4 @@
-//! Reads and writes of blocks that are under way.
+//! Reads and writes of blocks in progress.
 
 use std::collections::BTreeMap;
 

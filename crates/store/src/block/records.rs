@@ -1,4 +1,4 @@
-//! What the index holds: keys, and the values they name. See `docs/format.md`.
+//! Keys and values of the index. See `docs/format.md`.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,8 @@ pub(crate) const LEAF_BLOCKS: u64 = 256;
 /// Blocks per page of reference counts.
 pub(crate) const REF_BLOCKS: u64 = 1024;
 
-/// Makes keys. Their first byte tells kinds apart; numbers are big endian so that keys sort by them.
+/// Builds keys. The first byte of a key is its kind. Numbers are big endian, so that keys sort by
+/// number.
 pub(crate) mod key {
     use super::{BufMut, Bytes, BytesMut, CollectionId};
 
@@ -66,39 +67,39 @@ pub(crate) mod key {
         (vec![kind].into(), vec![kind + 1].into())
     }
 
-    /// The number in a key that starts with a kind and a number.
+    /// Returns the number in a key that begins with a kind and a number.
     pub(crate) fn number(key: &[u8]) -> Option<u64> {
         Some(u64::from_be_bytes(key.get(1..9)?.try_into().ok()?))
     }
 
-    /// What follows kind and number.
+    /// Returns the part of a key after kind and number.
     pub(crate) fn rest(key: &Bytes) -> Bytes {
         key.slice(9.min(key.len())..)
     }
 }
 
-/// A value of the index that cannot be decoded.
+/// Error for a value of the index that cannot be decoded.
 pub(crate) fn corrupt(what: &str, detail: impl ToString) -> StoreError {
     StoreError::Corrupt { what: what.to_owned(), detail: detail.to_string() }
 }
 
-/// Where the index stands; stored by each checkpoint.
+/// State of the index, which each checkpoint stores.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Meta {
     /// Number of the checkpoint.
     pub(crate) checkpoint: u64,
-    /// Generation of the log: sectors written after it bear this number.
+    /// Generation of the log. Sectors written after the checkpoint carry this number.
     pub(crate) log_generation: u64,
-    /// Sequence number of the first log sector that is not in the index.
+    /// Sequence number of the first log sector whose changes are not in the index.
     pub(crate) log_start: u64,
     /// The next number for a collection or an object.
     pub(crate) next_nid: u64,
 }
 
-/// An object, but for its blocks and omap.
+/// The onode of an object: everything except its blocks and omap.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Onode {
-    /// Number that its leaves and omap entries are found by.
+    /// The object's number, which is part of the keys of its leaves and omap entries.
     pub(crate) nid: u64,
     /// Size, in bytes.
     pub(crate) size: u64,
@@ -130,7 +131,7 @@ impl Meta {
     }
 }
 
-/// Value of a collection's key: its number.
+/// Decodes the entry of a collection: its id from the key, and its number from the value.
 pub(crate) fn decode_collection(key: &[u8], value: &[u8]) -> Result<(CollectionId, u64)> {
     let id =
         CollectionId::new(key.get(1..).unwrap_or_default().to_vec()).map_err(|e| corrupt("collection", e))?;
@@ -138,39 +139,40 @@ pub(crate) fn decode_collection(key: &[u8], value: &[u8]) -> Result<(CollectionI
     Ok((id, u64::from_le_bytes(number)))
 }
 
-/// Id of the object that an onode's key names.
+/// Returns the object id in an onode's key.
 pub(crate) fn decode_oid(key: &Bytes) -> Result<ObjectId> {
     ObjectId::new(key::rest(key)).map_err(|e| corrupt("key of an onode", e))
 }
 
-/// Where one block of an object is.
+/// Location of one block of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockRef {
     /// Block of the data region.
     pub(crate) block: u64,
     /// CRC-32C of the whole block.
     pub(crate) crc: u32,
-    /// Whether other objects may refer to it too: then the reference counts tell.
+    /// Whether other objects may refer to the block, too. Then its reference count decides.
     pub(crate) shared: bool,
 }
 
-/// The map of 1 MiB of an object; `None`, and what is missing at the end, is a hole.
+/// The extent map of 1 MiB of an object. `None` is a hole, and so is every position after the end
+/// of the list.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MapLeaf {
     /// At most [`LEAF_BLOCKS`].
     pub(crate) blocks: Vec<Option<BlockRef>>,
 }
 
-/// In the first block of an encoded run: its blocks may have other references.
+/// Flag in the first block number of an encoded run: the run's blocks may have other references.
 const SHARED: u64 = 1 << 47;
 
 impl MapLeaf {
-    /// What is at a place.
+    /// Returns the block at position `place`.
     pub(crate) fn get(&self, place: u64) -> Option<BlockRef> {
         self.blocks.get(place as usize).copied().flatten()
     }
 
-    /// Maps `new.len()` places from `first` on, and has `released` take each block that was there.
+    /// Maps `new.len()` positions from `first` on. Passes each replaced block to `released`.
     pub(crate) fn replace<E>(
         &mut self,
         first: u64,
@@ -189,7 +191,7 @@ impl MapLeaf {
         Ok(())
     }
 
-    /// What is at places `first..end`.
+    /// Returns the blocks at positions `first..end`.
     pub(crate) fn places(&self, first: u64, end: u64) -> impl Iterator<Item = Option<BlockRef>> {
         (first..end).map(|place| self.get(place))
     }
@@ -222,7 +224,7 @@ impl MapLeaf {
         out.freeze()
     }
 
-    /// Decodes a leaf whose blocks must be less than `limit`.
+    /// Decodes a leaf. All its block numbers must be less than `limit`.
     pub(crate) fn decode(mut bytes: &[u8], limit: u64) -> Result<MapLeaf> {
         let wrong = |detail| corrupt("leaf", detail);
         let mut leaf = MapLeaf::default();
@@ -255,7 +257,7 @@ impl MapLeaf {
     }
 }
 
-/// Reference counts of 1024 blocks: how many references each has beyond the first.
+/// Reference counts of 1024 blocks: the number of references of each block beyond the first.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct RefPage {
     pub(crate) extra: BTreeMap<u16, u32>,

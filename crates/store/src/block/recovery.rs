@@ -1,4 +1,4 @@
-//! Making a target, and bringing one to order after whatever happened to it.
+//! Creation of a target, and recovery of a target after a crash.
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
-//! The index region: storage for `redb` in which every page has a checksum.
+//! The index region: storage for `redb` with a checksum for every page.
 //!
-//! `redb` writes pages of 4 KiB into free space and then rewrites its header, at the start of page 0, in place. The
-//! header goes to two slots in turn. The checksums of the other pages are in a table of self-checking sectors; a page
-//! and its entry become durable with the same flush, and until then no durable header refers to the page.
+//! `redb` writes pages of 4 KiB into free space. Then it rewrites its header, at the start of page
+//! 0, in place. This module writes the header to two slots in turn. The checksums of the other
+//! pages are in a table of self-checking sectors. The same flush makes a page and its checksum
+//! durable, and until then no durable header refers to the page.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,19 +14,19 @@ use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use super::drive::Drive;
 use super::superblock::Region;
 
-/// Bytes of `redb`'s header; whatever else is written to page 0 is refused.
+/// Bytes of `redb`'s header. Writes of other data to page 0 fail.
 const HEADER: usize = 320;
 const SECTOR: usize = 512;
 /// Checksums per sector of the table.
 const ENTRIES: usize = (SECTOR - 8) / 4;
 /// Checksums per block of the table.
 const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
-/// Entry of a page that was never written, and reads as zeros.
+/// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
-/// Entry of a page whose checksum was lost with its sector.
+/// Table entry of a page whose checksum was lost with its sector.
 const LOST: u32 = u32::MAX;
 
-/// Content of the region that is not what was written.
+/// Error: content of the region differs from the content written.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Damage(String);
@@ -47,13 +48,14 @@ struct Shared {
 struct State {
     header: Vec<u8>,
     header_dirty: bool,
-    /// Number of the next header to be written; its parity chooses the slot.
+    /// Number of the next header. Its parity selects the slot.
     header_sequence: u64,
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
-    /// A write or flush has failed: what is on the drive is unknown, and nothing is written any more. A flush that is
-    /// tried again can succeed without having done what the first one failed to do.
+    /// Whether a write or flush has failed. Then the drive's content is unknown, and the region
+    /// refuses further writes. A retried flush could succeed without the work that the first flush
+    /// failed to do.
     failed: bool,
 }
 
@@ -61,12 +63,12 @@ fn damage(what: String) -> io::Error {
     io::Error::other(Damage(what))
 }
 
-/// Keeps the checksum of a page apart from the special entries.
+/// Maps a page's checksum to a value that differs from the special entries.
 fn entry(crc: u32) -> u32 {
     crc.clamp(BLANK + 1, LOST - 1)
 }
 
-/// Pages that a region of `len` bytes has room for, beside two header slots and the table.
+/// Number of pages in a region of `len` bytes, beside two header slots and the table.
 fn pages(len: u64) -> usize {
     let blocks = (len / BLOCK).saturating_sub(2) as usize;
     blocks - blocks.div_ceil(BLOCK_ENTRIES + 1)

@@ -1,4 +1,5 @@
-//! A simulated drive and a target on it that runs in the test's own thread, in an order that a seed decides.
+//! A simulated drive with a target, which runs in the test's own thread. A seed determines the
+//! order of events.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,22 +20,22 @@ use super::mount::mount;
 use super::recovery::{TargetSizes, mkfs};
 use crate::{Result, StoreFuture, StoreRequest, Submit};
 
-/// What happened to a drive.
+/// An event in the history of a drive.
 #[derive(Debug, Clone)]
 enum Entry {
-    /// From here on any part of the write may be on the drive.
+    /// From this event on, any part of the write may be on the drive.
     Submit {
         id: u64,
         offset: u64,
         data: Bytes,
     },
     Complete(u64),
-    /// Will cover all writes completed before.
+    /// The flush will cover all writes that completed before this event.
     FlushStart(u64),
     FlushDone(u64),
 }
 
-/// A drive in memory that remembers everything that happened to it.
+/// A drive in memory that records its complete history.
 #[derive(Debug)]
 pub struct SimDrive {
     state: Mutex<State>,
@@ -45,15 +46,15 @@ struct State {
     image: Vec<u8>,
     history: Vec<Entry>,
     next: u64,
-    /// Fails writes (true) or flushes from this many requests on.
+    /// Number of writes (true) or flushes (false) before the injected failures begin.
     fail_after: Option<u64>,
-    /// How many fail then.
+    /// Number of failures.
     fail_count: u64,
     failed: u64,
 }
 
 impl SimDrive {
-    /// A drive that holds that.
+    /// Makes a drive with the given content.
     #[must_use]
     pub fn new(image: Vec<u8>) -> Arc<SimDrive> {
         let state = State { image, history: Vec::new(), next: 0, fail_after: None, fail_count: 0, failed: 0 };
@@ -68,7 +69,7 @@ impl SimDrive {
         self.lock().image.clone()
     }
 
-    /// Number of things that happened.
+    /// Number of events so far.
     pub fn position(&self) -> usize {
         self.lock().history.len()
     }
@@ -87,7 +88,7 @@ impl SimDrive {
         (state.fail_after, state.fail_count) = (Some(count), 1);
     }
 
-    /// Requests that were made to fail.
+    /// Number of requests that failed on purpose.
     #[cfg(test)]
     pub(crate) fn failures(&self) -> u64 {
         self.lock().failed
@@ -160,10 +161,10 @@ impl Drive for SimDrive {
     }
 }
 
-/// Images that a loss of power can leave, made in order of position.
+/// Images that a power failure can leave, in order of position.
 pub struct Crashes {
     history: Vec<Entry>,
-    /// Writes that are certainly on the drive are in here.
+    /// The writes that are certainly on the drive.
     base: Vec<u8>,
     at: usize,
     submitted: BTreeMap<u64, (u64, Bytes)>,
@@ -172,14 +173,15 @@ pub struct Crashes {
 }
 
 impl Crashes {
-    /// Crashes of a drive that held `base` before its history.
+    /// Makes the images of a drive whose content was `base` before its history.
     pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
         Crashes { history, base, at: 0, submitted, completed, covered }
     }
 
-    /// An image as of `position`: of the writes not yet flushed, any 512-byte sectors may be there.
+    /// Returns an image as of `position`. It contains a random choice of the 512-byte sectors that
+    /// were written but not yet flushed.
     pub fn image(&mut self, position: usize, rng: &mut StdRng) -> Vec<u8> {
         while self.at < position {
             match self.history[self.at].clone() {
@@ -219,7 +221,7 @@ impl Crashes {
     }
 }
 
-/// A target whose requests complete in an order that a seed decides.
+/// A target whose requests complete in an order that a seed determines.
 pub(crate) struct SimTarget {
     core: Core,
     index: Arc<Index>,
@@ -238,7 +240,7 @@ impl SimTarget {
         Ok(SimTarget { core, index, drive: Arc::clone(drive), rng, requests: Vec::new(), work: Vec::new() })
     }
 
-    /// Starts what the core wants done.
+    /// Starts the work that the core requests.
     fn collect(&mut self) {
         for request in std::mem::take(&mut self.core.output.io) {
             let mut state = self.drive.lock();
@@ -258,7 +260,7 @@ impl SimTarget {
         self.work.append(&mut self.core.output.work);
     }
 
-    /// Lets one thing happen. `false` if there is nothing left to happen.
+    /// Processes one event. Returns `false` if none is left.
     pub(crate) fn step(&mut self) -> bool {
         self.collect();
         let choices = self.requests.len() + self.work.len();
@@ -289,14 +291,14 @@ impl SimTarget {
         true
     }
 
-    /// Has the index brought forward soon.
+    /// Requests a checkpoint soon.
     #[cfg(test)]
     pub(crate) fn request_checkpoint(&mut self) {
         self.core.commits.request_checkpoint();
         self.core.advance();
     }
 
-    /// Lets one thing happen that is no checkpoint. `false` if there is nothing.
+    /// Processes one event other than a checkpoint. Returns `false` if there is none.
     #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
         self.collect();
@@ -338,14 +340,14 @@ impl SimTarget {
     }
 }
 
-/// A [`SimTarget`] as a store. Waiting for an answer lets things happen.
+/// A [`SimTarget`] as a store. Waiting for a reply processes events.
 #[derive(Clone)]
 pub struct SimStore {
     target: Arc<Mutex<SimTarget>>,
 }
 
 impl SimStore {
-    /// Formats an image of a drive: a small target with that uuid.
+    /// Formats an image of a drive as a small target with the given uuid.
     ///
     /// # Errors
     /// If the image is too small.
@@ -357,7 +359,7 @@ impl SimStore {
         Ok(drive.image())
     }
 
-    /// Mounts the target on a drive. What happens next is decided by `seed`.
+    /// Mounts the target on a drive. `seed` determines the order of later events.
     ///
     /// # Errors
     /// As any mount.
@@ -375,7 +377,8 @@ impl SimStore {
         self.lock().core.has_queue()
     }
 
-    /// Lets things happen until every queued transaction is applied (or has failed), durable or not.
+    /// Processes events until every queued transaction has been applied or has failed, durable or
+    /// not.
     #[cfg(test)]
     pub(crate) fn settle_queue(&self) {
         let mut target = self.lock();

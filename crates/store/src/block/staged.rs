@@ -1,4 +1,4 @@
-//! Staged extents: allocated and written, but named by no object yet.
+//! Staged extents: extents that are allocated and written but that no object refers to yet.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,9 +10,9 @@ use crate::StageId;
 /// State of one staged block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StagedBlock {
-    /// Nothing was written to it.
+    /// No bytes were written to the block.
     Blank,
-    /// Written, or on its way to the drive, with this checksum.
+    /// The block was written, or its write is in progress. Its checksum.
     Written(u32),
     /// A transaction has named it.
     Taken,
@@ -28,7 +28,7 @@ pub(crate) struct Stage {
     /// Writes that have not completed.
     pub(crate) in_flight: HashSet<u64>,
     pub(crate) released: bool,
-    /// Queued transactions that name it.
+    /// Number of queued transactions that name the stage.
     pub(crate) users: usize,
 }
 
@@ -38,7 +38,8 @@ impl Stage {
         Stage { len, extents, blocks, in_flight: HashSet::new(), released: false, users: 0 }
     }
 
-    /// The runs of the data region that blocks `first..first + count` of the stage lie in, in order.
+    /// Returns the runs of the data region that contain blocks `first..first + count` of the stage,
+    /// in order.
     pub(crate) fn runs(&self, first: u64, count: u64) -> Vec<Extent> {
         let mut runs = Vec::new();
         let (mut skip, mut left) = (first, count);
@@ -69,7 +70,7 @@ impl Stage {
     }
 }
 
-/// A `stage_write` that is on its way.
+/// A `stage_write` in progress.
 #[derive(Debug)]
 pub(crate) struct StageWrite {
     pub(crate) stage: u64,
@@ -87,7 +88,7 @@ pub(crate) struct WaitingStage {
     pub(crate) reply: ReplySender,
 }
 
-/// A name for a stage that no other has.
+/// Returns an unused stage number.
 pub(crate) fn next_stage(last: &AtomicU64) -> StageId {
     StageId(last.fetch_add(1, Ordering::Relaxed) + 1)
 }

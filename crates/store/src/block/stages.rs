@@ -1,4 +1,4 @@
-//! Stages: allocated, written, and given back.
+//! Calls on stages: allocation, writes and release.
 
 use base::block::{BLOCK, Payload};
 

@@ -27,10 +27,10 @@ use super::superblock::Superblock;
 use super::uring::IoRing;
 use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
-/// How to make a target.
+/// Options for making a target.
 #[derive(Debug, Clone, Default)]
 pub struct MkfsOptions {
-    /// Size of the file to be made, in bytes; `None` for what is there already: a file, or a block device.
+    /// Size of the new file, in bytes; `None` to use an existing file or a block device.
     pub size: Option<u64>,
     /// The target's uuid; a random one if `None`.
     pub uuid: Option<Uuid>,
@@ -46,7 +46,7 @@ impl MkfsOptions {
     }
 }
 
-/// How to mount a target.
+/// Options for mounting a target.
 #[derive(Debug, Clone)]
 pub struct MountOptions {
     /// The uuid that the target must have, if known.
@@ -59,9 +59,10 @@ pub struct MountOptions {
     pub metadata_cache_bytes: usize,
     /// Memory for reads without a destination and for writes from unaligned memory, in bytes.
     pub buffer_bytes: usize,
-    /// What is to go wrong with the drive.
+    /// Faults injected into the drive.
     pub faults: Faults,
-    /// Stages have numbers above this one. A process that mounts the target again gives each mount numbers of its own.
+    /// Stages get numbers above this one. A process that mounts a target several times uses a
+    /// different range for each mount.
     pub stages_after: u64,
 }
 
@@ -79,10 +80,11 @@ impl Default for MountOptions {
     }
 }
 
-/// An [`ObjectStore`] on a file or block device. See the crate's `docs/format.md` for what lies there.
+/// An [`ObjectStore`] on a file or block device. `docs/format.md` describes the format.
 ///
-/// One [`Driver`] owns the target's state and its I/O ring; calls are messages to it. Dropping the last handle without
-/// [`umount`](ObjectStore::umount) is like a crash of the process: nothing acknowledged is lost.
+/// One [`Driver`] owns the target's state and its I/O ring. Calls are messages to the driver.
+/// Dropping the last handle without [`umount`](ObjectStore::umount) is like a crash of the process:
+/// no acknowledged change is lost.
 #[derive(Debug)]
 pub struct BlockStore {
     mailbox: Mailbox,
@@ -92,12 +94,12 @@ pub struct BlockStore {
     path: PathBuf,
     /// See [`MountOptions::index`].
     index: usize,
-    /// What runs the target, if that is a thread of its own.
+    /// The thread that runs the target, if the target has its own thread.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Says whether calls on a target wait for a checkpoint, and whether that gets on. Any thread; costs
-/// nothing.
+/// Reports whether calls on a target wait for a checkpoint, and whether the checkpoint makes
+/// progress. Any thread may ask at any time, at almost no cost.
 #[derive(Debug, Clone)]
 pub struct CheckpointWatch {
     shared: Arc<MailboxState>,
@@ -105,8 +107,8 @@ pub struct CheckpointWatch {
 }
 
 impl CheckpointWatch {
-    /// How far the checkpoint is that calls wait for: a number that grows with each of its calls on
-    /// the drive that returns. `None` if no call waits for one.
+    /// Returns the progress of the checkpoint that calls wait for; `None` if no call waits for one.
+    /// The number grows whenever one of the checkpoint's calls on the drive returns.
     #[must_use]
     pub fn awaited(&self) -> Option<u64> {
         let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);
@@ -114,7 +116,7 @@ impl CheckpointWatch {
             .then(|| self.shared.checkpoint_calls.count())
     }
 
-    /// Name of the thread that carries checkpoints out.
+    /// Returns the name of the thread that runs checkpoints.
     #[must_use]
     pub fn thread(&self) -> String {
         format!("{}-{}", ThreadClass::Store.prefix(), checkpoint_thread(self.index))
@@ -122,7 +124,8 @@ impl CheckpointWatch {
 }
 
 impl BlockStore {
-    /// Makes a target at `path`, writing all of it once; `progress` is told bytes done and bytes in all. Returns its uuid.
+    /// Makes a target at `path` and writes all of it once. `progress` receives the bytes done and
+    /// the total bytes. Returns the target's uuid.
     ///
     /// # Errors
     /// [`StoreError::InUse`] if something uses it, [`StoreError::InvalidArgument`] if it is too small.
@@ -131,7 +134,7 @@ impl BlockStore {
         mkfs(&drive, &options.sizes(), &mut progress)
     }
 
-    /// Checks whether a target can be made with these options, on a drive of `size` bytes. Touches nothing.
+    /// Checks whether a target with these options fits on a drive of `size` bytes. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::InvalidArgument`] if it is too small.
@@ -139,7 +142,7 @@ impl BlockStore {
         layout(size, &options.sizes()).map(drop)
     }
 
-    /// Checks whether a target can be made of the file or device at `path` as it is. Touches nothing.
+    /// Checks whether the file or device at `path` can become a target as it is. Changes nothing.
     ///
     /// # Errors
     /// Those of [`mkfs`](Self::mkfs).
@@ -147,7 +150,7 @@ impl BlockStore {
         BlockStore::check_size(FileDrive::open_unused(path, None)?.size(), options)
     }
 
-    /// The uuid of the target at `path`, which is not mounted and not recovered for that.
+    /// Reads the uuid of the target at `path`, without mounting or recovering the target.
     ///
     /// # Errors
     /// [`StoreError::InUse`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`] or [`StoreError::Corrupt`].
@@ -155,7 +158,7 @@ impl BlockStore {
         Ok(Superblock::read(&FileDrive::open_unused(path, None)?)?.uuid)
     }
 
-    /// Mounts the target at `path`: recovers what the log has, and starts the target's threads.
+    /// Mounts the target at `path`: replays its log and starts its threads.
     ///
     /// # Errors
     /// [`StoreError::InUse`], [`StoreError::WrongUuid`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`], or
@@ -168,7 +171,8 @@ impl BlockStore {
         Ok(Arc::new(store))
     }
 
-    /// Like [`mount`](Self::mount), but what does the target's work is left to the caller to [run](Driver::run).
+    /// Like [`mount`](Self::mount), but the caller must [run](Driver::run) the returned driver,
+    /// which does the target's work.
     ///
     /// # Errors
     /// Those of [`mount`](Self::mount).
@@ -183,7 +187,7 @@ impl BlockStore {
         BlockStore::prepare_on(file, drive, path, options)
     }
 
-    /// Mounts the target at `path`, which is opened as `file`; whatever blocks goes by `drive`.
+    /// Mounts the target at `path`, which is open as `file`. Blocking calls go to `drive`.
     pub(super) fn prepare_on(
         file: Arc<FileDrive>,
         drive: Arc<dyn Drive>,
@@ -210,7 +214,7 @@ impl BlockStore {
         Ok((store, Driver::new(core, ring, mailbox, drive, index, options.index)?))
     }
 
-    /// Watches the target's checkpoints.
+    /// Returns a watch of the target's checkpoints.
     #[must_use]
     pub fn checkpoint_watch(&self) -> CheckpointWatch {
         CheckpointWatch { shared: Arc::clone(&self.mailbox.shared), index: self.index }
@@ -222,8 +226,8 @@ impl BlockStore {
         self.uuid
     }
 
-    /// Resolves with the reason once a write or a flush has failed: the target refuses all writes until it is mounted
-    /// anew. Any thread.
+    /// Returns a future that resolves with the reason once a write or flush has failed. From then
+    /// on, the target refuses all writes until a remount. Any thread may wait for it.
     pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let mut failure = self.mailbox.shared.failure.subscribe();
         async move {
@@ -234,14 +238,14 @@ impl BlockStore {
         }
     }
 
-    /// Where the target is.
+    /// Returns the path of the target.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Waits for a stage. Gives the stage back if the caller stops waiting when it is made already.
+/// Waits for a stage. Releases the stage if the caller is cancelled after the stage was made.
 struct Staging {
     answer: oneshot::Receiver<Result<StoreReply>>,
     mailbox: Mailbox,
@@ -258,7 +262,7 @@ impl Future for Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // From here on the sender finds out.
+        // From here on, sending fails and the sender releases the stage.
         self.answer.close();
         if let Ok(Some(Ok(StoreReply::Stage(stage)))) = self.answer.try_recv() {
             self.mailbox.leave(CoreCommand::StageRelease(stage));
@@ -283,8 +287,9 @@ impl Drop for BlockStore {
     }
 }
 
-/// Brings memory together in huge pages and then has it registered with the ring. In the background: it takes
-/// milliseconds per page, and until then requests have their memory pinned one by one.
+/// Gathers memory into huge pages, and then registers it with the ring. This runs in the
+/// background, because it takes milliseconds per page. Until then, the kernel pins the memory anew
+/// for each request.
 fn register(arena: &Arc<Arena>, mailbox: &Mailbox) {
     let (memory, to_store) = (Arc::clone(arena), mailbox.clone());
     let gather = move || {

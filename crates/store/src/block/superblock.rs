@@ -1,4 +1,5 @@
-//! The superblock: what the target is and where its regions are. Two copies, written in turn.
+//! The superblock: identity of the target and location of its regions. The store writes its two
+//! copies in turn.
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use serde::{Deserialize, Serialize};
@@ -28,16 +29,17 @@ pub(crate) struct Region {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Superblock {
     pub(crate) uuid: Uuid,
-    /// Grows by one with each write of a superblock; the valid copy with the highest counts.
+    /// Grows by one with each write of a superblock. The valid copy with the highest generation
+    /// counts.
     pub(crate) generation: u64,
     /// Size of the target, in bytes.
     pub(crate) size: u64,
     pub(crate) log: Region,
     pub(crate) index: Region,
     pub(crate) data: Region,
-    /// Whether the target was unmounted in order.
+    /// Whether the target was unmounted properly.
     pub(crate) clean: bool,
-    /// The checkpoint that is known to be in the index.
+    /// The number of the last checkpoint known to be in the index.
     pub(crate) checkpoint: u64,
 }
 
@@ -87,7 +89,7 @@ impl Superblock {
         Ok(())
     }
 
-    /// Reads both copies and takes the newer valid one.
+    /// Reads both copies and returns the newer valid copy.
     ///
     /// # Errors
     /// As for [`decode`](Self::decode), if neither is valid.
@@ -136,7 +138,7 @@ impl Superblock {
     }
 }
 
-/// Puts magic number, version and checksum around the body of a superblock.
+/// Adds magic number, version and checksum to the body of a superblock.
 pub(crate) fn seal(mut block: Vec<u8>) -> Vec<u8> {
     block[..8].copy_from_slice(MAGIC);
     block[8..12].copy_from_slice(&VERSION.to_le_bytes());

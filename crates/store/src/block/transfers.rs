@@ -1,4 +1,4 @@
-//! Requests to the drive: reads, and writes of data from memory that the drive can take.
+//! Requests to the drive: reads, and writes from memory that is suitable for direct I/O.
 
 use base::block::{BLOCK, BLOCK_SIZE};
 use base::mem::{Arena, ArenaBuf};

@@ -1,4 +1,5 @@
-//! The I/O ring: carries out [`IoRequest`]s by io_uring, and lets other threads wake the one that waits for them.
+//! The I/O ring: carries out [`IoRequest`]s by io_uring, and lets other threads wake the thread
+//! that waits for completions.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,6 +1,8 @@
-//! The index as transactions see it: what is queued, over what a checkpoint is writing, over what the drive has.
+//! The index as transactions see it, in three layers: queued changes, then the changes that a
+//! checkpoint is writing, then the index on the drive.
 //!
-//! Nothing here waits. What is not in memory is reported as a [`Need`]; the caller has it loaded and tries again.
+//! Nothing here waits. A value that is not in memory is reported as a [`Need`]. The caller loads it
+//! and tries again.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! The scenarios.
+//! The conformance scenarios.
 
 mod data;
 

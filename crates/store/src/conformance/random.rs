@@ -1,4 +1,4 @@
-//! Random operations on a store and on the model, which must agree.
+//! Random operations on a store and on the model, whose results must agree.
 
 use std::sync::Arc;
 

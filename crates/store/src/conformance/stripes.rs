@@ -1,4 +1,4 @@
-//! What every [`StripeStores`] does.
+//! Conformance tests of every [`StripeStores`].
 
 use std::sync::Arc;
 

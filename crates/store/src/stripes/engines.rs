@@ -1,4 +1,4 @@
-//! What computes parity beside the stores.
+//! The engines that compute parity on the side of the stores.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,14 +17,14 @@ use ec::{Code, Geometry, KernelChoice};
 use super::{FragmentBuf, HostReading, ParityDevice, StripeError};
 use crate::StoreError;
 
-/// What engines there are to be.
+/// Configuration of the engines.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
     /// Threads of the host's processor, at least 1.
     pub threads: usize,
-    /// CPUs that are the host's; none for all of them.
+    /// The CPUs of the host; empty for all CPUs.
     pub cpus: Vec<usize>,
-    /// What is to go wrong on the host's processor.
+    /// Faults injected into the engine on the host's processor.
     pub faults: Faults,
 }
 
@@ -35,7 +35,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Engines, and what they know of codes. May be used from any thread.
+/// The engines and their prepared erasure codes. Any thread may use them.
 #[derive(Debug)]
 pub struct Engines {
     host: Worker,
@@ -44,7 +44,7 @@ pub struct Engines {
     codes: Mutex<HashMap<Geometry, Code>>,
 }
 
-/// Parity, and how long it took if that is known.
+/// The parity, and the time that its computation took if it is known.
 pub(super) type EncodedParity = (Vec<Payload>, Option<Duration>);
 
 impl Engines {
@@ -59,13 +59,13 @@ impl Engines {
         Ok(Engines { host: software::start(host)?, accelerator, cpus, codes: Mutex::default() })
     }
 
-    /// What they have done.
+    /// Returns the statistics of each engine.
     #[must_use]
     pub fn stats(&self) -> Vec<WorkerStats> {
         std::iter::once(&self.host).chain(&self.accelerator).map(Worker::stats).collect()
     }
 
-    /// Computes the parity of fragments into these buffers.
+    /// Computes the parity of fragments into the given buffers.
     pub(super) fn encode(
         &self,
         coder: ParityDevice,
@@ -114,13 +114,14 @@ impl Engines {
         Ok(code)
     }
 
-    /// How busy the host's processor is, apart from what these engines and emulated devices of this process do.
+    /// Reads how busy the host's processor is, without the work of these engines and of this
+    /// process's emulated devices.
     ///
     /// # Errors
-    /// [`StoreError::Io`] if the kernel does not say.
+    /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
         let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
-        // Emulated devices have CPUs of their own, unless all CPUs are everybody's.
+        // Emulated devices have separate CPUs if the host's CPUs are limited.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
         let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));

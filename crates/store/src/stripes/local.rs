@@ -1,4 +1,4 @@
-//! Stores in this process.
+//! Stripes for stores in this process.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{ObjectStore, StoreCalls, StoreError};
 
-/// Most bytes of a call; nothing here depends on it.
+/// Most bytes of one call. The limit is arbitrary.
 const MAX_BYTES: usize = 64 << 20;
 
 /// Stores in this process that take stripes.
@@ -23,7 +23,7 @@ pub struct LocalStripes {
 }
 
 impl LocalStripes {
-    /// These stores, by UUID.
+    /// Creates the set from the stores and their UUIDs.
     #[must_use]
     pub fn new(stores: Vec<(u128, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStripes {
         LocalStripes { stores, engines }
@@ -74,8 +74,8 @@ impl StripeStores for LocalStripes {
     }
 }
 
-/// Writes fragments that are each in one piece. Parity that is to be computed is computed into `buffers`, which are otherwise
-/// not used.
+/// Writes fragments that are each in one piece. If parity is to be computed, it goes into
+/// `buffers`.
 pub fn write_parts(
     engines: &Engines,
     parts: Vec<Option<StoreStage>>,
@@ -106,7 +106,7 @@ pub fn write_parts(
     Box::pin(async move {
         let (parity, took) = encoding.await?;
         if let Some(coded) = coded {
-            // If nobody wants to know, all the better.
+            // The caller may not wait for the time; ignore the error.
             let _ = coded.send(took);
         }
         data.extend(parity);
@@ -114,7 +114,7 @@ pub fn write_parts(
     })
 }
 
-/// Writes all of them, and says which one failed.
+/// Writes all fragments. The error names the fragment that failed.
 async fn write_all(
     parts: Vec<Option<StoreStage>>,
     offset: u64,

@@ -1,8 +1,10 @@
-//! Stripes: data that goes to several stores at once, each of which gets a fragment of it, and the parity that goes with it.
+//! Stripes: data for several stores at once, of which each store gets one fragment, plus the
+//! parity.
 //!
-//! Whoever writes a fragment to each of them would send the data, take it apart and compute its parity on its own side. Here
-//! it is one call, so that the data goes to the stores once, comes to lie fragment by fragment on its way, and parity may be
-//! computed there, by the [`Engines`] beside the stores: it need not go there, then.
+//! One call stages all fragments of a stripe. Without it, a caller would split the data, compute
+//! the parity on its own side and send every fragment separately. With it, the data goes to the
+//! stores once and is split into fragments on the way. The [`Engines`] beside the stores may
+//! compute the parity, which then need not be sent.
 
 mod engines;
 mod local;
@@ -23,7 +25,7 @@ use crate::{ObjectStore, StageId, StoreError};
 pub use engines::{EngineOptions, Engines};
 pub use local::{LocalStripes, write_parts};
 
-/// Who computes parity, where the stores are.
+/// The processor that computes parity on the side of the stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ParityDevice {
     /// The host's processor.
@@ -32,7 +34,7 @@ pub enum ParityDevice {
     Accelerator,
 }
 
-/// A fragment's bytes, in pieces that follow one another: whole blocks, and a checksum for each block.
+/// A fragment's bytes in consecutive pieces of whole blocks, with a checksum for each block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FragmentBytes {
     /// The bytes.
@@ -48,16 +50,17 @@ impl FragmentBytes {
         self.pieces.iter().map(Bytes::len).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The same in one piece, copied only if it is in several.
+    /// Joins the pieces into one payload. Copies the bytes only if there are several pieces.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if the checksums are not those of so many blocks.
+    /// [`StoreError::InvalidArgument`] if the number of checksums differs from the number of
+    /// blocks.
     pub fn into_payload(self) -> Result<Payload, StoreError> {
         let len = self.len();
         let mut pieces = self.pieces;
@@ -80,27 +83,28 @@ impl From<Payload> for FragmentBytes {
     }
 }
 
-/// What goes to the parts that have no data fragment.
+/// The source of the fragments that carry no data of their own: parity or copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parity {
-    /// These.
+    /// The caller supplies the fragments.
     Here(Vec<FragmentBytes>),
-    /// Each of them gets the only data fragment, too.
+    /// Each of these fragments is a copy of the only data fragment.
     Copies,
-    /// What is computed there. Nothing if there are no such parts.
+    /// The given device computes the parity, if the stripe has parity fragments.
     By(ParityDevice),
 }
 
-/// Staged bytes of several targets.
+/// A write of staged bytes to several targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
-    /// By fragment, data fragments first: the target's UUID, and its stage; `None` for one that is not written.
+    /// For each fragment, data fragments first: the target's UUID and the stage there, or `None`
+    /// for a fragment that is not written.
     pub parts: Vec<Option<(u128, StageId)>>,
-    /// Where in each stage, in bytes: a multiple of the block size.
+    /// Offset in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
-    /// The data fragments, of one length.
+    /// The data fragments, all of the same length.
     pub data: Vec<FragmentBytes>,
-    /// The others.
+    /// The parity fragments.
     pub parity: Parity,
 }
 
@@ -111,16 +115,16 @@ impl StripeWrite {
         self.data.first().map_or(0, FragmentBytes::len)
     }
 
-    /// Number of fragments that are not data.
+    /// Number of parity fragments.
     #[must_use]
     pub fn parity_count(&self) -> usize {
         self.parts.len().saturating_sub(self.data.len())
     }
 
-    /// Whether it makes sense.
+    /// Checks that the fields fit together.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] says what does not.
+    /// [`StoreError::InvalidArgument`] names the contradiction.
     pub fn check(&self) -> Result<(), StoreError> {
         let (len, k, m) = (self.fragment_len(), self.data.len(), self.parity_count());
         check_shape(len as u64, k, self.parts.len(), self.offset)?;
@@ -138,10 +142,11 @@ impl StripeWrite {
     }
 }
 
-/// Whether there can be `k` data fragments of `len` bytes among `parts`, written at `offset`.
+/// Checks that a write at `offset` can have `parts` fragments, `k` of them data fragments of `len`
+/// bytes.
 ///
 /// # Errors
-/// [`StoreError::InvalidArgument`] if not.
+/// [`StoreError::InvalidArgument`] if it cannot.
 pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), StoreError> {
     let is_possible = len > 0
         && len.is_multiple_of(BLOCK)
@@ -155,42 +160,45 @@ pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), 
     Err(StoreError::InvalidArgument(what))
 }
 
-/// Why stripes have not been staged. Parts that were written stay in their stages; the same can be written again.
+/// Why staging of stripes failed. Fragments that were written stay in their stages, and the caller
+/// may write the same bytes again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StripeError {
-    /// No parity was computed, and nothing was written: another engine may do better.
+    /// No parity was computed and nothing was written. The caller may try another engine.
     #[error("no parity was computed: {0}")]
     Coding(String),
-    /// The store of this part said so.
+    /// The store of this fragment failed.
     #[error("fragment {0}: {1}")]
     Part(usize, StoreError),
-    /// It concerns no single part.
+    /// The failure concerns no single fragment.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-/// The host's counters.
+/// A reading of the load counters of the host's CPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostReading {
-    /// What they say.
+    /// The values of the counters.
     pub reading: LoadCounters,
-    /// Of which CPUs.
+    /// The CPUs that the counters cover.
     pub cpus: Vec<usize>,
 }
 
-/// Is told when parity has been computed, and how much time of an engine that took; dropped if it was not. Engines that do
-/// several pieces of work at a time do not say how long each took.
+/// Receives a message when the parity has been computed, with the engine time that this took. The
+/// sender is dropped if no parity was computed. The time is `None` for an engine that works on
+/// several tasks at once.
 pub type Coded = oneshot::Sender<Option<Duration>>;
 
-/// Stores that are in one place, which take stripes.
+/// Stores in one place that accept whole stripes.
 ///
-/// **Threads.** As [`ObjectStore`].
+/// **Threads.** As for [`ObjectStore`].
 pub trait StripeStores: Send + Sync {
-    /// Most bytes of all fragments of a call together, parity included.
+    /// Most bytes of all fragments of one call together, parity included.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a piece of each fragment to its stage, as [`ObjectStore::stage_write`] does, and computes parity before, if that is
-    /// asked for. Transactions that name the stages are to be queued when this is done.
+    /// Writes a piece of each fragment to its stage, as [`ObjectStore::stage_write`] does. Computes
+    /// the parity first if the write asks for that. Queue transactions that name the stages after
+    /// the future has resolved.
     fn stage_stripes(
         &self,
         write: StripeWrite,
@@ -201,23 +209,24 @@ pub trait StripeStores: Send + Sync {
     fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>>;
 }
 
-/// Memory that parity is computed into: of a staging arena, from which it can be moved as it is, or any.
+/// Memory for computed parity. An arena buffer of a staging arena can be transferred without a
+/// copy.
 #[derive(Debug)]
 pub enum FragmentBuf {
-    /// Of an arena.
+    /// A buffer of an arena.
     Arena(ArenaBuf),
-    /// Of the heap.
+    /// A buffer on the heap.
     Heap(BytesMut),
 }
 
 impl FragmentBuf {
-    /// Of the heap, zeros.
+    /// Returns a heap buffer of `len` zeros.
     #[must_use]
     pub fn heap(len: usize) -> FragmentBuf {
         FragmentBuf::Heap(BytesMut::zeroed(len))
     }
 
-    /// No longer to be written.
+    /// Makes the bytes immutable.
     #[must_use]
     pub fn freeze(self) -> Bytes {
         match self {
@@ -247,5 +256,5 @@ impl std::ops::DerefMut for FragmentBuf {
     }
 }
 
-/// A part of a write: a store, and the stage in it.
+/// The store of one fragment, and the fragment's stage in it.
 pub type StoreStage = (Arc<dyn ObjectStore>, StageId);

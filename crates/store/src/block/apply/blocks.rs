@@ -1,4 +1,4 @@
-//! Maps of objects, blocks, and references to them.
+//! Extent maps of objects, their blocks, and the reference counts of blocks.
 
 use std::collections::btree_map::Entry;
 

@@ -1,4 +1,4 @@
-//! Copies that share blocks.
+//! Clones of objects that share blocks.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;

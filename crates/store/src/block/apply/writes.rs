@@ -1,4 +1,4 @@
-//! Writing, zeroing and cutting objects.
+//! Writes, zeroing and truncation of objects.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};

@@ -1,4 +1,4 @@
-//! Scenarios about objects' data.
+//! Scenarios for the data of objects.
 
 use base::block::{BLOCK, Payload, ZERO_BLOCK_CRC};
 use base::mem::Arena;
