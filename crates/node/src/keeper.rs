@@ -26,7 +26,7 @@ const ANNOUNCEMENTS: usize = 16;
 /// Setting of the allocator: how long it keeps freed memory, in ms.
 const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
 
-/// How to start a role. The role's first `Ready` announcement determines later starts: its address
+/// How to start a role. The role's `Ready` announcement determines later starts: its address
 /// for clients, its address for metrics, and its targets.
 #[derive(Debug, Clone)]
 pub struct RoleSpec {
