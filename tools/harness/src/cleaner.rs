@@ -1,4 +1,4 @@
-//! Cleaning up after this process, however it ends.
+//! Removes the files of this process after it ends, even if it is killed.
 
 use std::ffi::OsStr;
 use std::os::unix::process::CommandExt;

@@ -1,4 +1,4 @@
-//! What a run is held against: thresholds, each with what the paper reports.
+//! The thresholds that a run is compared with, each with the paper's result.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! Runs the plan and keeps what comes out.
+//! Runs the plan and stores the results.
 
 use std::time::Duration;
 

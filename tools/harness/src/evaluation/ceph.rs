@@ -1,5 +1,6 @@
-//! A real Ceph to compare with: one OSD with BlueStore on a file beside the nodes' targets, no copies. `bench/ceph` starts and stops
-//! it; `rados bench` drives it; the OSD's CPU is booked here, thread by thread (bench/ceph/README.md).
+//! A real Ceph for comparison: one OSD with BlueStore on a file beside the nodes' targets, without
+//! replication. `bench/ceph` starts and stops it, and `rados bench` drives it. This module accounts
+//! for the OSD's CPU time, thread by thread (bench/ceph/README.md).
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,4 +1,4 @@
-//! What a run was made on and with.
+//! The machine and the software of a run.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,8 +1,9 @@
-//! What the paper reports: *DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization* (SC Workshops '25,
-//! doi:10.1145/3731599.3767525). Each figure names the section, figure or table that it is from.
+//! Results of the paper *DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization*
+//! (SC Workshops '25, doi:10.1145/3731599.3767525). Each value names its section, figure or table.
 //!
-//! Its testbed (section 5.1, table 1): two storage nodes with one OSD each and a client, AMD EPYC 9474F (48 cores), BlueField-3,
-//! Samsung PM893, 100 Gbit/s Ethernet; `rados bench` writes with 16 in flight, five runs averaged.
+//! The paper's testbed (section 5.1, table 1) has two storage nodes with one OSD each and a client,
+//! AMD EPYC 9474F (48 cores), BlueField-3, Samsung PM893 and 100 Gbit/s Ethernet. `rados bench`
+//! writes with 16 requests in flight; results are averages of five runs.
 
 /// Title.
 pub const TITLE: &str = "DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization";

@@ -1,4 +1,4 @@
-//! What is done in a round, in which order, and how long that takes.
+//! The plan: the steps of a round, their order and their duration.
 
 use super::order::turns;
 use super::settings::EvaluationSettings;

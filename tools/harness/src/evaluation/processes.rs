@@ -1,4 +1,5 @@
-//! CPU time and context switches of processes, read from `/proc`: for programs that do not account for themselves.
+//! CPU time and context switches of processes, read from `/proc`, for programs without their own
+//! accounting.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! How far a run is: one line of a terminal that changes, or a line per round in a pipe.
+//! Progress of a run: one changing line on a terminal, or one line per round in a pipe.
 
 use std::io::{IsTerminal, Write};
 use std::time::Instant;

@@ -1,5 +1,5 @@
-//! All that is up during a run: a node per configuration and a Ceph, each in a directory of its own on the same drive, idle while
-//! another is measured.
+//! The systems under test: one node per configuration and a Ceph, each in its own directory on the
+//! same drive. All of them run throughout; while one is measured, the others are idle.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What was measured, run by run.
+//! The samples: the measured values of each run.
 
 use std::collections::{BTreeMap, BTreeSet};
 

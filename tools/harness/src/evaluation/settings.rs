@@ -1,4 +1,4 @@
-//! What the environment says about a run of the report.
+//! The settings of a report, read from the environment.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,10 @@
-//! Medians of rounds, with intervals.
+//! Medians of rounds, with confidence intervals.
 //!
-//! Machines drift while they are measured, so two systems are compared round by round, by runs that lie a minute apart, and what
-//! is reported is the median of these ratios. The interval is the one of order statistics: of `n` sorted values, the k-th from
-//! either end enclose the true median with a probability that follows from coin tosses alone, whatever the distribution.
+//! A machine's speed drifts during measurements. So two systems are compared round by round, by
+//! runs at most a minute apart, and the report shows the median of the ratios. The interval comes
+//! from order statistics: the k-th values from both ends of `n` sorted values enclose the true
+//! median with a probability that follows from the binomial distribution, for every distribution of
+//! the values.
 
 use std::collections::BTreeMap;
 

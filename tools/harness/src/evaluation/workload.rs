@@ -1,4 +1,4 @@
-//! What is measured: configurations, sizes and modes.
+//! The workloads: configurations, sizes and modes.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! Figures by what was measured and round, what to hold them against, and how they are shown and kept.
+//! Stores the measured values by name and round, compares them with thresholds, and prints them.
 
 use std::collections::BTreeMap;
 use std::path::Path;

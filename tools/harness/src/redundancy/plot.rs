@@ -1,4 +1,4 @@
-//! Lines over time, one chart below another, as an SVG file.
+//! Line charts over time, stacked vertically in one SVG file.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! Whether the machine has nothing else to do: figures of one that has are not to be trusted.
+//! Checks whether the machine is otherwise idle. Results from a busy machine are not reliable.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a node's redundancy is doing, as `outboard status` has it.
+//! The state of a node's rebuilds and scrubs, from `outboard status`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

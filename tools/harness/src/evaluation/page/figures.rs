@@ -1,4 +1,4 @@
-//! The paper's figures 5 to 10 and tables 2 and 3, with what was measured here beside them.
+//! The paper's figures 5 to 10 and tables 2 and 3, next to the results measured here.
 
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};

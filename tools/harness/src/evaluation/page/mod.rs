@@ -1,4 +1,4 @@
-//! The page: one HTML file with everything in it, which needs nothing from elsewhere.
+//! The page: one HTML file without external resources.
 
 pub mod coding;
 mod details;

@@ -1,4 +1,5 @@
-//! Writes over each network stack by requests in flight, beside what is published about Ceph over RDMA.
+//! Writes over each network stack by the number of requests in flight, next to published results of
+//! Ceph over RDMA.
 
 use super::svg::{self, Grouped, Series};
 use super::text::{cell, number, table};

@@ -1,4 +1,5 @@
-//! Bar charts as SVG, inline or as files of their own. Colours are classes that the page's style sheet fills, light or dark.
+//! Bar charts as SVG, inline or as separate files. Colours are CSS classes; the page's style sheet
+//! defines them for light and dark mode.
 
 use std::fmt::Write;
 

@@ -1,5 +1,6 @@
-//! Which CPUs are whose: one the host's, with its store and whatever else keeps it busy; one the DPU's; the others the clients'. Where
-//! there are no others, clients are on the DPU's, which is where their requests arrive.
+//! Divides the CPUs: one for the host with its store and its other load, one for the DPU, and the
+//! remaining CPUs for the clients. If no CPUs remain, clients share the DPU's CPU, because their
+//! requests arrive there.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 

@@ -1,5 +1,6 @@
-//! A program that wants all of a CPU and says how much of its work it gets done: what coding on the host would take from
-//! others. It is this program once more: `outboard-redundancy hog CPU`.
+//! The hog: a program that wants all of a CPU and reports how much work it completes. It shows how
+//! much CPU time coding on the host takes from other programs. It is this program, started as
+//! `outboard-redundancy hog CPU`.
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
