@@ -7,7 +7,7 @@ use crate::engine::EngineLimits;
 /// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The client's name for the node's logs and status; at most 32 bytes.
+    /// The name that the client tells the node; at most 32 bytes.
     pub name: String,
     /// Time limit for reaching the node when the client starts.
     pub connect_timeout: Duration,

@@ -1,4 +1,4 @@
-//! Removes the files of this process after it ends, even if it is killed.
+//! Runs a cleanup script when this process ends, even by a signal.
 
 use std::ffi::OsStr;
 use std::os::unix::process::CommandExt;
