@@ -1,7 +1,7 @@
 //! Medians of rounds, with confidence intervals.
 //!
 //! A machine's speed drifts during measurements. So two systems are compared round by round, by
-//! runs at most a minute apart, and the report shows the median of the ratios. The interval comes
+//! runs about a minute apart, and the report shows the median of the ratios. The interval comes
 //! from order statistics: the k-th values from both ends of `n` sorted values enclose the true
 //! median with a probability that follows from the binomial distribution, for every distribution of
 //! the values.
