@@ -6,19 +6,19 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::Result;
 
-/// The division.
+/// The division of the CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Division {
-    /// The host's.
+    /// The host's CPU.
     pub host: usize,
-    /// The DPU's.
+    /// The DPU's CPU.
     pub dpu: usize,
-    /// The clients'.
+    /// The clients' CPUs.
     pub clients: Vec<usize>,
 }
 
 impl Division {
-    /// Of the CPUs that this process may use.
+    /// Divides the CPUs that this process may use.
     ///
     /// # Errors
     /// If there are fewer than two.
@@ -36,10 +36,10 @@ impl Division {
     }
 }
 
-/// Does something on some CPUs, as do the processes that it starts.
+/// Calls `what` on some CPUs. Processes that it starts also use only these CPUs.
 ///
 /// # Errors
-/// If it fails, or these CPUs may not be used.
+/// The call fails, or these CPUs may not be used.
 pub fn on<T>(cpus: &[usize], what: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = sched_getaffinity(None)?;
     let mut set = CpuSet::new();
