@@ -11,13 +11,13 @@ use crate::engine::{Capability, Engine, NativeEngine};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
-/// A client of an [`Engine`]: the entry to its pools and objects. Clones share it. Any thread may
-/// use it.
+/// A client of an [`Engine`], which gives access to pools and objects. Clones share one client. Any
+/// thread may use it.
 ///
-/// Over the [`NativeEngine`] a client is a session with a node. [`Client::close`] ends the session,
-/// and so does dropping the last clone. Both tell the node, which then forgets the results of the
-/// session's requests. After a drop, a task on the runtime that the client was connected on tells
-/// the node: if that runtime ends at once, close the client first.
+/// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] or dropping the
+/// last clone ends the session. Both tell the node, which then discards the results of the
+/// session's requests. After a drop, a task on the client's runtime tells the node. If that runtime
+/// is about to end, call [`Client::close`] first.
 #[derive(Clone)]
 pub struct Client {
     requests: Arc<Requests>,
@@ -41,7 +41,7 @@ impl Client {
     }
 
     /// Connects to a node over any network stack. Must be called on a tokio runtime, which then
-    /// serves the connection.
+    /// runs the connection.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -54,7 +54,7 @@ impl Client {
         Ok(Client::over(Arc::new(engine), options))
     }
 
-    /// A client of any engine. The options that describe a connection are not used.
+    /// Creates a client of any engine. Options about connections are not used.
     #[must_use]
     pub fn over(engine: Arc<dyn Engine>, options: Options) -> Client {
         Client { requests: Arc::new(Requests::new(engine, options)) }
@@ -86,7 +86,8 @@ impl Client {
         &self.requests
     }
 
-    /// A pool by its name. Nothing is sent: whether it exists shows with its first use.
+    /// Returns a pool by its name without sending a request. The pool's first use fails if it does
+    /// not exist.
     ///
     /// # Errors
     /// [`Error::Name`].
@@ -102,8 +103,8 @@ impl Client {
         self.create_pool_with(name, 0, Redundancy::Single).await
     }
 
-    /// Creates a pool with a number of placement groups (a power of two, or 0 for the default), whose objects are
-    /// kept from being lost with a target in that way.
+    /// Creates a pool with a number of placement groups (a power of two, or 0 for the default) and
+    /// a redundancy scheme.
     ///
     /// # Errors
     /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
@@ -112,8 +113,9 @@ impl Client {
         self.done(AdminRequest::PoolCreate { name, pg_count, redundancy }).await
     }
 
-    /// Takes a target out, so that placement groups with redundancy do without it and give its place to another one, if
-    /// there is one; or takes it in again. `index` is its number in [`NodeStatus::targets`].
+    /// Takes a target out, or in again. Placement groups with redundancy stop using a target that
+    /// is out, and replace it by a spare target if there is one. `index` is the target's number in
+    /// [`NodeStatus::targets`].
     ///
     /// # Errors
     /// If there is no such target, or too few are left to change the node's map.
@@ -121,28 +123,28 @@ impl Client {
         self.done(AdminRequest::TargetSetOut { index, out }).await
     }
 
-    /// Gives a target's number to another one, which the node is to be started with next.
+    /// Gives a target's number to a new target, with which the node starts next.
     ///
     /// # Errors
-    /// If there is no such target, or a pool without redundancy may need it.
+    /// The target does not exist, or a pool without redundancy may need it.
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
         self.done(AdminRequest::TargetReplace { index, uuid }).await
     }
 
-    /// Compares what a pool's targets have with what they should have, and makes damaged fragments anew from others.
-    /// Begins a scrub if none is under way, and says how it stands. With `repair`, the scrub also gives objects whose
-    /// data ends early the size that is recorded of them, where the missing bytes are zeros for certain.
+    /// Starts a scrub of a pool unless one is running, and returns its status. A scrub verifies all
+    /// stored data and reconstructs damaged fragments. With `repair`, it also extends each object
+    /// whose data is shorter than its recorded size, where the missing bytes are certainly zeros.
     ///
     /// # Errors
-    /// If there is no such pool, or a scrub without `repair` is under way and this one is to repair.
+    /// The pool does not exist; or `repair` is set, and a scrub without `repair` is running.
     pub async fn start_scrub(&self, pool: &str, repair: bool) -> Result<ScrubStatus> {
         self.scrub(pool, true, repair).await
     }
 
-    /// How a pool's scrub stands.
+    /// Returns the status of a pool's scrub.
     ///
     /// # Errors
-    /// If there is no such pool.
+    /// The pool does not exist.
     pub async fn scrub_status(&self, pool: &str) -> Result<ScrubStatus> {
         self.scrub(pool, false, false).await
     }
@@ -155,7 +157,8 @@ impl Client {
         }
     }
 
-    /// Sets how many bytes a second rebuilds and scrubs may move, until the node is started again; 0 for no limit.
+    /// Limits the bytes per second that rebuilds and scrubs move, until the node's next start; 0
+    /// for no limit.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -171,7 +174,7 @@ impl Client {
         self.done(AdminRequest::SetCodingMode(mode)).await
     }
 
-    /// The pools, ordered by name.
+    /// Lists the pools, ordered by name.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -182,7 +185,8 @@ impl Client {
         }
     }
 
-    /// Removes a pool. Unless `force`d, it must be empty. Its space is given back in the background.
+    /// Removes a pool. Unless `force` is set, the pool must be empty. The node frees its space in
+    /// the background.
     ///
     /// # Errors
     /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) among others.
@@ -191,7 +195,7 @@ impl Client {
         self.done(AdminRequest::PoolRemove { name, force }).await
     }
 
-    /// The node's state.
+    /// Returns the node's state.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -202,8 +206,9 @@ impl Client {
         }
     }
 
-    /// Removes parts of striped objects that no head names, if they are at least that old and their uploader is gone.
-    /// The node does so by itself from time to time; this does it now. Returns how many it removed.
+    /// Removes orphans: parts of striped objects that no head object refers to. An orphan is
+    /// removed if it is at least `older_than` old and its uploader's session has ended. The node
+    /// also removes orphans periodically. Returns the number of removed orphans.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -215,8 +220,8 @@ impl Client {
         }
     }
 
-    /// Ends the session and tells the node; waits at most two seconds until that was sent. Requests
-    /// under way fail with [`Error::Closed`]; changes among them may have taken effect.
+    /// Ends the session and tells the node. Waits at most two seconds for that message to be sent.
+    /// Unanswered requests fail with [`Error::Closed`]; changes among them may have taken effect.
     pub async fn close(&self) {
         self.requests.close().await;
     }
@@ -233,7 +238,7 @@ impl Client {
     }
 }
 
-/// An answer of the wrong kind.
+/// Returns the error for an answer of the wrong kind.
 fn unexpected(reply: &AdminReply) -> Error {
     Error::Protocol(format!("unexpected answer {reply:?}"))
 }

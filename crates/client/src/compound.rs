@@ -1,4 +1,4 @@
-//! Several changes of one object, all or none.
+//! Atomic changes of one object.
 
 use bytes::Bytes;
 use wire::{Condition, Mutated, Mutation, OpBytes, PartId};
@@ -111,7 +111,7 @@ impl Compound {
         self.op(Mutation::Truncate(size))
     }
 
-    /// Makes a range zero.
+    /// Sets a range to zero.
     pub fn zero(self, offset: u64, len: u64) -> Compound {
         self.op(Mutation::Zero { offset, len })
     }
@@ -151,12 +151,12 @@ impl Compound {
         self.op(Mutation::OmapClear)
     }
 
-    /// Does it. Resolves when all of it is durable.
+    /// Sends the compound. Resolves when all its changes are durable.
     ///
     /// # Errors
-    /// [`ConditionFailed`](wire::Error::ConditionFailed) if a condition does not hold; then, as
-    /// with every error that is not [one of those](Error::may_have_taken_effect) after which it may
-    /// be, nothing was changed.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if a condition does not hold. No error
+    /// leaves a part of the changes. Only after [some errors](Error::may_have_taken_effect) may the
+    /// compound have taken effect.
     pub async fn commit(self) -> Result<Mutated> {
         self.commit_part(None).await
     }
@@ -184,8 +184,8 @@ impl Compound {
         client.requests().mutate(request).await
     }
 
-    /// Takes the largest piece of data as the payload of the request. Embeds the others into their
-    /// operations.
+    /// Takes the largest piece of data as the payload of the request, and embeds the other data
+    /// into their operations.
     async fn take_payload(&mut self) -> Result<Option<Source>> {
         let largest = self.data.iter().max_by_key(|(_, source)| source.len()).map(|(index, _)| *index);
         let mut payload = None;

@@ -1,9 +1,9 @@
-//! Reading ranges of objects.
+//! Reads ranges of objects.
 //!
-//! The first request finds out what the object is, and brings as much as all requests in flight
-//! together. The rest is read by several requests at a time. Three readers share this pipeline:
-//! [`RangeReader`] hands out chunks as they arrive, [`read_into`] fills memory of the caller, and
-//! [`get_range`] fills one buffer.
+//! The first request determines the type of the object, and brings as much data as all later
+//! requests in flight together. Several concurrent requests read the rest. Three readers share this
+//! pipeline: [`RangeReader`] returns chunks as they arrive, [`read_into`] fills the caller's
+//! memory, and [`get_range`] fills one buffer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,10 +17,10 @@ use wire::{Manifest, PartId};
 use crate::engine::{ReadReply, ReadRequest, Sink, SinkMemory};
 use crate::{Error, Object, Result};
 
-/// Most attempts of a read whose object changes meanwhile.
+/// Most attempts of a read while the object keeps changing.
 const TRIES: usize = 8;
 
-/// Most bytes that the first request brings. The whole request is repeated if the object changes.
+/// Most bytes that the first request brings. If the object changes, the whole request is repeated.
 const FIRST_MAX: u64 = 16 << 20;
 
 /// Reads up to `len` bytes at `offset` into one buffer.
@@ -101,14 +101,14 @@ fn is_changed(e: &Error) -> bool {
     matches!(e, Error::Node(wire::Error::Changed { .. }))
 }
 
-/// Streams a range of an object, in chunks of no particular size. Made by [`Object::read_stream`].
+/// Streams a range of an object in chunks of arbitrary sizes. Created by [`Object::read_stream`].
 pub struct RangeReader {
     object: Object,
     offset: u64,
     len: u64,
     /// `None` before the first request.
     pipeline: Option<Pipeline>,
-    /// Chunks that arrived and were not handed out.
+    /// Chunks that have arrived but were not returned yet.
     ready: VecDeque<Bytes>,
 }
 
@@ -125,11 +125,11 @@ impl RangeReader {
         RangeReader { object, offset, len, pipeline: None, ready: VecDeque::new() }
     }
 
-    /// The next chunk, or `None` at the end of the range. Cancel safe.
+    /// Returns the next chunk, or `None` at the end of the range. Cancel safe.
     ///
     /// # Errors
-    /// [`Changed`](wire::Error::Changed) if the object changed after the first chunks were handed
-    /// out. Chunks that were handed out are then of no use.
+    /// [`Changed`](wire::Error::Changed) if the object changed after the first chunks were
+    /// returned. The returned chunks are then invalid.
     pub async fn next(&mut self) -> Result<Option<Bytes>> {
         let mut tries = 1;
         while self.ready.is_empty() {
@@ -170,7 +170,7 @@ struct Piece {
     len: u64,
 }
 
-/// The pieces of a range that are left to read, cut at multiples of `step` and at the ends of parts.
+/// The unread pieces of a range, cut at multiples of `step` and at the ends of parts.
 struct Pieces {
     /// The parts of a striped object.
     manifest: Option<Manifest>,
@@ -196,17 +196,17 @@ impl Iterator for Pieces {
     }
 }
 
-/// What the first request brought.
+/// The result of the first request.
 struct Opened {
     /// Length of the whole range, in bytes: it ends at the object's end.
     len: u64,
-    /// Number of its bytes that the first request brought.
+    /// Number of bytes of the range that the first request brought.
     first_len: u64,
     /// These bytes, for [`Sink::Bytes`].
     chunks: Vec<Bytes>,
 }
 
-/// Reads the pieces of a range in order, several at a time.
+/// Reads the pieces of a range in order, with several requests in flight.
 struct Pipeline {
     object: Object,
     /// Version of the object that the range is read from.
@@ -216,7 +216,7 @@ struct Pipeline {
     offset: u64,
     pieces: Pieces,
     reads: FuturesOrdered<BoxFuture<'static, Result<Vec<Bytes>>>>,
-    /// The caller has handed out data.
+    /// Whether the caller has returned data to its user.
     has_given: bool,
 }
 
@@ -260,8 +260,9 @@ impl Pipeline {
         Ok((pipeline, Opened { len: range_len, first_len, chunks }))
     }
 
-    /// Waits for the next piece; returns its chunks, or `None` after the last piece. `sink_for` says
-    /// where a piece goes, by its offset in the range and its length in bytes. Cancel safe.
+    /// Waits for the next piece. Returns its chunks, or `None` after the last piece. `sink_for`
+    /// returns the destination of a piece, given its offset in the range and its length in bytes.
+    /// Cancel safe.
     async fn next(&mut self, sink_for: &mut impl FnMut(u64, u64) -> Sink) -> Result<Option<Vec<Bytes>>> {
         let in_flight = self.object.parts().0.requests().options().reads_in_flight;
         while self.reads.len() < in_flight {
@@ -280,7 +281,8 @@ impl Pipeline {
     }
 }
 
-/// A part of version `version` is missing: either the object was replaced, or it is damaged.
+/// Returns the error for a missing part of version `version`: the object was replaced or is
+/// damaged.
 async fn part_missing(object: &Object, version: u64) -> Error {
     match object.stat().await {
         Ok(stat) if stat.version == version => {
@@ -323,8 +325,8 @@ impl SinkMemory for Shifted {
     }
 }
 
-/// A buffer that one piece fills. Data that arrives in a single chunk is kept as it is, unless the
-/// buffer already has room.
+/// A buffer that one piece fills. Data that arrives in a single chunk is kept without a copy,
+/// unless the buffer already has capacity.
 #[derive(Debug)]
 struct PieceBuffer(Mutex<BufferContent>);
 
@@ -353,7 +355,7 @@ impl PieceBuffer {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first `len` bytes. Every byte of them was put.
+    /// Returns the first `len` bytes, all of which were put before.
     fn take(&self, len: usize) -> Bytes {
         let mut filling = self.lock();
         if let Some(mut single) = filling.single.take() {
@@ -369,7 +371,7 @@ impl PieceBuffer {
         buffer.freeze()
     }
 
-    /// The first `len` bytes, in the room that the buffer was given.
+    /// Returns the first `len` bytes in the buffer's own memory.
     fn take_buffer(&self, len: usize) -> BytesMut {
         let mut buffer = std::mem::take(&mut self.lock().buffer);
         buffer.truncate(len);

@@ -11,23 +11,23 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A name is not one. Nothing was sent.
+    /// A name is invalid. Nothing was sent.
     #[error("bad name: {0}")]
     Name(#[from] wire::NameError),
     /// The node refused the request.
     #[error(transparent)]
     Node(#[from] wire::Error),
-    /// The network failed in a way that reconnecting does not mend.
+    /// The network failed, and reconnecting does not help.
     #[error(transparent)]
     Network(#[from] MessengerError),
-    /// No answer came in time. A change may have taken effect or not.
+    /// No answer arrived in time. A change may have taken effect.
     #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
     TimedOut(Duration),
-    /// A change was sent, and its result cannot be asked for: for this reason. It may have taken
-    /// effect or not.
+    /// A change was sent, and its result cannot be learnt, for this reason. The change may have
+    /// taken effect.
     #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
     OutcomeUnknown(Box<Error>),
-    /// The node answered with something that makes no sense here.
+    /// The node's answer is invalid.
     #[error("the node's answer makes no sense: {0}; use a client of the node's version")]
     Protocol(String),
     /// The client was closed.
@@ -45,12 +45,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// What becomes of an error that says nothing about a change that was sent before.
+    /// Converts an error into the error for a change that was sent before and has an unknown
+    /// outcome.
     pub(crate) fn of_unknown_outcome(self) -> Error {
         Error::OutcomeUnknown(Box::new(self))
     }
 
-    /// Whether the object, or what was asked for of it, does not exist.
+    /// Whether the object, or the requested part of it, does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Error::Node(wire::Error::NoSuchObject(_) | wire::Error::NoSuchPool(_)))
@@ -62,8 +63,8 @@ impl Error {
         matches!(self, Error::Node(e) if e.is_transient())
     }
 
-    /// Whether a change that failed with this error may have taken effect. After every other error
-    /// it has not.
+    /// Whether a change that failed with this error may have taken effect. After every other error,
+    /// the change had no effect.
     #[must_use]
     pub fn may_have_taken_effect(&self) -> bool {
         matches!(
@@ -75,7 +76,7 @@ impl Error {
         )
     }
 
-    /// Whether a condition did not hold: the object is not as the caller believed it to be.
+    /// Whether a condition did not hold: the object's state differs from the caller's expectation.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         use wire::Error as E;

@@ -1,4 +1,4 @@
-//! Listing of a pool.
+//! Lists the objects of a pool.
 
 use std::collections::VecDeque;
 
@@ -7,11 +7,11 @@ use wire::{List, ObjectName, PoolName};
 
 use crate::{Client, Result};
 
-/// Names asked for at a time.
+/// Number of names per request.
 const PAGE: u32 = 1000;
 
-/// A listing under way: names come in pages, with a cursor that stays good whatever changes meanwhile. Objects that
-/// exist all the while are listed exactly once.
+/// A listing in progress. Names arrive in pages, and the cursor stays valid while objects change.
+/// Objects that exist during the whole listing are listed exactly once.
 #[derive(Debug)]
 pub struct Listing {
     client: Client,
@@ -29,23 +29,24 @@ impl Listing {
         Listing { client, pool, namespace, prefix, cursor: Bytes::new(), page: VecDeque::new(), ended: false }
     }
 
-    /// Goes on where an earlier listing of the same pool and prefix stood: see [`Listing::cursor`].
+    /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`].
     #[must_use]
     pub fn from_cursor(mut self, cursor: Bytes) -> Listing {
         self.cursor = cursor;
         self
     }
 
-    /// Where the next page starts: names taken so far, and the rest of the page they came from, will not come again.
+    /// Returns the cursor for the next page. A listing from this cursor skips the current page,
+    /// including names that were not taken yet.
     #[must_use]
     pub fn cursor(&self) -> &Bytes {
         &self.cursor
     }
 
-    /// The next name, or `None` at the end.
+    /// Returns the next name, or `None` at the end.
     ///
     /// # Errors
-    /// If the node does not answer or does not have the pool.
+    /// The node does not answer, or the pool does not exist.
     pub async fn next(&mut self) -> Result<Option<ObjectName>> {
         while self.page.is_empty() && !self.ended {
             self.fetch().await?;
@@ -53,7 +54,7 @@ impl Listing {
         Ok(self.page.pop_front())
     }
 
-    /// All names that are left. For listings that fit in memory.
+    /// Collects all remaining names, for listings that fit in memory.
     ///
     /// # Errors
     /// As [`Listing::next`].

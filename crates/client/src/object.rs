@@ -10,7 +10,7 @@ use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, StatAnswer};
 use crate::engine::{SinkMemory, Source};
 use crate::{Client, Compound, Error, RangeReader, Result};
 
-/// How often an append of more than one atomic step is tried again because somebody else changed the object.
+/// Most attempts of an append with several atomic steps, if other clients change the object.
 const APPEND_TRIES: usize = 32;
 
 /// An object, whether it exists or not. Cheap to clone.
@@ -20,18 +20,18 @@ pub struct Object {
     name: ObjectName,
 }
 
-/// What goes with the data of a put.
+/// Options of a put.
 #[derive(Debug, Clone, Default)]
 pub struct PutOptions {
     /// Refuse if the object exists.
     pub exclusive: bool,
     /// Refuse unless the object has this version.
     pub if_version: Option<u64>,
-    /// Xattrs to be set together with the data: names and values.
+    /// Xattrs to set together with the data: names and values.
     pub xattrs: Vec<(Bytes, Bytes)>,
 }
 
-/// What is known of an object without reading its data.
+/// An object's metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
     /// Size, version, time of the last change.
@@ -64,7 +64,8 @@ impl Object {
         &self.name
     }
 
-    /// Replaces the object's data, creating it if need be; xattrs and omap stay. Readers see the old data or the new.
+    /// Replaces the object's data, or creates the object. Xattrs and omap do not change. Readers
+    /// see either the old or the new data.
     ///
     /// # Errors
     /// The node's, the network's, or [`Error::TimedOut`].
@@ -75,13 +76,14 @@ impl Object {
     /// As [`Object::put`], with conditions and xattrs.
     ///
     /// # Errors
-    /// [`Exists`](wire::Error::Exists) or [`ConditionFailed`](wire::Error::ConditionFailed) if it is not to be.
+    /// [`Exists`](wire::Error::Exists) or [`ConditionFailed`](wire::Error::ConditionFailed) if a
+    /// condition does not hold.
     pub async fn put_with(&self, data: impl Into<Bytes>, options: PutOptions) -> Result<Mutated> {
         self.put_from(Source::Bytes(data.into()), options).await
     }
 
-    /// As [`Object::put_with`], from a file, which is read as the node asks for the data. The file must not change
-    /// meanwhile.
+    /// As [`Object::put_with`], from a file. The client reads the file as the node requests the
+    /// data. The file must not change during the call.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be opened.
@@ -96,7 +98,8 @@ impl Object {
         self.put_from(source, options).await
     }
 
-    /// As [`Object::put_with`], from a stream of any length, in constant memory. Nothing is visible before its end.
+    /// As [`Object::put_with`], from a stream of any length, in constant memory. The object changes
+    /// only after the end of the stream.
     ///
     /// # Errors
     /// [`Error::Io`] if the stream fails.
@@ -139,7 +142,8 @@ impl Object {
         self.get_range(0, u64::MAX).await
     }
 
-    /// Up to `len` bytes at `offset`, as one version of the object; fewer if it ends before, none beyond its end.
+    /// Reads up to `len` bytes at `offset`, as one version of the object. Returns fewer bytes if
+    /// the object ends earlier, and no bytes beyond its end.
     ///
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) among others.
@@ -147,44 +151,51 @@ impl Object {
         crate::download::get_range(self, offset, len).await
     }
 
-    /// Reads up to `len` bytes at `offset` into memory of the caller, as one version of the object,
-    /// and returns how many bytes the range has. Data reaches the memory as it arrives. If the
-    /// object changes meanwhile, the read begins anew and fills the memory again.
+    /// Reads up to `len` bytes at `offset` into the caller's memory, as one version of the object.
+    /// Returns the length of the range in bytes. Data reaches the memory as it arrives. If the
+    /// object changes during the read, the read starts again and overwrites the memory.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others. The memory's content is then undefined.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others. The memory's content is then
+    /// undefined.
     pub async fn read_into(&self, offset: u64, len: u64, memory: Arc<dyn SinkMemory>) -> Result<u64> {
         crate::download::read_into(self, offset, len, &memory).await
     }
 
     /// Streams up to `len` bytes at `offset`, as one version of the object, without joining the
-    /// chunks that arrive. Nothing is sent before the first chunk is asked for.
+    /// chunks that arrive. The first call of the reader sends the first request.
     #[must_use]
     pub fn read_stream(&self, offset: u64, len: u64) -> RangeReader {
         RangeReader::new(self.clone(), offset, len)
     }
 
-    /// Writes all data of the object to `writer`, in constant memory, and returns its size, in bytes.
+    /// Writes all data of the object to `writer`, in constant memory. Returns the object's size in
+    /// bytes.
     ///
     /// # Errors
-    /// [`Changed`](wire::Error::Changed) if the object is changed while it is read: what was written is then of no use.
+    /// [`Changed`](wire::Error::Changed) if the object changes during the read. The data written so
+    /// far is then invalid.
     pub async fn get_to_writer(&self, writer: impl AsyncWrite + Unpin + Send) -> Result<u64> {
         crate::download::get_to_writer(self, writer).await
     }
 
-    /// Writes at an offset, in bytes, creating or extending the object if need be; holes read as zeros.
+    /// Writes at an offset, in bytes. Creates or extends the object if necessary; holes read as
+    /// zeros.
     ///
     /// # Errors
-    /// [`Striped`](wire::Error::Striped) on a striped object, [`TooLarge`](wire::Error::TooLarge) beyond 128 MiB.
+    /// [`Striped`](wire::Error::Striped) on a striped object, [`TooLarge`](wire::Error::TooLarge)
+    /// beyond 128 MiB.
     pub async fn write(&self, offset: u64, data: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().write(offset, data).commit().await
     }
 
-    /// Writes at the end; the answer says where that was. Appends of several clients never overlap.
+    /// Writes at the end of the object. The answer contains the offset. Appends of several clients
+    /// never overlap.
     ///
     /// # Errors
-    /// As [`Object::write`]. More than 2 MiB at a time can fail with [`Changed`](wire::Error::Changed), having done
-    /// nothing, if others change the object all the while.
+    /// As [`Object::write`]. An append of more than 2 MiB can fail with
+    /// [`Changed`](wire::Error::Changed), without effect, if other clients keep changing the
+    /// object.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
         if data.len() as u64 <= self.client.engine().limits().append_bytes_max {
@@ -206,7 +217,7 @@ impl Object {
         Err(last.unwrap_or(Error::Closed))
     }
 
-    /// Sets the size; new bytes are zeros.
+    /// Sets the object's size; new bytes are zeros.
     ///
     /// # Errors
     /// As [`Object::write`].
@@ -214,7 +225,7 @@ impl Object {
         self.compound().truncate(size).commit().await
     }
 
-    /// Makes a range zero, extending the object if need be.
+    /// Sets a range to zero, and extends the object if necessary.
     ///
     /// # Errors
     /// As [`Object::write`].
@@ -222,7 +233,7 @@ impl Object {
         self.compound().zero(offset, len).commit().await
     }
 
-    /// Creates the object, empty.
+    /// Creates an empty object.
     ///
     /// # Errors
     /// [`Exists`](wire::Error::Exists) if it exists.
@@ -238,7 +249,7 @@ impl Object {
         self.compound().remove().commit().await
     }
 
-    /// Several changes at once, under conditions.
+    /// Starts a compound: several changes of the object, applied atomically, with conditions.
     pub fn compound(&self) -> Compound {
         Compound::new(self.clone())
     }
@@ -290,7 +301,7 @@ impl Object {
         }
     }
 
-    /// Sets an xattr, creating the object if need be.
+    /// Sets an xattr, and creates the object if necessary.
     ///
     /// # Errors
     /// [`TooLarge`](wire::Error::TooLarge) among others.
@@ -306,7 +317,7 @@ impl Object {
         self.compound().if_exists().remove_xattr(name).commit().await
     }
 
-    /// Those of some omap entries that exist, ordered by key.
+    /// Returns the existing omap entries among `keys`, ordered by key.
     ///
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
@@ -327,7 +338,7 @@ impl Object {
         self.omap(QueryOp::OmapRange { from: from.into(), to, limit }).await
     }
 
-    /// Sets omap entries, creating the object if need be.
+    /// Sets omap entries, and creates the object if necessary.
     ///
     /// # Errors
     /// [`TooLarge`](wire::Error::TooLarge) among others.
@@ -335,7 +346,7 @@ impl Object {
         self.compound().omap_set(entries).commit().await
     }
 
-    /// Removes omap entries of an existing object, whether they exist or not.
+    /// Removes omap entries of an existing object. Missing entries are ignored.
     ///
     /// # Errors
     /// [`ConditionFailed`](wire::Error::ConditionFailed) if there is no object.

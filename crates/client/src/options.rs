@@ -1,37 +1,38 @@
-//! How a client behaves.
+//! The options of a client.
 
 use std::time::Duration;
 
 use crate::engine::EngineLimits;
 
-/// How a client behaves. The defaults suit a node on the same network.
+/// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// What the client calls itself; at most 32 bytes.
+    /// The name that the client tells the node; at most 32 bytes.
     pub name: String,
-    /// How long to try to reach the node at first.
+    /// Time limit for reaching the node when the client starts.
     pub connect_timeout: Duration,
-    /// How long one request may take, repeats and reconnections included.
+    /// Time limit of one request, including retries and reconnections.
     pub request_timeout: Duration,
-    /// Most requests in flight (1..=512); more wait.
+    /// Most requests in flight (1..=512); further requests wait.
     pub requests_in_flight: usize,
-    /// Objects larger than that, in bytes, are striped. At most 128 MiB.
+    /// Objects larger than this size, in bytes, are striped. At most 128 MiB.
     pub stripe_threshold: u64,
-    /// Size of a part of a striped object, in bytes: a multiple of 4096, at most 128 MiB. A stream of unknown length
-    /// is buffered up to one part before it is striped.
+    /// Size of a part of a striped object, in bytes: a multiple of 4096, at most 128 MiB. A stream
+    /// of unknown length is buffered up to one part before it is striped.
     pub part_size: u64,
-    /// How many parts of one object are sent at a time. A stream takes that many parts of memory, and one more.
+    /// Number of parts of one object in flight. A stream takes memory for one part more.
     pub parts_in_flight: usize,
-    /// How much of an object one read request brings, in bytes: a multiple of 4096. The first one brings as much as all
-    /// in flight together, up to 16 MiB.
+    /// Bytes of an object that one read request brings: a multiple of 4096. The first request
+    /// brings as much as all requests in flight together, up to 16 MiB.
     pub read_size: u64,
-    /// How many read requests of one object are in flight at a time.
+    /// Number of read requests of one object in flight.
     pub reads_in_flight: usize,
-    /// Data up to that size, in bytes, is sent inside messages. What is read comes so up to 64 KiB, as the node decides.
+    /// Data of a request up to this size, in bytes, is sent inside a message. For replies, the node
+    /// decides, up to 64 KiB.
     pub inline_max: usize,
     /// Which network stack to use.
     pub stack: messenger::StackChoice,
-    /// Address of this machine to connect from over TCP; `None` leaves the choice to the system.
+    /// Local address for connecting over TCP; `None` leaves the choice to the system.
     pub source: Option<std::net::IpAddr>,
 }
 
@@ -55,7 +56,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Brings every value into its range.
+    /// Limits every value to its valid range.
     pub(crate) fn clamped(mut self, limits: &EngineLimits) -> Options {
         let largest = limits.object_bytes_max;
         let aligned = |size: u64| (size / 4096 * 4096).clamp(4096, largest);

@@ -17,7 +17,7 @@ impl Pool {
         Pool { client, name, namespace }
     }
 
-    /// A namespace of this pool; the empty one is the default.
+    /// Returns a namespace of this pool; the empty name is the default.
     ///
     /// # Errors
     /// [`Error::Name`](crate::Error::Name).
@@ -33,7 +33,7 @@ impl Pool {
         self.name.as_str()
     }
 
-    /// An object by its name. Nothing is sent.
+    /// Returns an object by its name, without sending a request.
     ///
     /// # Errors
     /// [`Error::Name`](crate::Error::Name).
@@ -42,13 +42,13 @@ impl Pool {
         Ok(Object::new(self.client.clone(), name))
     }
 
-    /// The objects of this namespace whose names start with `prefix`, in no order that means anything.
+    /// Lists the objects of this namespace whose names start with `prefix`, in arbitrary order.
     #[must_use]
     pub fn list(&self, prefix: &str) -> Listing {
         Listing::new(self.client.clone(), self.name.clone(), Some(self.namespace.clone()), prefix)
     }
 
-    /// The objects of all namespaces whose names start with `prefix`, in no order that means anything.
+    /// Lists the objects of all namespaces whose names start with `prefix`, in arbitrary order.
     #[must_use]
     pub fn list_all_namespaces(&self, prefix: &str) -> Listing {
         Listing::new(self.client.clone(), self.name.clone(), None, prefix)

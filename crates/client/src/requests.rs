@@ -1,4 +1,4 @@
-//! The retry policy: how often, and for how long, requests are attempted.
+//! The retry policy: the number and the time limit of a request's attempts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer};
 use crate::engine::{BoxCall, ChangeRequest, Engine, ReadReply, ReadRequest};
 use crate::{Error, Options, Result};
 
-/// First pause before another attempt; doubles up to [`RETRY_PAUSE_MAX`].
+/// First pause before another attempt. It doubles up to [`RETRY_PAUSE_MAX`].
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Sends requests to an engine, at most [`Options::requests_in_flight`] at a time. Errors that pass
-/// are retried with an increasing pause until [`Options::request_timeout`] is over. Dropping the
-/// future of a request gives the request up; a change may still take effect.
+/// Sends requests to an engine, at most [`Options::requests_in_flight`] at a time. It retries after
+/// transient errors with an increasing pause until [`Options::request_timeout`] has passed.
+/// Dropping the future of a request abandons the request; a change may still take effect.
 pub(crate) struct Requests {
     engine: Arc<dyn Engine>,
     options: Options,

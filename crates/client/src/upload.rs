@@ -1,4 +1,4 @@
-//! Writing striped objects: parts first, the head that makes them visible last.
+//! Writes striped objects: first the parts, then the head object, which makes the data visible.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 use crate::engine::Source;
 use crate::{Error, Object, PutOptions, Result};
 
-/// How long the parts of an upload that failed are given to be removed; what is left then, the node collects.
+/// Time limit for removing the parts of a failed upload. The node collects the remaining parts.
 const ABANDON: Duration = Duration::from_secs(5);
 
 /// Puts content of known length in parts.
@@ -32,7 +32,7 @@ pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOpt
     upload.finish(sent, parts, options).await
 }
 
-/// Puts a stream: whole if it fits in one part, in parts if not.
+/// Puts a stream. Content that fits into one part is stored as a whole, longer content in parts.
 pub(crate) async fn put_reader(
     object: &Object,
     mut reader: impl AsyncRead + Unpin,
@@ -75,13 +75,13 @@ pub(crate) async fn put_reader(
     upload.finish(sent, parts, options).await
 }
 
-/// An upload under way.
+/// An upload in progress.
 struct Upload<'a> {
     object: &'a Object,
     id: UploadId,
     part_size: u64,
     in_flight: usize,
-    /// Parts that were sent, whatever came of them.
+    /// Number of parts that were sent, with any outcome.
     begun: AtomicU32,
 }
 
@@ -108,7 +108,7 @@ impl<'a> Upload<'a> {
         Ok(self.object.compound().write_full_from(source).commit_part(Some(part)))
     }
 
-    /// Waits until fewer parts are under way than may be.
+    /// Waits until the number of parts in flight is below its limit.
     async fn room_for_one(
         &self,
         parts: &mut FuturesUnordered<impl Future<Output = Result<Mutated>>>,
@@ -119,7 +119,8 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    /// Makes the object visible once all parts are there; takes them away if it certainly never will be.
+    /// Makes the object visible when all parts are stored. Removes the parts if the head object
+    /// certainly will not be written.
     async fn finish(
         &self,
         sent: Result<u64>,
@@ -148,7 +149,7 @@ impl<'a> Upload<'a> {
         committed
     }
 
-    /// Removes the parts sent so far, as well as that goes.
+    /// Tries to remove the parts sent so far.
     async fn abandon(&self, mut parts: FuturesUnordered<impl Future<Output = Result<Mutated>>>) {
         let removal = async {
             while parts.next().await.is_some() {}
@@ -165,7 +166,7 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Up to `limit` bytes, fewer only at the stream's end.
+/// Reads up to `limit` bytes; fewer only at the stream's end.
 async fn read_up_to(reader: &mut (impl AsyncRead + Unpin), limit: u64) -> Result<Bytes> {
     let mut buf = BytesMut::new();
     let mut reader = reader.take(limit);

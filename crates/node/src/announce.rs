@@ -1,5 +1,5 @@
-//! What a role tells its supervisor: lines of JSON on its standard output. The first line says that the role is ready, or
-//! why it is not.
+//! Announcements of a role to its supervisor: lines of JSON on the role's standard output. The
+//! first line says that the role is ready, or why it cannot be.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -8,40 +8,41 @@ use serde::{Deserialize, Serialize};
 
 use super::state::MountedTarget;
 
-/// Longest announcement that is read, in bytes.
+/// Longest announcement that the supervisor reads, in bytes.
 pub const MAX_ANNOUNCEMENT: u64 = 64 << 10;
 
-/// One line.
+/// One announcement, which is one line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Announcement {
-    /// The role does its work.
+    /// The role is ready.
     Ready(Ready),
-    /// It cannot; the text says what, why and what to do. The process ends.
+    /// The role cannot become ready. The text says what failed, why, and what to do. The process
+    /// ends.
     Failed(String),
-    /// The event loop with that name goes round. Only a role that is ready says so, from time to time.
+    /// The event loop with this name is alive. Only a role that is ready sends heartbeats.
     Heartbeat(String),
-    /// The role has found that it hangs, for this reason, although its event loops go round.
+    /// The role has found that it hangs, for this reason, although its event loops are alive.
     Hung(String),
-    /// The role is not ready yet, and gets on.
+    /// The role is not ready yet, but makes progress.
     Progress,
-    /// A signal has asked the role to stop. Its event loops give no more heartbeats.
+    /// A signal has asked the role to stop. Its event loops send no more heartbeats.
     Stopping,
 }
 
-/// What others need to know of a role that is ready.
+/// What a role reports when it is ready.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Where its metrics are, as `host:port`.
+    /// Address of the role's metrics, as `host:port`.
     pub metrics: Option<String>,
-    /// Where clients connect to, if it serves any.
+    /// Address for clients, if the role serves clients.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store, if it has one.
     pub engine: Option<String>,
     /// Whether that engine is emulated.
     #[serde(default)]
     pub emulated: bool,
-    /// The targets that it has mounted.
+    /// The targets that the role has mounted.
     #[serde(default)]
     pub targets: Vec<MountedTarget>,
     /// The event loops that send heartbeats from now on.
@@ -50,14 +51,15 @@ pub struct Ready {
 }
 
 impl Announcement {
-    /// Writes the line. Whoever started the role may have gone: then nobody needs it.
+    /// Writes the line. The reader of the output may have ended; the error is ignored.
     pub fn send(&self) {
         let line = serde_json::to_string(self).expect("plain data has a JSON form");
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
-    /// Writes the line in one call, or drops it where that would block ([`do_not_block`] was called).
+    /// Writes the line in one call, or drops it if the write would block. Requires
+    /// [`do_not_block`].
     pub fn send_or_drop(&self) {
         let line = serde_json::to_string(self).expect("plain data has a JSON form") + "\n";
         // A supervisor that does not read does not need it now.
@@ -65,11 +67,11 @@ impl Announcement {
     }
 }
 
-/// Makes standard output, a pipe to the supervisor, refuse what does not fit: a supervisor that has stopped reading must not
-/// stop the role.
+/// Makes standard output, a pipe to the supervisor, non-blocking. A supervisor that has stopped
+/// reading then cannot stop the role.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn do_not_block() -> std::io::Result<()> {
     let out = std::io::stdout();
     let flags = rustix::fs::fcntl_getfl(out.as_fd())?;

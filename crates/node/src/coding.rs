@@ -1,4 +1,4 @@
-//! Erasure coding in a node's processes: what is configured, and the engines beside the stores.
+//! Erasure coding in a node's processes: its configuration, and the engines beside the stores.
 
 use std::io;
 use std::sync::Arc;
@@ -15,11 +15,12 @@ use wire::{CodingOffload, Placement};
 use super::config::Config;
 use super::cpus::{ChannelSide, Cpus, kept_to};
 
-/// What the core's rate is measured with, in bytes: the middle of the paper's sizes would take longer and say the same.
+/// Bytes encoded to measure a core's rate. The median size of the paper would take longer and give
+/// the same result.
 const SAMPLE: usize = 8 << 20;
 
-/// The emulated accelerator, if it is configured, on the CPUs of the DPU's side. To be called before this thread keeps to
-/// others.
+/// Starts the emulated accelerator, if one is configured, on the CPUs of the DPU's side. Call it
+/// before this thread is restricted to other CPUs.
 pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Option<Worker>> {
     if config.coding.offload != CodingOffload::Accelerator {
         return Ok(None);
@@ -32,7 +33,7 @@ pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Op
     })
 }
 
-/// At how many bytes a second a core encodes as the paper did.
+/// Measures how many bytes per second one core encodes with the paper's method.
 fn host_rate() -> io::Result<f64> {
     let code =
         Geometry::new(128, 32).and_then(|geometry| Ok(Code::new(geometry, KernelChoice::Auto.load()?)));
@@ -47,14 +48,14 @@ fn host_rate() -> io::Result<f64> {
     }))
 }
 
-/// The engines beside the stores, on the CPUs that this thread keeps to.
+/// Creates the engines beside the stores, on the CPUs that this thread may use.
 pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) -> io::Result<Arc<Engines>> {
     let options =
         EngineOptions { threads: config.coding.host_threads, cpus: kept_to()?, faults: faults.clone() };
     Engines::start(options, accelerator).map(Arc::new)
 }
 
-/// How an osd chooses.
+/// Returns the configuration with which an osd decides where to compute parity.
 pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, faults: Faults) -> CodingConfig {
     let coding = &config.coding;
     let offload = match (coding.offload, placement) {

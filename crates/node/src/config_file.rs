@@ -1,6 +1,6 @@
-//! The configuration file of a node: how it is read, generated and changed.
+//! The configuration file of a node: reads, generates and changes it.
 //!
-//! Values come from the defaults, then the file, then the environment, then flags.
+//! Values come from flags, the environment, the file or the defaults, in this order of precedence.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::keys::{Key, keys};
 /// Name of the file within a node's directory.
 pub const FILE: &str = "outboard.toml";
 
-/// Why a configuration does not hold.
+/// Why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -22,41 +22,42 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The file is no TOML.
+    /// The file is not valid TOML.
     #[error("{} is not valid TOML: {reason}; correct it", path.display())]
     Syntax {
         /// The file.
         path: PathBuf,
-        /// Where, and what is wrong.
+        /// The position and the error.
         reason: String,
     },
-    /// The file has a key that means nothing.
+    /// The file has an unknown key.
     #[error("{}: unknown key `{key}`; {hint}", path.display())]
     UnknownKey {
         /// The file.
         path: PathBuf,
         /// The key, with its section.
         key: String,
-        /// What may be meant.
+        /// A similar key that may be meant.
         hint: String,
     },
-    /// A value is of the wrong kind or out of its range.
+    /// A value has the wrong type or is out of range.
     #[error("{origin}: {reason}; `docs/configuration.md` and the generated file say what is possible")]
     Invalid {
         /// File and environment variables that the values came from.
         origin: String,
-        /// Which value, and what is wrong.
+        /// The key of the value, and the error.
         reason: String,
     },
 }
 
-/// Reads `file` (none: defaults only) and lays what `env` says over it.
+/// Reads `file` and overrides its values by the environment `env`. Without a file, the defaults
+/// apply.
 ///
 /// # Errors
-/// The file is unreadable or no TOML, has an unknown key, or a value is out of its range.
+/// The file is unreadable or not valid TOML, has an unknown key, or a value is out of range.
 pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let Some(path) = file else { return over(Table::new(), "configuration", env) };
     let text = std::fs::read_to_string(path)
@@ -64,8 +65,8 @@ pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result
     of_text(&text, path, env)
 }
 
-/// Takes the text of a file at `path`, which need not be there yet, and lays what `env` says over
-/// it.
+/// Parses the text of a file at `path`, which need not exist yet, and overrides its values by the
+/// environment `env`.
 ///
 /// # Errors
 /// As for [`load`].
@@ -93,7 +94,7 @@ fn over(file: Table, origin: &str, env: impl Fn(&str) -> Option<String>) -> Resu
     Ok(config)
 }
 
-/// Puts `value` at `key`.
+/// Sets `key` to `value`.
 fn set(table: &mut Table, key: &Key, value: Value) {
     if key.section.is_empty() {
         table.insert(key.name.to_owned(), value);
@@ -104,7 +105,7 @@ fn set(table: &mut Table, key: &Key, value: Value) {
     }
 }
 
-/// A message about a value, with its key first.
+/// Rewrites an error message about a value so that it starts with the key.
 fn key_first(message: &str) -> String {
     let message = message.trim();
     match message.rsplit_once("\nin `") {
@@ -147,18 +148,18 @@ fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigEr
     Err(ConfigError::UnknownKey { path: path.to_owned(), key, hint })
 }
 
-/// Whether a key at the top of the file is set: by the environment, or by the text of a file.
+/// Whether a key at the top of the file is set, by the environment or by the text of a file.
 pub fn is_set(name: &str, text: &str, env: impl Fn(&str) -> Option<String>) -> bool {
     let in_file = text.parse::<Table>().is_ok_and(|table| table.contains_key(name));
     in_file || env_of(name).is_some_and(|variable| env(&variable).is_some())
 }
 
-/// The environment variable of a key, by the path of the key.
+/// Returns the environment variable of the key with this path.
 pub fn env_of(path: &str) -> Option<String> {
     keys().iter().find(|key| key.path() == path).map(Key::env)
 }
 
-/// The text of a configuration file with a key at the top set, which was not set before.
+/// Sets a key at the top of a configuration file that was not set before. Returns the new text.
 pub fn remember(text: &str, name: &str, value: &Value) -> String {
     let (line, default) = (format!("{name} = {value}\n"), format!("# {name} = "));
     // The generated file has the key in its place, commented out.
@@ -172,8 +173,8 @@ pub fn remember(text: &str, name: &str, value: &Value) -> String {
     }
 }
 
-/// The text of a configuration file: every key with what it means; those in `chosen` set, the
-/// others at their defaults and commented out.
+/// Generates the text of a configuration file: every key with its description. The keys in `chosen`
+/// are set; the other keys show their defaults and are commented out.
 pub fn generate(chosen: &[(&str, Value)]) -> String {
     let mut text = String::from(
         "# Configuration of this Outboard node. Keys that are commented out show their default.\n\

@@ -1,27 +1,27 @@
-//! Which CPUs a process may use.
+//! Restricts a process to some CPUs.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Deserialize;
 
-/// CPUs that can be named: numbers below this.
+/// Upper bound of CPU numbers, exclusive.
 const MAX_CPUS: usize = CpuSet::MAX_CPU;
-/// Most CPUs that an emulated DPU gets: as many as a BlueField-3 has.
+/// Most CPUs that an emulated DPU gets; a BlueField-3 has as many.
 const MAX_DPU: usize = 16;
 
-/// CPUs for a process: "auto", "any", or a list such as "2,4-7".
+/// CPUs for a process: "auto", "any", or a list like "2,4-7".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Cpus {
-    /// Those of the process's side: an emulated DPU has the last quarter of the machine's, at least one and at most 16, and
-    /// its host has the others.
+    /// The CPUs of the process's side. An emulated DPU has the last quarter of the machine's CPUs,
+    /// at least one and at most 16. Its host has the other CPUs.
     Auto,
-    /// All that the process may use already.
+    /// All CPUs that the process may use already.
     Any,
-    /// These.
+    /// The listed CPUs.
     These(CpuSet),
 }
 
-/// Which side of the host–DPU channel a process is on.
+/// A side of the host–DPU channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChannelSide {
     /// The host: the store.
@@ -60,10 +60,10 @@ fn parse(list: &str) -> Option<CpuSet> {
 }
 
 impl Cpus {
-    /// Keeps the calling thread, and the threads that it starts from here on, to these CPUs.
+    /// Restricts the calling thread, and the threads that it starts from now on, to these CPUs.
     ///
     /// # Errors
-    /// If none of them may be used.
+    /// The thread may use none of these CPUs.
     pub fn apply(self, side: ChannelSide) -> std::io::Result<()> {
         let set = match self {
             Cpus::Any => return Ok(()),
@@ -78,10 +78,11 @@ impl Cpus {
 }
 
 impl Cpus {
-    /// Calls `body`, which may start threads that are to keep to these CPUs; the calling thread is free again then.
+    /// Calls `body` with the calling thread restricted to these CPUs. Threads that `body` starts
+    /// stay restricted; the calling thread's restriction ends with the call.
     ///
     /// # Errors
-    /// If none of them may be used, or `body` fails.
+    /// The thread may use none of these CPUs, or `body` fails.
     pub fn during<T>(
         self,
         side: ChannelSide,
@@ -95,10 +96,11 @@ impl Cpus {
     }
 }
 
-/// The CPUs that the calling thread keeps to; none if it may use all of the machine's.
+/// Returns the CPUs that the calling thread is restricted to; empty if the thread may use all CPUs
+/// of the machine.
 ///
 /// # Errors
-/// If the system does not say.
+/// An error of the system.
 pub fn kept_to() -> std::io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     let listed: Vec<usize> = (0..MAX_CPUS).filter(|cpu| set.is_set(*cpu)).collect();
@@ -107,7 +109,7 @@ pub fn kept_to() -> std::io::Result<Vec<usize>> {
     Ok(if listed.len() < online { listed } else { Vec::new() })
 }
 
-/// Divides the CPUs in a set; a single one is for both sides.
+/// Returns one side's share of a set of CPUs. A single CPU belongs to both sides.
 fn of_side(side: ChannelSide, all: &CpuSet) -> CpuSet {
     let total = all.count() as usize;
     let count = (total / 4).clamp(1, MAX_DPU);

@@ -1,7 +1,7 @@
-//! The debug socket of a role: faults and tuning, while it runs.
+//! The debug socket of a role, for faults and tuning while the role runs.
 //!
-//! A UNIX socket in the node's directory, which only its owner can reach. A request is one line of JSON, an answer is one
-//! line of JSON, one of each per connection.
+//! It is a UNIX socket in the node's directory, and only the directory's owner can reach it. Each
+//! connection carries one request and one answer, each as one line of JSON.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
@@ -20,16 +20,16 @@ use super::units::{ByteSize, OutOfRange, multiple, within};
 /// Longest request, in bytes.
 const MAX_REQUEST: u64 = 16 << 10;
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Pause after somebody could not be accepted.
+/// Pause after a failure to accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What a role is asked.
+/// A request to a role.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DebugRequest {
-    /// What is armed, and how the role is tuned.
+    /// Returns the armed faults and the tuning.
     Show,
-    /// Arms a fault, as [`Fault`] is written.
+    /// Arms a fault, in the text form of [`Fault`].
     Arm(String),
     /// Disarms all faults.
     Clear,
@@ -37,19 +37,19 @@ pub enum DebugRequest {
     Tune(ChannelTuning),
 }
 
-/// What a role answers.
+/// A role's answer.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DebugAnswer {
     /// Why the request was refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Faults that are armed.
+    /// The armed faults.
     #[serde(default)]
     pub faults: Vec<ArmedFault>,
     /// How the osd uses the channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<ChannelTuning>,
-    /// Time that threads of class `chan` have spent inside tasks so far, in ns, by the class of the tasks.
+    /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
     #[serde(default)]
     pub chan_ns: Vec<(String, u64)>,
 }
@@ -60,35 +60,36 @@ impl std::fmt::Display for ArmedFault {
     }
 }
 
-/// A fault that is armed.
+/// An armed fault.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ArmedFault {
-    /// As it was written.
+    /// Text form of the fault.
     pub fault: String,
-    /// How often it has fired.
+    /// How often the fault has fired.
     pub fired: u64,
 }
 
 /// How the osd uses the channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChannelTuning {
-    /// Whether the segments of a request are received, moved and written at the same time.
+    /// Whether the segments of a request are received, moved and written concurrently.
     pub pipeline: bool,
-    /// Windows of host memory that stay open to DMA; 0 has every request negotiate its own.
+    /// Number of windows of host memory that stay open to DMA. With 0, each request negotiates its
+    /// own window.
     pub region_cache: usize,
-    /// Longest DMA transfer; the engine's limit holds in any case.
+    /// Longest DMA transfer; the engine's own limit also applies.
     pub max_transfer: ByteSize,
-    /// Queues of the engine that are used; with 1, short requests wait for long ones.
+    /// Number of the engine's queues in use. With 1, short requests wait for long requests.
     pub dma_queues: usize,
-    /// How long the osd's side looks for completions before it sleeps, in microseconds.
+    /// How long the osd's side polls for completions before it sleeps, in microseconds.
     pub poll_us: u64,
 }
 
 impl ChannelTuning {
-    /// Refuses what the configuration would not take either.
+    /// Refuses values that the configuration would refuse too.
     ///
     /// # Errors
-    /// The first value that is not possible.
+    /// The first value that is not allowed.
     pub fn check(&self) -> Result<(), OutOfRange> {
         within("channel.region_cache", self.region_cache as u64, 0, 1 << 20)?;
         within("channel.max_transfer", self.max_transfer.0, 4096, 2 << 20)?;
@@ -98,21 +99,21 @@ impl ChannelTuning {
     }
 }
 
-/// Why a role is not tuned.
+/// Why a role cannot be tuned.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TuneError {
     /// The role does not use a channel.
     #[error("this role has nothing to tune; only an osd behind a channel has (placement dpu)")]
     NothingToTune,
-    /// A value is not possible.
+    /// A value is not allowed.
     #[error("{0}; `docs/configuration.md` says what is possible")]
     OutOfRange(#[from] OutOfRange),
 }
 
-/// Applies a tuning.
+/// A function that applies a tuning.
 pub type Tune = Box<dyn Fn(ChannelTuning) + Send>;
 
-/// What can be changed in a role.
+/// The settings of a role that can change while it runs.
 #[derive(Clone, Default)]
 pub struct Controls {
     faults: Faults,
@@ -131,7 +132,8 @@ impl Controls {
         &self.faults
     }
 
-    /// Lets the role be tuned from now on; it is as `tuning` says.
+    /// Makes the role tunable from now on. `tuning` is the current tuning, and `tune` applies a new
+    /// one.
     pub fn tune_with(&self, tuning: ChannelTuning, tune: Tune) {
         *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some((tuning, tune));
     }
@@ -167,10 +169,10 @@ impl Controls {
         Ok(())
     }
 
-    /// Serves the socket at `path` on a thread of its own.
+    /// Serves the socket at `path` on a separate thread.
     ///
     /// # Errors
-    /// If the path cannot be bound.
+    /// The path cannot be bound.
     pub fn serve(&self, path: &Path) -> std::io::Result<()> {
         let listener = bind_private(path)?;
         let controls = self.clone();
@@ -210,8 +212,9 @@ impl Controls {
     }
 }
 
-/// Listens at `path`, replacing what is there. Only the owner can connect, from the first moment: the socket is made in a
-/// directory that nobody else can enter, and is moved when its mode is set.
+/// Listens at `path` and replaces an existing entry. Only the owner can connect at any time: the
+/// socket is created in a directory that only the owner can enter, and is moved after its mode is
+/// set.
 fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
@@ -233,10 +236,11 @@ fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
     listener
 }
 
-/// Asks the role that serves `path`.
+/// Sends a request to the role that serves `path`.
 ///
 /// # Errors
-/// If nobody answers, or the answer makes no sense. That the request was refused is in the answer.
+/// No role answers, or the answer is invalid. A refused request is not an error here; the answer
+/// reports it.
 pub fn ask(path: &Path, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
     // Its directory may lie deeper than a socket's address is long.
     let (dir, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());

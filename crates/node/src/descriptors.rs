@@ -1,4 +1,4 @@
-//! Descriptors of a process: how many it has open, how many it may have, and raising that limit.
+//! Descriptors of a process: the number of open descriptors, its limit, and raising the limit.
 
 use std::io;
 
@@ -7,17 +7,17 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// The descriptors of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FdUsage {
-    /// Open now.
+    /// Number of open descriptors.
     pub open: u64,
-    /// Most that may be open: the soft limit; `u64::MAX` for no limit.
+    /// Soft limit of open descriptors; `u64::MAX` for no limit.
     pub most: u64,
 }
 
 impl FdUsage {
-    /// Of process `pid`.
+    /// Returns the descriptors of process `pid`.
     ///
     /// # Errors
-    /// There is no such process, or it may not be inspected.
+    /// The process does not exist, or may not be inspected.
     pub fn of(pid: u32) -> io::Result<FdUsage> {
         let open = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64;
         let limits = std::fs::read_to_string(format!("/proc/{pid}/limits"))?;
@@ -31,10 +31,10 @@ impl FdUsage {
 }
 
 /// Raises this process's soft limit of descriptors to the hard limit. Returns the limit before and
-/// the limit now; `None` stands for no limit.
+/// after; `None` means no limit.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn raise_limit() -> io::Result<(Option<u64>, Option<u64>)> {
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: before.maximum, maximum: before.maximum })?;

@@ -1,5 +1,5 @@
-//! A node's directory: where its configuration, targets, run-time files and logs are, and the lock that makes one
-//! supervisor its owner.
+//! A node's directory: its configuration, targets, run-time files and logs, and the lock that gives
+//! one supervisor exclusive ownership.
 //!
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
@@ -23,8 +23,8 @@ use rustix::fs::FlockOperation;
 
 use super::config_file;
 
-/// Control socket, relative to the directory: roles run in it, so the path stays within the 107 bytes that a UNIX
-/// socket's address has, however deep the directory is.
+/// Control socket, relative to the directory. Roles run in the directory, so the path fits into the
+/// 107 bytes of a UNIX socket's address at any depth of the directory.
 pub const STORE_SOCKET: &str = "run/store.sock";
 
 /// See [`NodeDir::making`].
@@ -33,7 +33,7 @@ const MAKING: &str = "run/making.json";
 /// Why a node's directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
-    /// A node runs in it.
+    /// A node runs in the directory.
     #[error(
         "a node is running in {} (supervisor's pid {}); stop it with `outboard down --dir {}` first",
         dir.display(), pid.map_or("unknown".to_owned(), |p| p.to_string()), dir.display()
@@ -44,18 +44,18 @@ pub enum DirError {
         /// The supervisor's pid.
         pid: Option<u32>,
     },
-    /// There is no node.
+    /// The directory contains no node.
     #[error("{} has no node (no outboard.toml in it); make one with `outboard up --dir {}`, or name another with --dir or OUTBOARD_DIR", dir.display(), dir.display())]
     NoNode {
         /// The directory.
         dir: PathBuf,
     },
-    /// There is no space.
+    /// The file system is full.
     #[error("cannot {action} {}: its file system is full; free some space there and try again", path.display())]
     Full {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The file or directory concerned.
         path: PathBuf,
     },
     /// The operating system refused.
@@ -63,7 +63,7 @@ pub enum DirError {
     Io {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The file or directory concerned.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -76,20 +76,20 @@ pub struct NodeDir {
     root: PathBuf,
 }
 
-/// The exclusive ownership of a node's directory, until it is dropped or the process ends.
+/// The exclusive ownership of a node's directory, until the lock is dropped or the process ends.
 #[derive(Debug)]
 pub struct DirLock {
     file: File,
 }
 
 impl DirLock {
-    /// The lock as the standard input of a process that is about to be started: that process takes
-    /// it with [`NodeDir::take_lock`], and there is no moment in which the directory has no owner.
+    /// Converts the lock to the standard input of a new process. The new process takes it with
+    /// [`NodeDir::take_lock`], so the directory has an owner at every moment.
     pub fn hand_down(self) -> Stdio {
         self.file.into()
     }
 
-    /// Writes down who the owner is.
+    /// Writes the owner's pid into the lock's file.
     fn sign(mut self, path: &Path) -> Result<DirLock, DirError> {
         self.file
             .set_len(0)
@@ -101,10 +101,10 @@ impl DirLock {
 }
 
 impl NodeDir {
-    /// Makes the directory and its folders where they are missing.
+    /// Creates the directory and its subdirectories if they are missing.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
         for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
             let mut builder = std::fs::DirBuilder::new();
@@ -114,7 +114,7 @@ impl NodeDir {
         NodeDir::at(root)
     }
 
-    /// The directory of a node that has been started before.
+    /// Opens the directory of a node that has been started before.
     ///
     /// # Errors
     /// [`DirError::NoNode`] if there is none.
@@ -125,7 +125,7 @@ impl NodeDir {
         NodeDir::at(root)
     }
 
-    /// Whether a node is in `root`, or an interrupted first `up` has left something there.
+    /// Whether `root` contains a node, or files of an interrupted first `up`.
     pub fn is_begun(root: &Path) -> bool {
         root.join(config_file::FILE).exists() || root.join(MAKING).exists()
     }
@@ -135,32 +135,32 @@ impl NodeDir {
         Ok(NodeDir { root })
     }
 
-    /// The directory itself, absolute.
+    /// Returns the absolute path of the directory.
     pub fn path(&self) -> &Path {
         &self.root
     }
 
-    /// The configuration file.
+    /// Returns the path of the configuration file.
     pub fn config(&self) -> PathBuf {
         self.root.join(config_file::FILE)
     }
 
-    /// What runs.
+    /// Returns the path of the record of the node's processes.
     pub fn state(&self) -> PathBuf {
         self.root.join("run/state.json")
     }
 
-    /// What the first `up` makes, until it has made all.
+    /// Returns the path of the record of a first `up`, which exists until the node is complete.
     pub fn making(&self) -> PathBuf {
         self.root.join(MAKING)
     }
 
-    /// The log of `role`.
+    /// Returns the path of the log of `role`.
     pub fn log(&self, role: &str) -> PathBuf {
         self.root.join(format!("log/{role}.log"))
     }
 
-    /// Where a role can be debugged.
+    /// Returns the path of a role's debug socket.
     pub fn debug_socket(&self, role: &str) -> PathBuf {
         self.root.join(format!("run/{role}.debug"))
     }
@@ -169,10 +169,10 @@ impl NodeDir {
         self.root.join("run/lock")
     }
 
-    /// Becomes the owner of the directory. The lock's file says who that is.
+    /// Takes ownership of the directory, and writes the owner's pid into the lock's file.
     ///
     /// # Errors
-    /// [`DirError::InUse`] if somebody is.
+    /// [`DirError::InUse`] if a process owns the directory.
     pub fn lock(&self) -> Result<DirLock, DirError> {
         let path = self.lock_path();
         let mut options = OpenOptions::new();
@@ -193,8 +193,9 @@ impl NodeDir {
         DirLock { file }.sign(&path)
     }
 
-    /// Becomes the owner of the directory by the lock that the caller [has handed
-    /// down](DirLock::hand_down); as [`lock`](NodeDir::lock) if it has not.
+    /// Takes ownership of the directory with the lock that the caller [has handed
+    /// down](DirLock::hand_down). Without a lock from the caller, it works like
+    /// [`lock`](NodeDir::lock).
     ///
     /// # Errors
     /// As [`lock`](NodeDir::lock).
@@ -210,10 +211,10 @@ impl NodeDir {
         }
     }
 
-    /// The supervisor that owns the directory, if one does.
+    /// Returns the pid of the supervisor that owns the directory, if there is one.
     ///
     /// # Errors
-    /// The system's; [`DirError::InUse`] if it is owned but does not say by whom.
+    /// An error of the system; [`DirError::InUse`] if the owner's pid is unknown.
     pub fn owner(&self) -> Result<Option<u32>, DirError> {
         let path = self.lock_path();
         let mut file = match OpenOptions::new().read(true).open(&path) {
@@ -232,7 +233,8 @@ impl NodeDir {
     }
 }
 
-/// Takes the lock. Whoever only looks whether it is taken ([`NodeDir::owner`]) has it for a moment; that is waited for.
+/// Takes the lock. A process that only checks for an owner ([`NodeDir::owner`]) holds the lock for
+/// a moment; this function waits for that.
 fn try_lock(file: &File) -> rustix::io::Result<()> {
     let attempt = || rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive);
     for _ in 0..10 {
@@ -258,10 +260,10 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirE
     }
 }
 
-/// Replaces `path` by `text` in one step, so that no reader sees half of it. It is durable then.
+/// Replaces the content of `path` by `text` atomically and durably.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
     let new = path.with_extension("new");
     let write = || {
@@ -278,10 +280,10 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
     sync_parent(path)
 }
 
-/// Removes a file, if it is there. It stays removed after a loss of power.
+/// Removes a file durably, if it exists.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn remove_file(path: &Path) -> Result<(), DirError> {
     match std::fs::remove_file(path) {
         Ok(()) => sync_parent(path),
@@ -293,7 +295,7 @@ pub fn remove_file(path: &Path) -> Result<(), DirError> {
 /// Makes the entry of a file in its directory durable.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn sync_parent(path: &Path) -> Result<(), DirError> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("write", parent))

@@ -1,11 +1,11 @@
-//! What a command says when it fails: what was being done, what went wrong, and what to do about it.
+//! The error of a command: what was attempted, what went wrong, and what to do about it.
 
 use std::fmt::Display;
 
 /// Result of a command.
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
 
-/// A command's failure, for a person to read.
+/// A command's failure, as text for a person.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     doing: String,
@@ -14,17 +14,18 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// `doing` failed because of `why`, which ends in what to do about it (as the errors of all crates do).
+    /// Creates a failure: `doing` failed because of `why`. Like the errors of all crates, `why`
+    /// ends with what to do about it.
     pub fn new(doing: impl Into<String>, why: impl Display) -> Failure {
         Failure { doing: doing.into(), why: why.to_string(), usage: false }
     }
 
-    /// The command line itself is wrong: exit status 2.
+    /// Creates a failure for an invalid command line, with exit status 2.
     pub fn usage(doing: impl Into<String>, why: impl Display) -> Failure {
         Failure { usage: true, ..Failure::new(doing, why) }
     }
 
-    /// Whether the command line itself is wrong.
+    /// Whether the command line is invalid.
     #[must_use]
     pub fn is_usage(&self) -> bool {
         self.usage
@@ -37,7 +38,7 @@ impl Display for Failure {
     }
 }
 
-/// Adds what was being done to an error.
+/// Adds the attempted action to an error.
 pub trait Doing<T> {
     /// Turns an error into a [`Failure`] of `doing`.
     fn doing(self, doing: impl Into<String>) -> Result<T>;

@@ -1,4 +1,5 @@
-//! Keeps one role alive: starts its process, waits until it is ready or dead, pauses, starts it again.
+//! Keeps one role alive: starts its process, waits until the process is ready or dead, pauses, and
+//! starts it again.
 
 use std::ffi::OsString;
 use std::future::pending;
@@ -20,37 +21,38 @@ use super::targets::KnownTarget;
 use super::units::ByteSize;
 use super::watchdog::{self, Watchdog, awake_for};
 
-/// Most announcements of a role that wait to be looked at.
+/// Most queued announcements of a role.
 const ANNOUNCEMENTS: usize = 16;
 /// Setting of the allocator: how long it keeps freed memory, in ms.
 const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
 
-/// How to start a role. What the role says when it is ready goes into its next start: its address for clients, its
-/// address for metrics, and its targets.
+/// How to start a role. The role's `Ready` announcement determines later starts: its address
+/// for clients, its address for metrics, and its targets.
 #[derive(Debug, Clone)]
 pub struct RoleSpec {
-    /// Which one.
+    /// The role.
     pub role: Role,
     /// The program.
     pub program: PathBuf,
-    /// Its arguments, without those below.
+    /// Its arguments, without the arguments that the fields below determine.
     pub args: Vec<OsString>,
-    /// Address for clients, if the role serves any. A restarted role gets the port that the role took for port 0.
+    /// Address for clients, if the role serves any. If the port is 0, a restarted role gets the
+    /// port that the role used before.
     pub listen: Option<String>,
     /// Address for its metrics.
     pub metrics: String,
-    /// Identities of the role's targets, as far as they are known, so that a restarted role serves the other targets
-    /// when it cannot mount one.
+    /// Known identities of the role's targets. With them, a restarted role can serve the other
+    /// targets if it cannot mount one.
     pub known_targets: Vec<KnownTarget>,
     /// Working directory.
     pub dir: PathBuf,
-    /// Where its standard error goes.
+    /// File for its standard error.
     pub log: PathBuf,
-    /// See `log.max_size`.
+    /// Largest size of the log; see `log.max_size`.
     pub log_max: ByteSize,
 }
 
-/// What happened to a role.
+/// An event of a role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RoleEvent {
     /// A process was started.
@@ -58,49 +60,51 @@ pub enum RoleEvent {
         /// Its pid.
         pid: u32,
     },
-    /// It does its work.
+    /// The process is ready.
     Ready(Ready),
-    /// An event loop of the process gives no heartbeat; the process is being killed.
+    /// An event loop of the process sends no heartbeat; the process is being killed.
     Hung {
-        /// What is missing.
+        /// Which heartbeat is missing.
         reason: String,
     },
-    /// It ended without being asked to, or could not be started. It will be started again after a pause.
+    /// The process ended without a request to stop, or could not be started. The keeper starts the
+    /// role again after a pause.
     Died {
-        /// How.
+        /// How the process ended.
         reason: String,
-        /// It said itself that it cannot do its work. So it has served no client.
+        /// Whether the process announced that it cannot become ready. If so, it has served no
+        /// client.
         is_announced: bool,
-        /// The pause.
+        /// The pause before the next start.
         pause: Duration,
     },
-    /// It ended as asked.
+    /// The process ended as requested.
     Stopped,
 }
 
-/// What a keeper should do.
+/// The goal of a keeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
     /// Keep the role alive.
     Run,
-    /// Ask it to stop, and wait.
+    /// Ask the role to stop, and wait.
     Stop,
-    /// Kill it.
+    /// Kill the role.
     Kill,
 }
 
-/// Keeps one role alive until its goal changes. Must run on the supervisor's main thread: the kernel binds a child's
-/// life to the thread that started it.
+/// Keeps one role alive until its goal changes. Must run on the supervisor's main thread, because
+/// the kernel ties a child's life to the thread that started it.
 pub struct Keeper {
-    /// What to start.
+    /// How to start the role.
     spec: RoleSpec,
     /// Pauses and timeouts.
     policy: SuperviseSection,
-    /// Where to tell what happened.
+    /// Receiver of the role's events.
     events: mpsc::Sender<(Role, RoleEvent)>,
-    /// What to do.
+    /// The current goal.
     goal: watch::Receiver<Goal>,
-    /// Where the metrics of the role's last process were, if that process was ready.
+    /// Address of the metrics of the role's last process, if that process was ready.
     metrics: Option<String>,
 }
 
@@ -111,7 +115,8 @@ enum ProcessEnd {
 }
 
 impl Keeper {
-    /// A keeper that has started nothing yet. It tells `events` what happened, until `goal` says to stop.
+    /// Creates a keeper that has started nothing yet. It sends events to `events` until `goal` asks
+    /// it to stop.
     pub fn new(
         spec: RoleSpec,
         policy: SuperviseSection,
@@ -121,7 +126,7 @@ impl Keeper {
         Keeper { spec, policy, events, goal, metrics: None }
     }
 
-    /// Does it.
+    /// Runs the keeper.
     pub async fn run(mut self) {
         let mut pause = self.policy.backoff_min.0;
         while *self.goal.borrow() == Goal::Run {
@@ -178,7 +183,7 @@ impl Keeper {
         command.spawn()
     }
 
-    /// Stays with a process until it ends.
+    /// Watches a process until the process ends.
     async fn attend(&mut self, mut child: Child) -> ProcessEnd {
         let pid = child.id().unwrap_or(0);
         self.tell(RoleEvent::Started { pid }).await;
@@ -239,8 +244,9 @@ impl Keeper {
         }
     }
 
-    /// Keeps for the next start what a role has found out. Clients and scrapers find a restarted role at its old
-    /// addresses, and a target that fails later has an identity, also in the node's first run.
+    /// Keeps a role's announcement for the next start. Clients and scrapers then find a restarted
+    /// role at its old addresses. A target that fails later has a known identity, even in the
+    /// node's first run.
     fn remember(&mut self, ready: &Ready) {
         if let (Some(listen), Some(endpoint)) = (&mut self.spec.listen, &ready.endpoint) {
             listen.clone_from(endpoint);
@@ -252,7 +258,7 @@ impl Keeper {
         }
     }
 
-    /// Asks the process to stop; kills it if it takes too long or the goal is to kill.
+    /// Asks the process to stop. Kills it if it takes too long or if the goal is to kill.
     async fn stop(&mut self, mut child: Child, pid: u32) -> ProcessEnd {
         let killed = async {
             tokio::select! {
@@ -278,22 +284,23 @@ impl Keeper {
     }
 }
 
-/// Resolves when the role should not run any more, or nobody cares.
+/// Resolves when the role should no longer run, or when the goal's sender is dropped.
 async fn no_longer_run(goal: &mut watch::Receiver<Goal>) {
     let _ = goal.wait_for(|goal| *goal != Goal::Run).await;
 }
 
-/// What a role says first of importance.
+/// The first important event of a role's process.
 enum First {
     Ready(Ready),
     Failed(String),
-    /// It has closed its output.
+    /// The process has closed its output.
     Closed,
-    /// It has shown no progress for too long.
+    /// The process has shown no progress for too long.
     Nothing,
 }
 
-/// Waits as long as the role gets on; heartbeats do not say so.
+/// Waits for the first important announcement, as long as the role reports progress. Heartbeats do
+/// not count as progress.
 async fn first(said: &mut mpsc::Receiver<Announcement>, timeout: Duration) -> First {
     let mut patience = std::pin::pin!(awake_for(timeout));
     loop {
@@ -311,7 +318,7 @@ async fn first(said: &mut mpsc::Receiver<Announcement>, timeout: Duration) -> Fi
     }
 }
 
-/// Takes what a role says on its output, until that is closed. Lines that mean nothing are passed over.
+/// Receives a role's announcements until its output is closed. Invalid lines are ignored.
 fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
     let (sender, said) = mpsc::channel(ANNOUNCEMENTS);
     if let Some(out) = out {
@@ -334,7 +341,7 @@ fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
     said
 }
 
-/// Resolves when a role that was ready hangs, with what is missing.
+/// Resolves with the reason when a role that was ready hangs.
 async fn hang(
     said: &mut mpsc::Receiver<Announcement>,
     loops: &[String],

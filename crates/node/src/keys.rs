@@ -1,4 +1,4 @@
-//! The list of what can be configured, as [`Config`] declares it.
+//! The list of configuration keys, as [`Config`] declares them.
 
 use std::sync::LazyLock;
 
@@ -11,11 +11,11 @@ use super::config::Config;
 /// A key of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Key {
-    /// Section of the file, empty for the top.
+    /// Section of the file; empty for keys at the top.
     pub section: &'static str,
     /// Name within the section.
     pub name: &'static str,
-    /// What it means: unit, range, consequence; by line, each with a space before it.
+    /// Lines of the description: unit, range, consequence. Each line starts with a space.
     pub about: &'static [&'static str],
     default: Value,
     env: Option<&'static str>,
@@ -46,28 +46,29 @@ fn of_section(section: &'static str, meta: &'static Meta) -> Vec<Key> {
 }
 
 impl Key {
-    /// `section.name`, or `name` at the top.
+    /// Returns `section.name`, or `name` at the top.
     pub fn path(&self) -> String {
         if self.section.is_empty() { self.name.to_owned() } else { format!("{}.{}", self.section, self.name) }
     }
 
-    /// The environment variable that overrides the file: by the path, unless the declaration names another one.
+    /// Returns the environment variable that overrides the file. Its name derives from the path
+    /// unless the declaration names a different variable.
     pub fn env(&self) -> String {
         let by_path = || format!("OUTBOARD_{}", self.path().replace('.', "_").to_uppercase());
         self.env.map_or_else(by_path, str::to_owned)
     }
 
-    /// What it means, in one line.
+    /// Returns the description as one line.
     pub fn text(&self) -> String {
         self.about.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
     }
 
-    /// Its default.
+    /// Returns the default value.
     pub fn default_value(&self) -> &Value {
         &self.default
     }
 
-    /// A value as text (from the environment) of the kind that the key has.
+    /// Converts text from the environment to the type of the key's value.
     pub fn parse(&self, text: &str) -> Value {
         match self.default {
             Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),

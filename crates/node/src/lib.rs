@@ -1,6 +1,8 @@
-//! What runs a node: its directory and configuration, the supervisor, and what all roles have in common.
+//! Runs a node: its directory, its configuration, the supervisor, and the common parts of all
+//! roles.
 //!
-//! The roles' own work is in their crates; the command line calls what is here. Nothing here is on the data path.
+//! The crates of the roles do the roles' own work. The command line calls this crate. No code in
+//! this crate is on the data path.
 
 #![forbid(unsafe_code)]
 

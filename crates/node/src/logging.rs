@@ -1,4 +1,5 @@
-//! Logs go to standard error: the terminal, or the file that the supervisor has put there.
+//! Logging to standard error. The supervisor redirects the standard error of its roles to log
+//! files.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
@@ -12,7 +13,7 @@ use super::units::ByteSize;
 /// Starts logging in this process.
 ///
 /// # Errors
-/// The level is not one.
+/// The configured level is invalid.
 pub fn start(log: &LogSection) -> Result<(), String> {
     let filter = EnvFilter::try_new(&log.level).map_err(|e| {
         format!("log level {:?} is not valid ({e}); use error, warn, info, debug or trace", log.level)
@@ -32,10 +33,10 @@ pub fn start(log: &LogSection) -> Result<(), String> {
     Ok(())
 }
 
-/// Opens a log file to add to; one larger than `max` is set aside as `*.log.1` first.
+/// Opens a log file for appending. A file larger than `max` is first renamed to `*.log.1`.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn open_file(path: &Path, max: ByteSize) -> io::Result<File> {
     if std::fs::metadata(path).is_ok_and(|m| m.len() > max.0) {
         std::fs::rename(path, path.with_extension("log.1"))?;
@@ -43,7 +44,7 @@ pub fn open_file(path: &Path, max: ByteSize) -> io::Result<File> {
     OpenOptions::new().create(true).append(true).open(path)
 }
 
-/// The last `lines` lines of a log file, for an error message.
+/// Returns the last `lines` lines of a log file, for an error message.
 pub fn tail(path: &Path, lines: usize) -> String {
     let Ok(text) = std::fs::read_to_string(path) else { return String::new() };
     let all: Vec<&str> = text.lines().collect();

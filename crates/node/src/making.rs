@@ -1,10 +1,10 @@
-//! The making of a node by its first `up`, all of it or nothing.
+//! The creation of a node by its first `up`: a node is created completely or not at all.
 //!
-//! Before the first `up` writes anything else it records in `run/making.json` what it is about to
-//! make. The configuration is written when the targets are complete, and the record is removed just
-//! before the role is started that serves clients. An `up` that finds the record therefore knows
-//! that no client has ever stored anything here: it removes what the record names, and nothing
-//! else, and starts from the beginning.
+//! Before the first `up` writes anything else, it records its plan in `run/making.json`. It writes
+//! the configuration when the targets are complete. It removes the record just before it starts the
+//! role that serves clients. An `up` that finds the record therefore knows that no client has ever
+//! stored anything in this node. It removes the files that the record names, and nothing else, and
+//! starts from the beginning.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,51 +17,52 @@ use super::config::Config;
 use super::dir::{DirError, NodeDir, remove_file, replace_file};
 use super::targets::{self, TargetError};
 
-/// What a first `up` makes.
+/// The record of the files that a first `up` creates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Making {
     /// Text of the configuration.
     config: String,
-    /// The targets' files that were not there before.
+    /// The new files of targets. Files that existed before are not listed.
     files: Vec<NewTargetFile>,
 }
 
-/// A target's file that is being made.
+/// A target's file that is being created.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct NewTargetFile {
-    /// Relative to the node's directory.
+    /// Path relative to the node's directory.
     path: PathBuf,
-    /// Identity of the target in it: what tells the file from one that somebody else has put there.
+    /// UUID of the target in the file. It distinguishes the file from a file that someone else put
+    /// there.
     uuid: Uuid,
 }
 
-/// Why a node was not made.
+/// Why the creation of a node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MakingError {
-    /// A target cannot be made, or cannot be removed again.
+    /// A target cannot be created, or cannot be removed again.
     #[error(transparent)]
     Target(#[from] TargetError),
     /// The node's directory cannot be written.
     #[error(transparent)]
     Dir(#[from] DirError),
-    /// The record cannot be understood.
+    /// The record is invalid.
     #[error(
         "{} does not say what an interrupted `outboard up` has made ({why}); if that node never ran, remove its directory",
         path.display()
     )]
     Unknown {
-        /// The record.
+        /// Path of the record.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason.
         why: String,
     },
 }
 
 impl Making {
-    /// Makes a node that has been [checked](super::plan): its targets, then its configuration.
+    /// Creates a node that has been [checked](super::plan): its targets, then its configuration.
     ///
     /// # Errors
-    /// Something cannot be made. Then [`undo`] removes what was made.
+    /// A part cannot be created. Call [`undo`] to remove the parts that were created.
     pub fn make(dir: &NodeDir, config: &Config, text: &str, format: bool) -> Result<(), MakingError> {
         let is_new = |path: &&PathBuf| !dir.path().join(path).exists();
         if targets::has_run(dir)
@@ -86,10 +87,11 @@ impl Making {
         Ok(replace_file(&dir.config(), text)?)
     }
 
-    /// Takes back the [end](finish) of the making: no client has been served after all.
+    /// Reverts [`finish`](finish): the node is being created again, because it has served no
+    /// client.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
         replace_file(&dir.making(), &self.text())
     }
@@ -98,7 +100,7 @@ impl Making {
         serde_json::to_string_pretty(self).expect("plain data has a JSON form")
     }
 
-    /// The record of the node in `dir`, if its making has not ended.
+    /// Reads the record of the node in `dir`; `None` if the creation has ended.
     fn load(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
         let path = dir.making();
         let unknown = |why: String| MakingError::Unknown { path: path.clone(), why };
@@ -110,11 +112,11 @@ impl Making {
     }
 }
 
-/// Removes what a first `up` has made that did not come to its end; nothing if it did. Whether
-/// there was something. No process may use the targets.
+/// Removes the files of a first `up` that did not end; does nothing if it did. Returns whether
+/// there was a record. No process may use the targets.
 ///
 /// # Errors
-/// Something cannot be removed.
+/// A file cannot be removed.
 pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
     let Some(making) = Making::load(dir)? else { return Ok(false) };
     for file in &making.files {
@@ -137,11 +139,11 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
     Ok(true)
 }
 
-/// Ends the making of the node in `dir`: from here on clients may store something. Returns the
-/// record, if this was the node's first start.
+/// Ends the creation of the node in `dir`: from now on clients may store data. Returns the record
+/// if this was the node's first start.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
     let making = Making::load(dir)?;
     remove_file(&dir.making())?;

@@ -1,8 +1,9 @@
 //! The Prometheus page of a process: `GET /metrics` over HTTP/1.1.
 //!
-//! One `admin-metrics` thread serves up to [`CONNECTIONS`] connections at a time, none of which waits for another. A request
-//! is at most 8 KiB; request and answer have two seconds each. With all places taken, a new connection replaces the oldest,
-//! first of an address above its fair share: silent peers cannot keep a scraper out.
+//! One `admin-metrics` thread serves up to [`CONNECTIONS`] connections concurrently. A request is
+//! at most 8 KiB. Request and answer have a time limit of two seconds each. If all places are
+//! taken, a new connection replaces the oldest; addresses above their fair share lose places first.
+//! So silent peers cannot keep a scraper out.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -19,14 +20,15 @@ use super::descriptors::FdUsage;
 
 /// Most connections at a time.
 const CONNECTIONS: usize = 32;
-/// Connections accepted before those that are there get a turn.
+/// Connections accepted before the existing connections get a turn.
 const ACCEPTED_AT_ONCE: usize = CONNECTIONS;
 const REQUEST_BYTES: usize = 8 << 10;
-/// How long a request may take to come, and again how long its answer to be taken.
+/// Time limit for receiving a request, and again for sending its answer.
 const REQUEST_TIME: Duration = Duration::from_secs(2);
-/// Pause after the system refused to give a connection (out of file descriptors).
+/// Pause after the system refused to accept a connection because no file descriptor was free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How often samples of histograms are folded in when nobody scrapes; without it they would pile up.
+/// Time between two aggregations of histogram samples. Without scrapes, samples would accumulate
+/// otherwise.
 const UPKEEP: Duration = Duration::from_secs(5);
 
 /// Installs the recorder of this process and serves its page at `listen`; returns the address.
@@ -83,22 +85,22 @@ fn describe() {
     describe_gauge!("outboard_process_max_fds", Unit::Count, "Most descriptors that may be open");
 }
 
-/// A connection: its request comes, then its answer goes.
+/// A connection: receives its request, then sends its answer.
 struct Exchange {
     stream: TcpStream,
-    /// What came of the request.
+    /// The received part of the request.
     request: Vec<u8>,
-    /// What is left of the answer; empty while the request comes.
+    /// The unsent part of the answer; empty while the request is being received.
     answer: Vec<u8>,
-    /// When it is given up.
+    /// When the connection is closed at the latest.
     deadline: Instant,
 }
 
-/// What comes of a connection's turn.
+/// The state of a connection after its turn.
 enum ExchangeState {
-    /// It waits for its peer.
+    /// The connection waits for its peer.
     Waits,
-    /// It is over: answered, or given up.
+    /// The connection is answered or closed.
     Over,
 }
 
@@ -109,7 +111,7 @@ struct MetricsServer {
     exchanges: BTreeMap<u64, Exchange>,
     last_id: u64,
     upkeep_at: Instant,
-    /// No connection is accepted before.
+    /// Earliest time for the next accept.
     accept_at: Instant,
 }
 
@@ -148,7 +150,8 @@ impl MetricsServer {
         }
     }
 
-    /// Sleeps until a connection can go on, another one comes or a time limit has passed. Returns whose turn it may be.
+    /// Sleeps until a connection can proceed, a new connection arrives or a time limit passes.
+    /// Returns the connections that may be able to proceed.
     fn wait(&self) -> Vec<u64> {
         let now = Instant::now();
         let takes = now >= self.accept_at;
@@ -230,7 +233,7 @@ impl Exchange {
         Exchange { stream, request: Vec::new(), answer: Vec::new(), deadline }
     }
 
-    /// Reads what has come and writes what can go.
+    /// Receives available data and sends as much as possible.
     fn go_on(&mut self, handle: &PrometheusHandle) -> io::Result<ExchangeState> {
         while self.answer.is_empty() {
             let mut chunk = [0; 1024];
@@ -261,7 +264,7 @@ impl Exchange {
     }
 }
 
-/// The answer to a request whose head is complete.
+/// Answers a request whose head is complete.
 fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
     let request = String::from_utf8_lossy(request);
     let line = request.lines().next().unwrap_or("");
@@ -281,7 +284,7 @@ fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
     [head, body].concat().into_bytes()
 }
 
-/// Brings the figures of the process itself up to date.
+/// Updates the metrics of the process itself.
 fn record_process() {
     if let Ok(descriptors) = FdUsage::of(std::process::id()) {
         metrics::gauge!("outboard_process_open_fds").set(descriptors.open as f64);
@@ -331,7 +334,7 @@ mod tests {
         }
     }
 
-    /// The recorder of a process can be installed only once, so this is part of the one test.
+    /// Part of the single test, because a process can install its recorder only once.
     fn a_crowd_does_not_keep_a_scraper_out(address: &str) {
         let mut crowd: Vec<TcpStream> =
             (0..2 * CONNECTIONS).map(|_| TcpStream::connect(address).unwrap()).collect();

@@ -1,4 +1,4 @@
-//! Plans a first `up` and checks its preconditions. Nothing is written here.
+//! Plans a first `up` and checks its preconditions. This module writes nothing.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -12,78 +12,78 @@ use super::config_file::{self, ConfigError};
 use super::port::{self, PortClaim};
 use super::units::ByteSize;
 
-/// Space that a node needs beside its targets: logs, state, and what the file system keeps about
-/// them.
+/// Space that a node needs besides its targets, in bytes: logs, state, and the file system's
+/// metadata.
 const BESIDE_TARGETS: u64 = 16 << 20;
 
-/// A node that can be made.
+/// A node that can be created.
 #[derive(Debug)]
 pub struct Plan {
     /// Its configuration.
     pub config: Config,
     /// The text of its configuration file.
     pub text: String,
-    /// Keeps the port of the node for it, if the port was chosen here.
+    /// Claim on the node's port, if this plan chose the port.
     pub claim: Option<PortClaim>,
 }
 
-/// Why a node cannot be made like that.
+/// Why a node cannot be created as requested.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// Not with that configuration.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// `--targets` contradicts `OUTBOARD_TARGETS`.
     #[error("OUTBOARD_TARGETS names {named} targets, --targets asks for {asked}; leave --targets out")]
     TargetCount {
-        /// By the environment.
+        /// Number of targets in the environment variable.
         named: usize,
-        /// By the flag.
+        /// Number of targets in the flag.
         asked: usize,
     },
-    /// The node cannot listen there.
+    /// The node cannot listen at an address.
     #[error("cannot listen at {listen} ({what}): {why}; choose another address with {remedy}")]
     Listen {
         /// The address.
         listen: String,
-        /// Who connects there.
+        /// Which kind of peer connects to the address.
         what: &'static str,
-        /// Why not.
+        /// Reason.
         why: String,
-        /// What changes the address.
+        /// How to change the address.
         remedy: &'static str,
     },
-    /// A target cannot be made or used.
+    /// A target cannot be created or used.
     #[error("target {}: {why}", path.display())]
     Target {
         /// File or device.
         path: PathBuf,
-        /// Why not, and what to do.
+        /// The reason, and what to do.
         why: String,
     },
-    /// The targets do not fit.
+    /// The file system has too little space for the targets.
     #[error(
         "{} are needed at {}, where {} are free; choose a smaller --target-size, fewer --targets, or another --dir",
         ByteSize(*needed), path.display(), ByteSize(*free)
     )]
     Space {
-        /// Somewhere on the file system.
+        /// A path on the file system.
         path: PathBuf,
-        /// Bytes needed there.
+        /// Bytes needed on it.
         needed: u64,
-        /// Bytes free there.
+        /// Bytes free on it.
         free: u64,
     },
 }
 
-/// What the flags of `up` choose.
+/// The choices that the flags of `up` make.
 #[derive(Debug, Clone, Default)]
 pub struct Chosen {
-    /// Number of targets, if it was given.
+    /// Number of targets, if the flag was given.
     pub targets: Option<u16>,
-    /// Values of keys that were given.
+    /// Configuration keys with the values from flags.
     pub values: Vec<(&'static str, String)>,
-    /// Whether devices may be made targets.
+    /// Whether devices may be formatted as targets.
     pub format: bool,
 }
 
@@ -91,7 +91,7 @@ impl Plan {
     /// Plans the node in `root`, which need not exist.
     ///
     /// # Errors
-    /// The node cannot be made, or could not start.
+    /// The node cannot be created, or could not start.
     pub fn new(
         root: &Path,
         chosen: &Chosen,
@@ -135,7 +135,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Listens at all addresses at once: none of them may take the place of another.
+    /// Listens at all addresses at the same time, to check that no two of them conflict.
     fn check_addresses(&self) -> Result<(), PlanError> {
         let listen = &self.config.listen;
         let check = |address: &str, what, remedy| {
@@ -215,10 +215,10 @@ pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// The address `n` ports after `base`; port 0 stays.
+/// Returns the address `n` ports after `base`. Port 0 stays 0.
 ///
 /// # Errors
-/// `base` is no address, or there are not that many ports after it.
+/// `base` is not an address, or there are fewer than `n` ports after it.
 pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
     let mut address: SocketAddr =
         base.parse().map_err(|e| format!("{base:?} is no address ({e}); write it like 127.0.0.1:9400"))?;
@@ -229,10 +229,10 @@ pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
     Ok(address.to_string())
 }
 
-/// The directory in which a file is to be made, if that directory can be written.
+/// Returns the directory in which a file is to be created, if the directory is writable.
 ///
 /// # Errors
-/// The system's.
+/// An error of the system.
 fn writable_parent(path: &Path) -> std::io::Result<()> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)

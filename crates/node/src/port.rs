@@ -1,4 +1,4 @@
-//! The port that clients connect to, chosen at a node's first start and remembered in its
+//! The port that clients connect to. A node chooses it at its first start and records it in its
 //! configuration.
 
 use std::io;
@@ -6,18 +6,18 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
 
-/// The port of a node if nothing else is said.
+/// The first port that a new node tries.
 const DEFAULT_PORT: u16 = 7400;
-/// The last port that is tried after [`DEFAULT_PORT`]. These ports lie outside of the range from
-/// which the system takes ports for connections, so that a node finds its port free when it starts
+/// The last port that a new node tries after [`DEFAULT_PORT`]. These ports lie outside of the range
+/// that the system uses for outgoing TCP traffic, so a node finds its port free when it starts
 /// again.
 const LAST_PORT: u16 = 7499;
 
-/// A port that no other starting node takes, until this is dropped.
+/// A claim that keeps other starting nodes from taking a port, until it is dropped.
 ///
-/// A free port is still free for others between its choice and the moment when the osd listens at
-/// it, and while the osd restarts. The claim is a socket in the abstract namespace, which belongs
-/// to the same network namespace as the port and goes with the processes that hold it.
+/// A free port could be taken by another node before the osd listens on it, or while the osd
+/// restarts. The claim is a socket in the abstract namespace. It belongs to the same network
+/// namespace as the port, and it ends with the processes that hold it.
 #[derive(Debug)]
 pub struct PortClaim {
     socket: UnixDatagram,
@@ -34,33 +34,34 @@ impl PortClaim {
         }
     }
 
-    /// Claims the port of an address, if it has one and no other node has claimed it.
+    /// Claims the port of an address; `None` if the address has no port or another node has claimed
+    /// it.
     pub fn of(listen: &str) -> Option<PortClaim> {
         let port = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
         PortClaim::take(port).ok().flatten()
     }
 
-    /// Has processes that are started from here on hold the claim, too.
+    /// Lets processes started from now on hold the claim too.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn hand_down(&self) -> io::Result<()> {
         Ok(rustix::io::fcntl_setfd(&self.socket, rustix::io::FdFlags::empty())?)
     }
 }
 
-/// Listens at `listen`, to find out whether that is possible.
+/// Listens at `listen` to find out whether this is possible.
 ///
 /// # Errors
-/// The system's, if not.
+/// The error of the system if it is not possible.
 pub fn check(listen: &str) -> io::Result<TcpListener> {
     TcpListener::bind(listen)
 }
 
-/// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next one that is free.
+/// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next free port.
 ///
 /// # Errors
-/// The system's, if no port is free.
+/// An error of the system if no port is free.
 pub fn choose() -> io::Result<(SocketAddr, PortClaim)> {
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     for port in DEFAULT_PORT..=LAST_PORT {

@@ -1,17 +1,17 @@
-//! Progress of long work: a bar on a terminal, nothing in a pipe.
+//! Progress of long operations: a bar on a terminal, no output to a pipe.
 
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// A bar on standard error; invisible unless that is a terminal.
+/// A progress bar on standard error; invisible if standard error is not a terminal.
 pub struct ProgressMeter {
     bar: ProgressBar,
 }
 
 impl ProgressMeter {
-    /// Progress over a known number of bytes.
+    /// A bar for a known number of bytes.
     pub fn bytes(label: &str, total: u64) -> ProgressMeter {
         let style = "{prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} {msg} eta {eta}";
         ProgressMeter::with(
@@ -21,19 +21,19 @@ impl ProgressMeter {
         )
     }
 
-    /// Progress over an unknown number of bytes.
+    /// A bar for an unknown number of bytes.
     pub fn stream(label: &str) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(label, bar, "{prefix} {spinner} {bytes} {bytes_per_sec} {msg}")
     }
 
-    /// Progress over a known number of things.
+    /// A bar for a known number of items.
     pub fn count(what: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(what, bar, "{prefix} {bar:32} {pos}/{len} {msg} eta {eta}")
     }
 
-    /// Progress over a known time, in seconds.
+    /// A bar for a known time, in seconds.
     pub fn seconds(label: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(label, bar, "{prefix} {bar:32} {pos}/{len} s {msg}")
@@ -48,38 +48,38 @@ impl ProgressMeter {
         ProgressMeter { bar }
     }
 
-    /// A reader whose bytes are counted.
+    /// Returns a reader whose bytes advance the bar.
     pub fn reading<R: AsyncRead + Unpin>(&self, reader: R) -> impl AsyncRead + Unpin + use<R> {
         self.bar.wrap_async_read(reader)
     }
 
-    /// A writer whose bytes are counted.
+    /// Returns a writer whose bytes advance the bar.
     pub fn writing<W: AsyncWrite + Unpin>(&self, writer: W) -> impl AsyncWrite + Unpin + use<W> {
         self.bar.wrap_async_write(writer)
     }
 
-    /// So much is done of so much in all.
+    /// Sets the amount done and the total.
     pub fn set(&self, done: u64, total: u64) {
         self.bar.set_length(total);
         self.bar.set_position(done);
     }
 
-    /// Something was done.
+    /// Adds to the amount done.
     pub fn add(&self, amount: u64) {
         self.bar.inc(amount);
     }
 
-    /// More is to be done than was known.
+    /// Adds to the total.
     pub fn grow(&self, amount: u64) {
         self.bar.inc_length(amount);
     }
 
-    /// Prints something while the bar is out of the way.
+    /// Hides the bar while `print` runs.
     pub fn suspended(&self, print: impl FnOnce()) {
         self.bar.suspend(print);
     }
 
-    /// Says something beside the bar.
+    /// Shows a message beside the bar.
     pub fn message(&self, text: impl Into<String>) {
         self.bar.set_message(text.into());
     }

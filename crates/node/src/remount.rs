@@ -1,7 +1,9 @@
-//! Targets that have failed, or were absent at the start, are mounted anew by the role that owns them.
+//! Remounts targets that have failed or were absent at the start. The role that owns the targets
+//! runs this module.
 //!
-//! A failed write or flush ends a mount: what memory has may not be on the drive. Mounting the target again replays its log,
-//! so that acknowledged changes are there. One target does not hold up another.
+//! A failed write or flush ends a mount, because the drive may lack data that memory has. A remount
+//! replays the target's log and so restores acknowledged changes. Remounts of different targets run
+//! independently.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -18,16 +20,17 @@ use super::config::Config;
 use super::targets::{Mounted, mount_options};
 use super::watchdog::Checkpoints;
 
-/// Pause before the first attempt. It doubles with each one.
+/// Pause before the first attempt. It doubles with each attempt.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// Longest pause. Pause and log replay together must stay below 30 s, the time limit for recovery after a fault. The pause must
-/// not be short, because each mount interrupts requests to the role's other targets, and a bad drive may fail after each mount.
+/// Longest pause. Pause and log replay together must stay below 30 s, the time limit for recovery
+/// after a fault. The pause must not be short: each mount interrupts requests to the role's other
+/// targets, and a bad drive may fail after each mount.
 const PAUSE_MAX: Duration = Duration::from_secs(16);
-/// A target that has worked for that long begins with the shortest pause again.
+/// After this time without a failure, a target starts again with the shortest pause.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// Mounts each of `targets` anew, by `mount`, whenever it is not mounted or its drive has failed, and tells `replace` and
-/// `checkpoints`.
+/// Remounts each of `targets` with `mount` when the target is not mounted or its drive has failed.
+/// Passes the new mount to `replace` and `checkpoints`.
 pub async fn keep_mounted<D: Send + 'static>(
     targets: &mut [Mounted],
     config: &Config,
@@ -85,7 +88,7 @@ async fn keep<D: Send + 'static>(
     }
 }
 
-/// Waits until a mounted target has failed and has let go of its drive.
+/// Waits until a mounted target has failed and has released its drive.
 async fn let_go(target: &mut Mounted) {
     let Ok(store) = &target.store else { return };
     let why = store.failure().await;

@@ -1,4 +1,5 @@
-//! What `outboard status` shows, put together from the supervisor's record, `/proc` and the osd's answer.
+//! The report of `outboard status`, built from the supervisor's record, `/proc` and the osd's
+//! answer.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -13,60 +14,60 @@ use super::descriptors::FdUsage;
 use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
-/// A node. Its JSON form is a contract: fields stay, new ones may come.
+/// A node. Its JSON form is stable: fields are never removed, but new fields may be added.
 #[derive(Debug, Default, Serialize)]
 pub struct NodeReport {
-    /// The node's directory, if it was found by that.
+    /// The node's directory, if the command found the node by its directory.
     pub dir: Option<PathBuf>,
-    /// Whether its supervisor runs; without a directory, whether the osd answers.
+    /// Whether the node's supervisor runs; without a directory, whether the osd answers.
     pub up: bool,
     /// `dpu` or `host`.
     pub placement: Option<Placement>,
-    /// Where clients connect to.
+    /// Address for clients.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
-    /// Whether it stands for hardware that is not there.
+    /// Whether that engine emulates missing hardware.
     pub emulated: bool,
-    /// Every process.
+    /// All processes.
     pub processes: Vec<ProcessReport>,
-    /// Every target.
+    /// All targets.
     pub targets: Vec<TargetReport>,
-    /// Every pool; none while the osd does not answer.
+    /// All pools; empty while the osd does not answer.
     pub pools: Vec<PoolReport>,
     /// The osd's load, while it answers.
     pub osd: Option<OsdReport>,
-    /// How the offload between osd and store stands, while the osd answers.
+    /// Health of the offload between osd and store, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
     /// Where the parity of large writes is computed.
     pub coding: Option<client::CodingStatus>,
-    /// What is being rebuilt, if something is.
+    /// The current rebuild, if there is one.
     pub rebuild: Option<RebuildReport>,
-    /// What is not as it should be.
+    /// Problems of the node.
     pub problems: Vec<String>,
 }
 
-/// A rebuild that goes on.
+/// A rebuild in progress.
 #[derive(Debug, Serialize)]
 pub struct RebuildReport {
-    /// UUID of the target whose fragments are made anew.
+    /// UUID of the target that receives the rebuilt fragments.
     pub target: String,
-    /// Name of the pool that they are of.
+    /// Name of the pool that is being rebuilt.
     pub pool: String,
-    /// Placement groups of all pools that lack a target, this one's included.
+    /// Number of degraded placement groups in all pools, including this pool.
     pub groups_left: u32,
-    /// Objects rebuilt since the osd was started.
+    /// Objects rebuilt since the osd's start.
     pub objects: u64,
-    /// Bytes written for that.
+    /// Bytes written by rebuilds since the osd's start.
     pub bytes: u64,
-    /// Most bytes a second; 0 for no limit.
+    /// Limit in bytes per second; 0 for no limit.
     pub rate_limit: u64,
-    /// Why a rebuild had to start again, if one had to since the osd was started: the last time.
+    /// Reason of the last failure after which a rebuild started again, since the osd's start.
     pub last_failure: Option<String>,
 }
 
 impl RebuildReport {
-    /// `None` if nothing is being rebuilt.
+    /// Returns the rebuild in progress, if there is one.
     fn of(status: client::RebuildStatus, groups_left: u32) -> Option<RebuildReport> {
         let client::RebuildStatus { target, pool, objects, bytes, rate_limit, last_failure } = status;
         let (target, pool) = (target?.to_string(), pool?);
@@ -89,51 +90,52 @@ impl RebuildReport {
 pub struct ProcessReport {
     /// `supervisor`, `store`, `osd` or `node`.
     pub role: Role,
-    /// Its pid; none while it is down.
+    /// Its pid; `None` while the process is down.
     pub pid: Option<u32>,
-    /// What it is doing.
+    /// State of the process.
     pub phase: ProcessState,
-    /// How long it has been there, in seconds.
+    /// Time since the start of the process, in seconds.
     pub uptime_seconds: Option<f64>,
-    /// How often the role was started again.
+    /// How often the role was restarted.
     pub restarts: u64,
-    /// How often its process was killed because it hung.
+    /// How often a process of the role was killed because it hung.
     pub hangs: u64,
-    /// How the one before ended.
+    /// How the previous process ended.
     pub last_exit: Option<String>,
-    /// Where its Prometheus metrics are.
+    /// Address of its Prometheus metrics.
     pub metrics: Option<String>,
-    /// CPU time so far.
+    /// CPU time since the process's start, in seconds.
     pub cpu_seconds: Option<f64>,
-    /// Most memory ever resident.
+    /// Largest resident memory so far, in bytes.
     pub peak_resident_bytes: Option<u64>,
-    /// Descriptors that it has open.
+    /// Number of open descriptors.
     pub open_fds: Option<u64>,
-    /// Most that it may have open.
+    /// Largest allowed number of open descriptors.
     pub max_fds: Option<u64>,
 }
 
-/// One target. Space is in bytes, and missing while it cannot be asked.
+/// One target. Space is in bytes, and is missing while the target cannot be queried.
 #[derive(Debug, Default, Serialize)]
 pub struct TargetReport {
-    /// File or device, if the node was found by its directory.
+    /// File or device, if the command found the node by its directory.
     pub path: Option<PathBuf>,
-    /// Its identity.
+    /// UUID of the target.
     pub uuid: String,
-    /// Its number, while the osd answers.
+    /// Number of the target, while the osd answers.
     pub id: Option<usize>,
     /// `in`, `out`, `failed` or `catching up`, while the osd answers.
     pub state: Option<&'static str>,
-    /// Why it cannot be asked.
+    /// Why the target cannot be queried.
     pub error: Option<String>,
-    /// Its space; the keys are missing while it cannot be asked.
+    /// Space of the target; the keys are missing while the target cannot be queried.
     #[serde(flatten)]
     pub space: Option<Space>,
-    /// How much shorter the free pieces are on average than the longest: 0 to 1.
+    /// Fragmentation of free space, from 0 to 1: by how much the average free extent is shorter
+    /// than the longest.
     pub fragmentation: Option<f64>,
 }
 
-/// How a target stands, in a word or two.
+/// Returns the state of a target in a word or two.
 pub fn standing(target: &TargetStatus) -> &'static str {
     match target {
         TargetStatus { out: true, .. } => "out",
@@ -145,7 +147,7 @@ pub fn standing(target: &TargetStatus) -> &'static str {
     }
 }
 
-/// Why a target is not used, and when it is tried again.
+/// Returns why a target is not used, and when the node tries it again.
 pub fn trouble(target: &TargetStatus) -> Option<String> {
     let why = target.failure.as_ref()?;
     Some(match (target.state, target.next_try_ms) {
@@ -159,7 +161,7 @@ pub fn trouble(target: &TargetStatus) -> Option<String> {
     })
 }
 
-/// Serializes a value as the command line writes it.
+/// Serializes a value in its text form, as the command line shows it.
 fn as_text<S: Serializer>(value: &impl Display, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
 }
@@ -176,31 +178,32 @@ pub struct PoolReport {
     /// Redundancy scheme: `single`, `mirror:N`, `ec:K+M`.
     #[serde(serialize_with = "as_text")]
     pub redundancy: Redundancy,
-    /// Placement groups that have fewer targets than they should.
+    /// Placement groups that have fewer targets than the redundancy scheme requires.
     pub degraded: u32,
-    /// Placement groups that have too few to go on.
+    /// Placement groups that have too few targets to serve requests.
     pub unavailable: u32,
 }
 
-/// A path that clients can come by.
+/// A network by which clients can reach the osd.
 #[derive(Debug, Serialize)]
 pub struct PathReport {
-    /// What kind, e.g. `ofi:verbs`.
+    /// Name of the network, e.g. `ofi:verbs`.
     pub name: String,
-    /// Where the osd listens.
+    /// Address at which the osd listens.
     pub endpoint: String,
 }
 
-/// How many connections there may be, and what was refused and reclaimed since the osd was started, by what was short.
+/// The limits of connections, and the counts of refused and reclaimed connections since the osd's
+/// start, by the resource that ran out.
 #[derive(Debug, Serialize)]
 pub struct ConnectionReport {
-    /// Most sessions at a time.
+    /// Most connections at a time.
     pub max_sessions: u64,
     /// Most handshakes at a time.
     pub max_handshakes: u64,
-    /// Handshakes and sessions that lost their place to another client.
+    /// Handshakes and connections that lost their place to a different client.
     pub reclaimed: BTreeMap<String, u64>,
-    /// Connections that got no place.
+    /// Connections that were refused.
     pub refused: BTreeMap<String, u64>,
 }
 
@@ -214,7 +217,7 @@ impl ConnectionReport {
         }
     }
 
-    /// What happened, if anything did.
+    /// Describes refused and reclaimed connections; empty if there were none.
     fn text(&self) -> String {
         let all = [("reclaimed", &self.reclaimed), ("refused", &self.refused)];
         let counts = all.into_iter().map(|(what, by)| (by.values().sum::<u64>(), what));
@@ -228,27 +231,27 @@ impl ConnectionReport {
 /// The osd's load.
 #[derive(Debug, Serialize)]
 pub struct OsdReport {
-    /// How long it has been there.
+    /// Time since the osd's start, in seconds.
     pub uptime_seconds: u64,
-    /// Other paths than TCP that clients can come by.
+    /// Networks other than TCP by which clients can reach the osd.
     pub paths: Vec<PathReport>,
-    /// Clients that are connected.
+    /// Number of connected clients.
     pub sessions: u32,
-    /// How many of them go by such a path now.
+    /// Number of connected clients that now use a network other than TCP.
     pub sessions_by_path: u32,
-    /// How many connections there may be, and what was refused and reclaimed.
+    /// Limits of connections, and counts of refused and reclaimed connections.
     pub connections: ConnectionReport,
-    /// Requests being worked on.
+    /// Requests in progress.
     pub requests: u32,
     /// Staging memory, in bytes.
     pub staging_total: u64,
-    /// Of that, free.
+    /// Free staging memory, in bytes.
     pub staging_free: u64,
-    /// The least that ever was free.
+    /// Least free staging memory since the osd's start, in bytes.
     pub staging_least_free: u64,
-    /// Where the time of requests went since the osd was started.
+    /// Breakdown of request times since the osd's start.
     pub times: client::RequestTimes,
-    /// What its thread spent its time on, in ns, by class.
+    /// CPU time of the osd's thread by class, in ns.
     pub thread_ns: BTreeMap<String, u64>,
 }
 
@@ -267,12 +270,13 @@ impl OsdReport {
 }
 
 impl NodeReport {
-    /// A node of which only the address is known.
+    /// Creates the report of a node of which only the address is known.
     pub fn of_endpoint(endpoint: &str) -> NodeReport {
         NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
     }
 
-    /// A node by what its supervisor recorded. If it is not up, what is recorded is history.
+    /// Creates the report of a node from its supervisor's record. If the node is not up, the record
+    /// describes its last run.
     pub fn of_state(dir: &Path, up: bool, state: Option<NodeState>) -> NodeReport {
         let dir = Some(dir.to_owned());
         let Some(state) = state else {
@@ -316,19 +320,19 @@ impl NodeReport {
         }
     }
 
-    /// The roles whose processes are there and of whose faults the osd does not tell.
+    /// Returns the running roles whose faults are missing from the osd's answer.
     pub fn reticent_roles(&self) -> Vec<Role> {
         let there = self.processes.iter().filter(|p| p.pid.is_some()).map(|p| p.role);
         there.filter(|role| matches!(role, Role::Store | Role::Node)).collect()
     }
 
-    /// Adds a fault that is armed in a role.
+    /// Adds an armed fault of a role.
     pub fn add_fault(&mut self, role: Role, fault: impl Display) {
         let role = role.as_str();
         self.problems.push(format!("FAULT ARMED in the {role}: {fault}; `outboard debug clear` disarms it"));
     }
 
-    /// Adds what the osd says.
+    /// Adds the osd's answer.
     pub fn add_answer(&mut self, answer: client::NodeStatus) {
         self.up = true;
         self.placement = Some(answer.placement);
@@ -528,7 +532,7 @@ impl NodeReport {
     }
 }
 
-/// Where parity is computed, in a line.
+/// Describes in one line where parity is computed.
 pub fn coding_line(coding: &client::CodingStatus) -> String {
     let emulated = if coding.emulated { " (emulated)" } else { "" };
     let busy = if coding.host_busy { "busy" } else { "not busy" };

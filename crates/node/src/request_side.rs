@@ -1,4 +1,5 @@
-//! The request-handling side of a node: an OSD over stores in this process, or over an attachment to a store's process.
+//! The part of a node that handles requests: an OSD over stores in this process, or over an
+//! attachment to a store's process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,21 +29,21 @@ use crate::failure::{Doing, Failure, Result};
 /// Largest staging buffer, in bytes: two segments of a DMA transfer.
 const LARGEST_BUFFER: usize = 4 << 20;
 
-/// Segments of a request that are received, moved and written at the same time.
+/// Segments of a request that may be received, moved and written concurrently.
 const SEGMENTS: usize = 3;
 
 /// Targets with their ids.
 pub type Targets = Vec<(Uuid, Arc<dyn ObjectStore>)>;
 
-/// Where the stores are.
+/// Location of the stores.
 pub enum Stores {
-    /// In this process, with what codes there.
+    /// In this process, with the engines that compute parity.
     Here(Targets, Arc<Engines>),
-    /// In another one.
+    /// In a separate process.
     Behind(StoreEndpoint),
 }
 
-/// The stores as the OSD sees them, the memory that payload is staged in, and what moves it.
+/// The stores that the OSD uses, their staging memory, and the engine that moves payload.
 struct Backend {
     targets: Targets,
     pool: BufferPool,
@@ -50,7 +51,7 @@ struct Backend {
     engine: String,
     emulated: bool,
     stripes: StripesAt,
-    /// Lives as long as the OSD.
+    /// The attachment, kept for as long as the OSD runs.
     attachment: Option<Attachment>,
 }
 
@@ -132,7 +133,7 @@ fn attachment_tuning(tuning: ChannelTuning) -> proxy::DmaTuning {
     }
 }
 
-/// Segments of a request that are under way at a time, with and without a pipeline.
+/// Returns how many segments of a request may be in progress at once, with or without a pipeline.
 fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
@@ -159,11 +160,11 @@ fn offload_status(attachment: &Attachment) -> OffloadStatus {
     }
 }
 
-/// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started` learns how clients
-/// connect, or why they cannot.
+/// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started`
+/// receives the address for clients, or the reason why serving cannot start.
 ///
 /// # Errors
-/// If the store has come back with other targets: a new process is to serve these.
+/// The store has restarted with different targets. A new process must serve these.
 pub async fn serve(
     stores: Stores,
     config: Arc<Config>,

@@ -1,4 +1,5 @@
-//! What every role's process does first and last: configuration, logs, metrics, its bond to the supervisor, stopping.
+//! The setup and the end of every role's process: configuration, logs, metrics, the tie to the
+//! supervisor, and the stop.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,40 +20,42 @@ use super::watchdog::Heartbeat;
 use super::{descriptors, logging, metrics};
 use crate::failure::{Doing, Failure, Result};
 
-/// Flags that all roles have.
+/// Flags of every role.
 #[derive(Debug, Clone, Args)]
 pub struct RoleArgs {
     /// Configuration file (TOML); `docs/configuration.md` lists its keys
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Where to serve Prometheus metrics [default: metrics.listen of the configuration]
+    /// Address for Prometheus metrics [default: metrics.listen of the configuration]
     #[arg(long, value_name = "ADDR")]
     pub metrics: Option<String>,
-    /// Where faults can be armed and the channel tuned while the role runs: a UNIX socket's path [default: nowhere]
+    /// Path of a UNIX socket for arming faults and tuning the channel while the role runs [default:
+    /// no socket]
     #[arg(long, value_name = "PATH")]
     pub debug_socket: Option<PathBuf>,
-    /// End when this process ends
+    /// Pid of the supervisor; the role ends when that process ends
     #[arg(long, value_name = "PID", hide = true)]
     pub supervisor: Option<u32>,
 }
 
-/// A role's process that is set up.
+/// A role's process after its setup.
 #[derive(Debug)]
 pub struct RoleProcess {
-    /// Its configuration.
+    /// The configuration of the process.
     pub config: Config,
-    /// Where its metrics are.
+    /// Address of the process's metrics.
     pub metrics: String,
-    /// What can be changed while it runs.
+    /// The settings that can change while the process runs.
     pub controls: Controls,
-    /// For its event loops, if a supervisor watches them.
+    /// The heartbeat for the role's event loops, if a supervisor watches them.
     pub heartbeat: Option<Heartbeat>,
-    /// A supervisor waits until it is ready.
+    /// Whether a supervisor waits until the role is ready.
     is_supervised: bool,
 }
 
 impl RoleProcess {
-    /// Tells the supervisor, until dropped, that the role gets on: as long as this thread's calls on drives return.
+    /// Reports progress to the supervisor, until the result is dropped, as long as this thread's
+    /// calls on drives return.
     pub fn report_progress(&self) -> Option<ProgressReport> {
         // Often enough for the supervisor's patience.
         let tick = self.config.supervise.ready_timeout.0 / 8;
@@ -60,7 +63,7 @@ impl RoleProcess {
     }
 }
 
-/// A thread that reports progress until this is dropped.
+/// A thread that reports progress until this handle is dropped.
 #[derive(Debug)]
 pub struct ProgressReport {
     _end: mpsc::Sender<()>,
@@ -88,8 +91,8 @@ impl ProgressReport {
     }
 }
 
-/// Runs a role: sets the process up, and calls `body`, which does the role's work until it should stop. A failure is
-/// announced to whoever started the process, too.
+/// Runs a role: sets the process up and calls `body`, which does the role's work until the role
+/// should stop. A failure is also announced to the supervisor.
 pub fn run<F>(role: Role, args: &RoleArgs, body: impl FnOnce(RoleProcess) -> F) -> Result<()>
 where
     F: Future<Output = Result<()>>,
@@ -159,7 +162,7 @@ fn with_remedy(e: &std::io::Error) -> String {
     format!("{e}; choose another address with --metrics or metrics.listen")
 }
 
-/// Makes the kernel ask this process to stop when the process that started it dies: its supervisor.
+/// Makes the kernel ask this process to stop when its parent, the supervisor, dies.
 pub fn end_with(supervisor: u32) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .doing("binding the role to its supervisor")?;
@@ -170,13 +173,14 @@ pub fn end_with(supervisor: u32) -> Result<()> {
     Ok(())
 }
 
-/// Takes back [`end_with`].
+/// Reverts [`end_with`].
 pub fn outlive_caller() -> Result<()> {
     rustix::process::set_parent_process_death_signal(None).doing("leaving the caller")
 }
 
-/// A panic anywhere ends the process: a role with a thread missing would hang its clients, a new one serves them. Only
-/// panics that somebody catches on purpose ([`base::thread::catch_panic`]) pass.
+/// Makes a panic on any thread end the process. A role without one of its threads would make
+/// clients hang, while a restarted role serves them. Panics inside [`base::thread::catch_panic`] do
+/// not end the process.
 fn abort_on_panic() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -191,7 +195,8 @@ fn abort_on_panic() {
     }));
 }
 
-/// Every connection takes a descriptor, and the usual soft limit of 1,024 is there for programs that use `select`.
+/// Raises the soft limit of descriptors to the hard limit. Each transport uses a descriptor, and
+/// the usual soft limit of 1,024 protects only programs that use `select`.
 pub fn raise_descriptor_limit() {
     let shown = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
     match descriptors::raise_limit() {
@@ -204,25 +209,25 @@ pub fn raise_descriptor_limit() {
     }
 }
 
-/// Says that the role does its work.
+/// Announces that the role is ready.
 pub fn ready(ready: Ready) {
     tracing::info!(endpoint = ready.endpoint, engine = ready.engine, targets = ready.targets.len(), "ready");
     Announcement::Ready(ready).send();
 }
 
-/// Says that the role stops, because a signal has asked for it.
+/// Announces that the role stops because a signal asked for it.
 pub fn stopping() {
     tracing::info!("stopping");
     Announcement::Stopping.send_or_drop();
 }
 
-/// A signal that asks the process to stop (SIGTERM, SIGINT; SIGHUP: its terminal has gone).
+/// The signals that ask the process to stop: SIGTERM, SIGINT, and SIGHUP (the terminal was closed).
 pub struct StopSignals {
     signals: [tokio::signal::unix::Signal; 3],
 }
 
 impl StopSignals {
-    /// Takes the signals over from here on. Needs a tokio runtime.
+    /// Handles the signals from now on. Needs a tokio runtime.
     pub fn catch() -> Result<StopSignals> {
         let catch = |kind| signal(kind).doing("preparing for signals");
         Ok(StopSignals {
@@ -234,7 +239,7 @@ impl StopSignals {
         })
     }
 
-    /// Waits for the next one. Cancel safe.
+    /// Waits for the next signal. Cancel safe.
     pub async fn next(&mut self) {
         let [term, int, hup] = &mut self.signals;
         tokio::select! {
@@ -266,7 +271,7 @@ mod tests {
         while heard.recv().is_ok() {}
     }
 
-    /// Runs itself again as the process that panics.
+    /// Runs this test again in a child process, which panics.
     #[test]
     fn a_panic_on_any_thread_ends_the_process_unless_it_is_caught_on_purpose() {
         const PANICKING: &str = "OUTBOARD_TEST_PANICKING";

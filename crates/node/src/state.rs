@@ -1,4 +1,4 @@
-//! What runs on a node, as the supervisor knows it: `run/state.json`.
+//! The state of a node's processes as the supervisor knows it: `run/state.json`.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -8,11 +8,11 @@ use wire::Placement;
 
 use super::dir::{DirError, NodeDir, replace_file};
 
-/// A process's part in a node.
+/// The role of a process in a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Starts the others and restarts them.
+    /// Starts and restarts the other roles.
     Supervisor,
     /// Owns the targets.
     Store,
@@ -23,7 +23,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// As it is written.
+    /// The role's name in output and files.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::Supervisor => "supervisor",
@@ -34,24 +34,24 @@ impl Role {
     }
 }
 
-/// What a process is doing.
+/// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProcessState {
-    /// Runs, and is not ready yet.
+    /// Runs, but is not ready yet.
     Starting,
     /// Ready.
     Running,
-    /// Gives no heartbeat, and is being killed.
+    /// Sends no heartbeat and is being killed.
     Hung,
-    /// Dead, to be restarted after a pause.
+    /// Dead; the supervisor restarts it after a pause.
     Waiting,
-    /// Ended, and is not to be restarted.
+    /// Ended; the supervisor does not restart it.
     Stopped,
 }
 
 impl ProcessState {
-    /// As it is written.
+    /// The state's name in output and files.
     pub fn as_str(self) -> &'static str {
         match self {
             ProcessState::Starting => "starting",
@@ -63,45 +63,46 @@ impl ProcessState {
     }
 }
 
-/// A target, as the process that mounted it announced it.
+/// A target, as announced by the process that mounted it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountedTarget {
     /// File or device.
     pub path: PathBuf,
-    /// Its identity.
+    /// UUID of the target.
     pub uuid: String,
 }
 
 /// One process of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its part.
+    /// Role of the process.
     pub role: Role,
-    /// Process id, of the last one if it is dead; 0 before the first.
+    /// Process id. If the process is dead, the id of the last one; 0 before the first start.
     pub pid: u32,
-    /// What it is doing.
+    /// State of the process.
     pub phase: ProcessState,
-    /// When this process was started, in clock ticks since the machine was: with the pid, what tells it from others.
+    /// Start time in clock ticks since the machine's boot. Together with the pid it identifies the
+    /// process.
     pub start_ticks: Option<u64>,
-    /// When this process was started, in milliseconds since 1970.
+    /// Start time, in milliseconds since 1970.
     pub started_unix_ms: u64,
-    /// How often the role was started again after it had died.
+    /// How often the role was restarted after its process died.
     pub restarts: u64,
     /// How often a process of the role was killed because it hung.
     #[serde(default)]
     pub hangs: u64,
-    /// How the last one ended, if one has.
+    /// How the role's last ended process ended, if one has.
     pub last_exit: Option<String>,
-    /// Where its metrics are, as `host:port`.
+    /// Address of its metrics, as `host:port`.
     pub metrics: Option<String>,
 }
 
-/// What the supervisor knows of a node.
+/// The supervisor's record of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeState {
     /// Where requests are handled.
     pub placement: Placement,
-    /// Where clients connect to; known once the osd was ready.
+    /// Address for clients; known after the osd was ready for the first time.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
@@ -114,21 +115,21 @@ pub struct NodeState {
 }
 
 impl NodeState {
-    /// Reads the state of the node in `dir`; `None` if there is none that can be understood.
+    /// Reads the state of the node in `dir`; `None` if the state is missing or invalid.
     pub fn load(dir: &NodeDir) -> Option<NodeState> {
         serde_json::from_slice(&std::fs::read(dir.state()).ok()?).ok()
     }
 
-    /// Writes the state, in one step.
+    /// Replaces the state file atomically.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
         let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
         replace_file(&dir.state(), &text)
     }
 
-    /// The process of `role`.
+    /// Returns the process of `role`.
     #[cfg(test)]
     pub fn process(&self, role: Role) -> Option<&Process> {
         self.processes.iter().find(|p| p.role == role)
@@ -151,31 +152,31 @@ impl Process {
         }
     }
 
-    /// Another process of the role has been started.
+    /// Records that a new process of the role was started.
     pub fn set_pid(&mut self, pid: u32) {
         self.pid = pid;
         self.start_ticks = start_ticks(pid);
         self.started_unix_ms = unix_ms();
     }
 
-    /// Whether the process lives (and is not another one that has got its pid since).
+    /// Whether the process is alive. A different process that has reused its pid does not count.
     pub fn is_alive(&self) -> bool {
         self.start_ticks.is_some() && start_ticks(self.pid) == self.start_ticks
     }
 
-    /// How long the process has been there.
+    /// Returns the time since the start of the process.
     pub fn uptime(&self) -> Duration {
         Duration::from_millis(unix_ms().saturating_sub(self.started_unix_ms))
     }
 }
 
-/// Now, in milliseconds since 1970.
+/// Returns the current time, in milliseconds since 1970.
 pub fn unix_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
-/// When process `pid` was started, in clock ticks since the machine was (proc_pid_stat(5), field 22); `None` if it is
-/// not there or has ended and only waits to be collected.
+/// Returns the start time of process `pid`, in clock ticks since the machine's boot
+/// (proc_pid_stat(5), field 22); `None` if the process does not exist or is a zombie.
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();

@@ -1,4 +1,4 @@
-//! Where a store's process listens for its osd.
+//! The address at which a store's process listens for its osd.
 
 use std::fmt;
 use std::net::TcpListener;
@@ -9,12 +9,13 @@ use proxy::{StoreEndpoint, StoreListener};
 
 use super::cpus::Cpus;
 
-/// A UNIX socket (`run/store.sock`) or a TCP address (`tcp:10.0.0.7:7401`). Payload goes by DMA beside a UNIX socket with
-/// every engine, and beside TCP with the engine `ofi`; with `shm` everything goes through the TCP connection. TCP is not
-/// authenticated: for trusted networks only.
+/// A UNIX socket (`run/store.sock`) or a TCP address (`tcp:10.0.0.7:7401`). With a UNIX socket,
+/// every engine transfers payload by DMA. With TCP, only the engine `ofi` does; with `shm`, all
+/// payload goes through the TCP stream. TCP is not authenticated, so use it only in trusted
+/// networks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreAddress {
-    /// A path.
+    /// Path of a UNIX socket.
     Unix(PathBuf),
     /// `HOST:PORT`.
     Tcp(String),
@@ -41,7 +42,8 @@ impl fmt::Display for StoreAddress {
 }
 
 impl StoreAddress {
-    /// CPUs for a process at this end: over TCP the other end may be another machine, so there is nothing to divide.
+    /// Returns the CPUs for a process at this end. Over TCP, the other end may be on a different
+    /// machine, so the machine's CPUs are not divided.
     pub fn cpus(&self, configured: Cpus) -> Cpus {
         match (self, configured) {
             (StoreAddress::Tcp(_), Cpus::Auto) => Cpus::Any,
@@ -49,10 +51,10 @@ impl StoreAddress {
         }
     }
 
-    /// Listens there.
+    /// Listens at this address.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn listen(&self) -> std::io::Result<StoreListener> {
         match self {
             StoreAddress::Unix(path) => StoreListener::unix(path),
@@ -60,7 +62,7 @@ impl StoreAddress {
         }
     }
 
-    /// For connecting to it.
+    /// Returns the endpoint for connecting to this address.
     pub fn endpoint(&self) -> StoreEndpoint {
         match self {
             StoreAddress::Unix(path) => StoreEndpoint::Unix(path.clone()),

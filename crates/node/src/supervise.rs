@@ -1,6 +1,7 @@
-//! The supervisor: starts a node's roles in order, keeps them alive, records what runs, stops them in reverse order.
+//! The supervisor: starts a node's roles in order, keeps them alive, records their state, and stops
+//! them in reverse order.
 //!
-//! It sleeps until a role or a signal wakes it; a node at rest costs nothing here.
+//! It sleeps until a role or a signal wakes it, so it uses no CPU while the node is at rest.
 
 use tokio::sync::{mpsc, watch};
 
@@ -10,25 +11,25 @@ use super::keeper::{Goal, Keeper, RoleEvent, RoleSpec};
 use super::role::StopSignals;
 use super::state::{NodeState, Process, ProcessState, Role};
 
-/// Why a node did not start or could not go on.
+/// Why a node did not start or could not continue.
 #[derive(Debug, thiserror::Error)]
 pub enum SuperviseError {
     /// A role died before it was ready for the first time.
     #[error("the {} role does not start: {reason} (its log: {})", role.as_str(), log.display())]
     RoleFailed {
-        /// Which one.
+        /// The role.
         role: Role,
-        /// Why.
+        /// Reason of the failure.
         reason: String,
-        /// It said so itself, before it served any client.
+        /// Whether the role announced the failure itself, before it served any client.
         is_announced: bool,
-        /// Where it says more.
+        /// The role's log, which has more details.
         log: std::path::PathBuf,
     },
     /// The state cannot be recorded.
     #[error(transparent)]
     Dir(#[from] DirError),
-    /// Stopped by a signal before it was up.
+    /// A signal stopped the supervisor before the node was up.
     #[error("stopped by a signal before the node was up")]
     Interrupted,
 }
@@ -38,7 +39,7 @@ struct KeptRole {
     goal: watch::Sender<Goal>,
 }
 
-/// A node that is being supervised.
+/// A supervised node.
 pub struct Supervisor {
     dir: NodeDir,
     state: NodeState,
@@ -50,21 +51,23 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// A supervisor with nothing started yet. `state` is what is known before.
+    /// Creates a supervisor that has started nothing yet. `state` is the last known state of the
+    /// node.
     pub fn new(dir: NodeDir, state: NodeState, policy: SuperviseSection, signals: StopSignals) -> Supervisor {
         let (report, events) = mpsc::channel(16);
         Supervisor { dir, state, kept: Vec::new(), events, report, policy, signals }
     }
 
-    /// What runs.
+    /// Returns the state of the node's processes.
     pub fn state(&self) -> &NodeState {
         &self.state
     }
 
-    /// Starts `roles` one after the other; each must be ready before the next. If one fails, those before are stopped.
+    /// Starts `roles` one after the other. Each role must be ready before the next one starts. If a
+    /// role fails, the supervisor stops the roles before it.
     ///
     /// # Errors
-    /// A role fails, or a signal says to stop.
+    /// A role fails, or a signal asks the supervisor to stop.
     pub async fn start(&mut self, roles: Vec<RoleSpec>) -> Result<(), SuperviseError> {
         for spec in roles {
             if let Err(e) = self.start_one(spec).await {
@@ -99,10 +102,10 @@ impl Supervisor {
         }
     }
 
-    /// Keeps the roles alive until a signal says to stop; then stops them.
+    /// Keeps the roles alive until a signal asks the supervisor to stop, then stops the roles.
     ///
     /// # Errors
-    /// The state cannot be recorded at the end. While roles run, that is logged only.
+    /// The final state cannot be recorded. Earlier failures to record the state are only logged.
     pub async fn run(mut self) -> Result<(), SuperviseError> {
         loop {
             tokio::select! {
@@ -118,8 +121,8 @@ impl Supervisor {
         self.stop().await
     }
 
-    /// Stops the roles, the last started first. A second signal makes short work of it. All are stopped in order even if
-    /// the state cannot be recorded.
+    /// Stops the roles, the last started first. A second signal kills them. All roles are stopped
+    /// in order even if the state cannot be recorded.
     async fn stop(&mut self) -> Result<(), SuperviseError> {
         tracing::info!("stopping");
         while let Some(kept) = self.kept.pop() {
@@ -147,7 +150,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Records what happened to a role.
+    /// Records an event of a role.
     fn note(&mut self, role: Role, event: &RoleEvent) -> Result<(), DirError> {
         let Some(process) = self.state.processes.iter_mut().find(|p| p.role == role) else { return Ok(()) };
         match event {
@@ -199,7 +202,7 @@ mod tests {
     use super::*;
     use crate::config_file;
 
-    /// A role played by a shell script; its arguments are those of a role, from `$1`.
+    /// Creates a role that a shell script plays. The script gets the role's arguments, from `$1`.
     fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {
         RoleSpec {
             role,

@@ -1,4 +1,4 @@
-//! The targets of a node: made at its first start, mounted by the role that owns them.
+//! The targets of a node: created at its first start, mounted by the role that owns them.
 
 use std::ffi::OsString;
 use std::io;
@@ -20,27 +20,27 @@ use super::state::{MountedTarget, NodeState};
 use super::watchdog::Checkpoints;
 use crate::progress::ProgressMeter;
 
-/// Why targets cannot be had.
+/// Why a target cannot be created, mounted or unmounted.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// The store refused.
+    /// The store reported an error.
     #[error("target {}: {source}", path.display())]
     Store {
         /// File or device.
         path: PathBuf,
-        /// Why.
+        /// The store's error.
         source: StoreError,
     },
-    /// A node that has run before lacks a target's file.
+    /// The file of a target is missing, although the node has run before.
     #[error(
         "target {} is missing, and the node has run with it; put it back, mount its drive, or make an empty node in another directory",
         path.display()
     )]
     Missing {
-        /// File.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The targets do not fit.
+    /// There is too little space for the targets.
     #[error(transparent)]
     Space(#[from] PlanError),
     /// A file of the node cannot be written or removed.
@@ -49,7 +49,7 @@ pub enum TargetError {
     /// The operating system refused.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
-        /// File or device.
+        /// The file or device.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
@@ -62,14 +62,14 @@ pub enum TargetError {
 pub struct Mounted {
     /// File or device.
     pub path: PathBuf,
-    /// Its identity.
+    /// UUID of the target.
     pub uuid: Uuid,
-    /// The store on it; what is wrong, if it cannot be mounted.
+    /// The store on the target, or the reason why it cannot be mounted.
     pub store: Result<Arc<BlockStore>, AbsentStore>,
 }
 
 impl Mounted {
-    /// As others see it.
+    /// Returns the target's store. If it cannot be mounted, the store fails every request.
     pub fn object_store(&self) -> Arc<dyn ObjectStore> {
         match &self.store {
             Ok(store) => Arc::clone(store) as Arc<dyn ObjectStore>,
@@ -88,12 +88,13 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
     move |source| TargetError::Io { path, action, source }
 }
 
-/// Makes the targets that the configuration of a made node names and that are not there: files that do not exist, and with
-/// `format` devices that have no target on them. Files are made only for a node that has never run (its `run/state.json`
-/// knows no targets): later one that is not there is a drive that is not mounted, and must not be taken for an empty one.
+/// Creates the missing targets in the configuration of an existing node: files that do not exist,
+/// and with `format` devices that have no target on them. Files are created only for a node that
+/// has never run (its `run/state.json` names no targets). Later, a missing file means that a drive
+/// is not mounted, and an empty file must not take its place.
 ///
 /// # Errors
-/// One cannot be made, or is missing.
+/// A target cannot be created, or is missing.
 pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
     let count = config.targets.len();
     let has_run = has_run(dir);
@@ -123,15 +124,17 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
     Ok(())
 }
 
-/// Whether the node has had targets. A record that cannot be read counts: what is missing then is not made anew.
+/// Whether the node has had targets. An unreadable record counts as yes, so missing targets are not
+/// created again.
 pub fn has_run(dir: &NodeDir) -> bool {
     dir.state().exists() && NodeState::load(dir).is_none_or(|state| !state.targets.is_empty())
 }
 
-/// Makes a target on a block device that has none, if it may be formatted; leaves files as they are.
+/// Creates a target on a block device that has none, if the device may be formatted. Does nothing
+/// for a file.
 ///
 /// # Errors
-/// The target cannot be made.
+/// The target cannot be created.
 pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), TargetError> {
     if is_to_be_formatted(path, format)? {
         mkfs(path, MkfsOptions::default(), label)?;
@@ -139,8 +142,8 @@ pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), Targ
     Ok(())
 }
 
-/// Whether a target is to be made on what is there: on a block device that has none, may be
-/// formatted, and can take one.
+/// Whether a target is to be created at `path`: on a block device that has no target, may be
+/// formatted, and is suitable.
 fn is_to_be_formatted(path: &Path, format: bool) -> Result<bool, TargetError> {
     let there = std::fs::metadata(path).map_err(in_system("look at it", path))?;
     let is_to_be = format && there.file_type().is_block_device() && has_no_target(path)?;
@@ -158,18 +161,18 @@ fn has_no_target(device: &Path) -> Result<bool, TargetError> {
     }
 }
 
-/// Where the file of a target is until it is complete.
+/// Returns the temporary path of a target's file until the file is complete.
 pub fn unfinished(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".unfinished");
     name.into()
 }
 
-/// Makes a target's file under another name first: what an interrupted start leaves is not taken for a target. The file is
-/// durable then.
+/// Creates a target's file, first under a temporary name, so that the file of an interrupted start
+/// does not count as a target. The new file is durable.
 ///
 /// # Errors
-/// It cannot be made; nothing is left of it.
+/// The file cannot be created. No part of it remains.
 pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> Result<(), TargetError> {
     let unfinished = unfinished(path);
     remove_file(&unfinished)?;
@@ -184,10 +187,11 @@ pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) 
     Ok(sync_parent(path)?)
 }
 
-/// Makes a target with that uuid in the place of one that is lost. A file that is there is kept under another name.
+/// Creates a target with the UUID `uuid` in place of a lost target. An existing file is kept under
+/// a different name.
 ///
 /// # Errors
-/// It cannot be made.
+/// The target cannot be created.
 pub fn make_replacement(path: &Path, config: &Config, uuid: Uuid) -> Result<(), TargetError> {
     let label = format!("making target {uuid}");
     match std::fs::metadata(path) {
@@ -211,7 +215,8 @@ fn mkfs(path: &Path, options: MkfsOptions, label: &str) -> Result<(), TargetErro
     made.map(drop).map_err(in_store(path))
 }
 
-/// A target that the node has had, so that it is known by its uuid if it cannot be mounted: `PATH=UUID`.
+/// A target that the node has had, written `PATH=UUID`. Its UUID is known even if it cannot be
+/// mounted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownTarget {
     path: PathBuf,
@@ -219,12 +224,13 @@ pub struct KnownTarget {
 }
 
 impl KnownTarget {
-    /// A target that a role has announced; `None` if its identity is none.
+    /// Converts an announced target; `None` if its UUID is invalid.
     pub fn of(target: &MountedTarget) -> Option<KnownTarget> {
         Some(KnownTarget { path: target.path.clone(), uuid: target.uuid.parse().ok()? })
     }
 
-    /// `PATH=UUID`, for a role's command line. Unlike the text form it keeps a path that is not UTF-8.
+    /// Returns `PATH=UUID` for a role's command line. Unlike the text form, it preserves a path
+    /// that is not UTF-8.
     pub fn to_argument(&self) -> OsString {
         let mut argument = self.path.clone().into_os_string();
         argument.push(format!("={}", self.uuid));
@@ -242,10 +248,11 @@ impl FromStr for KnownTarget {
     }
 }
 
-/// Mounts targets, each with a thread of its own. Blocks while their logs are replayed.
+/// Mounts targets, each with its own thread. Blocks while their logs are replayed.
 ///
 /// # Errors
-/// None can be mounted, or one cannot that is not `known`; then none is.
+/// No target can be mounted, or a target that is not `known` cannot be mounted. Then no target is
+/// mounted.
 pub fn mount(
     paths: &[PathBuf],
     known: &[KnownTarget],
@@ -255,7 +262,8 @@ pub fn mount(
     mount_each(paths, known, config, faults, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
 }
 
-/// Mounts targets, to be run by whoever gets their drivers. Blocks while their logs are replayed.
+/// Mounts targets and returns the drivers that the caller must run. Blocks while their logs are
+/// replayed.
 ///
 /// # Errors
 /// As [`mount`].
@@ -268,7 +276,7 @@ pub fn mount_driven(
     mount_each(paths, known, config, faults, BlockStore::mount_driven, |mounted| mounted)
 }
 
-/// How target number `index` is mounted.
+/// Returns the mount options of target number `index`.
 pub fn mount_options(index: usize, config: &Config, faults: &Faults) -> MountOptions {
     MountOptions {
         expected_uuid: None,
@@ -323,12 +331,13 @@ fn mount_each<T, D>(
     }
 }
 
-/// Whether a target that cannot be mounted for that reason may be done without. Not if it is merely in use, or another one.
+/// Whether the role may run without a target that failed to mount with this error. It may not if
+/// the target is in use, or is a different target than expected.
 fn may_be_absent(e: &StoreError) -> bool {
     matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. } | StoreError::NotATarget(_))
 }
 
-/// The checkpoints of targets, for the watchdog.
+/// Returns the checkpoints of targets, for the watchdog.
 pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
     let checkpoints = Checkpoints::default();
     for target in mounted {
@@ -339,15 +348,15 @@ pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
     checkpoints
 }
 
-/// What a role announces of its targets.
+/// Returns the targets for a role's announcement.
 pub fn announced(mounted: &[Mounted]) -> Vec<MountedTarget> {
     mounted.iter().map(|m| MountedTarget { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
 }
 
-/// Unmounts targets, all of them even if one fails.
+/// Unmounts all targets, even if one fails.
 ///
 /// # Errors
-/// The first one's.
+/// The first target's error.
 pub async fn unmount(mounted: Vec<Mounted>) -> Result<(), TargetError> {
     let mut result = Ok(());
     for Mounted { path, store, .. } in mounted {

@@ -6,17 +6,18 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A number of bytes; reads `4096`, `4KiB`, `2MiB`, `8GiB`, `1TiB` and the decimal `KB`, `MB`, `GB`, `TB`.
+/// A number of bytes. Accepts `4096`, `4KiB`, `2MiB`, `8GiB`, `1TiB` and the decimal `KB`, `MB`,
+/// `GB`, `TB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ByteSize(pub u64);
 
-/// A length of time; reads `100ms`, `5s`, `2m`, `24h`.
+/// A duration. Accepts `100ms`, `5s`, `2m`, `24h`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Period(pub Duration);
 
-/// Text that is no size or length of time.
+/// The text is not a size or a duration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a {what}; write it like {example}")]
 pub struct UnitError {
@@ -25,29 +26,29 @@ pub struct UnitError {
     example: &'static str,
 }
 
-/// A number that is not possible where it stands.
+/// A value of a configuration key is not allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutOfRange {
-    /// Too small or too large.
+    /// The value is too small or too large.
     #[error("{key} is {value}, it must be {least} to {most}")]
     Outside {
-        /// Where it stands.
+        /// The configuration key.
         key: &'static str,
-        /// The number.
+        /// The value.
         value: u64,
-        /// What it must be at least.
+        /// Smallest allowed value.
         least: u64,
-        /// What it may be at most.
+        /// Largest allowed value.
         most: u64,
     },
-    /// Not in whole units.
+    /// The size is not a multiple of the unit.
     #[error("{key} is {value}, it must be a multiple of {unit}")]
     Uneven {
-        /// Where it stands.
+        /// The configuration key.
         key: &'static str,
         /// The size.
         value: ByteSize,
-        /// What it must be a multiple of.
+        /// The unit.
         unit: ByteSize,
     },
 }
@@ -58,7 +59,7 @@ pub fn within(key: &'static str, value: u64, least: u64, most: u64) -> Result<()
     if ok { Ok(()) } else { Err(OutOfRange::Outside { key, value, least, most }) }
 }
 
-/// Refuses a value of `key` that is not made of whole `unit`s.
+/// Refuses a value of `key` that is not a multiple of `unit`.
 pub fn multiple(key: &'static str, value: ByteSize, unit: ByteSize) -> Result<(), OutOfRange> {
     let ok = value.0.is_multiple_of(unit.0);
     if ok { Ok(()) } else { Err(OutOfRange::Uneven { key, value, unit }) }
@@ -123,7 +124,7 @@ impl TryFrom<String> for Period {
     }
 }
 
-/// The largest of the first `count` units that divides `value`.
+/// Formats `value` in the largest of the units that divides it.
 fn exact(value: u64, units: &[(&str, u64)]) -> String {
     let (name, scale) = units
         .iter()
@@ -134,7 +135,7 @@ fn exact(value: u64, units: &[(&str, u64)]) -> String {
 }
 
 impl fmt::Display for ByteSize {
-    /// Exact, in binary units; with precision (`{:.1}`) rounded, for people.
+    /// Formats the exact value in binary units. With a precision (`{:.1}`), the value is rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(precision) = f.precision() else {
             return f.pad(&exact(self.0, &[("B", 1), SIZES[0], SIZES[1], SIZES[2], SIZES[3]]));

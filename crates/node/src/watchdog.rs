@@ -1,17 +1,17 @@
-//! Finds roles that hang: the heartbeats of a role's event loops, and the watchdog in the
-//! supervisor that misses them.
+//! Detects roles that hang. The event loops of a role send heartbeats, and the watchdog in the
+//! supervisor notices when they are missing.
 //!
-//! A heartbeat is sent by the event loop that serves (`osd-0`, `chan-0`), as one of its tasks, so
-//! it stops when that loop does. It says nothing about drives: a loop that waits for them without
-//! blocking goes on sending heartbeats.
+//! The event loop that serves requests (`osd-0`, `chan-0`) sends the heartbeat in one of its tasks,
+//! so the heartbeat stops when the loop stops. The heartbeat does not depend on drives: a loop that
+//! waits for a drive without blocking continues to send heartbeats.
 //!
-//! A checkpoint of a target is no event loop, and a log that is full waits for it. Each heartbeat
-//! looks whether calls wait for one and whether it gets on ([`Checkpoints`]); a slow one is never
-//! taken for one that hangs.
+//! A checkpoint of a target does not run in an event loop, but requests wait for it when the log is
+//! full. So each heartbeat also checks whether requests wait for a checkpoint and whether the
+//! checkpoint makes progress ([`Checkpoints`]). A slow checkpoint never counts as hung.
 //!
 //! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a
-//! paused virtual machine, a suspended laptop, a stopped process group) it counts nothing, so a
-//! pause of the whole node restarts no role.
+//! paused virtual machine, a suspended laptop, a stopped process group) the watchdog does not
+//! count. So a pause of the whole node restarts no role.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,28 +22,30 @@ use tokio::time::sleep;
 
 use super::announce::Announcement;
 
-/// Heartbeats, and ticks of the watchdog, in the time after which a silent loop counts as hung.
+/// Number of heartbeats, and of watchdog ticks, in the time after which a silent loop counts as
+/// hung.
 const TICKS: u32 = 6;
 
-/// Time between two heartbeats, and between two ticks of the watchdog; `None` if the watchdog is
-/// switched off.
+/// Returns the time between two heartbeats, and between two ticks of the watchdog; `None` if the
+/// watchdog is switched off.
 pub fn tick(hung_after: Duration) -> Option<Duration> {
     (!hung_after.is_zero()).then(|| hung_after / TICKS)
 }
 
-/// Sends the heartbeats of the event loop that runs it, for ever.
+/// Sends the heartbeats of the event loop that runs it, without end.
 #[derive(Debug, Clone, Copy)]
 pub struct Heartbeat {
     tick: Duration,
 }
 
 impl Heartbeat {
-    /// Heartbeats for a watchdog that has this limit; `None` if the watchdog is switched off.
+    /// Creates heartbeats for a watchdog with this time limit; `None` if the watchdog is switched
+    /// off.
     pub fn new(hung_after: Duration) -> Option<Heartbeat> {
         tick(hung_after).map(|tick| Heartbeat { tick })
     }
 
-    /// Sends heartbeats of the loop with that name, and says if one of the checkpoints hangs.
+    /// Sends heartbeats of the loop `event_loop`, and reports a checkpoint that hangs.
     pub async fn beat(self, event_loop: &str, checkpoints: Checkpoints) {
         let heartbeat = Announcement::Heartbeat(event_loop.to_owned());
         loop {
@@ -56,21 +58,22 @@ impl Heartbeat {
     }
 }
 
-/// Watches the checkpoints of a role's targets. Clones watch the same.
+/// Watches the checkpoints of a role's targets. Clones share their state.
 #[derive(Debug, Clone, Default)]
 pub struct Checkpoints {
     watched: Arc<Mutex<Vec<(PathBuf, CheckpointWatch, Standstill)>>>,
 }
 
 impl Checkpoints {
-    /// Watches a target's checkpoints, instead of those of its earlier mount.
+    /// Watches the checkpoints of a target's new mount instead of its earlier mount.
     pub fn add(&self, target: PathBuf, watch: CheckpointWatch) {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         watched.retain(|(earlier, ..)| *earlier != target);
         watched.push((target, watch, Standstill::default()));
     }
 
-    /// Another tick has passed. Returns what hangs, if a checkpoint does and a restart can help.
+    /// Counts a tick. Returns the target whose checkpoint hangs, if there is one and a restart can
+    /// help.
     fn tick(&self) -> Option<String> {
         let mut hung = None;
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,7 +92,7 @@ impl Checkpoints {
     }
 }
 
-/// Counts the ticks since something that is waited for has got on.
+/// Counts the ticks since an awaited operation last made progress.
 #[derive(Debug, Default)]
 struct Standstill {
     at: Option<u64>,
@@ -97,7 +100,8 @@ struct Standstill {
 }
 
 impl Standstill {
-    /// Whether it has stood still for all ticks. `now` is how far it is; `None` if nothing waits.
+    /// Counts a tick. Returns whether all ticks have passed without progress. `now` is the progress
+    /// of the operation; `None` if no request waits for it.
     fn tick(&mut self, now: Option<u64>) -> bool {
         let stands = now.is_some() && now == self.at;
         self.at = now;
@@ -115,25 +119,25 @@ pub struct Watchdog {
 #[derive(Debug)]
 struct Watched {
     name: String,
-    /// Ticks since its last heartbeat.
+    /// Ticks since the loop's last heartbeat.
     silent: u32,
 }
 
 impl Watchdog {
-    /// Watches these loops from now on.
+    /// Creates a watchdog for these loops.
     pub fn new(loops: &[String]) -> Watchdog {
         let watched = |name: &String| Watched { name: name.clone(), silent: 0 };
         Watchdog { loops: loops.iter().map(watched).collect() }
     }
 
-    /// A loop has given a sign of life. Loops that are not watched are ignored.
+    /// Records a heartbeat of a loop. Unknown loops are ignored.
     pub fn heard(&mut self, event_loop: &str) {
         if let Some(watched) = self.loops.iter_mut().find(|watched| watched.name == event_loop) {
             watched.silent = 0;
         }
     }
 
-    /// The supervisor has run for another tick. Returns a loop that hangs, if one does.
+    /// Counts a tick of the supervisor. Returns a loop that hangs, if one does.
     pub fn tick(&mut self) -> Option<String> {
         for watched in &mut self.loops {
             watched.silent = watched.silent.saturating_add(1);
@@ -143,8 +147,8 @@ impl Watchdog {
     }
 }
 
-/// Sleeps until this process has run for about `time`. A pause of the process counts for an eighth
-/// of it at most.
+/// Sleeps until this process has run for about `time`. A pause of the process counts for at most an
+/// eighth of `time`.
 pub async fn awake_for(time: Duration) {
     const SLICES: u32 = 8;
     for _ in 0..SLICES {
@@ -153,8 +157,8 @@ pub async fn awake_for(time: Duration) {
 }
 
 /// Whether a thread of process `pid` waits in the kernel for a drive (state D of proc_pid_stat(5)).
-/// The kernel delivers SIGKILL to that thread only after the wait, so that killing the process
-/// helps nobody.
+/// The kernel delivers SIGKILL to that thread only after the wait, so killing the process has no
+/// use.
 pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     tasks.flatten().any(|task| {
@@ -165,7 +169,7 @@ pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     })
 }
 
-/// Whether a debugger traces process `pid`, and may have stopped it (TracerPid of
+/// Whether a debugger traces process `pid` and may have stopped it (TracerPid of
 /// proc_pid_status(5)).
 pub fn is_traced(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

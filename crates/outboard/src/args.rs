@@ -1,4 +1,4 @@
-//! Arguments that several commands have.
+//! Arguments that several commands share.
 
 use std::path::PathBuf;
 
@@ -6,24 +6,24 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use wire::Placement;
 
-/// Where the node is.
+/// Arguments that locate the node.
 #[derive(Debug, Clone, Args)]
 pub struct NodeArgs {
     /// The node's directory: targets, configuration, logs [default: ./outboard-node]
     #[arg(long, global = true, env = "OUTBOARD_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
-    /// Address of a node to talk to; goes before --dir
+    /// Address of the node to use; takes precedence over --dir
     #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
     pub endpoint: Option<String>,
-    /// How to talk to a node: auto (RDMA where both sides have it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
+    /// Network to use: auto (RDMA if both sides support it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
     #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
     pub network: messenger::StackChoice,
-    /// Address of this machine to connect from, where it has several [default: the system's choice]
+    /// Local address to connect from, on a machine with several [default: the system's choice]
     #[arg(long, global = true, env = "OUTBOARD_BIND", value_name = "ADDR")]
     pub bind: Option<std::net::IpAddr>,
 }
 
-/// Parses a placement; the help describes each.
+/// Parses a placement; the help describes each value.
 pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
     let value = |placement: Placement| {
         PossibleValue::new(placement.as_str()).help(match placement {

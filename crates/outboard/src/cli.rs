@@ -1,4 +1,4 @@
-//! The command line. Scripts depend on it: names and meanings stay.
+//! The command line. Scripts depend on it, so names and meanings must not change.
 
 use clap::{Parser, Subcommand};
 
@@ -15,7 +15,7 @@ pub struct Cli {
     pub node: NodeArgs,
 }
 
-/// Everything that `outboard` does.
+/// The commands of `outboard`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Up(commands::up::UpArgs),

@@ -1,6 +1,7 @@
-//! The `outboard` program: every role of a node and every command of its users.
+//! The `outboard` program: the roles of a node, and the commands for users.
 //!
-//! `commands` has one file per command. The crate `node` runs a node: its directory, configuration, supervision and roles.
+//! The module `commands` has one file per command. The crate `node` runs a node: its directory,
+//! configuration, supervision and roles.
 
 #![forbid(unsafe_code)]
 
@@ -14,8 +15,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Buffers are pooled, but every request makes some small things on one thread that another drops, and there the C
-/// library's allocator is slow.
+/// Replaces the C library's allocator. Buffers are pooled, but each request also allocates small
+/// values on one thread and frees them on another. The C library's allocator is slow in this case.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints a failure to standard error, and returns the exit status that fits it.
+/// Prints a failure to standard error and returns its exit status.
 fn report(failure: &node::failure::Failure) -> ExitCode {
     // Nothing can be done if standard error itself is gone.
     let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&failure.to_string()));

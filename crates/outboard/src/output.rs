@@ -1,8 +1,8 @@
-//! Standard output. A reader that goes away, as `head` does, ends the program quietly.
+//! Writes to standard output. A closed pipe, such as one to `head`, ends the program quietly.
 //!
-//! Names and values come from whoever can write to the node. On a terminal their control characters
-//! are escaped: they could move the cursor, rewrite lines that were printed before, or have the
-//! terminal type something.
+//! Any client of the node can choose names and values. On a terminal, this module escapes their
+//! control characters, because control characters could move the cursor, rewrite earlier lines or
+//! make the terminal type text.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -18,28 +18,29 @@ pub fn raw(text: impl Display) {
     written(write!(std::io::stdout(), "{}", shown(&text.to_string())));
 }
 
-/// A name or a value within a line of output: on a terminal it cannot end the line either.
+/// Returns a name or a value for use within a line of output. On a terminal, line feeds are escaped
+/// too.
 pub fn name(text: &str) -> Cow<'_, str> {
     if std::io::stdout().is_terminal() { escaped(text, "") } else { text.into() }
 }
 
-/// Text for standard output.
+/// Returns text as standard output shows it.
 fn shown(text: &str) -> Cow<'_, str> {
     if std::io::stdout().is_terminal() { escaped(text, "\n\t") } else { text.into() }
 }
 
-/// Text for standard error.
+/// Returns text as standard error shows it.
 pub fn shown_as_error(text: &str) -> Cow<'_, str> {
     if std::io::stderr().is_terminal() { escaped(text, "\n\t") } else { text.into() }
 }
 
-/// Whether a terminal may do something else than show the character: control characters, and those
-/// that change the direction of the text after them.
+/// Whether a terminal may act on the character instead of showing it. Control characters and
+/// characters that change the direction of text do so.
 fn acts(c: char) -> bool {
     c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Text whose characters only show something, apart from the `allowed` ones.
+/// Escapes each character that a terminal acts on, except the `allowed` characters.
 fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
     let is_escaped = |c: char| acts(c) && !allowed.contains(c);
     if !text.contains(is_escaped) {
@@ -52,8 +53,9 @@ fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
     result.into()
 }
 
-/// JSON in which no character acts on a terminal: outside of strings it has none but line feeds,
-/// and in strings every character may be written by its number.
+/// Escapes JSON so that no character acts on a terminal. Outside of strings, JSON contains no
+/// control characters but line feeds. Within strings, JSON allows numeric escapes for every
+/// character.
 pub fn json_escaped(json: &str) -> String {
     let mut result = String::with_capacity(json.len());
     for c in json.chars() {
@@ -75,7 +77,7 @@ pub fn json(value: &impl serde::Serialize) {
     }
 }
 
-/// Says something to the user beside the output proper, on standard error.
+/// Prints a message for the user on standard error.
 pub fn note(text: impl Display) {
     // Nothing can be done if standard error itself is gone.
     let _ = writeln!(std::io::stderr(), "outboard: {}", shown_as_error(&text.to_string()));

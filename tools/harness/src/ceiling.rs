@@ -1,4 +1,4 @@
-//! What this machine can do at most: figures to hold the node's against.
+//! Measures the ceilings of this machine, for comparison with a node's results.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

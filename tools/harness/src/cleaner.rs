@@ -1,4 +1,4 @@
-//! Cleaning up after this process, however it ends.
+//! Runs a cleanup script when this process ends, even by a signal.
 
 use std::ffi::OsStr;
 use std::os::unix::process::CommandExt;

@@ -1,9 +1,10 @@
-//! What the demo, the benchmark and the report share: a node driven through the `outboard` program, as a user would, the ceilings of the
-//! machine (drive, loopback TCP, memory) to compare it with, and the tables they print. `evaluation` is the
-//! report itself, `redundancy` the measurements of pools that survive the loss of targets, `compare` an old binary against a
-//! new one.
+//! The common parts of the demo, the benchmark and the report. They drive a node through the
+//! `outboard` program as a user would, measure the machine's ceilings (drive, loopback TCP,
+//! memory), and print tables. `evaluation` is the report, `redundancy` measures pools with
+//! redundancy, and `compare` compares an old binary with a new one.
 //!
-//! Nothing of the project is linked here: what these programs show is what the command line does.
+//! These programs link no other crate of the project, so their results are results of the command
+//! line.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Directory trees: what is in one, and whether another is the same.
+//! Reads directory trees and compares them.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

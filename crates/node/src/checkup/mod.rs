@@ -1,4 +1,4 @@
-//! What `outboard doctor` looks at.
+//! The checks of `outboard doctor`.
 
 mod rdma;
 
@@ -13,43 +13,45 @@ use serde::Serialize;
 
 use crate::units::ByteSize;
 
-/// How much a finding matters.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
-    /// As it should be.
+    /// No problem.
     Good,
-    /// A node runs, but costs more or is less safe.
+    /// A node can run, but at a higher cost or with less safety.
     Costs,
     /// A node cannot run.
     Prevents,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// Name of the check.
     pub what: &'static str,
-    /// How much it matters.
+    /// Severity.
     pub grade: Grade,
-    /// What was found.
+    /// What the check found.
     pub found: String,
-    /// Why it matters.
+    /// Why the check matters.
     pub why: &'static str,
-    /// What to do about it, if there is anything to do.
+    /// What to do about it, if anything.
     pub remedy: Option<String>,
 }
 
-/// Oldest kernel that is tested against: io_uring with all that is used of it.
+/// Oldest kernel that is tested. It has all the io_uring features that Outboard uses.
 const OLDEST_KERNEL: (u32, u32) = (5, 15);
-/// What a store pins for registered buffers, at least.
+/// Least memory, in bytes, that a store pins for registered buffers.
 const MEMLOCK_WANTED: u64 = 256 << 20;
-/// Huge pages for the memory that an osd and a store share at their default sizes, emulated DPU memory included.
+/// Huge pages for the memory that an osd and a store share at their default sizes, including
+/// emulated DPU memory.
 const HUGE_PAGES_WANTED: u64 = 130;
 /// Descriptors that a node with many clients needs.
 const FILES_WANTED: u64 = 4096;
 
-/// Looks at everything. `dir` is the node's directory, or where it is to be; `targets` are those that are named, relative to it.
+/// Runs all checks. `dir` is the node's existing or future directory. `targets` are the configured
+/// targets, relative to `dir`.
 pub fn all(dir: &Path, targets: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
     findings.extend(file_system(dir));
@@ -78,7 +80,7 @@ fn kernel() -> Finding {
     }
 }
 
-/// Asks the store's own use of it: what is set up here is what a target needs.
+/// Sets up io_uring in the same way as a target does.
 fn io_uring() -> Finding {
     let result = io_uring::IoUring::new(8);
     let switch = read("/proc/sys/kernel/io_uring_disabled").filter(|v| v != "0");
@@ -126,7 +128,7 @@ fn memlock() -> Finding {
     }
 }
 
-/// Tries both ways to them: pages that are set aside, and ordinary memory that is gathered.
+/// Tries both sources of huge pages: reserved pages, and transparent huge pages in ordinary memory.
 fn huge_pages() -> Finding {
     let free = read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
     let free: u64 = free.and_then(|n| n.parse().ok()).unwrap_or(0);
@@ -152,7 +154,7 @@ fn huge_pages() -> Finding {
     }
 }
 
-/// The hard limit counts: every role raises its soft limit to that when it starts.
+/// Checks the hard limit, because every role raises its soft limit to the hard limit at its start.
 fn open_files() -> Finding {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let shown = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
@@ -188,13 +190,14 @@ fn clock() -> Finding {
     }
 }
 
-/// The directory itself, or the first one above it that exists.
+/// Returns the directory, or its nearest ancestor that exists.
 fn existing(dir: &Path) -> &Path {
     let there = dir.ancestors().find(|p| p.is_dir()).unwrap_or(Path::new("."));
     if there.as_os_str().is_empty() { Path::new(".") } else { there }
 }
 
-/// Block devices that are targets, and the directories of those that are or will be files.
+/// Returns the block devices among the targets, and the directories of the targets that are or will
+/// be files.
 fn places(dir: &Path, targets: &[PathBuf]) -> Vec<PathBuf> {
     let mut places: Vec<PathBuf> = Vec::new();
     for target in targets {
@@ -214,7 +217,7 @@ fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
-/// Free space where the node is or will be.
+/// Checks the free space at the node's existing or future directory.
 fn file_system(dir: &Path) -> Option<Finding> {
     let there = existing(dir);
     if let Ok(fs) = rustix::fs::statvfs(there) {

@@ -1,4 +1,4 @@
-//! RDMA: libfabric, devices, their ports, addresses and packet sizes.
+//! The checks of RDMA: libfabric, devices, their ports, addresses and packet sizes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,17 +7,17 @@ use fabric::{FabricError, Library, ProviderQuery};
 
 use super::{Finding, Grade};
 
-/// Where the kernel lists devices.
+/// Directory in which the kernel lists RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
-/// Where the kernel lists network interfaces.
+/// Directory in which the kernel lists network interfaces.
 const INTERFACES: &str = "/sys/class/net";
-/// What programs open.
+/// Directory of the character devices that programs open.
 const CHARACTER_DEVICES: &str = "/dev/infiniband";
 
-/// RoCE carries 4096 bytes in a packet from this size of Ethernet's on; below, less.
+/// Least Ethernet MTU, in bytes, with which RoCE sends packets of 4096 bytes.
 const MTU_WANTED: u32 = 4200;
 
-/// Looks at everything that has to do with RDMA.
+/// Runs all RDMA checks.
 pub(super) fn all() -> Vec<Finding> {
     let devices = devices(Path::new(DEVICES));
     let mut findings = vec![library(!devices.is_empty())];
@@ -58,7 +58,7 @@ fn devices(root: &Path) -> Vec<PathBuf> {
     entries(root)
 }
 
-/// The library, and what it can do.
+/// Checks the library and its capabilities.
 fn library(has_devices: bool) -> Finding {
     let found = Library::load().map(|library| {
         let mut providers: Vec<String> = library
@@ -82,7 +82,7 @@ fn library(has_devices: bool) -> Finding {
     }
 }
 
-/// Whether this user may use the devices, and connections can be made.
+/// Checks whether this user may use the devices, and whether connections are possible.
 fn access(root: &Path) -> Finding {
     let may_open = |path: &Path| fs::OpenOptions::new().read(true).write(true).open(path).is_ok();
     let verbs = entries(root).iter().any(|path| name(path).starts_with("uverbs") && may_open(path));
@@ -105,7 +105,7 @@ fn access(root: &Path) -> Finding {
     }
 }
 
-/// Whether libfabric finds the devices.
+/// Checks whether libfabric finds the devices.
 fn provider() -> Finding {
     let query = ProviderQuery { provider: Some("verbs".to_owned()), ..ProviderQuery::default() };
     let found = Library::load().and_then(|library| library.query(&query));
@@ -127,7 +127,7 @@ fn provider() -> Finding {
     }
 }
 
-/// The ports of a device.
+/// Checks the ports of a device.
 fn ports(device: &Path, interfaces: &Path) -> Vec<Finding> {
     let is_iwarp = read(device.join("node_type")).is_some_and(|kind| kind.starts_with('4'));
     let mut findings = Vec::new();
@@ -212,7 +212,7 @@ fn mtu(label: &str, kind: &str, interface: Option<&str>, interfaces: &Path) -> O
 mod tests {
     use super::*;
 
-    /// A device as sysfs shows it.
+    /// Creates a device as sysfs shows it.
     fn device(root: &Path, node_type: &str, state: &str, gid: &str, gid_type: &str, mtu: &str) -> PathBuf {
         let device = root.join("infiniband/dev0");
         let files = [

@@ -1,4 +1,4 @@
-//! `outboard debug`: faults on purpose.
+//! `outboard debug`: injects faults.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -17,11 +17,11 @@ use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::state::{NodeState, Role};
 
-/// How long a role that restarts is waited for.
+/// How long to wait for a role that restarts.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What is done with faults.
+/// The operations on faults.
 #[derive(Debug, Clone, Subcommand)]
 pub enum DebugCommand {
     /// Arm a fault: something goes wrong on purpose in a running node
@@ -36,11 +36,11 @@ pub enum DebugCommand {
         outboard debug fault dma.transfer=stall,late=500ms,probability=0.01\n  \
         outboard debug fault store.call=kill,after=5000,count=1")]
     Fault {
-        /// The fault
+        /// The fault to arm
         #[arg(value_name = "FAULT")]
         fault: Fault,
     },
-    /// List the faults that are armed, and how often each has fired
+    /// List the armed faults, and how often each has fired
     Faults {
         /// Print one JSON array
         #[arg(long)]
@@ -50,7 +50,7 @@ pub enum DebugCommand {
     Clear,
 }
 
-/// A fault and where it is.
+/// A fault and its role.
 #[derive(Debug, Serialize)]
 struct FaultRow {
     role: &'static str,
@@ -97,20 +97,21 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
     }
 }
 
-/// The roles of the node: the one with the drives first.
+/// Returns the roles of the node; the role that owns the drives is first.
 fn roles(node: &NodeArgs) -> Result<&'static [Role]> {
     let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
     let is_host = NodeState::load(&dir).is_some_and(|state| state.placement == Placement::Host);
     Ok(if is_host { &[Role::Node] } else { &[Role::Store, Role::Osd] })
 }
 
-/// The debug socket of a role.
+/// Returns the path of a role's debug socket.
 pub fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
     let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
     Ok(dir.debug_socket(role.as_str()))
 }
 
-/// Asks a role at its debug socket. A role that restarts does not answer: that is waited for, as long as the node is up.
+/// Sends a request to a role's debug socket. While the node is up, it waits for a role that
+/// restarts.
 fn ask_patiently(
     path: &Path,
     node: &NodeArgs,
@@ -134,7 +135,7 @@ fn ask_patiently(
     }
 }
 
-/// Asks a role of the node; that it refuses is a failure.
+/// Sends a request to a role of the node. A refusal is an error.
 pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<debug::DebugAnswer> {
     let doing = format!("asking the {}", role.as_str());
     let path = socket(role, node)?;

@@ -1,4 +1,4 @@
-//! `outboard doctor`: is this machine fit for a node, and what would make it fitter?
+//! `outboard doctor`: checks whether this machine can run a node well, and how to improve it.
 
 use std::io::Write;
 
@@ -13,8 +13,8 @@ use node::failure::{Doing, Failure, Result};
 
 /// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
 ///
-/// Each finding says what was found, why it matters and what to do. Fails only if something prevents a node from
-/// running.
+/// Each finding says what was found, why it matters and what to do. Fails only if a finding
+/// prevents a node from running.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard doctor\n  \

@@ -16,13 +16,13 @@ use node::units::Period;
 
 /// Stop a node: first the osd, then the store, which unmounts its targets
 ///
-/// Waits until it has stopped. A node that is down already is no failure.
+/// Waits until the node has stopped. The command succeeds if the node is down already.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard down\n  \
     outboard down --dir /srv/node1 --timeout 2m")]
 pub struct DownArgs {
-    /// How long to wait for it to stop
+    /// How long to wait for the node to stop
     #[arg(long, default_value = "90s", value_name = "TIME")]
     pub timeout: Period,
 }
@@ -39,7 +39,7 @@ pub fn run(args: DownArgs, node: &NodeArgs) -> Result<()> {
     Ok(())
 }
 
-/// Stops the node's supervisor, and with it the node. `false` if there was none.
+/// Stops the node's supervisor and so the node. Returns `false` if no supervisor ran.
 fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
     let Some((pid, supervisor)) = supervisor(dir)? else { return Ok(false) };
     if let Err(e) = rustix::process::pidfd_send_signal(&supervisor, Signal::TERM)
@@ -57,8 +57,8 @@ fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
     Ok(true)
 }
 
-/// A handle on the supervisor. Its pid cannot have gone to another process: after the handle was made, the supervisor
-/// still held the directory's lock.
+/// Returns a handle on the supervisor. The pid cannot belong to a different process, because the
+/// supervisor still held the directory's lock after the handle was created.
 fn supervisor(dir: &NodeDir) -> Result<Option<(u32, OwnedFd)>, String> {
     let owner = || dir.owner().map_err(|e| e.to_string());
     let Some(pid) = owner()? else { return Ok(None) };

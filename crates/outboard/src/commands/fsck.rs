@@ -1,4 +1,4 @@
-//! `outboard fsck`: checks the targets of a stopped node, and repairs what can be.
+//! `outboard fsck`: checks the targets of a stopped node, and repairs some kinds of damage.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,9 @@ use node::units::ByteSize;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
 ///
-/// Compares the size that is recorded with each object with the size of its data, too; "outboard scrub --repair" puts
-/// that right once the node runs. Fails (exit status 1) if problems remain. Without --repair, nothing is changed.
+/// The check also compares each object's recorded size with the size of its data. If they differ,
+/// start the node and use "outboard scrub --repair". Fails (exit status 1) if problems remain.
+/// Without --repair, nothing is changed.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard fsck\n  \
@@ -30,7 +31,7 @@ pub struct FsckArgs {
     /// A node's directory, or one target [default: the node's directory]
     #[arg(value_name = "DIR|TARGET")]
     pub path: Option<PathBuf>,
-    /// Put right what can be: free space, reference counts, a damaged end of the log
+    /// Repair free space, reference counts and a damaged end of the log
     #[arg(long)]
     pub repair: bool,
     /// Print one JSON object
@@ -38,14 +39,14 @@ pub struct FsckArgs {
     pub json: bool,
 }
 
-/// What was found on all targets.
+/// The results for all targets.
 #[derive(Serialize)]
 struct FsckOutcome {
     clean: bool,
     targets: Vec<Checked>,
 }
 
-/// What was found on one target; `error` if it could not be checked.
+/// The result for one target; `error` if the target could not be checked.
 #[derive(Serialize)]
 struct Checked {
     path: PathBuf,
@@ -85,7 +86,8 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
     Err(Failure::new(doing, format!("problems remain; {advice}")))
 }
 
-/// The targets at `path`: a node's, which cannot be started meanwhile, or one.
+/// Finds the targets at `path`: one target, or all targets of a node. The returned lock keeps that
+/// node from starting.
 fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> {
     if !path.is_dir() {
         return Ok((None, vec![path.to_owned()]));

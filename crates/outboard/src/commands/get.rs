@@ -13,8 +13,8 @@ use node::progress::ProgressMeter;
 
 /// Write an object to a file or to standard output
 ///
-/// Every block is verified against its checksum. A file appears under its name only when it is complete.
-/// Devices and pipes are written to directly.
+/// Every block is verified against its checksum. A file gets its final name only when it is
+/// complete. The data for a device or a pipe is written directly.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard get photos/beach.jpg beach.jpg\n  \
@@ -22,7 +22,7 @@ use node::progress::ProgressMeter;
 pub struct GetArgs {
     /// POOL[:NAMESPACE]/OBJECT
     pub object: String,
-    /// The file; '-' is standard output
+    /// Output file; '-' is standard output
     pub file: PathBuf,
 }
 

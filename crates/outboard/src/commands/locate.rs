@@ -1,4 +1,4 @@
-//! Where the node is that a command should talk to.
+//! Finds the node that a command should talk to.
 
 use std::path::PathBuf;
 
@@ -8,15 +8,16 @@ use node::state::NodeState;
 
 use crate::args::NodeArgs;
 
-/// The node's directory if nothing else is said.
+/// The default directory of a node.
 pub const DEFAULT_DIR: &str = "outboard-node";
 
-/// The node's directory: `--dir`, `OUTBOARD_DIR`, or the default.
+/// Returns the node's directory: `--dir`, `OUTBOARD_DIR`, or the default.
 pub fn root(args: &NodeArgs) -> PathBuf {
     args.dir.clone().unwrap_or_else(|| DEFAULT_DIR.into())
 }
 
-/// The address that clients connect to: `--endpoint`, `OUTBOARD_ENDPOINT`, or that of the node in its directory.
+/// Returns the address for clients: `--endpoint`, `OUTBOARD_ENDPOINT`, or the address of the node
+/// in its directory.
 ///
 /// # Errors
 /// There is no node, or it is not up.

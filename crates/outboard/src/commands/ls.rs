@@ -16,7 +16,7 @@ use node::failure::{Doing, Result};
 pub struct LsArgs {
     /// POOL[:NAMESPACE]
     pub pool: String,
-    /// Only objects whose names start with this
+    /// List only objects whose names start with this prefix
     #[arg(long, default_value = "", value_name = "P", hide_default_value = true)]
     pub prefix: String,
     /// List all namespaces, as NAMESPACE/OBJECT

@@ -1,4 +1,4 @@
-//! One file per command; this one calls them.
+//! The commands, one file each. This file dispatches to them.
 
 pub mod bench;
 pub mod cp;
@@ -25,7 +25,7 @@ pub mod up;
 use crate::cli::{Cli, Command};
 use node::failure::Result;
 
-/// Runs the command that was asked for.
+/// Runs the selected command.
 pub fn run(cli: Cli) -> Result<()> {
     let node = &cli.node;
     match cli.command {
@@ -51,7 +51,8 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// How commands behave as clients: they outlive a restart of any role of the node.
+/// Client options of all commands. With them, a command survives the restart of any role of the
+/// node.
 fn options() -> client::Options {
     client::Options { name: "outboard".to_owned(), ..client::Options::default() }
 }

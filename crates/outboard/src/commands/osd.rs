@@ -25,14 +25,15 @@ use node::state::Role;
 use node::store_address::StoreAddress;
 use node::targets::{self, KnownTarget};
 
-/// The thread that handles requests.
+/// Name of the thread that handles requests.
 const EVENT_LOOP: &str = "osd-0";
 
 /// Run the osd role: serve clients, with the store behind a channel or in the same process
 ///
-/// With --store-socket, as on a DPU, the store is another process. With --target the targets are mounted here: placement
-/// host. `outboard up` runs and supervises it; by hand it is for nodes put together in another way. Prints one line of
-/// JSON when it is ready. Stops on SIGTERM or SIGINT.
+/// With --store-socket, as on a DPU, the store is a separate process. With --target, this process
+/// mounts the targets (placement host). `outboard up` runs and supervises this role; call it
+/// directly only for a node with a custom setup. Prints one line of JSON when it is ready. Stops on
+/// SIGTERM or SIGINT.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard osd --store-socket /run/outboard/store.sock --listen 0.0.0.0:7400\n  \
@@ -44,13 +45,14 @@ pub struct OsdArgs {
     /// Address that clients connect to [default: listen of the configuration]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// Where the store waits: a UNIX socket's path, or tcp:HOST:PORT
+    /// Address of the store: path of a UNIX socket, or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS", required_unless_present = "targets", conflicts_with = "targets")]
     pub store_socket: Option<StoreAddress>,
-    /// A target to mount in this process: file or raw block device; may be given several times
+    /// Target to mount in this process: file or raw block device; may be repeated
     #[arg(long = "target", value_name = "PATH")]
     pub targets: Vec<PathBuf>,
-    /// A target's identity, so that the others are served if it cannot be mounted
+    /// Identity of a target; with it, the node serves the other targets if this one cannot be
+    /// mounted
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
 }
@@ -133,7 +135,7 @@ fn ended_unasked() -> Failure {
 /// The thread that handles requests.
 struct Shard {
     ready: oneshot::Receiver<Result<Ready>>,
-    /// How serving has ended.
+    /// Receives the result when the thread stops serving.
     ended: oneshot::Receiver<Result<()>>,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,

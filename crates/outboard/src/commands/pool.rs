@@ -9,7 +9,7 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::units::ByteSize;
 
-/// What to do with pools.
+/// The operations on pools.
 #[derive(Debug, Subcommand)]
 #[command(after_help = "Examples:\n  \
     outboard pool create photos\n  \
@@ -23,16 +23,16 @@ pub enum PoolCommand {
         outboard pool create photos --redundancy mirror:2\n  \
         outboard pool create films --redundancy ec:4+2 --stripe-unit 128KiB")]
     Create {
-        /// Letters, digits, '.', '_' and '-'; starts with a letter or digit
+        /// Name of the pool: letters, digits, '.', '_' and '-'; starts with a letter or digit
         name: String,
         /// Number of placement groups, a power of two [default: the node's]
         #[arg(long, value_name = "N")]
         pg_count: Option<u32>,
-        /// How objects survive the loss of targets: single (not at all), mirror:N (N copies), or ec:K+M (K data and M parity
-        /// fragments: any M targets may be lost)
+        /// Redundancy scheme: single (no redundancy), mirror:N (N copies), or ec:K+M (K data and M
+        /// parity fragments; tolerates the loss of any M targets)
         #[arg(long, value_name = "KIND", default_value = "single")]
         redundancy: Redundancy,
-        /// With ec:K+M: bytes that go to one target before the next has its turn, a multiple of 4KiB [default: 64KiB]
+        /// With ec:K+M: size of a stripe's unit on each target, a multiple of 4KiB [default: 64KiB]
         #[arg(long, value_name = "SIZE")]
         stripe_unit: Option<ByteSize>,
     },
@@ -46,7 +46,7 @@ pub enum PoolCommand {
     /// Remove a pool
     #[command(after_help = "Examples:\n  outboard pool rm photos\n  outboard pool rm --force photos")]
     Rm {
-        /// The pool
+        /// Name of the pool
         name: String,
         /// Remove its objects too
         #[arg(long)]

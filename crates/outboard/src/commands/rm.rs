@@ -16,7 +16,7 @@ pub struct RmArgs {
     /// POOL[:NAMESPACE]/OBJECT
     #[arg(required = true, value_name = "OBJECT")]
     pub objects: Vec<String>,
-    /// An object that does not exist is no failure
+    /// Do not fail if an object does not exist
     #[arg(long, short)]
     pub force: bool,
 }

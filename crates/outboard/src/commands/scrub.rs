@@ -1,4 +1,4 @@
-//! `outboard scrub`: compares what a pool's targets have with what they should have.
+//! `outboard scrub`: verifies all stored data of a pool.
 
 use std::time::Duration;
 
@@ -11,24 +11,24 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Pause between two questions how far it has come.
+/// Time between two queries of the scrub's progress.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Read all of a pool, compare it with its checksums, its redundancy and its recorded sizes, and repair what can be
+/// Read all data of a pool, verify checksums, redundancy and recorded sizes, and repair damage
 ///
-/// Damaged fragments are made anew from others. The node works in the background and goes on if this command is
-/// interrupted; a second call watches the first scrub. Clients go first. Fails if something is damaged and was not
-/// repaired.
+/// The node reconstructs damaged fragments from the other fragments. The node scrubs in the
+/// background and continues if this command is interrupted; a second call watches the first scrub.
+/// Requests of clients have priority. Fails if damage remains.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard scrub photos\n  \
     outboard scrub photos --repair\n  \
     outboard scrub photos --json")]
 pub struct ScrubArgs {
-    /// The pool
+    /// Name of the pool
     pub pool: String,
-    /// Give objects whose data ends early the size that is recorded of them, where the missing bytes are zeros for
-    /// certain: an older version left such objects after some compound changes
+    /// Extend each object whose data is shorter than its recorded size, where the missing bytes are
+    /// certainly zeros. An older version left such objects after some compounds
     #[arg(long)]
     pub repair: bool,
     /// Print one JSON object at the end

@@ -1,4 +1,4 @@
-//! A session with the node that a command was told of, and names as users write them.
+//! Connects a command to its node, and parses names as users write them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,22 +12,24 @@ use crate::commands::locate;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 
-/// How long a command tries to reach the node in a directory: longer than the supervisor takes to restart an osd.
+/// How long a command tries to reach the node in a directory. It is longer than the supervisor
+/// needs to restart an osd.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The same for an address that the caller has named, which may be wrong.
+/// How long a command tries to reach an address from the command line, which may be wrong.
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
-/// After this long a command says what it is waiting for.
+/// After this time a command says what it waits for.
 const SILENCE: Duration = Duration::from_secs(2);
-/// An endpoint with this prefix names a file of the reference engine instead of a node. For tests of
-/// the object commands.
+/// Prefix of an endpoint that names a file of the in-memory engine instead of a node. Used in tests
+/// of the object commands.
 const MEM_ENDPOINT: &str = "mem:";
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
-/// Connects to the node and runs `body`, on a thread of its own whose name shows the client's share of the CPU.
+/// Connects to the node and runs `body` on a separate thread. The thread's name lets CPU accounting
+/// identify the client.
 ///
 /// # Errors
-/// The node cannot be found or reached, or whatever `body` fails with.
+/// The node cannot be found or reached, or `body` fails.
 pub fn run<T, F>(
     node: &NodeArgs,
     mut options: Options,
@@ -61,7 +63,7 @@ where
     thread.join().unwrap_or_else(|_| Err(Failure::new("running the client", "it panicked; this is a bug")))
 }
 
-/// Connects to the node. Waits while the osd restarts, as long as the node itself is up.
+/// Connects to the node. While the node is up, it waits for an osd that restarts.
 async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
     let began = Instant::now();
     let patience = if node.endpoint.is_some() { ENDPOINT_PATIENCE } else { PATIENCE };
@@ -89,7 +91,7 @@ async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
     }
 }
 
-/// Whether an osd that restarts may be the reason why a client could not connect.
+/// Whether the restart of an osd may explain why a client could not connect.
 fn may_pass(error: &client::Error) -> bool {
     use client::Error;
     use messenger::MessengerError;
@@ -100,7 +102,7 @@ fn may_pass(error: &client::Error) -> bool {
     )
 }
 
-/// A pool, or a namespace of it, written `POOL[:NAMESPACE]`.
+/// Opens a pool, or a namespace of it, written `POOL[:NAMESPACE]`.
 pub fn pool(client: &Client, text: &str) -> Result<Pool> {
     let wrong = |e| Failure::usage(format!("reading the pool's name '{text}'"), e);
     match text.split_once(':') {
@@ -109,7 +111,7 @@ pub fn pool(client: &Client, text: &str) -> Result<Pool> {
     }
 }
 
-/// An object, written `POOL[:NAMESPACE]/OBJECT`.
+/// Opens an object, written `POOL[:NAMESPACE]/OBJECT`.
 pub fn object(client: &Client, text: &str) -> Result<Object> {
     let Some((place, name)) = text.split_once('/') else {
         return Err(Failure::usage(

@@ -28,9 +28,9 @@ struct Shown {
     size: u64,
     version: u64,
     modified_unix_ms: u64,
-    /// Number of parts, if it is striped.
+    /// Number of parts, if the object is striped.
     parts: Option<u64>,
-    /// Names and values; bytes that are not UTF-8 are escaped.
+    /// Names and values of the xattrs; bytes that are not UTF-8 are escaped.
     xattrs: std::collections::BTreeMap<String, String>,
 }
 

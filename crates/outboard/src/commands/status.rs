@@ -1,4 +1,4 @@
-//! `outboard status`: what a node is doing, as its supervisor and its osd know it.
+//! `outboard status`: shows the state of a node as its supervisor and its osd report it.
 
 use std::io::Write;
 use std::net::IpAddr;
@@ -14,13 +14,13 @@ use node::failure::{Doing, Result};
 use node::report::NodeReport;
 use node::state::NodeState;
 
-/// How long the osd may take to answer before it counts as down.
+/// How long to wait for the osd's answer; after this time the osd counts as down.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Show a node: its network, processes, targets and pools
 ///
-/// Works as well while roles or the whole node are down, and says what is. The exit status tells only whether the state
-/// could be found out.
+/// Also works while roles or the whole node are down, and reports this. The exit status tells only
+/// whether the state could be determined.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard status\n  \

@@ -23,13 +23,14 @@ use node::state::Role;
 use node::store_address::StoreAddress;
 use node::targets::{self, KnownTarget};
 
-/// The thread that serves the osd and runs the targets.
+/// Name of the thread that serves the osd and runs the targets.
 const EVENT_LOOP: &str = "chan-0";
 
 /// Run the store role: mount targets and serve them to an osd
 ///
-/// `outboard up` runs and supervises it; by hand it is for nodes put together in another way. Prints one line of JSON when
-/// it is ready. Stops on SIGTERM or SIGINT and unmounts its targets then.
+/// `outboard up` runs and supervises this role; call it directly only for a node with a custom
+/// setup. Prints one line of JSON when it is ready. On SIGTERM or SIGINT it unmounts its targets
+/// and stops.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard store --target /srv/t0.img --target /dev/nvme1n1 --socket /run/outboard/store.sock\n  \
@@ -37,14 +38,15 @@ const EVENT_LOOP: &str = "chan-0";
 pub struct StoreArgs {
     #[command(flatten)]
     pub role: RoleArgs,
-    /// A target: file or raw block device; may be given several times
+    /// Target: file or raw block device; may be repeated
     #[arg(long = "target", value_name = "PATH", required = true)]
     pub targets: Vec<PathBuf>,
-    /// A target's identity, so that the others are served if it cannot be mounted
+    /// Identity of a target; with it, the store serves the other targets if this one cannot be
+    /// mounted
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
-    /// Where to wait for the osd: a UNIX socket's path, or tcp:HOST:PORT (nothing is authenticated then, and payload goes
-    /// by DMA only with the engine ofi)
+    /// Address to wait for the osd at: path of a UNIX socket, or tcp:HOST:PORT (without
+    /// authentication; DMA then needs the engine ofi)
     #[arg(long, value_name = "ADDRESS")]
     pub socket: StoreAddress,
 }

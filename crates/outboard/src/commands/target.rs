@@ -1,4 +1,5 @@
-//! `outboard target`: the targets of a node with redundancy: listing them, taking them out and in, replacing them.
+//! `outboard target`: lists the targets of a node with redundancy, takes them out and in, and
+//! replaces them.
 
 use clap::Subcommand;
 use client::{Client, NodeStatus};
@@ -14,7 +15,7 @@ use node::report::{standing, trouble};
 use node::targets;
 use node::units::ByteSize;
 
-/// What to do with targets.
+/// The operations on targets.
 #[derive(Debug, Subcommand)]
 #[command(after_help = "Examples:\n  \
     outboard target ls\n  \
@@ -28,34 +29,37 @@ pub enum TargetCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Do without a target: pools with redundancy rebuild its fragments on another one, if there is one left
+    /// Stop using a target: pools with redundancy rebuild its fragments on a spare target, if there
+    /// is one
     ///
-    /// Until that is done they are as if the target had failed. Pools without redundancy go on using it.
+    /// Until the rebuild ends, the pools are degraded as if the target had failed. Pools without
+    /// redundancy continue to use the target.
     #[command(after_help = "Example:\n  outboard target out 3")]
     Out {
-        /// Its number
+        /// Number of the target
         id: u32,
     },
-    /// Use a target again that was out or has failed: it gets what it has missed
+    /// Use a target again that was out or has failed; it first receives the changes that it missed
     #[command(after_help = "Example:\n  outboard target in 3")]
     In {
-        /// Its number
+        /// Number of the target
         id: u32,
     },
-    /// Make a new target in the place of one that is lost; the node rebuilds it after its next start
+    /// Replace a lost target with a new one; the node rebuilds it after the node's next start
     ///
-    /// The new one is made at the same path, of the size that targets of this node have, or on the device that is there now. A
-    /// file that is still there is kept beside it, under another name.
+    /// The new target is created at the same path, with the size of the node's targets, or on the
+    /// device that is there now. If the old file still exists, it is kept beside the new file under
+    /// a different name.
     #[command(after_help = "Example:\n  \
         outboard target replace 3 && outboard down && outboard up --detach")]
     Replace {
-        /// Its number
+        /// Number of the target
         id: u32,
     },
-    /// Limit how fast targets are rebuilt and pools scrubbed, until the node is started again
+    /// Limit the speed of rebuilds and scrubs until the node's next start
     #[command(after_help = "Examples:\n  outboard target rate 100MiB\n  outboard target rate 0")]
     Rate {
-        /// Bytes a second; 0 for no limit
+        /// Bytes per second; 0 for no limit
         rate: ByteSize,
     },
 }

@@ -1,4 +1,4 @@
-//! `outboard up`: makes a node on first use, and runs it.
+//! `outboard up`: creates a node on first use, and runs it.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -29,16 +29,16 @@ use node::targets::KnownTarget;
 use node::units::ByteSize;
 use node::{logging, metrics, targets};
 
-/// How often a process that is not a child is looked at while it is waited for.
+/// Time between two checks of a process that is not a child of this process.
 const PREDECESSOR_POLL: Duration = Duration::from_millis(20);
-/// This program, even if its file was replaced since it started.
+/// This program, even if its file was replaced after it started.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
-/// Start a node: make it on first use, then run and supervise its processes
+/// Start a node: create it on first use, then run and supervise its processes
 ///
-/// The first start makes the node's directory with its configuration (`outboard.toml`) and its targets. A role that dies
-/// is started again. Prints the address that clients connect to once they can; then stays until Ctrl-C or
-/// `outboard down`, or returns with --detach.
+/// The first start creates the node's directory with its configuration (`outboard.toml`) and its
+/// targets. The node restarts a role that dies. The command prints the address for clients as soon
+/// as they can connect. It then runs until Ctrl-C or `outboard down`; with --detach it returns.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard up\n  \
@@ -46,25 +46,26 @@ const THIS_PROGRAM: &str = "/proc/self/exe";
     outboard up --placement host --listen 0.0.0.0:7400")]
 pub struct UpArgs {
     /// Where requests are handled: on the DPU (emulated by a process), or on the host, the baseline
-    /// [default: the configuration's; dpu at first]
+    /// [default: the configuration's; dpu for a new node]
     #[arg(long, value_name = "PLACEMENT", value_parser = crate::args::placement())]
     pub placement: Option<Placement>,
-    /// Number of targets to make at the first start; fixed from then on [default: 1]
+    /// Number of targets to create at the first start; it cannot change later [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub targets: Option<u16>,
-    /// Size of each target made [default: the configuration's; 8GiB at first]
+    /// Size of each new target [default: the configuration's; 8GiB for a new node]
     #[arg(long, value_name = "SIZE")]
     pub target_size: Option<ByteSize>,
-    /// Address that clients connect to [default: the configuration's; at first port 7400 of 127.0.0.1, or the next one that is free]
+    /// Address that clients connect to [default: the configuration's; for a new node port 7400 of
+    /// 127.0.0.1, or the next free port]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// Return once clients can connect; the node runs on
+    /// Return once clients can connect; the node continues to run
     #[arg(long)]
     pub detach: bool,
-    /// Make targets on configured devices that have none, destroying what is on them
+    /// Create targets on configured devices that have none; this destroys the devices' data
     #[arg(long)]
     pub format: bool,
-    /// The node of this process, which was called with --detach
+    /// Pid of the process that was called with --detach; this process runs its node
     #[arg(long, value_name = "PID", hide = true, conflicts_with = "detach")]
     pub background: Option<u32>,
 }
@@ -117,7 +118,8 @@ fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Makes the node, or what a made node lacks. Returns a claim on the port of the node, if the port was chosen here.
+/// Creates the node, or the missing parts of an existing node. Returns a claim on the node's port
+/// if this call chose the port.
 fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     if making::undo(dir).doing(doing)? {
         output::note(
@@ -137,7 +139,8 @@ fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim
     Ok(claim)
 }
 
-/// Chooses a port for a node whose configuration names none, once: it is remembered there.
+/// Chooses a port for a node whose configuration names none. The node's directory records the
+/// choice, so later starts use the same port.
 fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     let text = std::fs::read_to_string(dir.config()).doing(doing)?;
     if args.listen.is_some() || config_file::is_set("listen", &text, env) {
@@ -155,7 +158,7 @@ fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortC
     Ok(Some(claim))
 }
 
-/// The configuration that holds.
+/// Determines the effective configuration.
 fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     let path = dir.config();
     let mut config = config_file::load(Some(&path), env).doing(doing)?;
@@ -177,7 +180,8 @@ fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     Ok(config)
 }
 
-/// Waits for roles of a supervisor that was killed: they are stopping, and their targets are taken until then.
+/// Waits for the roles of a supervisor that was killed. These roles are stopping, and they hold
+/// their targets until they have stopped.
 fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     let Some(state) = NodeState::load(dir) else { return Ok(()) };
     let config = config_file::load(dir.config().exists().then_some(&*dir.config()), env).doing(doing)?;
@@ -195,7 +199,7 @@ fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     Ok(())
 }
 
-/// What the flags say of a node that is to be made.
+/// Returns what the flags specify for a new node.
 fn chosen(args: &UpArgs) -> Chosen {
     let mut values = Vec::new();
     let mut add = |key, value: Option<String>| values.extend(value.map(|value| (key, value)));
@@ -205,7 +209,7 @@ fn chosen(args: &UpArgs) -> Chosen {
     Chosen { targets: args.targets, values, format: args.format }
 }
 
-/// Starts the node in a process of its own and waits until clients can connect.
+/// Starts the node in a separate process and waits until clients can connect.
 fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>, doing: &str) -> Result<()> {
     if let Some(claim) = claim {
         claim.hand_down().doing(doing)?;
@@ -249,7 +253,7 @@ fn print_endpoint(endpoint: &str) -> Result<()> {
     writeln!(std::io::stdout(), "{endpoint}").doing("printing the node's endpoint")
 }
 
-/// Runs the node until it is asked to stop.
+/// Runs the node until a signal asks it to stop.
 fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Result<(), String> {
     logging::start(&config.log)?;
     rustix::thread::set_name(c"admin-up").map_err(|e| e.to_string())?;
@@ -308,7 +312,8 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
     );
 }
 
-/// The roles of a node, in the order in which they start. `last_run` has the targets of the node's last run.
+/// Returns the roles of a node in the order of their start. `last_run` has the targets of the
+/// node's last run.
 fn roles(
     dir: &NodeDir,
     config: &Config,

@@ -1,8 +1,10 @@
-//! `make bench`: a node against what its drive, its network and its memory can do, from one run. `OUTBOARD_BENCH_ROUNDS` (5) and
-//! `OUTBOARD_BENCH_SECONDS` (4) say how long; medians are printed, with the spread.
+//! `make bench`: compares a node with the ceilings of its drive, network and memory, in one run.
+//! `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (4) set the duration. It prints medians
+//! and their spread.
 //!
-//! `make bench COMPARE=OLD`: an old binary against the new one, in interleaved rounds (`compare`). The exit status is 1 if a figure
-//! of the new binary is worse, and 2 if the two could not be compared.
+//! `make bench COMPARE=OLD`: compares an old binary with the new one, in interleaved rounds
+//! (`compare`). The exit status is 1 if a result of the new binary is worse, and 2 if the
+//! comparison failed.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,6 @@
-//! `make demo`: a node on real input. A real tree goes in while the store is killed, comes out while the OSD is killed, and
-//! every file is compared by its SHA-256; then both placements are measured.
+//! `make demo`: runs a node with real input. It copies a real tree into the node while the store is
+//! killed, and back out while the OSD is killed, and compares every file by its SHA-256. Then it
+//! measures both placements.
 
 #![forbid(unsafe_code)]
 

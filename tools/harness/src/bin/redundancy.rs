@@ -1,6 +1,8 @@
-//! `make bench-redundancy`: redundancy, measured on a whole node. `outboard-redundancy [pools] [rebuild] [coding]` measures some parts,
-//! all by default; `coding:sweep` and the like one experiment of a part. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) say
-//! how long, `QUICK=1` with how little, `OUTBOARD_BENCH_DIR` on which drive, `OUTBOARD_REPORT_DIR` (`report`) where the figures go.
+//! `make bench-redundancy`: measures redundancy on a whole node. `outboard-redundancy [pools]
+//! [rebuild] [coding]` measures the named parts, by default all; `coding:sweep` names one
+//! experiment of a part. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) set the
+//! duration, and `QUICK=1` shortens the run. `OUTBOARD_BENCH_DIR` is a directory on the drive to
+//! use, and `OUTBOARD_REPORT_DIR` (`report`) is the directory for the results.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,6 @@
-//! `make report`: the paper's evaluation, run here beside a real Ceph. Writes `report/index.html` and `report/report.json`.
-//! `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0` say how much is measured, `OUTBOARD_REPORT_WORK` where (see `settings`).
+//! `make report`: repeats the paper's evaluation here, beside a real Ceph. Writes
+//! `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0` set
+//! how much is measured, and `OUTBOARD_REPORT_WORK` sets the directory (see `settings`).
 
 #![forbid(unsafe_code)]
 

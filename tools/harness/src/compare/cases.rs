@@ -1,4 +1,4 @@
-//! What both binaries are measured with.
+//! The workloads that both binaries run.
 
 use serde::Serialize;
 

@@ -1,11 +1,13 @@
-//! `outboard-bench --compare`: an old binary against a new one.
+//! `outboard-bench --compare`: compares an old binary with a new one.
 //!
-//! Two builds of a program differ by less than a machine drifts in a minute. So both binaries run side by side: each has a
-//! node of either placement, all nodes are up, and one at a time is measured. In every round each case runs on both
-//! binaries, one right after the other, and the first to run alternates. Each binary drives its node with its own client,
-//! because the two may speak different versions of the protocols.
+//! Two builds of a program differ by less than a machine's speed drifts in a minute. So the nodes
+//! of both binaries run side by side, one per binary and placement, and are measured one at a time.
+//! In every round each case runs on both binaries in direct succession, and the binary that runs
+//! first alternates. Each binary drives its node with its own client, because the two may speak
+//! different versions of the protocols.
 //!
-//! A figure of a round is the ratio new/old of these two runs. `verdict` judges the median of the ratios.
+//! The result of a round is the ratio new/old of these two runs. `verdict` judges the median of the
+//! ratios.
 
 mod cases;
 mod outcome;

@@ -1,4 +1,4 @@
-//! The nodes of both binaries, and how a case is run on one of them.
+//! The nodes of both binaries; runs a case on one of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What the command line says about a comparison.
+//! The settings of a comparison, read from the command line.
 
 use std::path::PathBuf;
 

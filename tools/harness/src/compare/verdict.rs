@@ -1,4 +1,4 @@
-//! Whether a figure of the new binary is worse than that of the old one.
+//! Decides whether a result of the new binary is worse than the old binary's.
 
 use serde::Serialize;
 

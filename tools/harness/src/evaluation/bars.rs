@@ -1,4 +1,4 @@
-//! What a run is held against: thresholds, each with what the paper reports.
+//! The thresholds that a run is compared with, each with the paper's result.
 
 use serde::Serialize;
 
@@ -8,37 +8,37 @@ use super::stats::{Estimate, Rounds, estimate, paired, ratio};
 use super::workload::{AccessMode, Case, MIB, PAPER_SIZES, TestedSystem, size_label};
 use crate::node::BenchBreakdown;
 
-/// A claim and how it is checked, case by case.
+/// A claim and its check, case by case.
 #[derive(Debug, Clone, Serialize)]
 pub struct Bar {
-    /// What it is called in this report.
+    /// Number of the claim in this report.
     pub number: &'static str,
     /// The claim.
     pub title: &'static str,
-    /// How the figure is computed.
+    /// How the value is computed.
     pub definition: &'static str,
     /// One row per case.
     pub rows: Vec<BarRow>,
 }
 
-/// A case of a claim.
+/// One case of a claim.
 #[derive(Debug, Clone, Serialize)]
 pub struct BarRow {
-    /// Which.
+    /// Name of the case.
     pub case: String,
-    /// Median over rounds of the pairs' ratio; none if it was not measured.
+    /// Median over rounds of the ratio of paired runs; `None` if it was not measured.
     pub value: Option<Estimate>,
-    /// How to print it.
+    /// Format of the value.
     pub unit: FigureFormat,
-    /// The threshold; none where the figure is there for comparison only.
+    /// The threshold; `None` if the value is for comparison only.
     pub bound: Option<Bound>,
-    /// Whether the median keeps it.
+    /// Whether the median meets the threshold.
     pub verdict: BarVerdict,
-    /// What the paper has in its place.
+    /// The paper's value for this case.
     pub paper: Option<String>,
 }
 
-/// How a figure is printed.
+/// Format of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FigureFormat {
@@ -52,21 +52,21 @@ pub enum FigureFormat {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bound {
-    /// The least that passes.
+    /// The least value that passes.
     AtLeast(f64),
-    /// The most that passes.
+    /// The largest value that passes.
     AtMost(f64),
 }
 
-/// What came out.
+/// The result of a comparison with a threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BarVerdict {
-    /// The median keeps the threshold.
+    /// The median meets the threshold.
     Pass,
-    /// It does not.
+    /// The median does not meet the threshold.
     Fail,
-    /// The run did not measure it.
+    /// The run did not measure the value.
     NotMeasured,
     /// There is no threshold.
     Information,
@@ -315,7 +315,8 @@ fn idle(m: &Measurements) -> Bar {
     }
 }
 
-/// How many rows passed, failed and were not measured, of those that have a threshold.
+/// Counts the rows that passed, failed and were not measured. Rows without a threshold do not
+/// count.
 #[must_use]
 pub fn score(bars: &[Bar]) -> (usize, usize, usize) {
     let rows = || bars.iter().flat_map(|b| &b.rows).filter(|r| r.bound.is_some());

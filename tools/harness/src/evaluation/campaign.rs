@@ -1,4 +1,4 @@
-//! Runs the plan and keeps what comes out.
+//! Runs the plan and stores the results.
 
 use std::time::Duration;
 
@@ -11,15 +11,15 @@ use super::settings::EvaluationSettings;
 use super::workload::{AccessMode, Case, IN_FLIGHT, TestedSystem};
 use crate::{Result, ceiling};
 
-/// After so many failed steps a system is left alone.
+/// Number of failed steps after which a system is no longer measured.
 const FAILURES_MOST: usize = 3;
 
-/// Every round of a run.
+/// All rounds of a run.
 pub struct Campaign<'a> {
     settings: &'a EvaluationSettings,
     rig: &'a EvaluationRig,
     subjects: Subjects,
-    /// What was found so far.
+    /// The values measured so far.
     pub found: Measurements,
     failures: Vec<TestedSystem>,
 }
@@ -37,7 +37,7 @@ impl<'a> Campaign<'a> {
         Campaign { settings, rig, subjects: rig.subjects(), found, failures: Vec::new() }
     }
 
-    /// Runs one round. A step that fails is a problem to report, no reason to lose the rest.
+    /// Runs one round. A failed step is reported, and the round continues.
     pub fn round(&mut self, round: u32, progress: &mut ProgressLine) {
         // Fewer may be left than were planned for.
         progress.plan_rest(plan::seconds(self.settings, &self.subjects, round));
@@ -93,7 +93,7 @@ impl<'a> Campaign<'a> {
         Ok(())
     }
 
-    /// Reads find what was just written; then it is removed, whether they worked or not.
+    /// Reads the objects that were just written, then removes them, even if a read failed.
     fn ceph_modes(&mut self, round: u32, size: u64) -> Result<()> {
         let rig = self.rig;
         let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;

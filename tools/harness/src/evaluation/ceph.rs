@@ -1,5 +1,6 @@
-//! A real Ceph to compare with: one OSD with BlueStore on a file beside the nodes' targets, no copies. `bench/ceph` starts and stops
-//! it; `rados bench` drives it; the OSD's CPU is booked here, thread by thread (bench/ceph/README.md).
+//! A real Ceph for comparison: one OSD with BlueStore on a file beside the nodes' targets, without
+//! replication. `bench/ceph` starts and stops it, and `rados bench` drives it. This module accounts
+//! for the OSD's CPU time, thread by thread (bench/ceph/README.md).
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,29 +13,32 @@ use super::sample::{Sample, Subsystem, sum_parts};
 use super::workload::{Case, Set};
 use crate::Result;
 
-/// Most that the OSD may use, as `bench/ceph/up` sets it.
+/// The OSD's default memory limit in bytes, as `bench/ceph/up` sets it.
 const MEMORY_TARGET: u64 = 2 << 30;
 
-/// The least that it can be told to: caches of 128 MiB remain (`osd_memory_cache_min`).
+/// The OSD's smallest memory limit in bytes. It leaves caches of 128 MiB (`osd_memory_cache_min`).
 const MEMORY_TARGET_LEAST: u64 = 896 << 20;
 
-/// The OSD is quiet if it uses less CPU than this, of one core, and writes less than so many bytes per second. Idle it uses 0.3 %.
+/// Limits below which the OSD counts as quiet: CPU as a share of one core, and bytes written per
+/// second. An idle OSD uses 0.3 %.
 const QUIET: (f64, f64) = (0.02, 1e6);
 
-/// How often a client is started to see what that costs: the kernel counts its CPU in steps of 10 ms.
+/// Number of client starts for measuring the cost of a start. The kernel counts a client's CPU in
+/// steps of 10 ms.
 const CLIENT_STARTS: u32 = 3;
 
-/// How long the OSD is watched at a time, and how long it is waited for at most.
+/// Time for which the OSD is watched at once, and the longest wait for it to become quiet.
 const QUIET_WATCH: Duration = Duration::from_millis(500);
 const QUIET_WAIT: Duration = Duration::from_secs(5);
 
-/// A cluster in a directory of its own. It is stopped by whoever cleans that up.
+/// A cluster in its own directory. The owner of that directory stops it.
 #[derive(Debug)]
 pub struct Cluster {
     dir: PathBuf,
-    /// What makes the comparison worse for it than it need be.
+    /// A circumstance that makes the comparison unfairly bad for Ceph, if there is one.
     pub handicap: Option<String>,
-    /// CPU of a `rados bench` that does next to nothing, in s: what a client costs that is only started and ended.
+    /// CPU time, in s, of a `rados bench` that does almost no work: the cost of a client's start
+    /// and end.
     pub client_start_cpu_seconds: f64,
 }
 
@@ -47,7 +51,7 @@ struct RadosBench {
     average_latency: String,
 }
 
-/// The folder that has `up` and `down`.
+/// Returns the directory with the scripts `up` and `down`.
 #[must_use]
 pub fn scripts() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/ceph")
@@ -74,7 +78,8 @@ impl Cluster {
         Err(why.trim_start_matches("ceph: ").into())
     }
 
-    /// The first client of all is not counted: it finds nothing in the page cache.
+    /// Measures the CPU time of a client's start. The very first client does not count, because the
+    /// page cache does not contain its program.
     fn measure_client_start(&self) -> Result<f64> {
         let one = ["bench", "1", "write", "-b", "4096", "-t", "1", "--max-objects", "1", "--no-cleanup"];
         self.rados("bench", 60, &one)?;
@@ -87,7 +92,7 @@ impl Cluster {
         Ok(used / f64::from(CLIENT_STARTS))
     }
 
-    /// Names and pids of its daemons.
+    /// Returns the names and pids of the cluster's daemons.
     #[must_use]
     pub fn daemons(&self) -> Vec<(&'static str, u32)> {
         let pid = |name: &str| {
@@ -98,10 +103,10 @@ impl Cluster {
         names.into_iter().filter_map(|(program, name)| Some((program, pid(name)?))).collect()
     }
 
-    /// Fills the pool of the large set with objects of 4 KiB, and waits until that has been digested.
+    /// Fills the pool of the large set with objects of 4 KiB, and waits until the OSD is quiet.
     ///
     /// # Errors
-    /// If that fails or takes ten minutes.
+    /// The operation fails or takes ten minutes.
     pub fn fill_large_set(&self, objects: u64) -> Result<()> {
         let objects = objects.to_string();
         let more = ["-b", "4096", "-t", "64", "--max-objects", &objects, "--no-cleanup"];
@@ -109,10 +114,11 @@ impl Cluster {
         self.settle()
     }
 
-    /// Has the OSD make do with the least memory, or gives it back what it had. Its caches follow within some seconds.
+    /// Sets the OSD's memory limit to the smallest value, or back to the default. Its caches follow
+    /// within some seconds.
     ///
     /// # Errors
-    /// If the OSD cannot be told.
+    /// The OSD refuses the setting.
     pub fn limit_memory(&self, least: bool) -> Result<()> {
         let target = if least { MEMORY_TARGET_LEAST } else { MEMORY_TARGET }.to_string();
         let mut command = Command::new("timeout");
@@ -122,8 +128,9 @@ impl Cluster {
         if output.status.success() { Ok(()) } else { Err("the OSD's memory target cannot be set".into()) }
     }
 
-    /// Runs `rados bench` and books what the OSD and the client use meanwhile, the client less what its start costs, as `outboard bench`
-    /// does not count its own start. Objects stay until `clean`.
+    /// Runs `rados bench` and accounts for the CPU time of the OSD and the client. The cost of a
+    /// client's start is subtracted, because `outboard bench` does not count its own start. Objects
+    /// remain until `clean`.
     ///
     /// # Errors
     /// If `rados` fails.
@@ -165,7 +172,8 @@ impl Cluster {
         })
     }
 
-    /// Removes the objects of the usual set, so that the file does not fill up, and waits until that has been digested.
+    /// Removes the objects of the usual set, so that the file does not fill up, and waits until the
+    /// OSD is quiet.
     ///
     /// # Errors
     /// If `rados` fails or there is no OSD.
@@ -174,8 +182,9 @@ impl Cluster {
         self.settle()
     }
 
-    /// Waits until the OSD is quiet, at most 5 s: freeing and compacting go on after what caused them is answered, and would be at the
-    /// expense of whoever comes next.
+    /// Waits until the OSD is quiet, at most 5 s. The OSD frees space and compacts in the
+    /// background after it has answered requests, and this work would slow down the next
+    /// measurement.
     ///
     /// # Errors
     /// If there is no OSD.
@@ -200,7 +209,7 @@ impl Cluster {
         Ok(osd.ok_or("there is no ceph-osd")?.1)
     }
 
-    /// Runs `rados` on a pool with a deadline: without its OSD it would wait for ever.
+    /// Runs `rados` on a pool with a deadline. Without an OSD, `rados` would wait forever.
     fn rados(&self, pool: &str, seconds: u32, args: &[&str]) -> Result<String> {
         let mut command = Command::new("timeout");
         command.args([
@@ -232,7 +241,7 @@ impl Cluster {
 }
 
 impl RadosBench {
-    /// Finds the JSON object among what else is printed.
+    /// Finds the JSON object in the output.
     fn parse(output: &str) -> Result<RadosBench> {
         let start = output.find('{').ok_or("rados bench printed no JSON")?;
         Ok(serde_json::from_str(&output[start..])?)

@@ -1,28 +1,28 @@
-//! What a run was made on and with.
+//! The machine and the software of a run.
 
 use std::path::Path;
 use std::process::Command;
 
 use serde::Serialize;
 
-/// The machine and the programs.
+/// The machine and the versions of programs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Environment {
-    /// When the run began, UTC.
+    /// Start of the run, UTC.
     pub date: String,
-    /// The processor's model.
+    /// Model of the processor.
     pub cpu: String,
-    /// How many of them this process may use.
+    /// Number of CPUs that this process may use.
     pub cpus: usize,
     /// Memory.
     pub memory: String,
     /// Kernel release.
     pub kernel: String,
-    /// How the system controls TCP connections that do not choose.
+    /// Default TCP congestion control of the system.
     pub tcp_congestion_control: String,
     /// Operating system.
     pub system: String,
-    /// File system and device that the targets are on.
+    /// File system and device of the targets.
     pub drive: String,
     /// Commit of the sources.
     pub commit: String,
@@ -37,7 +37,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Looks at this machine; `work` is where the targets are.
+    /// Describes this machine; `work` is the directory of the targets.
     #[must_use]
     pub fn here(work: &Path) -> Environment {
         let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -74,7 +74,7 @@ fn commit() -> String {
 
 const ABSENT: &str = "not there";
 
-/// The first line that a program prints.
+/// Returns the first line of a program's output.
 fn said(program: &str, args: &[&str]) -> String {
     let Ok(output) = Command::new(program).args(args).stderr(std::process::Stdio::null()).output() else {
         return ABSENT.to_owned();

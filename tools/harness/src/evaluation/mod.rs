@@ -1,8 +1,10 @@
-//! The evaluation of the paper, run here: host placement, the emulated DPU under two profiles of its DMA engine, and a real Ceph, all
-//! interleaved on one drive; and the report that sets what the paper found, what this project does and what Ceph does side by side.
+//! Repeats the paper's evaluation on this machine. It interleaves runs of the host placement, of
+//! the emulated DPU with two profiles of its DMA engine, and of a real Ceph, all on one drive. Its
+//! report shows the results of the paper, of this project and of Ceph side by side.
 //!
-//! `settings` says how much, `plan` what and when, `order` who goes first, `rig` starts what is measured, `campaign` measures it, `bars` judges, `page` draws.
-//! `outboard-report` is its only caller.
+//! `settings` holds the amount of work, `plan` the steps and their times, and `order` the order of
+//! runs. `rig` starts the measured systems, `campaign` measures them, `bars` judges the results and
+//! `page` draws them. `outboard-report` is the only caller.
 
 pub mod bars;
 pub mod campaign;

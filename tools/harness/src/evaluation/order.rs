@@ -1,5 +1,5 @@
-//! Who follows whom. What runs first leaves something behind for what runs next: a warm drive, work that was put off. So over the
-//! rounds each follows each of the others equally often.
+//! The order of runs. A run affects the next run, for example by a warm drive or deferred work. So
+//! over all rounds, each configuration follows every other configuration equally often.
 
 /// Those of `members` in the order of a round: the rows of a Williams square, one after the other. Of an even number `n`, each directly
 /// follows each other once in any `n` rounds that follow each other, and each is at each place once. An odd number needs `2 n` rounds,

@@ -1,8 +1,9 @@
-//! What the paper reports: *DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization* (SC Workshops '25,
-//! doi:10.1145/3731599.3767525). Each figure names the section, figure or table that it is from.
+//! Results of the paper *DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization*
+//! (SC Workshops '25, doi:10.1145/3731599.3767525). Each value names its section, figure or table.
 //!
-//! Its testbed (section 5.1, table 1): two storage nodes with one OSD each and a client, AMD EPYC 9474F (48 cores), BlueField-3,
-//! Samsung PM893, 100 Gbit/s Ethernet; `rados bench` writes with 16 in flight, five runs averaged.
+//! The paper's testbed (section 5.1, table 1) has two storage nodes with one OSD each and a client,
+//! AMD EPYC 9474F (48 cores), BlueField-3, Samsung PM893 and 100 Gbit/s Ethernet. `rados bench`
+//! writes with 16 requests in flight; results are averages of five runs.
 
 /// Title.
 pub const TITLE: &str = "DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization";
@@ -23,12 +24,12 @@ pub const FIG7_DOCEPH: [f64; 4] = [5.5, 5.75, 5.33, 5.39];
 /// Section 5.3: host CPU saved, in %.
 pub const SAVED: [f64; 4] = [94.2, 91.8, 91.9, 92.0];
 
-/// Figure 8: mean latency in s, baseline. The text has those of 1 and 16 MB only.
+/// Figure 8: mean latency in s, baseline. The paper's text has values for 1 and 16 MB only.
 pub const FIG8_BASELINE: [Option<f64>; 4] = [Some(0.03), None, None, Some(0.54)];
 /// Figure 8, table 3: mean latency in s, DoCeph.
 pub const FIG8_DOCEPH: [f64; 4] = [0.05, 0.14, 0.30, 0.57];
 
-/// Table 3, drawn in figure 9: where DoCeph's latency goes, in s.
+/// Table 3, drawn in figure 9: the parts of DoCeph's latency, in s.
 pub const TABLE3: [PaperBreakdown; 4] = [
     PaperBreakdown { host_write: 0.0008, dma: 0.0028, dma_wait: 0.0224, others: 0.024 },
     PaperBreakdown { host_write: 0.0024, dma: 0.0042, dma_wait: 0.0336, others: 0.0998 },
@@ -36,8 +37,9 @@ pub const TABLE3: [PaperBreakdown; 4] = [
     PaperBreakdown { host_write: 0.0084, dma: 0.008_46, dma_wait: 0.0676, others: 0.485_54 },
 ];
 
-/// How long a serial engine works for one write, in µs: 2.4 ms and 0.38 ms per 10^6 bytes, a line through table 3's row DMA. This is what
-/// the profile bf3-paper takes for a write that is handed over in one piece.
+/// Time of a serial engine for one write, in µs: 2.4 ms plus 0.38 ms per 10^6 bytes, a linear fit
+/// of table 3's row DMA. The profile bf3-paper uses this time for a write that is submitted in one
+/// piece.
 #[must_use]
 pub fn dma_service_us(bytes: u64) -> f64 {
     2400.0 + 0.38e-3 * bytes as f64
@@ -48,7 +50,7 @@ pub const FIG10_BASELINE: [f64; 4] = [435.0, 119.0, 60.0, 28.0];
 /// Figure 10: writes per second, DoCeph.
 pub const FIG10_DOCEPH: [f64; 4] = [304.0, 112.0, 52.0, 27.0];
 
-/// All of it, for machines.
+/// Returns all of the paper's values as JSON.
 #[must_use]
 pub fn json() -> serde_json::Value {
     serde_json::json!({
@@ -73,9 +75,9 @@ pub struct PaperBreakdown {
     pub host_write: f64,
     /// The transfers themselves.
     pub dma: f64,
-    /// Waiting for transfers of others: the engine is serial.
+    /// Waiting for other transfers; the engine is serial.
     pub dma_wait: f64,
-    /// All else.
+    /// The remaining time.
     pub others: f64,
 }
 

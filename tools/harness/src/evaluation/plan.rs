@@ -1,18 +1,18 @@
-//! What is done in a round, in which order, and how long that takes.
+//! The plan: the steps of a round, their order and their duration.
 
 use super::order::turns;
 use super::settings::EvaluationSettings;
 use super::workload::{ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, TestedSystem};
 
-/// A part of a round.
+/// A step of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlanStep {
-    /// fio at a size.
+    /// Measures the drive with fio, for one size.
     Drive {
         /// Bytes per operation.
         size: u64,
     },
-    /// All modes of a system at a size.
+    /// Measures all modes of a system for one size.
     Modes {
         /// The system.
         config: TestedSystem,
@@ -21,36 +21,37 @@ pub enum PlanStep {
     },
     /// One run of a node.
     Run(Case),
-    /// One run of Ceph on the large set, its caches cut down.
+    /// One run of Ceph on the large set, with reduced caches.
     CephLargeSet,
-    /// Loopback TCP and memory.
+    /// Measures loopback TCP and memory.
     Machine,
-    /// Everything idle.
+    /// Measures all systems while they are idle.
     Idle,
 }
 
-/// Seconds that all is idle before and while it is booked.
+/// Seconds of idling before the idle measurement, and of the measurement itself.
 pub const IDLE_SECONDS: (u32, u32) = (3, 10);
 
 /// Seconds that Ceph's caches get to shrink.
 pub const SHRINK_SECONDS: u32 = 6;
 
-/// About how long it takes to remove what Ceph has and to wait until it is quiet, in s.
+/// Approximate time, in s, to remove Ceph's objects and to wait until the OSD is quiet.
 const CLEAN_SECONDS: f64 = 2.5;
 
-/// What there is to measure.
+/// The systems and options to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
-    /// The systems that are up.
+    /// The running systems.
     pub configs: Vec<TestedSystem>,
     /// Parts of the design that can be switched off.
     pub ablations: Vec<Ablation>,
-    /// Requests in flight at which network stacks are compared; none if there is only one stack.
+    /// Numbers of requests in flight for the comparison of network stacks; empty if there is only
+    /// one stack.
     pub in_flight_sweep: Vec<u32>,
 }
 
 impl Subjects {
-    /// Everything that a report can have.
+    /// Returns all systems and options that a report can have.
     #[must_use]
     pub fn all() -> Subjects {
         let configs =
@@ -58,7 +59,7 @@ impl Subjects {
         Subjects { configs, ablations: ABLATIONS.to_vec(), in_flight_sweep: IN_FLIGHT_SWEEP.to_vec() }
     }
 
-    /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
+    /// Returns the node for ablations: preferably the node whose DMA costs as much as on a DPU.
     #[must_use]
     pub fn ablated(&self) -> TestedSystem {
         if self.configs.contains(&TestedSystem::DpuBf3) {
@@ -69,13 +70,13 @@ impl Subjects {
     }
 }
 
-/// About how long the rounds from `first` on take, in s.
+/// Estimates the duration of the rounds from `first` on, in s.
 #[must_use]
 pub fn seconds(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> f64 {
     steps(settings, subjects, first).map(|s| s.seconds(settings)).sum()
 }
 
-/// How often something is started and measured, in all rounds.
+/// Counts the runs in all rounds.
 #[must_use]
 pub fn runs(settings: &EvaluationSettings, subjects: &Subjects) -> usize {
     steps(settings, subjects, 1).map(|s| s.runs()).sum()
@@ -85,8 +86,9 @@ fn steps(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> impl
     (first..=settings.rounds).flat_map(|r| round(settings, subjects, r))
 }
 
-/// About how long it takes until everything is up, in s: files are written in full, a Ceph is made, the large set is written. And what is
-/// written in the first round because a run of reads finds less than it wants to read.
+/// Estimates the setup time, in s: files are written in full, Ceph is created, and the large set is
+/// written. It includes the objects that a run of reads writes in the first round because they are
+/// missing.
 #[must_use]
 pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 {
     let ceph = subjects.configs.contains(&TestedSystem::Ceph);
@@ -101,8 +103,8 @@ pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 
     files + if ceph { 25.0 } else { 0.0 } + large + usual
 }
 
-/// The steps of a round, from 1. Wherever systems are compared their order is balanced over the rounds (`order`), so that none always has
-/// the drive that the same other one has just left.
+/// Returns the steps of a round, counted from 1. The order of systems is balanced over the rounds
+/// (`order`), so that no system always uses the drive right after the same other system.
 #[must_use]
 pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> Vec<PlanStep> {
     let configs = &subjects.configs;
@@ -137,8 +139,8 @@ pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> 
     steps
 }
 
-/// The runs that compare network stacks: in every other round, from the first on, for the sake of time. Both stacks run one right after
-/// the other, in turns.
+/// Returns the runs that compare network stacks. To save time, they run in every other round,
+/// beginning with the first. Both stacks run in direct succession, in alternating order.
 fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
     let has_node = subjects.configs.contains(&TestedSystem::DpuMemcpy);
     if turn % 2 == 1 || !has_node {
@@ -150,7 +152,7 @@ fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
 }
 
 impl PlanStep {
-    /// About how long it takes, in s, as measured on two CPUs that had something else to do.
+    /// Estimates the duration in s, as measured on two CPUs with other load.
     #[must_use]
     pub fn seconds(&self, settings: &EvaluationSettings) -> f64 {
         let of = |case: &Case| f64::from(settings.seconds_of(case)) + 0.6;
@@ -175,7 +177,7 @@ impl PlanStep {
         }
     }
 
-    /// How many runs it is made of.
+    /// Number of runs in this step.
     #[must_use]
     pub fn runs(&self) -> usize {
         match self {
@@ -187,7 +189,7 @@ impl PlanStep {
         }
     }
 
-    /// As the progress line has it.
+    /// Returns the label for the progress line.
     #[must_use]
     pub fn label(&self) -> String {
         let label = super::workload::size_label;

@@ -1,4 +1,5 @@
-//! CPU time and context switches of processes, read from `/proc`: for programs that do not account for themselves.
+//! CPU time and context switches of processes, read from `/proc`, for programs without their own
+//! accounting.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,12 +7,12 @@ use std::path::Path;
 
 use crate::node::ClassUsage;
 
-/// What every thread of a process has used since it started: (thread id, name) to use.
+/// The resource use of every thread of a process since its start, by thread id and name.
 #[derive(Debug, Clone, Default)]
 pub struct Threads(BTreeMap<(String, String), ClassUsage>);
 
 impl Threads {
-    /// Reads process `pid`; a process that is gone has none.
+    /// Reads process `pid`; empty if the process has ended.
     #[must_use]
     pub fn of(pid: u32) -> Threads {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
@@ -22,7 +23,8 @@ impl Threads {
         Threads(tasks.filter_map(read).collect())
     }
 
-    /// What each thread used since an earlier reading, by name. Threads that ended in between are lost.
+    /// Returns the use of each thread since an earlier reading, by name. Threads that ended in
+    /// between are missing.
     pub fn since(&self, earlier: &Threads) -> impl Iterator<Item = (&str, ClassUsage)> {
         self.0.iter().map(|(thread, now)| {
             let before = earlier.0.get(thread).copied().unwrap_or_default();
@@ -34,7 +36,7 @@ impl Threads {
         })
     }
 
-    /// CPU time of all of them since an earlier reading, in s.
+    /// Returns the CPU time of all threads since an earlier reading, in s.
     #[must_use]
     pub fn cpu_seconds_since(&self, earlier: &Threads) -> f64 {
         self.since(earlier).map(|(_, used)| used.cpu_seconds).sum()
@@ -51,7 +53,8 @@ fn thread_use(task: &Path) -> Option<ClassUsage> {
     Some(ClassUsage { cpu_seconds: on_cpu_ns / 1e9, context_switches })
 }
 
-/// What a process has had written to drives since it started, in bytes; 0 where that cannot be read.
+/// Returns the bytes that a process has written to drives since its start; 0 if the count is
+/// unreadable.
 #[must_use]
 pub fn written_bytes(pid: u32) -> u64 {
     let io = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();

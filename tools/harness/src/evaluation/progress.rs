@@ -1,9 +1,9 @@
-//! How far a run is: one line of a terminal that changes, or a line per round in a pipe.
+//! Progress of a run: one changing line on a terminal, or one line per round in a pipe.
 
 use std::io::{IsTerminal, Write};
 use std::time::Instant;
 
-/// The line.
+/// The progress line.
 #[derive(Debug)]
 pub struct ProgressLine {
     shown: bool,
@@ -13,13 +13,13 @@ pub struct ProgressLine {
 }
 
 impl ProgressLine {
-    /// Of work that should take `planned` seconds.
+    /// Starts the progress of work that is planned to take `planned` seconds.
     #[must_use]
     pub fn new(planned: f64) -> ProgressLine {
         ProgressLine { shown: std::io::stderr().is_terminal(), started: Instant::now(), planned, done: 0.0 }
     }
 
-    /// What comes next.
+    /// Shows the next step.
     pub fn show(&self, what: &str) {
         if self.shown {
             let left = minutes(self.seconds_left());
@@ -27,17 +27,17 @@ impl ProgressLine {
         }
     }
 
-    /// That is done, and was planned to take so many seconds.
+    /// Records a completed step that was planned to take `seconds`.
     pub fn add(&mut self, seconds: f64) {
         self.done += seconds;
     }
 
-    /// What is not done yet should take so many seconds.
+    /// Sets the planned time of the remaining work, in seconds.
     pub fn plan_rest(&mut self, seconds: f64) {
         self.planned = self.done + seconds;
     }
 
-    /// Something larger is done: a line of its own where there is no line that changes.
+    /// Reports the end of a larger step. In a pipe, this prints a line.
     pub fn landmark(&self, what: &str) {
         if !self.shown {
             let left = minutes(self.seconds_left());

@@ -1,5 +1,5 @@
-//! All that is up during a run: a node per configuration and a Ceph, each in a directory of its own on the same drive, idle while
-//! another is measured.
+//! The systems under test: one node per configuration and a Ceph, each in its own directory on the
+//! same drive. All of them run throughout; while one is measured, the others are idle.
 
 use std::fs;
 use std::path::Path;
@@ -13,16 +13,16 @@ use crate::ceiling::FioFile;
 use crate::cleaner::Cleaner;
 use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 
-/// GiB of fio's file, and what is to stay free.
+/// Size of fio's file and the space to keep free, in GiB.
 const FIO_GIB: u64 = 1;
 const SPARE_GIB: u64 = 3;
 
-/// Everything that is up.
+/// The running systems.
 pub struct EvaluationRig {
     nodes: Vec<(TestedSystem, Node)>,
     /// The Ceph, if there is one.
     pub ceph: Option<Cluster>,
-    /// The drive's own file.
+    /// The file for fio on the same drive.
     pub fio: FioFile,
     ablations: Vec<Ablation>,
     in_flight_sweep: Vec<u32>,
@@ -30,10 +30,11 @@ pub struct EvaluationRig {
 }
 
 impl EvaluationRig {
-    /// Makes the work directory and starts everything. What cannot be had but is not essential is left out; why goes to `missing`.
+    /// Creates the work directory and starts all systems. Optional systems that cannot start are
+    /// omitted; the reasons are added to `missing`.
     ///
     /// # Errors
-    /// If there is too little space or a node does not come up.
+    /// There is too little space, or a node does not start.
     pub fn up(
         settings: &EvaluationSettings,
         missing: &mut Vec<String>,
@@ -75,7 +76,7 @@ impl EvaluationRig {
         Ok(rig)
     }
 
-    /// What there is to measure.
+    /// Returns the systems and options to measure.
     #[must_use]
     pub fn subjects(&self) -> Subjects {
         let nodes = self.nodes.iter().map(|(config, _)| *config);
@@ -83,7 +84,7 @@ impl EvaluationRig {
         Subjects { configs, ablations: self.ablations.clone(), in_flight_sweep: self.in_flight_sweep.clone() }
     }
 
-    /// Processes of all systems: system, role and pid.
+    /// Returns the processes of all systems: system, role and pid.
     ///
     /// # Errors
     /// If a node does not answer.
@@ -101,7 +102,7 @@ impl EvaluationRig {
     /// Runs `outboard bench` on the node of a case.
     ///
     /// # Errors
-    /// If it fails, or an operation did.
+    /// The program or one of its operations fails.
     pub fn bench(&self, settings: &EvaluationSettings, case: &Case, seconds: u32) -> Result<BenchResult> {
         let (_, node) = self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("there is no such node")?;
         let (pool, objects) = match case.set {
@@ -133,7 +134,8 @@ impl EvaluationRig {
     }
 }
 
-/// GiB for Ceph's file, none if it is not wanted or does not fit.
+/// Returns the size of Ceph's file in GiB; `None` if Ceph is switched off or the space does not
+/// suffice.
 fn space_for_ceph(settings: &EvaluationSettings, missing: &mut Vec<String>) -> Result<Option<u64>> {
     let free = rustix::fs::statvfs(&settings.work)?;
     let free_gib = free.f_bavail * free.f_frsize / (1 << 30);

@@ -1,4 +1,4 @@
-//! What was measured, run by run.
+//! The samples: the measured values of each run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,15 +8,15 @@ use super::stats::{Estimate, Rounds, estimate};
 use super::workload::{AccessMode, Case, TestedSystem};
 use crate::node::{BenchBreakdown, BenchResult, ClassUsage};
 
-/// One run.
+/// The results of one run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sample {
-    /// Which round it belongs to, from 1.
+    /// Number of the round, from 1.
     pub round: u32,
-    /// What was run.
+    /// The case.
     #[serde(flatten)]
     pub case: Case,
-    /// Operations done.
+    /// Completed operations.
     pub ops: u64,
     /// 10^6 bytes per second.
     pub mb_per_s: f64,
@@ -26,22 +26,24 @@ pub struct Sample {
     pub latency_us_mean: f64,
     /// 99th percentile of latency; `rados bench` has none.
     pub latency_us_p99: Option<f64>,
-    /// CPU of the storage host: of the store (dpu), the node's process (host), or the OSD (Ceph).
+    /// CPU time of the storage host: of the store (dpu), the node's process (host), or the OSD
+    /// (Ceph).
     pub host_cpu_us_per_op: f64,
-    /// CPU of everything that serves, emulated hardware and client included.
+    /// CPU time of all processes that serve, including emulated hardware, and of the client.
     pub node_cpu_us_per_op: f64,
-    /// CPU of the client, out of `node_cpu_us_per_op`.
+    /// CPU time of the client, which is a part of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: f64,
-    /// CPU and context switches per operation by part, the client's left out.
+    /// CPU time and context switches per operation by part, without the client.
     pub parts: BTreeMap<Subsystem, PartUse>,
-    /// Where the time of a write goes, if known (nothing but zeros is no knowledge): parts of the mean latency that the client sees.
+    /// Breakdown of a write's mean latency at the client, if known. A breakdown of zeros only
+    /// counts as unknown.
     pub breakdown_us: Option<BenchBreakdown>,
 }
 
-/// The figures of a case, over all rounds.
+/// The medians of a case over all rounds.
 #[derive(Debug, Clone, Serialize)]
 pub struct Medians {
-    /// What was run.
+    /// The case.
     #[serde(flatten)]
     pub case: Case,
     /// 10^6 bytes per second.
@@ -54,11 +56,11 @@ pub struct Medians {
     pub host_cpu_us_per_op: Option<Estimate>,
     /// All CPU per operation.
     pub node_cpu_us_per_op: Option<Estimate>,
-    /// The client's, out of it.
+    /// CPU time of the client, which is a part of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: Option<Estimate>,
 }
 
-/// What a thread works for, in the terms of the paper's figure 5.
+/// The subsystem of a thread, in the terms of the paper's figure 5.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subsystem {
@@ -68,23 +70,23 @@ pub enum Subsystem {
     ObjectStore,
     /// Requests; Ceph's `tp_osd_tp` threads.
     Osd,
-    /// An OSD thread that is its own messenger and whose time is not divided.
+    /// An OSD thread that also runs the messenger, without a division of its time.
     OsdAndMessenger,
-    /// Between DPU and host, in software.
+    /// The channel between DPU and host, in software.
     Channel,
-    /// The emulated DMA engine; hardware otherwise.
+    /// The emulated DMA engine, which would otherwise be hardware.
     Dma,
-    /// Erasure coding by software on the DPU, by threads of its own.
+    /// Erasure coding in software on the DPU, in separate threads.
     Coding,
-    /// The emulated coding engine; hardware otherwise.
+    /// The emulated coding engine, which would otherwise be hardware.
     CodingDevice,
     /// RocksDB's background threads (Ceph).
     Rocksdb,
-    /// All else.
+    /// All other threads.
     Other,
 }
 
-/// What a part uses per operation.
+/// The resource use of a part per operation.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PartUse {
     /// CPU time.
@@ -94,7 +96,7 @@ pub struct PartUse {
 }
 
 impl Subsystem {
-    /// As readers see it.
+    /// Returns the name for readers.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -111,7 +113,8 @@ impl Subsystem {
         }
     }
 
-    /// The part that a class of a node's threads works for; `split` says whether the OSD's threads are divided.
+    /// Returns the subsystem of a thread class of a node. `split` says whether the time of the
+    /// OSD's threads is divided.
     #[must_use]
     pub fn of_class(class: &str, split: bool) -> Subsystem {
         match class {
@@ -127,7 +130,8 @@ impl Subsystem {
         }
     }
 
-    /// The part that a thread of a ceph-osd works for (section 5.2 of the paper has the first three names).
+    /// Returns the subsystem of a thread of ceph-osd (section 5.2 of the paper has the first three
+    /// names).
     #[must_use]
     pub fn of_ceph_thread(name: &str) -> Subsystem {
         let begins = |prefix: &str| name.starts_with(prefix);
@@ -142,7 +146,7 @@ impl Subsystem {
 }
 
 impl Sample {
-    /// What a run of `outboard bench` found.
+    /// Converts the result of a run of `outboard bench`.
     #[must_use]
     pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Sample {
         let per_op = |seconds: f64| seconds * 1e6 / result.ops.max(1) as f64;
@@ -174,7 +178,8 @@ impl Sample {
     }
 }
 
-/// The osd's breakdown, as part of the latency that the client sees: what is outside of the osd is under *others*.
+/// Converts the osd's breakdown to a breakdown of the client's latency. Time outside of the osd
+/// counts as *others*.
 fn of_client(osd: BenchBreakdown, latency_us: f64) -> BenchBreakdown {
     BenchBreakdown { total: latency_us, others: osd.others + (latency_us - osd.total).max(0.0), ..osd }
 }
@@ -186,7 +191,7 @@ fn parts_of_bench(result: &BenchResult) -> BTreeMap<Subsystem, PartUse> {
     sum_parts(classes().map(|(class, used)| (Subsystem::of_class(class, split), *used)), result.ops)
 }
 
-/// Sums up by part, per operation.
+/// Sums the resource use by part, per operation.
 pub fn sum_parts(
     used: impl Iterator<Item = (Subsystem, ClassUsage)>,
     ops: u64,
@@ -201,7 +206,7 @@ pub fn sum_parts(
     parts
 }
 
-/// What the machine can do at most, measured in every round.
+/// A ceiling of the machine, measured in every round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CeilingKind {
@@ -220,22 +225,22 @@ pub enum CeilingKind {
 /// One measurement of a ceiling.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Ceiling {
-    /// Which round it belongs to.
+    /// Number of the round.
     pub round: u32,
-    /// Of what.
+    /// The kind of ceiling.
     pub kind: CeilingKind,
-    /// Bytes per operation; 0 where there are none.
+    /// Bytes per operation; 0 if there are no operations.
     pub size: u64,
     /// 10^6 bytes per second.
     pub mb_per_s: f64,
 }
 
-/// CPU of a process while nothing happens.
+/// CPU use of an idle process.
 #[derive(Debug, Clone, Serialize)]
 pub struct Idle {
-    /// Which round it belongs to.
+    /// Number of the round.
     pub round: u32,
-    /// Of which system.
+    /// The system.
     pub config: TestedSystem,
     /// The process: its role or its daemon's name.
     pub process: String,
@@ -243,7 +248,7 @@ pub struct Idle {
     pub cpu_percent: f64,
 }
 
-/// All of it.
+/// All measured values.
 #[derive(Debug, Default, Serialize)]
 pub struct Measurements {
     /// Runs.
@@ -252,32 +257,34 @@ pub struct Measurements {
     pub ceilings: Vec<Ceiling>,
     /// Idle processes.
     pub idle: Vec<Idle>,
-    /// CPU of a start of `rados`, in s, which is taken off the client's CPU in every run of Ceph; none without a Ceph.
+    /// CPU time of a start of `rados`, in s, which is subtracted from the client's CPU time in
+    /// every run of Ceph; `None` without a Ceph.
     pub rados_start_cpu_seconds: Option<f64>,
-    /// What could not be measured, and why.
+    /// Failed measurements and their reasons.
     pub problems: Vec<String>,
 }
 
 impl Measurements {
-    /// A figure of every round of a case, as far as it is known.
+    /// Returns a value for every round of a case in which it is known.
     pub fn rounds_if(&self, case: &Case, figure: impl Fn(&Sample) -> Option<f64>) -> Rounds {
         let of_case = self.samples.iter().filter(|s| s.case == *case);
         of_case.filter_map(|s| Some((s.round, figure(s)?))).collect()
     }
 
-    /// A figure of every round of a case.
+    /// Returns a value for every round of a case.
     pub fn rounds(&self, case: &Case, figure: impl Fn(&Sample) -> f64) -> Rounds {
         self.rounds_if(case, |s| Some(figure(s)))
     }
 
-    /// A ceiling in every round, in 10^6 bytes per second.
+    /// Returns a ceiling for every round, in 10^6 bytes per second.
     #[must_use]
     pub fn ceiling(&self, kind: CeilingKind, size: u64) -> Rounds {
         let of_kind = self.ceilings.iter().filter(|c| c.kind == kind && c.size == size);
         of_kind.map(|c| (c.round, c.mb_per_s)).collect()
     }
 
-    /// Idle CPU in every round, in % of a core, of those processes of a system that `which` accepts.
+    /// Returns the idle CPU for every round, in % of a core, summed over the system's processes
+    /// that `which` accepts.
     pub fn idle(&self, config: TestedSystem, which: impl Fn(&str) -> bool) -> Rounds {
         let mut rounds = Rounds::new();
         for idle in self.idle.iter().filter(|i| i.config == config && which(&i.process)) {
@@ -286,14 +293,14 @@ impl Measurements {
         rounds
     }
 
-    /// Every case that was run, in order.
+    /// Returns every measured case, in order.
     #[must_use]
     pub fn cases(&self) -> Vec<&Case> {
         let cases: BTreeSet<&Case> = self.samples.iter().map(|s| &s.case).collect();
         cases.into_iter().collect()
     }
 
-    /// The figures of every case.
+    /// Returns the medians of every case.
     #[must_use]
     pub fn medians(&self) -> Vec<Medians> {
         let of = |case: &Case, figure: fn(&Sample) -> f64| estimate(self.rounds(case, figure).into_values());
@@ -309,7 +316,7 @@ impl Measurements {
         self.cases().into_iter().map(medians).collect()
     }
 
-    /// Whether a system was measured at all.
+    /// Whether the system was measured.
     #[must_use]
     pub fn has(&self, config: TestedSystem) -> bool {
         self.samples.iter().any(|s| s.case.config == config)

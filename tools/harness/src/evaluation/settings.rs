@@ -1,23 +1,24 @@
-//! What the environment says about a run of the report.
+//! The settings of a report, read from the environment.
 
 use std::path::PathBuf;
 
 use super::workload::{Case, MIB, PAPER_SIZES};
 
-/// How much is measured, and where.
+/// The amount and the place of the measurements.
 #[derive(Debug, Clone)]
 pub struct EvaluationSettings {
     /// `QUICK=1`: two sizes, one round.
     pub quick: bool,
-    /// `ROUNDS`: how often everything is repeated.
+    /// `ROUNDS`: number of rounds.
     pub rounds: u32,
-    /// `SECONDS`: how long each run takes, but for secondary ones (`seconds_of`).
+    /// `SECONDS`: duration of each run, except of secondary runs (`seconds_of`).
     pub seconds: u32,
-    /// `CEPH=0`: no Ceph.
+    /// `CEPH=0`: measure no Ceph.
     pub ceph: bool,
-    /// `OUTBOARD_REPORT_WORK`: where targets and backing files are made; that drive is what is measured.
+    /// `OUTBOARD_REPORT_WORK`: directory for targets and backing files. Its drive is the measured
+    /// drive.
     pub work: PathBuf,
-    /// `OUTBOARD_REPORT_DIR`: where the report goes.
+    /// `OUTBOARD_REPORT_DIR`: directory for the report.
     pub out: PathBuf,
 }
 
@@ -51,38 +52,39 @@ impl EvaluationSettings {
         [4096, 65_536].into_iter().chain(PAPER_SIZES).collect()
     }
 
-    /// Seconds of a run: two at most where no threshold hangs on it.
+    /// Seconds of a run: at most two if no threshold depends on it.
     #[must_use]
     pub fn seconds_of(&self, case: &Case) -> u32 {
         if case.is_secondary() { self.secondary_seconds() } else { self.seconds }
     }
 
-    /// Seconds of a run that no threshold hangs on.
+    /// Seconds of a run on which no threshold depends.
     #[must_use]
     pub fn secondary_seconds(&self) -> u32 {
         self.seconds.min(2)
     }
 
-    /// Seconds of each run of fio; a drive's own figure settles sooner than a system's.
+    /// Seconds of each run of fio. A drive's throughput settles sooner than a system's.
     #[must_use]
     pub fn fio_seconds(&self) -> u32 {
         self.seconds.min(2)
     }
 
-    /// Objects of 4 KiB in the large set, which is left out of a quick run: 1 GiB. A node's caches have 128 MiB in all, as have Ceph's
-    /// while that set is read.
+    /// Number of 4 KiB objects in the large set (1 GiB); a quick run omits the set. A node's caches
+    /// have 128 MiB in total, and so have Ceph's caches while that set is read.
     #[must_use]
     pub fn large_set(&self) -> Option<u64> {
         (!self.quick).then_some(262_144)
     }
 
-    /// GiB of a node's target: the usual sets of all sizes, and the large set where there is one.
+    /// GiB of a node's target. It holds the usual sets of all sizes, and the large set if there is
+    /// one.
     #[must_use]
     pub fn target_gib(&self) -> u64 {
         if self.quick { 3 } else { 5 }
     }
 
-    /// GiB that the OSD's file should have and must have.
+    /// Preferred and least size of the OSD's file, in GiB.
     #[must_use]
     pub fn ceph_gib(&self) -> (u64, u64) {
         if self.quick { (7, 6) } else { (7, 5) }

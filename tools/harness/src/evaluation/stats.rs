@@ -1,14 +1,16 @@
-//! Medians of rounds, with intervals.
+//! Medians of rounds, with confidence intervals.
 //!
-//! Machines drift while they are measured, so two systems are compared round by round, by runs that lie a minute apart, and what
-//! is reported is the median of these ratios. The interval is the one of order statistics: of `n` sorted values, the k-th from
-//! either end enclose the true median with a probability that follows from coin tosses alone, whatever the distribution.
+//! A machine's speed drifts during measurements. So two systems are compared round by round, by
+//! runs about a minute apart, and the report shows the median of the ratios. The interval comes
+//! from order statistics: the k-th values from both ends of `n` sorted values enclose the true
+//! median with a probability that follows from the binomial distribution, for every distribution of
+//! the values.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// A value per round.
+/// One value per round.
 pub type Rounds = BTreeMap<u32, f64>;
 
 /// The median of some rounds.
@@ -20,21 +22,22 @@ pub struct Estimate {
     pub low: f64,
     /// Upper end of the interval.
     pub high: f64,
-    /// Rounds.
+    /// Number of rounds.
     pub n: usize,
-    /// Probability that the interval holds the true median; below 0.95 for fewer than six rounds, where it is the whole range.
+    /// Probability that the interval contains the true median. With fewer than six rounds it is
+    /// below 0.95, and the interval is the whole range of values.
     pub confidence: f64,
 }
 
 impl Estimate {
-    /// A figure that has no interval: one that somebody else has published.
+    /// Creates an estimate without an interval, for a published value.
     #[must_use]
     pub fn exact(value: f64) -> Estimate {
         Estimate { median: value, low: value, high: value, n: 1, confidence: 0.0 }
     }
 }
 
-/// Median and interval of some values; none of none. What is not a number does not count.
+/// Returns the median and interval of some values; `None` for no values. NaNs are ignored.
 #[must_use]
 pub fn estimate(values: impl IntoIterator<Item = f64>) -> Option<Estimate> {
     let mut sorted: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
@@ -61,7 +64,7 @@ fn coverage(n: usize, k: usize) -> f64 {
     (1.0 - 2.0 * below).max(0.0)
 }
 
-/// Combines the rounds that both have.
+/// Combines the values of rounds that both series have.
 #[must_use]
 pub fn paired(a: &Rounds, b: &Rounds, combine: impl Fn(f64, f64) -> f64) -> Rounds {
     a.iter().filter_map(|(round, x)| Some((*round, combine(*x, *b.get(round)?)))).collect()

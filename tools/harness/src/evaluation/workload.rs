@@ -1,4 +1,4 @@
-//! What is measured: configurations, sizes and modes.
+//! The workloads: configurations, sizes and modes.
 
 use serde::Serialize;
 
@@ -26,7 +26,7 @@ pub enum TestedSystem {
 }
 
 impl TestedSystem {
-    /// As readers see it.
+    /// Returns the name for readers.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -38,7 +38,7 @@ impl TestedSystem {
     }
 }
 
-/// What is done with the objects.
+/// The operation on the objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessMode {
@@ -54,7 +54,7 @@ impl AccessMode {
     /// Every mode, in the order in which they are run: reads find what was written.
     pub const ALL: [AccessMode; 3] = [AccessMode::Write, AccessMode::Read, AccessMode::Randread];
 
-    /// As `outboard bench` has it.
+    /// Returns the name in `outboard bench`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -64,7 +64,7 @@ impl AccessMode {
         }
     }
 
-    /// As `rados bench` has it.
+    /// Returns the name in `rados bench`.
     #[must_use]
     pub fn rados_name(self) -> &'static str {
         match self {
@@ -75,13 +75,13 @@ impl AccessMode {
     }
 }
 
-/// Which objects are read or written.
+/// The objects that are read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Set {
-    /// As many as make half a GiB.
+    /// Objects of half a GiB in total.
     Usual,
-    /// Several times as much as all caches hold.
+    /// Objects of several times the size of all caches.
     Large,
 }
 
@@ -91,16 +91,16 @@ pub enum Network {
     /// TCP.
     #[serde(rename = "tcp")]
     Tcp,
-    /// libfabric's provider of the same name: what goes over RDMA, over TCP.
+    /// libfabric's provider of the same name: the RDMA code path, over TCP.
     #[serde(rename = "ofi:tcp")]
     OfiTcp,
 }
 
 impl Network {
-    /// Those that are compared.
+    /// All compared network stacks.
     pub const ALL: [Network; 2] = [Network::Tcp, Network::OfiTcp];
 
-    /// As `outboard --network` has it.
+    /// Returns the value for `outboard --network`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -113,33 +113,35 @@ impl Network {
 /// Requests in flight at which network stacks are compared.
 pub const IN_FLIGHT_SWEEP: [u32; 6] = [1, 2, 4, 8, 16, 32];
 
-/// One kind of run; all rounds of it make one figure.
+/// One kind of run. All its rounds yield one value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Case {
     /// The system.
     pub config: TestedSystem,
-    /// What is done.
+    /// The operation.
     pub mode: AccessMode,
     /// Bytes per object.
     pub size: u64,
     /// Requests in flight.
     pub in_flight: u32,
-    /// Which objects.
+    /// The objects.
     pub set: Set,
-    /// The option of `outboard bench` that switches a part of the design off; none in the main series.
+    /// The option of `outboard bench` that switches a part of the design off; `None` in the main
+    /// series.
     pub ablation: Option<String>,
-    /// The ablation that this run of the whole design is the measure of; none in the main series.
+    /// The ablation for which this run of the whole design is the control; `None` in the main
+    /// series.
     pub control_of: Option<String>,
-    /// The network stack that is compared with the other; none in the main series, which is over TCP.
+    /// The compared network stack; `None` in the main series, which uses TCP.
     pub network: Option<Network>,
 }
 
 /// A part of the design that can be switched off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ablation {
-    /// The option of `outboard bench` that does so, and its value if it takes one.
+    /// The option of `outboard bench` that switches the part off, with its value if it takes one.
     pub option: &'static str,
-    /// Bytes per object at which that part has something to do.
+    /// Bytes per object at which the part has an effect.
     pub size: u64,
 }
 
@@ -200,13 +202,14 @@ impl Case {
         }
     }
 
-    /// The run of the whole design that an ablation is divided by: the same otherwise, right before or after it.
+    /// Returns the control of an ablation: the same run with the whole design, right before or
+    /// after it.
     #[must_use]
     pub fn control(&self) -> Case {
         Case { ablation: None, control_of: self.ablation.clone(), ..self.clone() }
     }
 
-    /// Whether no threshold and no figure of the paper hangs on this run: it is there to complete the picture.
+    /// Whether no threshold and no figure of the paper depends on this run.
     #[must_use]
     pub fn is_secondary(&self) -> bool {
         let of_a_bar = match self.mode {
@@ -217,8 +220,8 @@ impl Case {
         self.ablation.is_some() || self.control_of.is_some() || self.network.is_some() || !of_a_bar
     }
 
-    /// How many objects of the usual set `outboard bench` goes round: half a GiB, at most 16384, and at least twice as many as are
-    /// in flight, lest requests meet on one object.
+    /// Number of objects of the usual set for `outboard bench`: half a GiB, at most 16384, and at
+    /// least twice as many as requests in flight, so that requests rarely meet on one object.
     #[must_use]
     pub fn objects(&self) -> u64 {
         (512 * MIB / self.size).clamp(2 * u64::from(IN_FLIGHT), 16_384)

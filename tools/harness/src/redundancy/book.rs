@@ -1,4 +1,4 @@
-//! Figures by what was measured and round, what to hold them against, and how they are shown and kept.
+//! Stores the measured values by name and round, compares them with thresholds, and prints them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,20 +11,20 @@ use crate::evaluation::environment::Environment;
 use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
 use crate::report::{Table, say};
 
-/// All figures of a part.
+/// All values of a part.
 #[derive(Debug, Default, Serialize)]
 pub struct Book {
-    /// By what was measured, and which of its figures.
+    /// Values by measured case and by name of the value.
     series: BTreeMap<String, BTreeMap<String, Rounds>>,
-    /// What the part is judged by.
+    /// The comparisons with thresholds.
     bars: Vec<BookBar>,
-    /// What did not go as it should, and which samples are missing for it.
+    /// Problems, with the samples that are missing because of them.
     problems: Vec<String>,
-    /// Runs that do not count, by why.
+    /// Number of invalid runs by reason.
     void: BTreeMap<String, u32>,
 }
 
-/// A figure that is held against a threshold.
+/// A value that is compared with a threshold.
 #[derive(Debug, Serialize)]
 pub struct BookBar {
     name: String,
@@ -37,13 +37,13 @@ pub struct BookBar {
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BookBound {
-    /// No less.
+    /// The least value that passes.
     AtLeast(f64),
-    /// No more.
+    /// The largest value that passes.
     AtMost(f64),
 }
 
-/// What is written to a part's file. Fields stay, new ones may come.
+/// The content of a part's file. Fields are never removed, but new fields may be added.
 #[derive(Serialize)]
 struct BookDocument<'a> {
     part: &'a str,
@@ -55,36 +55,36 @@ struct BookDocument<'a> {
 }
 
 impl Book {
-    /// Takes a figure down.
+    /// Records a value.
     pub fn note(&mut self, what: &str, figure: &str, round: u32, value: f64) {
         let figures = self.series.entry(what.to_owned()).or_default();
         figures.entry(figure.to_owned()).or_default().insert(round, value);
     }
 
-    /// Takes down what did not go as it should.
+    /// Records a problem.
     pub fn problem(&mut self, what: String) {
         say(format!("  problem: {what}"));
         self.problems.push(what);
     }
 
-    /// Counts a run that does not count.
+    /// Counts an invalid run.
     pub fn void(&mut self, why: &str) {
         *self.void.entry(why.to_owned()).or_default() += 1;
     }
 
-    /// A figure in every round that has it.
+    /// Returns a value in every round that has it.
     #[must_use]
     pub fn rounds(&self, what: &str, figure: &str) -> Rounds {
         self.series.get(what).and_then(|figures| figures.get(figure)).cloned().unwrap_or_default()
     }
 
-    /// A figure of one thing over that of another, round by round.
+    /// Returns the ratio of a value of one case to the same value of another case, round by round.
     #[must_use]
     pub fn ratio(&self, figure: &str, of: &str, to: &str) -> Rounds {
         ratio(&self.rounds(of, figure), &self.rounds(to, figure))
     }
 
-    /// Holds a figure against a threshold.
+    /// Compares a value with a threshold.
     pub fn judge(&mut self, name: &str, value: &Rounds, bound: BookBound) {
         let value = estimate(value.values().copied());
         let met = value.map(|v| match bound {
@@ -94,7 +94,7 @@ impl Book {
         self.bars.push(BookBar { name: name.to_owned(), value, bound, met });
     }
 
-    /// Prints what was judged, and the problems.
+    /// Prints the comparisons and the problems.
     pub fn print_bars(&self) {
         if !self.bars.is_empty() {
             let mut table = Table::new(&["bar", "median", "spread", "threshold", "verdict"]);
@@ -106,10 +106,10 @@ impl Book {
         self.void.iter().for_each(|(why, runs)| say(format!("{runs} run(s) do not count: {why}")));
     }
 
-    /// Writes everything to `PART.json`.
+    /// Writes all values to `PART.json`.
     ///
     /// # Errors
-    /// If that cannot be written.
+    /// The file cannot be written.
     pub fn write(&self, part: &str, settings: &RedundancySettings) -> Result<()> {
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
@@ -135,7 +135,7 @@ impl BookBar {
     }
 }
 
-/// The median of some rounds and how far they spread; a dash for none.
+/// Formats the median of some rounds and their spread; a dash for no rounds.
 #[must_use]
 pub fn cell(rounds: &Rounds) -> String {
     match estimate(rounds.values().copied()) {
@@ -145,7 +145,7 @@ pub fn cell(rounds: &Rounds) -> String {
     }
 }
 
-/// Three digits or so.
+/// Formats about three digits.
 #[must_use]
 pub fn short(value: f64) -> String {
     match value.abs() {

@@ -1,9 +1,10 @@
-//! Redundancy, measured on a whole node: what pools cost, how fast a lost target is rebuilt and what that costs clients, and where
-//! the coding of a write is done. `outboard-redundancy` is its only caller.
+//! Measures redundancy on a whole node: the cost of pools, the speed of rebuilds and their effect
+//! on clients, and the places where parity is computed. `outboard-redundancy` is the only caller.
 //!
-//! Each part interleaves what it compares, in several rounds; ceilings are measured in the same rounds. Figures are medians of the
-//! rounds, ratios are medians of the rounds' ratios (`evaluation::stats`). `book` keeps them, `watch` says what the node is doing, `plot` draws;
-//! `quiet` looks whether others use the machine.
+//! Each part interleaves the runs that it compares, in several rounds, and measures ceilings in the
+//! same rounds. Values are medians of the rounds, and ratios are medians of the rounds' ratios
+//! (`evaluation::stats`). `book` stores them, `watch` reports the node's activity, `plot` draws,
+//! and `quiet` checks whether other programs use the machine.
 
 pub mod book;
 pub mod coding;

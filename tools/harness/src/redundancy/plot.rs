@@ -1,4 +1,4 @@
-//! Lines over time, one chart below another, as an SVG file.
+//! Line charts over time, stacked vertically in one SVG file.
 
 use std::fmt::Write;
 
@@ -8,7 +8,7 @@ use crate::evaluation::page::text::{escape, number};
 /// A chart of a timeline.
 #[derive(Debug)]
 pub struct Panel {
-    /// Above it.
+    /// Title above the chart.
     pub title: String,
     /// Its lines.
     pub lines: Vec<ChartLine>,
@@ -17,22 +17,22 @@ pub struct Panel {
 /// A line of a chart.
 #[derive(Debug)]
 pub struct ChartLine {
-    /// What it is; for the legend.
+    /// Name in the legend.
     pub name: &'static str,
     /// Colour of the style sheet.
     pub class: &'static str,
-    /// Seconds, and the value there.
+    /// Points: seconds and value.
     pub points: Vec<(f64, f64)>,
 }
 
-/// A time during which something was the case, drawn behind all charts.
+/// Periods of a condition, shaded behind all charts.
 #[derive(Debug)]
 pub struct ShadedSpan {
-    /// What; for the legend.
+    /// Name of the condition in the legend.
     pub name: &'static str,
     /// Colour of the style sheet.
     pub class: &'static str,
-    /// From second to second.
+    /// Start and end of each period, in seconds.
     pub times: Vec<(f64, f64)>,
 }
 
@@ -44,7 +44,7 @@ const PLOT: f64 = 120.0;
 const PANEL: f64 = TOP + PLOT + 14.0;
 const BOTTOM: f64 = 26.0;
 
-/// Charts over the same seconds.
+/// Draws charts with a common time axis.
 #[must_use]
 pub fn timeline(panels: &[Panel], spans: &[ShadedSpan]) -> String {
     let times = panels.iter().flat_map(|p| &p.lines).flat_map(|l| &l.points).map(|(t, _)| *t);

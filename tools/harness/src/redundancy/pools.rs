@@ -1,5 +1,6 @@
-//! Part `pools`: what redundancy costs. The same writes and reads on pools without it, with two copies, and with 4+2 fragments, in both
-//! placements; and reads of 4+2 while one target is out and nothing is left to rebuild its fragments on.
+//! Part `pools`: measures the cost of redundancy. The same writes and reads run on pools without
+//! redundancy, with two copies, and with 4+2 fragments, in both placements. Reads of 4+2 also run
+//! while one target is out and no target is left for a rebuild of its fragments.
 
 use std::path::Path;
 

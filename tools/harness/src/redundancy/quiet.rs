@@ -1,26 +1,27 @@
-//! Whether the machine has nothing else to do: figures of one that has are not to be trusted.
+//! Checks whether the machine is otherwise idle. Results from a busy machine are not reliable.
 
 use std::time::Duration;
 
 use super::book::Book;
 use crate::Result;
 
-/// So much of the machine may be in use while a node is idle, in percent.
+/// Largest CPU use of the machine, in percent, that counts as quiet while a node is idle.
 const ALLOWED: f64 = 10.0;
-/// How long is looked.
+/// Duration of the check.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Time of all CPUs until now, in ticks.
+/// Time of all CPUs so far, in ticks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Ticks {
     all: f64,
     idle: f64,
 }
 
-/// Looks how much of the machine is in use while the node is idle, takes it down, and complains if it is much.
+/// Measures and records the machine's CPU use while the node is idle. Reports a problem if the use
+/// is high.
 ///
 /// # Errors
-/// If the system does not say.
+/// The system does not report CPU times.
 pub fn look(book: &mut Book, round: u32) -> Result<()> {
     let before = now()?;
     std::thread::sleep(LOOK);
@@ -37,7 +38,8 @@ fn now() -> Result<Ticks> {
     ticks(&stat).ok_or_else(|| "/proc/stat does not say how busy the machine is".into())
 }
 
-/// From the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal; what follows is part of the first two.
+/// Parses the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal. The later
+/// fields are parts of the first two.
 fn ticks(stat: &str) -> Option<Ticks> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks: Vec<f64> = line.split_ascii_whitespace().map_while(|v| v.parse().ok()).take(8).collect();

@@ -1,9 +1,12 @@
-//! Part `rebuild`: how fast a lost target is rebuilt on an idle node, against fio doing the same reads and writes; and what clients
-//! lose to a rebuild under default settings.
+//! Part `rebuild`: measures how fast an idle node rebuilds a lost target, compared with fio and the
+//! same reads and writes. It also measures how much a rebuild with default settings slows clients
+//! down.
 //!
-//! A target is lost by `outboard target out`: its fragments, one of each object, are made anew on the one target that has none of the
-//! same object, from four others. So for each byte rebuilt four are read and one is written; *moved* is all five, as the
-//! kernel counts them for the node's processes. Then the target is taken in again, empty, for the next time.
+//! `outboard target out` simulates the loss of a target. The node reconstructs the target's
+//! fragments on the only target without a fragment of the same object, and reads four other targets
+//! for this. So each rebuilt byte takes four bytes read and one byte written. *Moved* is the sum of
+//! all five, as the kernel counts them for the node's processes. Afterwards the empty target
+//! rejoins for the next run.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! How much is measured, and where.
+//! The settings: how much is measured, and in which directory.
 
 use std::path::PathBuf;
 

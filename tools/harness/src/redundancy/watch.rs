@@ -1,4 +1,4 @@
-//! What a node's redundancy is doing, as `outboard status` has it.
+//! The state of a node's rebuilds and scrubs, from `outboard status`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::Result;
 use crate::evaluation::processes::Threads;
 use crate::node::Node;
 
-/// The parts of `outboard status --json` that speak of redundancy.
+/// The parts of `outboard status --json` about redundancy.
 #[derive(Debug, Deserialize)]
 pub struct WatchedState {
     targets: Vec<WatchedTarget>,
@@ -34,15 +34,15 @@ struct WatchedPool {
 }
 
 impl WatchedState {
-    /// Asks the node.
+    /// Queries the node's state.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// The node does not answer.
     pub fn of(node: &Node) -> Result<WatchedState> {
         node.json(&["status", "--json"])
     }
 
-    /// Whether all objects are where they should be, and nothing is on its way.
+    /// Whether all objects have all their fragments and no rebuild is in progress.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let settled = |t: &WatchedTarget| matches!(t.state.as_deref(), Some("in" | "out"));
@@ -51,13 +51,13 @@ impl WatchedState {
             && self.targets.iter().all(settled)
     }
 
-    /// Whether objects are missing a fragment, and nobody makes it anew.
+    /// Whether objects lack a fragment and no rebuild is in progress.
     #[must_use]
     pub fn is_degraded_and_idle(&self) -> bool {
         self.rebuild.is_none() && self.pools.iter().any(|p| p.degraded > 0)
     }
 
-    /// Fragments rebuilt since the osd was started, while a rebuild goes on.
+    /// Number of fragments rebuilt since the osd's start, while a rebuild is in progress.
     #[must_use]
     pub fn rebuilt_fragments(&self) -> Option<u64> {
         self.rebuild.as_ref().map(|rebuild| rebuild.objects)
@@ -95,7 +95,7 @@ pub fn wait_until_whole(node: &Node) -> Result<()> {
     wait_until(node, Duration::from_secs(300), "whole", WatchedState::is_whole).map(drop)
 }
 
-/// What the node's processes have used until now.
+/// The resource use of the node's processes so far.
 #[derive(Debug)]
 pub struct UsageSnapshot {
     at: Instant,
@@ -120,27 +120,29 @@ impl UsageSnapshot {
         Ok(usage)
     }
 
-    /// Seconds between the two.
+    /// Returns the seconds between two snapshots.
     #[must_use]
     pub fn seconds_since(&self, earlier: &UsageSnapshot) -> f64 {
         self.at.duration_since(earlier.at).as_secs_f64()
     }
 
-    /// Cores that a role had in use, on average.
+    /// Returns the average number of cores that a role used.
     #[must_use]
     pub fn cores_since(&self, earlier: &UsageSnapshot, role: &str) -> f64 {
         let both = self.roles.get(role).zip(earlier.roles.get(role));
         both.map_or(0.0, |(now, then)| now.1.cpu_seconds_since(&then.1)) / self.seconds_since(earlier)
     }
 
-    /// Bytes read from and written to the drive meanwhile, as the kernel counts them for the node's processes.
+    /// Returns the bytes read from and written to the drive between two snapshots, as the kernel
+    /// counts them for the node's processes.
     #[must_use]
     pub fn drive_bytes_since(&self, earlier: &UsageSnapshot) -> [u64; 2] {
         [0, 1].map(|i| self.drive[i].saturating_sub(earlier.drive[i]))
     }
 }
 
-/// Bytes that a process has had read from drives and written to them since it started; zero where that cannot be read.
+/// Returns the bytes that a process has read from and written to drives since its start; zeros if
+/// the counts are unreadable.
 fn drive_bytes(pid: u32) -> [u64; 2] {
     let io = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
     let of = |key| io.lines().find_map(|l| l.strip_prefix(key)?.trim().parse().ok()).unwrap_or(0);

@@ -1,14 +1,14 @@
-//! The session with the node: one connection at a time, made anew when it is lost.
+//! The session with the node. It uses one connection at a time, and reconnects after a loss.
 //!
-//! Callers put their requests into a table and send them on the current connection. One background task takes what
-//! arrives; when the connection is lost it connects again, presents the session's id and sends everything that is
-//! unanswered once more, in order and marked as a retry.
+//! Callers put their requests into a table and send them on the current connection. One background
+//! task receives all messages. When the connection is lost, the task connects again, presents the
+//! session's id, and sends all unanswered requests again, in order and marked as retries.
 //!
-//! A node may refuse to go on with a session. Then the task opens a new one: what changes nothing
-//! is asked again there, changes that were not sent yet are sent there, and changes that were sent
-//! are answered as unknown, since only the old session could have told their results. A node that
-//! has too many sessions is asked again until the callers give up. When the last handle goes, the
-//! task tells the node that the session is over, so that its results can be forgotten.
+//! A node may refuse to continue a session. Then the task opens a new session. It repeats requests
+//! that change nothing, and sends changes that were not sent before. Changes that were sent before
+//! fail with an unknown outcome, because only the old session had their results. If a node has too
+//! many sessions, the task tries again until the callers give up. When the last handle is dropped,
+//! the task tells the node to end the session, so that the node can discard its results.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -28,10 +28,10 @@ use crate::{Error, Options, Result};
 
 /// Longest pause between two attempts to reconnect.
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// First pause between two attempts to connect; doubles.
+/// First pause between two attempts to connect. It doubles with each attempt.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
-/// How long the end of a session may take to be sent. Without it the node forgets the session's
-/// results later.
+/// Time limit for sending the end of a session. If the message is not sent, the node discards the
+/// session's results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// Without a request to send, a lost connection is made again only after that long: a node that gave up an idle session to

@@ -1,4 +1,4 @@
-//! What a mechanism of the channel is worth: measuring without it.
+//! Ablation: measures the benefit of a mechanism of the channel by switching it off.
 
 use std::path::{Path, PathBuf};
 
@@ -15,10 +15,11 @@ use node::role::StopSignals;
 use node::state::Role;
 use node::units::ByteSize;
 
-/// Exit status of a program that was interrupted.
+/// Exit status of an interrupted program.
 const INTERRUPTED: i32 = 130;
 
-/// Mechanisms of the channel that are changed while it is measured, and put back afterwards.
+/// Mechanisms of the channel to change during the measurement. Their settings are restored
+/// afterwards.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(
     next_help_heading = "Without a mechanism of the host-DPU channel (dpu placement, a node of this machine)"
@@ -33,10 +34,10 @@ pub struct Ablations {
     /// Longest DMA transfer: 4KiB to 2MiB, at most the engine's
     #[arg(long, value_name = "S")]
     pub max_transfer: Option<ByteSize>,
-    /// Queues of the DMA engine; 1 has short requests wait for long ones
+    /// Number of queues of the DMA engine; with 1, short requests wait for long requests
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub dma_queues: Option<u16>,
-    /// How long the DPU's side looks for completions before it sleeps, in microseconds
+    /// How long the DPU's side polls for completions before it sleeps, in microseconds
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=10_000))]
     pub poll: Option<u64>,
 }
@@ -52,7 +53,7 @@ impl Ablations {
         }
     }
 
-    /// Tunes the osd, if anything is asked for. What was before comes back when the result is dropped.
+    /// Tunes the osd if any option is set. Dropping the result restores the previous tuning.
     pub fn apply(&self, node: &NodeArgs) -> Result<Option<Ablated>> {
         let Ablations { no_pipeline, no_region_cache, max_transfer, dma_queues, poll } = self;
         if !no_pipeline
@@ -87,14 +88,15 @@ fn exchange(path: &Path, request: &DebugRequest) -> Result<ChannelTuning> {
     }
 }
 
-/// A channel that is tuned; put back when this is dropped, or when the program is told to end before.
+/// A tuned channel. The previous tuning is restored when this is dropped or when a signal ends the
+/// program.
 #[derive(Debug)]
 pub struct Ablated {
-    /// How it is now.
+    /// The tuning during the measurement.
     pub during: ChannelTuning,
     path: PathBuf,
     before: ChannelTuning,
-    /// Ends the thread that waits for signals.
+    /// Dropping this sender ends the thread that waits for signals.
     _watch: oneshot::Sender<()>,
 }
 
@@ -110,7 +112,7 @@ fn restore(path: &Path, before: ChannelTuning) {
     }
 }
 
-/// From here on a signal that ends the program first has the channel put back, until the result is dropped.
+/// Makes a signal that ends the program restore the channel first, until the result is dropped.
 fn restore_when_interrupted(path: PathBuf, before: ChannelTuning) -> Result<oneshot::Sender<()>> {
     let doing = "preparing for signals";
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;

@@ -1,4 +1,4 @@
-//! CPU, context switches and memory of a node's processes while it is measured.
+//! Accounts for CPU, context switches and memory of a node's processes during a measurement.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,54 +12,57 @@ use node::debug;
 use node::dir::NodeDir;
 use node::state::{NodeState, Role};
 
-/// The processes whose use is booked: those of the node, if it is on this machine, and this one.
+/// The accounted processes: this process, and the node's processes if the node is on this machine.
 #[derive(Debug, Clone)]
 pub struct Processes {
     placement: Option<String>,
     known: Vec<(String, u32)>,
-    /// Where the store process says what its channel's thread spends its time on.
+    /// The store's debug socket, which reports the CPU time of the channel's thread by class.
     store: Option<PathBuf>,
 }
 
-/// What one process used.
+/// The resource use of one process.
 #[derive(Debug, Clone, Serialize)]
 pub struct ProcessCost {
     /// `store`, `osd`, `node`, `supervisor` or `client`.
     pub role: String,
     /// Its process id.
     pub pid: u32,
-    /// User and system time.
+    /// User and system CPU time.
     pub cpu_seconds: f64,
-    /// Voluntary and involuntary.
+    /// Voluntary and involuntary context switches.
     pub context_switches: u64,
-    /// Both, by thread class.
+    /// CPU time and context switches by thread class.
     pub by_class: BTreeMap<String, ClassUse>,
-    /// The most it ever had resident.
+    /// Largest resident memory so far.
     pub peak_resident_bytes: u64,
 }
 
-/// What the threads of one class used.
+/// The resource use of the threads of one class.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ClassUse {
-    /// User and system time.
+    /// User and system CPU time.
     pub cpu_seconds: f64,
-    /// Voluntary and involuntary. None of a class that has no thread of its own: they are `osd`'s, or `chan`'s on the host.
+    /// Voluntary and involuntary context switches; `None` for a class without its own thread. These
+    /// count for `osd`, or for `chan` on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_switches: Option<u64>,
-    /// The CPU time is a share of a thread's, by the time inside its tasks.
+    /// Whether the CPU time is an estimate: a share of a thread's CPU time, by time in the class's
+    /// tasks.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub estimated: bool,
 }
 
-/// Readings of all processes at one moment.
+/// The counters of all processes at one moment.
 pub struct UsageReading {
     processes: Vec<(String, u32, ProcessUsage)>,
-    /// What the store process's channel's thread has spent its time on, in ns by class.
+    /// Time in the tasks of the store's channel thread, in ns by class.
     chan_ns: Vec<(String, u64)>,
 }
 
 impl Processes {
-    /// The processes of the node that the arguments name. A node that is known by its address only has none: it may be elsewhere.
+    /// Finds the processes of the node that the arguments name. A node known only by its address
+    /// has none, because it may be on a different machine.
     pub fn of(node: &NodeArgs) -> Processes {
         let local = if node.endpoint.is_some() { None } else { NodeDir::open(&locate::root(node)).ok() };
         let state = local.as_ref().and_then(NodeState::load);
@@ -72,12 +75,12 @@ impl Processes {
         Processes { placement, known, store }
     }
 
-    /// `dpu` or `host`, if known.
+    /// Returns `dpu` or `host`, if known.
     pub fn placement(&self) -> Option<&str> {
         self.placement.as_deref()
     }
 
-    /// Reads them all. One that has gone is left out.
+    /// Reads the counters of all processes. A process that has ended is omitted.
     pub fn read(&self) -> UsageReading {
         let read = |(role, pid): &(String, u32)| Some((role.clone(), *pid, ProcessUsage::read(*pid).ok()?));
         let asked = self.store.as_ref().and_then(|path| debug::ask(path, &debug::DebugRequest::Show).ok());
@@ -87,7 +90,7 @@ impl Processes {
 }
 
 impl UsageReading {
-    /// What each process used since an earlier reading.
+    /// Returns the resource use of each process since an earlier reading.
     pub fn since(&self, earlier: &UsageReading) -> Vec<ProcessCost> {
         let report = |(role, pid, now): &(String, u32, ProcessUsage)| {
             let before = earlier.processes.iter().find(|(_, p, _)| p == pid)?;
@@ -108,7 +111,7 @@ impl UsageReading {
         self.processes.iter().filter_map(report).collect()
     }
 
-    /// Empty if that is not known of both.
+    /// Returns an empty list if one of the readings lacks the value.
     fn chan_ns_since(&self, earlier: &UsageReading) -> Vec<(String, u64)> {
         let spent = |(class, ns): &(String, u64)| {
             let (_, before) = earlier.chan_ns.iter().find(|(c, _)| c == class)?;
@@ -126,7 +129,8 @@ impl From<Usage> for ClassUse {
 }
 
 impl ProcessCost {
-    /// Divides the CPU time of the threads of a class among the classes of their tasks, by the time (ns) spent inside them.
+    /// Divides the CPU time of the threads of a class among the classes of their tasks, by the time
+    /// (ns) in these tasks.
     pub fn divide(&mut self, threads: &str, thread_ns: &[(String, u64)]) {
         let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
         let Some(whole) = self.by_class.get_mut(threads).filter(|_| sum > 0) else { return };
@@ -139,7 +143,7 @@ impl ProcessCost {
     }
 }
 
-/// Whether a process is the storage host's in its placement.
+/// Whether a process belongs to the storage host in its placement.
 pub fn is_host(process: &ProcessCost) -> bool {
     [Role::Store, Role::Node].iter().any(|r| r.as_str() == process.role)
 }

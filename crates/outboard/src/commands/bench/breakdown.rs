@@ -1,4 +1,4 @@
-//! What the osd says of a measured window: where the time of requests went, and what its thread worked on.
+//! The osd's report on a measured window: phases of request time, and CPU time of its thread.
 
 use std::fmt;
 
@@ -7,37 +7,37 @@ use serde::Serialize;
 
 use super::Workload;
 
-/// Where the osd's time for one operation went, in µs: the mean over the window, an operation's requests added up. The phases
-/// add up to the total.
+/// The osd's time per operation in µs: the mean over the window, summed over the requests of an
+/// operation. The phases add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OpBreakdown {
-    /// Requests that an operation took: one for a write; large reads take several, some at the same time.
+    /// Requests per operation: one for a write; several for a large read, some of them concurrent.
     pub requests_per_op: f64,
-    /// From a request's arrival at the osd until its answer was handed to the connection.
+    /// Time from a request's arrival at the osd until its reply was passed to the connection.
     pub total: f64,
-    /// The store worked on the host (for reads: it read), and nothing was being transferred.
+    /// Time in which the store worked on the host (wrote or read) and no transfer was in progress.
     pub host_write: f64,
-    /// Something was being transferred between DPU and host.
+    /// Time in which a transfer between DPU and host was in progress.
     pub dma: f64,
-    /// Something waited for its transfer, and neither of the above.
+    /// Time in which a transfer was queued, the store did no work and no transfer was in progress.
     pub dma_wait: f64,
-    /// The rest: network, messenger, the osd's own work.
+    /// The remaining time: network, messenger, the osd's own work.
     pub others: f64,
 }
 
-/// The osd in a window.
+/// The osd's measurements in a window.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OsdMeasurement {
-    /// Its process.
+    /// Pid of the osd.
     pub pid: u32,
-    /// Time inside tasks of its thread, in ns, by class.
+    /// Time in the tasks of the osd's thread, in ns, by class.
     pub thread_ns: Vec<(String, u64)>,
     /// Sums over the requests of the workload's kind.
     times: PhaseTimes,
 }
 
 impl OsdMeasurement {
-    /// What happened between two answers. `None` if the osd was restarted in between.
+    /// Returns the difference of two status answers. `None` if the osd was restarted in between.
     pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<OsdMeasurement> {
         let kind = |status: &NodeStatus| match workload {
             Workload::Write => status.times.write,
@@ -51,7 +51,8 @@ impl OsdMeasurement {
         (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
     }
 
-    /// The mean over `ops` operations. `None` if the osd has not seen any requests of that kind.
+    /// Returns the mean over `ops` operations. `None` if the osd has handled no requests of that
+    /// kind.
     pub fn per_op(&self, ops: u64) -> Option<OpBreakdown> {
         let us = |ns: u64| ns as f64 / 1e3 / ops as f64;
         let t = &self.times;

@@ -1,4 +1,4 @@
-//! The closed loop: a fixed number of operations in flight.
+//! The closed loop: keeps a fixed number of operations in flight.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -20,10 +20,11 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Longest latency told apart, in ns: ten minutes.
+/// Largest latency of the histogram, in ns: ten minutes.
 const LONGEST_NS: u64 = 600_000_000_000;
 
-/// Objects start at different places of one noise buffer, this many bytes longer than they are.
+/// Extra length, in bytes, of the buffer of random data. Objects start at different offsets of the
+/// buffer.
 const NOISE_SHIFT: usize = 1 << 16;
 
 struct BenchLoad {
@@ -39,7 +40,7 @@ struct BenchLoad {
     first_error: RefCell<Option<String>>,
 }
 
-/// Prepares, measures, and puts the figures together.
+/// Prepares the objects, measures, and computes the results.
 pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<BenchReport> {
     let load = Rc::new(BenchLoad::new(session::pool(client, args.pool())?, args)?);
     if args.workload() != Workload::Write {
@@ -74,7 +75,7 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     Ok(BenchReport::new(args, processes.placement(), outcome))
 }
 
-/// Shows how much time has passed; never ends.
+/// Shows the elapsed time; never returns.
 async fn show_time(seconds: u32) {
     let progress = ProgressMeter::seconds("measuring", u64::from(seconds));
     loop {

@@ -1,4 +1,5 @@
-//! `outboard bench`: a closed loop of operations on one pool, with the CPU that they cost, by process and thread class.
+//! `outboard bench`: a closed loop of operations on one pool. It reports the CPU time of the
+//! operations by process and thread class.
 
 mod ablation;
 mod accounting;
@@ -21,13 +22,13 @@ use crate::output;
 use node::failure::{Failure, Result};
 use node::units::ByteSize;
 
-/// What is measured.
+/// The measured operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Workload {
-    /// Write whole objects, one after the other, over and over
+    /// Write whole objects sequentially, again and again
     Write,
-    /// Read whole objects, one after the other
+    /// Read whole objects sequentially
     Read,
     /// Read whole objects in random order
     Randread,
@@ -35,20 +36,24 @@ pub enum Workload {
 
 /// Measure throughput, latency and CPU per operation
 ///
-/// Keeps a number of operations in flight for some time. Objects are called bench-SIZE-N; reads write them first where they are
-/// missing.
+/// Keeps a number of operations in flight for some time. The objects are called bench-SIZE-N; reads
+/// first write the objects that are missing.
 ///
-/// Latency is what this program sees. Below it is where the osd's part of it went, per operation: "host write", the store
-/// worked (for reads: it read); "dma", something was being transferred between DPU and host; "dma wait", something waited for its
-/// transfer; "others", the rest. They exclude each other, in this order of precedence: dma, host write, dma wait; so they add up.
-/// The requests of other clients in the meantime count, too.
+/// Latency is measured in this program. Below it, the output divides the osd's part of the latency
+/// per operation: in "host write" the store worked (wrote or read); in "dma" a transfer was in
+/// progress; in "dma wait" a transfer was queued; "others" is the rest. Each moment counts for one
+/// phase only, in this order of precedence: dma, host write, dma wait. So the phases add up to the
+/// total. Requests of other clients in the same period count too.
 ///
-/// Host CPU is the store process's (dpu placement) or the node's one process's (host placement); node CPU is that of all
-/// processes, this one and emulated hardware included.
+/// Host CPU is the CPU time of the store process (dpu placement) or of the node's only process
+/// (host placement). Node CPU is the sum over all processes, including this process and emulated
+/// hardware.
 ///
-/// CPU and context switches are by process and thread class. Connections (msgr) and, on a DPU, the channel's software (chan) share the
-/// osd's thread, and on the host the channel's software and the store share one: its CPU is divided by the time inside their tasks,
-/// which is an estimate and marked as such. Its context switches cannot be divided and are all osd's, and chan's on the host.
+/// CPU and context switches are shown by process and thread class. Connections (msgr) and, on a
+/// DPU, the channel's software (chan) share the osd's thread. On the host, the channel's software
+/// and the store share a thread. The CPU time of a shared thread is divided by the time in the
+/// tasks of each class; this is an estimate and is marked as one. Context switches of a shared
+/// thread cannot be divided. They all count for osd, or for chan on the host.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
@@ -68,13 +73,13 @@ enum What {
     Rpc(rpc::RpcArgs),
 }
 
-/// A measurement of a node.
+/// Arguments of a measurement.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// What to do
+    /// Operation to measure
     #[arg(value_enum, required = true)]
     workload: Option<Workload>,
-    /// The pool: POOL[:NAMESPACE]
+    /// Pool: POOL[:NAMESPACE]
     #[arg(long, value_name = "P", required = true)]
     pool: Option<String>,
     /// Size of each object
@@ -83,10 +88,10 @@ pub struct BenchArgs {
     /// Operations in flight
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     pub in_flight: u32,
-    /// How long to measure
+    /// Seconds to measure
     #[arg(long, default_value_t = 10, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub seconds: u32,
-    /// Number of objects [default: what makes 1 GiB, between 64 and 16384]
+    /// Number of objects [default: enough for 1 GiB, between 64 and 16384]
     #[arg(long, value_name = "N")]
     pub objects: Option<u64>,
     /// Print one JSON object
@@ -97,7 +102,7 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
-    /// What to do. It is there unless a subcommand is.
+    /// Returns the operation to measure. It is set unless a subcommand is.
     fn workload(&self) -> Workload {
         self.workload.unwrap_or(Workload::Write)
     }

@@ -1,4 +1,4 @@
-//! What a measurement found.
+//! The result of a measurement.
 
 use std::fmt;
 
@@ -11,15 +11,15 @@ use super::{BenchArgs, Workload};
 use node::debug::ChannelTuning;
 use node::units::ByteSize;
 
-/// The figures. The JSON form is a contract: fields stay, new ones may come.
+/// The results. The JSON form is stable: fields are never removed, but new fields may be added.
 #[derive(Debug, Serialize)]
 pub struct BenchReport {
     pub workload: Workload,
     pub object_size: u64,
     pub in_flight: u32,
-    /// `dpu`, `host`, or `unknown` if the node is known by its address only.
+    /// `dpu`, `host`, or `unknown` if only the node's address is known.
     pub placement: String,
-    /// How long was measured.
+    /// Duration of the measurement.
     pub seconds: f64,
     pub ops: u64,
     pub errors: u64,
@@ -27,15 +27,16 @@ pub struct BenchReport {
     pub mb_per_s: f64,
     pub iops: f64,
     pub latency_us: Latency,
-    /// Where the osd's part of the latency went; missing if the osd did not say, or was restarted.
+    /// Breakdown of the osd's part of the latency; missing if the osd did not report it or was
+    /// restarted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub breakdown_us: Option<OpBreakdown>,
-    /// CPU of the storage host per operation; see `--help`.
+    /// CPU time of the storage host per operation; see `--help`.
     pub host_cpu_us_per_op: f64,
-    /// CPU of everything per operation, this process and emulated hardware included.
+    /// CPU time of all processes per operation, including this process and emulated hardware.
     pub node_cpu_us_per_op: f64,
     pub processes: Vec<ProcessCost>,
-    /// How the channel was tuned for the measurement, if it was.
+    /// The tuning of the channel for the measurement, if it was changed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tuning: Option<ChannelTuning>,
 }
@@ -50,19 +51,19 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// What was counted in the measured window.
+/// The counts of the measured window.
 pub struct MeasuredCounts<'a> {
     pub seconds: f64,
     pub latency_ns: &'a Histogram<u64>,
     pub errors: u64,
-    /// What each process used.
+    /// CPU use of each process.
     pub used: Vec<ProcessCost>,
-    /// What the osd says, if it does.
+    /// The osd's measurements, if it reported them.
     pub window: Option<OsdMeasurement>,
 }
 
 impl BenchReport {
-    /// Puts the figures together.
+    /// Computes the results.
     pub fn new(args: &BenchArgs, placement: Option<&str>, outcome: MeasuredCounts<'_>) -> BenchReport {
         let MeasuredCounts { seconds, latency_ns, errors, used: mut processes, window } = outcome;
         if let Some(window) = &window {

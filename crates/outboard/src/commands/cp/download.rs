@@ -1,7 +1,8 @@
-//! Copying out of a pool.
+//! Copies objects out of a pool.
 //!
-//! Objects may have been written by anybody: no object's name or link target may make the copy write outside its destination. So names are
-//! checked, symlinks are made last, and a directory that turns out to be a symlink is refused.
+//! Any client may have written the objects. No object's name or link target may make the copy write
+//! outside its destination. For this reason the copy checks names, creates symlinks last, and
+//! refuses a directory that turns out to be a symlink.
 
 use std::collections::HashSet;
 use std::fs;
@@ -18,7 +19,7 @@ use super::local::{self, NewFile};
 use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
-/// Objects up to this size, in bytes, are fetched at once.
+/// Largest object, in bytes, that one request fetches.
 const SMALL: u64 = 4 << 20;
 
 /// Copies `from` to `to`.
@@ -42,14 +43,14 @@ async fn single(from: PoolPrefix, to: &Path) -> Result<()> {
     tally.finish()
 }
 
-/// What is left for the end: links, and the modes of directories.
+/// Work for the end of the copy: links, and the modes of directories.
 #[derive(Default)]
 struct Later {
     links: Vec<(Object, PathBuf)>,
     directories: Vec<(PathBuf, FileMeta)>,
 }
 
-/// The destination, and which directories below it are known to be real ones.
+/// The destination, and the directories below it that are known not to be symlinks.
 struct Destination {
     root: PathBuf,
     prefix: String,
@@ -103,7 +104,7 @@ fn account(tally: &mut Tally, size: u64, outcome: std::result::Result<PathOutcom
     tally.add(outcome);
 }
 
-/// Makes the links, then gives directories their modes, the deepest first.
+/// Creates the links, then sets the modes of directories, deepest first.
 async fn finish(destination: &Destination, tally: &mut Tally) {
     let later = std::mem::take(&mut *destination.later.lock().unwrap_or_else(PoisonError::into_inner));
     for (object, path) in later.links {
@@ -121,7 +122,7 @@ async fn finish(destination: &Destination, tally: &mut Tally) {
     }
 }
 
-/// Copies one object; links and directories are put off. Returns its size, too.
+/// Copies one object and returns its size. Links and directory modes are deferred.
 async fn copy(
     destination: Arc<Destination>,
     object: Object,
@@ -166,7 +167,8 @@ impl Destination {
         path.parent().map_or(Ok(()), |parent| self.real_directory(parent))
     }
 
-    /// Makes sure that `path`, which is below the root, and all directories on the way are directories and no symlinks.
+    /// Checks that `path`, which is below the root, and all its parents below the root are
+    /// directories and not symlinks.
     fn real_directory(&self, path: &Path) -> std::result::Result<(), String> {
         if path == self.root || self.real.lock().unwrap_or_else(PoisonError::into_inner).contains(path) {
             return Ok(());

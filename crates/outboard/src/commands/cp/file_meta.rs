@@ -1,4 +1,4 @@
-//! What a file is besides its bytes, kept as an xattr of its object; and how paths become object names.
+//! A file's metadata, kept as an xattr of its object; and the mapping from paths to object names.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -8,13 +8,13 @@ use serde::{Deserialize, Serialize};
 /// The xattr that holds a [`FileMeta`], as JSON.
 pub const XATTR: &[u8] = b"outboard.file";
 
-/// What a path was.
+/// The type of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FileKind {
     /// A regular file; the object's data is its content.
     File,
-    /// A symbolic link; the object's data is where it points.
+    /// A symbolic link; the object's data is the link's target.
     Symlink,
     /// A directory; the object has no data and its name ends in a slash.
     Directory,
@@ -23,19 +23,21 @@ pub enum FileKind {
 /// A file's metadata.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileMeta {
-    /// What it is.
+    /// The type of the path.
     pub kind: FileKind,
     /// Permission bits.
     pub mode: u32,
-    /// Time of last change, in nanoseconds since 1970; copies that find it equal are not made again.
+    /// Time of last change, in nanoseconds since 1970. A copy skips a file whose time and size are
+    /// equal.
     pub mtime_ns: i64,
-    /// The path below the copied directory as hexadecimal bytes, where the object's name cannot say it.
+    /// The path relative to the copied directory, as hexadecimal bytes, if the object's name cannot
+    /// express it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub raw_path: Option<String>,
 }
 
 impl FileMeta {
-    /// The metadata of a path, by `lstat`; `None` for sockets, pipes and devices, which are not copied.
+    /// Converts the result of `lstat`; `None` for sockets, pipes and devices, which are not copied.
     pub fn of(metadata: &Metadata) -> Option<FileMeta> {
         let kind = match metadata.file_type() {
             t if t.is_symlink() => FileKind::Symlink,
@@ -47,17 +49,17 @@ impl FileMeta {
         Some(FileMeta { kind, mode: metadata.mode() & 0o7777, mtime_ns, raw_path: None })
     }
 
-    /// As the xattr has it.
+    /// Encodes the metadata as the value of the xattr.
     pub fn encode(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// From the xattr; `None` if it is not one of ours.
+    /// Decodes the value of the xattr; `None` if the value is not valid metadata.
     pub fn decode(xattr: &[u8]) -> Option<FileMeta> {
         serde_json::from_slice(xattr).ok()
     }
 
-    /// The path kept in [`FileMeta::raw_path`].
+    /// Decodes [`FileMeta::raw_path`].
     pub fn raw_path_bytes(&self) -> Option<Vec<u8>> {
         let hex = self.raw_path.as_deref()?;
         if hex.len() % 2 != 0 || !hex.is_ascii() {
@@ -67,8 +69,9 @@ impl FileMeta {
     }
 }
 
-/// The object name of a path, and the path in hexadecimal if the name cannot say it. A path of valid UTF-8 is its own name; bytes that are not
-/// valid UTF-8 become `%xx`, and a hash of the whole path is appended, so that no two paths share a name.
+/// Returns the object name of a path, and the path in hexadecimal if the name cannot express it. A
+/// path of valid UTF-8 is its own name. Otherwise each invalid byte becomes `%xx`, and a hash of
+/// the whole path is appended, so that no two paths share a name.
 pub fn object_name(prefix: &str, path: &[u8]) -> (String, Option<String>) {
     if let Ok(text) = std::str::from_utf8(path) {
         return (format!("{prefix}{text}"), None);

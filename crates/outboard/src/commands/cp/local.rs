@@ -1,4 +1,4 @@
-//! The local side of a copy: walking a tree, and putting files, links and directories in place.
+//! The local side of a copy: walks a tree, and creates files, links and directories.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -10,21 +10,22 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::file_meta::{FileKind, FileMeta};
 
-/// A path to be copied.
+/// A path to copy.
 #[derive(Debug, Clone)]
 pub struct SourcePath {
-    /// Where it is.
+    /// The path in the local file system.
     pub path: PathBuf,
-    /// The path below the copied directory; a directory's ends in a slash. Empty if a single file is copied.
+    /// The path relative to the copied directory. The path of a directory ends in a slash. Empty if
+    /// a single file is copied.
     pub relative: Vec<u8>,
-    /// What it is.
+    /// The metadata of the path.
     pub meta: FileMeta,
-    /// Bytes of a file or of a link's target.
+    /// Size in bytes of the file, or of the target of the link.
     pub size: u64,
 }
 
-/// Walks the tree under `root`, parents before children. What cannot be read comes as an error and the walk goes on; sockets, pipes and devices
-/// are left out. Links are not followed.
+/// Walks the tree under `root`, parents before children. An unreadable path yields an error, and
+/// the walk continues. Sockets, pipes and devices are skipped. Links are not followed.
 pub fn walk(root: &Path) -> impl Iterator<Item = Result<SourcePath, String>> + use<> {
     let base = root.to_owned();
     walkdir::WalkDir::new(root).min_depth(1).into_iter().filter_map(move |entry| {
@@ -38,7 +39,7 @@ pub fn walk(root: &Path) -> impl Iterator<Item = Result<SourcePath, String>> + u
     })
 }
 
-/// Looks at one path; `None` for what is not copied.
+/// Examines one path; `None` for a socket, pipe or device, which is not copied.
 pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<SourcePath>, String> {
     let metadata = fs::symlink_metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let Some(meta) = FileMeta::of(&metadata) else { return Ok(None) };
@@ -49,10 +50,10 @@ pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<SourcePath>, S
     Ok(Some(SourcePath { path: path.to_owned(), relative, meta, size }))
 }
 
-/// Where an object's path lies below `root`.
+/// Returns the destination below `root` of an object's path.
 ///
 /// # Errors
-/// If the path would leave `root`: an object may have any name, and whoever wrote it is not trusted.
+/// The path would leave `root`. An object may have any name, and its writer is not trusted.
 pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
     let path = Path::new(std::ffi::OsStr::from_bytes(relative));
     let plain = path.components().all(|c| matches!(c, Component::Normal(_)));
@@ -62,7 +63,7 @@ pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
     Ok(root.join(path))
 }
 
-/// Whether the file in place is the one that `meta` describes, so that it need not be copied.
+/// Whether the local file matches `meta` and `size`, so that it need not be copied.
 pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     let Ok(metadata) = fs::symlink_metadata(path) else { return false };
     FileMeta::of(&metadata).is_some_and(|have| {
@@ -73,15 +74,16 @@ pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     })
 }
 
-/// Tells temporary files of this process apart.
+/// Number of the next temporary file of this process.
 static NEXT_TEMPORARY: AtomicU64 = AtomicU64::new(0);
 
-/// Whether there is something at `path`, links followed, that can be written to but is no file: a device, a pipe, a socket.
+/// Whether `path`, with links followed, is a device, a pipe or a socket.
 pub fn is_special(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
-/// A file that is being written beside its destination and takes its name when it is complete.
+/// A new file under a temporary name beside its destination. It takes its final name when it is
+/// complete.
 pub struct NewFile {
     file: Option<File>,
     temporary: PathBuf,
@@ -89,10 +91,11 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Starts a file; missing parent directories are made.
+    /// Creates a temporary file, and the missing parent directories.
     ///
     /// # Errors
-    /// The system's; and if a device, a pipe or a socket has the name, which must not be replaced by a file.
+    /// An error of the system; or the destination is a device, a pipe or a socket, which a file
+    /// must not replace.
     pub fn create(destination: &Path) -> io::Result<NewFile> {
         if is_special(destination) {
             return Err(io::Error::other("it is a device, pipe or socket; give a file's name"));
@@ -119,12 +122,12 @@ impl NewFile {
         }
     }
 
-    /// Where to write.
+    /// The temporary file, to write to.
     pub fn file(&mut self) -> &mut File {
         self.file.as_mut().expect("the file is open until it is finished")
     }
 
-    /// Gives the file its mode, time and name.
+    /// Gives the file its mode, its time and its final name.
     pub fn finish(mut self, meta: Option<&FileMeta>) -> io::Result<()> {
         let mut file = self.file.take().expect("a file is finished once");
         file.flush()?;
@@ -143,7 +146,7 @@ impl Drop for NewFile {
     }
 }
 
-/// Makes a symbolic link, replacing what is in its place unless that is a directory.
+/// Creates a symbolic link. It replaces an existing entry unless that entry is a directory.
 pub fn make_link(destination: &Path, target: &[u8]) -> io::Result<()> {
     if let Some(parent) = destination.parent() {
         fs::create_dir_all(parent)?;
@@ -155,7 +158,7 @@ pub fn make_link(destination: &Path, target: &[u8]) -> io::Result<()> {
     symlink(std::ffi::OsStr::from_bytes(target), destination)
 }
 
-/// Sets a directory's mode; to be called once everything in it is there.
+/// Sets a directory's mode. Call it after everything in the directory is created.
 pub fn finish_directory(path: &Path, meta: &FileMeta) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(meta.mode))
 }

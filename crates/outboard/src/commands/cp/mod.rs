@@ -18,18 +18,19 @@ use node::progress::ProgressMeter;
 
 /// Copy files and directory trees into and out of a pool
 ///
-/// One side is in the node, written outboard:POOL[:NAMESPACE]/PREFIX. Directories, symlinks, modes, times and names that are not
-/// UTF-8 are kept as metadata. What is there already with the same size and time is not copied again, so that an interrupted
-/// copy goes on where it was. Everything read is verified against its checksums.
+/// One side is in the node, written outboard:POOL[:NAMESPACE]/PREFIX. Directories, symlinks, modes,
+/// times and names that are not UTF-8 are kept as metadata. A file that exists at the destination
+/// with the same size and time is not copied again, so an interrupted copy continues where it
+/// stopped. All data read is verified against its checksums.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard cp -r /usr/share outboard:files/share\n  \
     outboard cp -r outboard:files/share ./share\n  \
     outboard cp beach.jpg outboard:photos/summer/")]
 pub struct CpArgs {
-    /// What to copy: a path, or outboard:POOL/OBJECT, or with -r outboard:POOL[/PREFIX]
+    /// Source: a path, or outboard:POOL/OBJECT, or with -r outboard:POOL[/PREFIX]
     pub src: String,
-    /// Where to: a path, or outboard:POOL[/PREFIX]
+    /// Destination: a path, or outboard:POOL[/PREFIX]
     pub dst: String,
     /// Copy a whole tree
     #[arg(long, short)]

@@ -1,4 +1,4 @@
-//! Copying into a pool.
+//! Copies files into a pool.
 
 use std::collections::HashSet;
 use std::io;
@@ -16,9 +16,9 @@ use super::local::{self, SourcePath};
 use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
-/// Files up to this size, in bytes, are read at once.
+/// Largest file, in bytes, that is read in one piece.
 const SMALL: u64 = 1 << 20;
-/// Paths found ahead of the copying.
+/// Most paths that the walk may be ahead of the copying.
 const AHEAD: usize = 256;
 
 /// Copies `from` to `to`.
@@ -79,7 +79,7 @@ async fn tree(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     }
 }
 
-/// The objects that are there already: only those can be kept.
+/// Lists the objects that exist already. Only these objects can be current.
 async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     let mut names = HashSet::new();
     let mut listing = to.pool.list(prefix);
@@ -89,7 +89,7 @@ async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     Ok(names)
 }
 
-/// Walks a tree on a thread of its own, a bounded number of paths ahead.
+/// Walks a tree on a separate thread, at most a fixed number of paths ahead.
 fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<SourcePath, String>> {
     let (tx, rx) = mpsc::channel(AHEAD);
     let from = from.to_owned();
@@ -116,7 +116,7 @@ async fn copy_below(
     copy(object, found, may_be_there).await
 }
 
-/// Copies one path to `object`, unless it is there already.
+/// Copies one path to `object`, unless the object is current.
 async fn copy(
     object: Object,
     found: SourcePath,

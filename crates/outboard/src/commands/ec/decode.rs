@@ -1,4 +1,4 @@
-//! `outboard ec decode`: puts a file together from its fragments.
+//! `outboard ec decode`: restores a file from its fragments.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -15,46 +15,47 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Put a file together from its fragments, and make lost fragments anew
+/// Restore a file from its fragments, and reconstruct lost fragments
 ///
-/// Any K intact fragments are enough. Every unit is verified against its checksum; a damaged one counts as lost. The file
-/// appears under its name when it is complete and on the drive.
+/// Any K intact fragments are enough. Every unit is verified against its checksum; a damaged unit
+/// counts as lost. The file gets its final name when it is complete and durable.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec decode backup.tar\n  \
     outboard ec decode --out restored.tar /mnt/*/backup.tar.*.fragment\n  \
     outboard ec decode --repair --out /dev/null backup.tar")]
 pub struct DecodeArgs {
-    /// Where to put the file; '-' is standard output [default: the fragments' name without .NNN.fragment]
+    /// Output file; '-' is standard output [default: the fragments' name without .NNN.fragment]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Read all fragments, and write those anew that are missing or damaged
+    /// Read all fragments, and rewrite the missing and damaged fragments
     #[arg(long)]
     repair: bool,
-    /// What computes: auto, gfni, isal or portable
+    /// Kernel for the computation: auto, gfni, isal or portable
     #[arg(long, default_value_t)]
     kernel: KernelChoice,
-    /// Replace files that exist
+    /// Replace existing files
     #[arg(long)]
     force: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// The fragments, or what they are called before .NNN.fragment
+    /// The fragments, or their common name before .NNN.fragment
     #[arg(required = true, value_name = "FRAGMENT|PREFIX")]
     fragments: Vec<PathBuf>,
 }
 
-/// What was done.
+/// The result of a decoding.
 #[derive(Serialize)]
 struct Decoded {
     file: PathBuf,
     bytes: u64,
     k: usize,
     m: usize,
-    /// Fragments that are missing or damaged, as far as that was looked at.
+    /// Indexes of the fragments found to be missing or damaged. Fragments that were not read do not
+    /// count.
     lost: Vec<usize>,
-    /// Those that were written anew.
+    /// Files of the rewritten fragments.
     repaired: Vec<PathBuf>,
 }
 
@@ -95,7 +96,7 @@ pub fn run(args: DecodeArgs) -> Result<()> {
     Ok(())
 }
 
-/// The fragments that arguments name.
+/// Expands the arguments to the paths of fragments.
 fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut all = vec![];
     for argument in arguments {
@@ -169,7 +170,7 @@ fn write_file(set: &mut FragmentSet<File>, out: &Path, doing: &str) -> Result<()
     files::finish(vec![new], files::parent(out)).doing(doing)
 }
 
-/// Writes fragments anew that are missing or damaged: which, and where.
+/// Rewrites missing or damaged fragments. Returns their indexes and paths.
 fn repair(
     set: &mut FragmentSet<File>,
     given: &[PathBuf],
@@ -210,7 +211,7 @@ fn list(fragments: &[usize]) -> String {
     fragments.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// A writer whose bytes are counted.
+/// A writer that counts its bytes.
 struct CountedWriter<'a, W> {
     out: W,
     progress: &'a ProgressMeter,

@@ -15,42 +15,42 @@ use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 use node::units::ByteSize;
 
-/// Cut files into fragments, of which any K give the file back
+/// Cut files into fragments; any K fragments suffice to restore a file
 ///
-/// FILE becomes FILE.000.fragment and so on: K fragments with its data and M with parity. Fragments appear under their names when all of
-/// them are complete and on the drive. Keep them on different drives.
+/// FILE becomes FILE.000.fragment and so on: K data fragments and M parity fragments. The fragments
+/// get their final names when all of them are complete and durable. Keep them on different drives.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec encode --k 4 --m 2 backup.tar\n  \
     outboard ec encode --k 10 --m 4 --unit 1MiB --out /mnt/fragments *.tar")]
 pub struct EncodeArgs {
-    /// Data fragments
+    /// Number of data fragments
     #[arg(long)]
     k: usize,
-    /// Parity fragments: how many may be lost
+    /// Number of parity fragments: how many fragments may be lost
     #[arg(long)]
     m: usize,
-    /// Bytes of a fragment that belong to one stripe: a multiple of 64 up to 4MiB
+    /// Unit: bytes of a fragment within one stripe, a multiple of 64 up to 4MiB
     #[arg(long, default_value = "64KiB", value_name = "S")]
     unit: ByteSize,
-    /// What computes: auto, gfni, isal or portable
+    /// Kernel for the computation: auto, gfni, isal or portable
     #[arg(long, default_value_t)]
     kernel: KernelChoice,
-    /// Where to put the fragments [default: beside each file]
+    /// Directory for the fragments [default: beside each file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Replace fragments that exist
+    /// Replace existing fragments
     #[arg(long)]
     force: bool,
     /// Print one JSON array
     #[arg(long)]
     json: bool,
-    /// The files
+    /// Files to cut into fragments
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
 }
 
-/// What became of a file.
+/// The result for one file.
 #[derive(Serialize)]
 struct EncodedFile {
     file: PathBuf,
@@ -125,7 +125,7 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<EncodedFile> {
     })
 }
 
-/// A file whose bytes are counted as they are read.
+/// A file that counts the bytes read from it.
 struct CountedFile<'a> {
     file: File,
     progress: &'a ProgressMeter,

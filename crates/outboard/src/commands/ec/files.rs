@@ -1,4 +1,4 @@
-//! Fragment files: their names, and how they come into being.
+//! Fragment files: their names and their creation.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -11,14 +11,14 @@ use node::failure::{Failure, Result};
 
 const SUFFIX: &[u8] = b".fragment";
 
-/// The name of fragment `index` of what is called `prefix`: `PREFIX.007.fragment`.
+/// Returns the name of fragment `index` of the file `prefix`: `PREFIX.007.fragment`.
 pub fn fragment_path(prefix: &Path, index: usize) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(format!(".{index:03}.fragment"));
     name.into()
 }
 
-/// What a fragment is a fragment of, if its file is named like one.
+/// Returns the prefix in a fragment's name; `None` if the file is not named like a fragment.
 pub fn prefix(fragment: &Path) -> Option<PathBuf> {
     let rest = fragment.as_os_str().as_bytes().strip_suffix(SUFFIX)?;
     let (prefix, number) = rest.split_at_checked(rest.len().checked_sub(4)?)?;
@@ -28,7 +28,7 @@ pub fn prefix(fragment: &Path) -> Option<PathBuf> {
     (numbered && named).then(|| OsString::from_vec(prefix.to_vec()).into())
 }
 
-/// All fragments of what is called `wanted` that there are, in order.
+/// Lists the existing fragments of the prefix `wanted`, sorted by index.
 pub fn fragments_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
     let dir = parent(wanted);
     let mut found = vec![];
@@ -42,12 +42,12 @@ pub fn fragments_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The directory that something is in.
+/// Returns the directory that contains `path`.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Fails if one of the files is there, unless that was asked for.
+/// Fails if one of the files exists, unless `force` is set.
 pub fn refuse_existing<'a>(
     doing: &str,
     paths: impl IntoIterator<Item = &'a Path>,
@@ -59,7 +59,7 @@ pub fn refuse_existing<'a>(
     }
 }
 
-/// Has all files on the drive and under their names.
+/// Makes all files durable and gives them their final names.
 pub fn finish(files: Vec<NewFile>, dir: &Path) -> io::Result<()> {
     let mut files = files;
     files.iter_mut().try_for_each(|file| file.file().sync_all())?;

@@ -1,4 +1,5 @@
-//! `outboard ec`: files cut into fragments with parity, and put together again, which needs no node; and where a node codes.
+//! `outboard ec`: cuts files into fragments with parity and restores them, without a node. It also
+//! controls where a node computes parity.
 
 mod bench;
 mod decode;
@@ -11,7 +12,7 @@ use clap::Subcommand;
 use crate::args::NodeArgs;
 use node::failure::Result;
 
-/// What to do with fragments.
+/// The operations of erasure coding.
 #[derive(Debug, Subcommand)]
 pub enum EcCommand {
     Encode(encode::EncodeArgs),

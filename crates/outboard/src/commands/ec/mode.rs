@@ -9,17 +9,18 @@ use crate::output;
 use node::failure::{Doing, Result};
 use node::report::coding_line;
 
-/// Show where a node computes the parity of large writes, or change it until the node is started again
+/// Show or set where a node computes the parity of large writes; a restart of the node resets it
 ///
-/// MODE is latency-sensitive (the host's processor), async (the DPU), hybrid:A:B (of A + B pieces A by the host), or
-/// hybrid:auto (both, by what they turn out to cost). While the host's processor is busy it is the DPU in any case.
+/// MODE is latency-sensitive (the host's processor), async (the DPU), hybrid:A:B (the host computes
+/// A of every A + B pieces), or hybrid:auto (both, by measured cost). While the host's processor is
+/// busy, the DPU computes all parity.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec mode\n  \
     outboard ec mode hybrid:auto\n  \
     outboard ec mode hybrid:3:1 --json")]
 pub struct ModeArgs {
-    /// The new mode [default: it stays as it is]
+    /// The new mode [default: no change]
     #[arg(value_name = "MODE")]
     pub mode: Option<CodingMode>,
     /// Print JSON

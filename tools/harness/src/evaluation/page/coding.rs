@@ -1,4 +1,5 @@
-//! Where parity is computed: drawings that `outboard-redundancy coding` has left beside the page.
+//! Where parity is computed: the drawings that `outboard-redundancy coding` has stored beside the
+//! page.
 
 use super::svg;
 

@@ -1,4 +1,4 @@
-//! What goes beyond the paper: reads, small objects, ceilings, idle CPU, ablations, the machine.
+//! Results beyond the paper: reads, small objects, ceilings, idle CPU, ablations, the machine.
 
 use super::PageContent;
 use super::figures::{SYSTEMS, systems};

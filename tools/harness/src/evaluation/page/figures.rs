@@ -1,4 +1,4 @@
-//! The paper's figures 5 to 10 and tables 2 and 3, with what was measured here beside them.
+//! The paper's figures 5 to 10 and tables 2 and 3, next to the results measured here.
 
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
@@ -8,7 +8,7 @@ use crate::evaluation::stats::{Estimate, estimate, ratio};
 use crate::evaluation::workload::{AccessMode, Case, MIB, PAPER_SIZES, TestedSystem, size_label};
 use crate::node::BenchBreakdown;
 
-/// Every system, with its class in the style sheet.
+/// The tested systems, with their classes in the style sheet.
 pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::Ceph, "ceph"),
     (TestedSystem::Host, "host"),
@@ -16,7 +16,7 @@ pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::DpuBf3, "bf3"),
 ];
 
-/// A figure that is drawn by size: what the paper has, and what is read from a run here.
+/// A figure by object size: the paper's values, and how to read the values of a run.
 struct BySize<'a> {
     title: &'a str,
     axis: &'a str,
@@ -106,7 +106,7 @@ fn percent_of_core(percent: f64) -> String {
     format!("{} % core", number(percent))
 }
 
-/// Parts that a case has, in order.
+/// The parts of a case, in order.
 fn parts_of(m: &Measurements, case: &Case) -> Vec<Subsystem> {
     let mut parts: Vec<Subsystem> =
         m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
@@ -254,7 +254,7 @@ fn figure_10(m: &Measurements) -> String {
 }
 
 impl BySize<'_> {
-    /// The paper's on the left, what was found here on the right.
+    /// Draws the paper's values on the left and the values measured here on the right.
     fn draw(&self, m: &Measurements) -> String {
         let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
         let published = Grouped {
@@ -282,7 +282,7 @@ impl BySize<'_> {
     }
 }
 
-/// A series per system that was measured, with a value per size.
+/// Returns one series per measured system, with one value per size.
 pub fn systems(
     m: &Measurements,
     sizes: &[u64],

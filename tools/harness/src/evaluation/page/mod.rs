@@ -1,4 +1,4 @@
-//! The page: one HTML file with everything in it, which needs nothing from elsewhere.
+//! The page: one HTML file without external resources.
 
 pub mod coding;
 mod details;
@@ -16,25 +16,25 @@ use super::paper;
 use super::sample::Measurements;
 use super::settings::EvaluationSettings;
 
-/// What the page is about.
+/// The content of the page.
 pub struct PageContent<'a> {
     /// How much was measured.
     pub settings: &'a EvaluationSettings,
-    /// On what.
+    /// The machine and the software.
     pub environment: &'a Environment,
-    /// What was found.
+    /// The measured values.
     pub found: &'a Measurements,
-    /// What to make of it.
+    /// The comparison with the thresholds.
     pub bars: &'a [Bar],
-    /// Rounds that are done.
+    /// Number of completed rounds.
     pub rounds: u32,
-    /// What is drawn of where parity is computed.
+    /// The drawings of where parity is computed.
     pub coding: &'a [coding::Drawing],
 }
 
 const STYLE: &str = include_str!("style.css");
 
-/// The whole page. It is well-formed XML too.
+/// Formats the whole page. It is also well-formed XML.
 #[must_use]
 pub fn html(content: &PageContent<'_>) -> String {
     let sections = [
@@ -53,7 +53,7 @@ pub fn html(content: &PageContent<'_>) -> String {
     )
 }
 
-/// What the systems are, and what keeps them from being compared too literally.
+/// Describes the systems, and the limits of their comparison.
 fn setting(content: &PageContent<'_>) -> String {
     let (s, e) = (content.settings, content.environment);
     let large = s.large_set().map_or(String::new(), |objects| {

@@ -1,4 +1,5 @@
-//! Writes over each network stack by requests in flight, beside what is published about Ceph over RDMA.
+//! Writes over each network stack by the number of requests in flight, next to published results of
+//! Ceph over RDMA.
 
 use super::svg::{self, Grouped, Series};
 use super::text::{cell, number, table};
@@ -6,18 +7,19 @@ use crate::evaluation::sample::{Measurements, Sample};
 use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
 use crate::evaluation::workload::{Case, IN_FLIGHT_SWEEP, Network};
 
-/// What is published: its title. Intel, 2018.
+/// Title of the publication (Intel, 2018).
 const TITLE: &str = "Leveraging RDMA Technologies to Accelerate Ceph Storage Solutions";
 
-/// The most that RDMA gains there over TCP/IP, in its figure 6: queue depth and ratio. The text has no other value of that figure.
+/// Queue depth and ratio of the largest gain of RDMA over TCP/IP, from figure 6 of the publication.
+/// Its text has no other value of that figure.
 const MOST_GAINED: (u32, f64) = (2, 1.17);
 
-/// The stacks with their classes in the style sheet.
+/// The network stacks with their classes in the style sheet.
 const STACKS: [(Network, &str); 2] = [(Network::Tcp, "p7"), (Network::OfiTcp, "p4")];
 
 type FigureOf = fn(&Sample) -> f64;
 
-/// All of it; nothing if stacks were not compared.
+/// Formats the section; empty if no network stacks were compared.
 pub fn section(m: &Measurements) -> String {
     let was_measured = |n: &u32| m.samples.iter().any(|s| s.case.network.is_some() && s.case.in_flight == *n);
     let depths: Vec<u32> = IN_FLIGHT_SWEEP.into_iter().filter(was_measured).collect();
@@ -64,7 +66,7 @@ fn median(rounds: &Rounds) -> Option<Estimate> {
     estimate(rounds.values().copied())
 }
 
-/// Cells for TCP, for libfabric, and for the ratio of the latter to the former.
+/// Formats cells for TCP, for libfabric, and for the ratio of libfabric to TCP.
 fn compared(m: &Measurements, in_flight: u32, figure: FigureOf) -> [String; 3] {
     let [tcp, ofi] = Network::ALL.map(|network| of(m, network, in_flight, figure));
     [cell(median(&tcp)), cell(median(&ofi)), cell(median(&ratio(&ofi, &tcp)))]

@@ -1,4 +1,5 @@
-//! Bar charts as SVG, inline or as files of their own. Colours are classes that the page's style sheet fills, light or dark.
+//! Bar charts as SVG, inline or as separate files. Colours are CSS classes; the page's style sheet
+//! defines them for light and dark mode.
 
 use std::fmt::Write;
 
@@ -6,56 +7,56 @@ use super::STYLE;
 use super::text::{escape, number};
 use crate::evaluation::stats::Estimate;
 
-/// Bars side by side, in groups.
+/// A chart with groups of bars.
 #[derive(Debug)]
 pub struct Grouped {
-    /// Above the chart.
+    /// Title above the chart.
     pub title: String,
-    /// The axis, with its unit.
+    /// Label of the axis, with its unit.
     pub axis: String,
-    /// Below each group.
+    /// Labels below the groups.
     pub groups: Vec<String>,
-    /// One bar in each group per series.
+    /// The series; each has one bar per group.
     pub series: Vec<Series>,
 }
 
 /// Bars of one colour.
 #[derive(Debug)]
 pub struct Series {
-    /// What it is; for the legend.
+    /// Name in the legend.
     pub name: String,
-    /// Class of the style sheet.
+    /// Class in the style sheet.
     pub class: &'static str,
-    /// One value per group, where there is one.
+    /// One value per group; `None` for a missing value.
     pub values: Vec<Option<Estimate>>,
 }
 
-/// Bars that show how a whole divides.
+/// A chart of stacked bars.
 #[derive(Debug)]
 pub struct Stacked {
-    /// Above the chart.
+    /// Title above the chart.
     pub title: String,
-    /// From left to right.
+    /// The bars from left to right.
     pub bars: Vec<Stack>,
 }
 
 /// A bar of a stacked chart.
 #[derive(Debug)]
 pub struct Stack {
-    /// Two lines below it.
+    /// Two lines of text below the bar.
     pub label: [String; 2],
-    /// From the bottom up.
+    /// The parts from bottom to top.
     pub parts: Vec<Share>,
 }
 
 /// A part of a stack.
 #[derive(Debug)]
 pub struct Share {
-    /// What it is; for the legend.
+    /// Name in the legend.
     pub name: &'static str,
-    /// Class of the style sheet.
+    /// Class in the style sheet.
     pub class: &'static str,
-    /// How much, in whatever unit the whole stack is in.
+    /// Size of the part, in the unit of the stack.
     pub amount: f64,
 }
 
@@ -65,14 +66,14 @@ const BOTTOM: f64 = 44.0;
 const LEFT: f64 = 56.0;
 const PLOT: f64 = HEIGHT - TOP - BOTTOM;
 
-/// Charts beside one another, each as wide as its bars need, with one legend.
+/// Draws charts beside one another, each as wide as its bars need, with one legend.
 #[must_use]
 pub fn grouped(charts: &[Grouped]) -> String {
     let (width, body) = beside_one_another(charts);
     figure(width, &body, &keys(charts))
 }
 
-/// The same as a file of its own.
+/// Draws the same charts as a separate file.
 #[must_use]
 pub fn grouped_file(charts: &[Grouped]) -> String {
     let (width, body) = beside_one_another(charts);
@@ -101,7 +102,7 @@ fn keys(charts: &[Grouped]) -> Vec<(&str, &'static str)> {
     keys
 }
 
-/// An SVG file with a legend above what is drawn. It needs nothing from elsewhere.
+/// Creates an SVG file with a legend above the drawing. The file uses no external resources.
 #[must_use]
 pub fn file(width: f64, height: f64, body: &str, keys: &[(&str, &str)]) -> String {
     const LEGEND: f64 = 24.0;
@@ -123,7 +124,7 @@ pub fn file(width: f64, height: f64, body: &str, keys: &[(&str, &str)]) -> Strin
     )
 }
 
-/// A file's drawing as a part of the page, whose style sheet it then shares.
+/// Converts a file's drawing to a part of the page, which shares the page's style sheet.
 #[must_use]
 pub fn inline(file: &str) -> String {
     match (file.split_once("<style>"), file.split_once("</style>")) {
@@ -203,7 +204,7 @@ impl Grouped {
     }
 }
 
-/// A bar, its interval, and its value above it; the rest is in its tooltip.
+/// Draws a bar, its interval, and its value above it. The tooltip has the other details.
 fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) -> f64) -> String {
     let (middle, floor) = (x + width / 2.0, y(0.0));
     let mut out = format!(
@@ -233,12 +234,12 @@ fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) ->
     out
 }
 
-/// What a chart is called.
+/// Draws a chart's heading.
 pub fn heading(text: &str, x: f64) -> String {
     format!(r#"<text class="title" x="{x}" y="14">{}</text>"#, escape(text))
 }
 
-/// Charts of shares beside one another, with one legend.
+/// Draws charts of stacked bars beside one another, with one legend.
 #[must_use]
 pub fn stacked(charts: &[Stacked]) -> String {
     const BAR: f64 = 62.0;
@@ -295,7 +296,8 @@ fn stack(x: f64, width: f64, bar: &Stack) -> String {
     out
 }
 
-/// Distance of an axis's ticks and its upper end: about four steps of 1, 2, 2.5 or 5 times a power of ten.
+/// Returns the distance between an axis's ticks, and the axis's upper end. An axis has about four
+/// steps of 1, 2, 2.5 or 5 times a power of ten.
 pub fn ticks(most: f64) -> (f64, f64) {
     if most <= 0.0 {
         return (1.0, 1.0);

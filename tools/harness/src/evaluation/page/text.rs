@@ -4,13 +4,13 @@ use std::fmt::Write;
 
 use crate::evaluation::stats::Estimate;
 
-/// Text for HTML and SVG.
+/// Escapes text for HTML and SVG.
 #[must_use]
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// Three significant digits, with a thin space between thousands.
+/// Formats three significant digits, with a thin space between thousands.
 #[must_use]
 pub fn number(value: f64) -> String {
     let size = value.abs();
@@ -35,13 +35,13 @@ pub fn number(value: f64) -> String {
     format!("{sign}{grouped}{point}{fraction}")
 }
 
-/// A median with its interval, for a cell; a dash for none.
+/// Formats a median with its interval for a table cell; a dash if there is no value.
 #[must_use]
 pub fn cell(estimate: Option<Estimate>) -> String {
     cell_in(estimate, "")
 }
 
-/// The same in a unit.
+/// Like [`cell`], in a unit.
 #[must_use]
 pub fn cell_in(estimate: Option<Estimate>, unit: &str) -> String {
     let Some(e) = estimate else { return "–".to_owned() };
@@ -53,7 +53,7 @@ pub fn cell_in(estimate: Option<Estimate>, unit: &str) -> String {
     format!("{median} <small>{}{to}{}</small>", number(e.low), number(e.high))
 }
 
-/// A table; cells are HTML, the first of each row is its head.
+/// Formats a table. Cells are HTML; the first cell of each row is its heading.
 #[must_use]
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let mut html = String::from("<div class=\"wide\"><table><thead><tr>");

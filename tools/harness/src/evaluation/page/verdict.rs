@@ -1,4 +1,4 @@
-//! The top of the page: the thresholds and what came out.
+//! The top of the page: the thresholds and the results.
 
 use std::fmt::Write;
 

@@ -1,10 +1,13 @@
-//! What a program that wants all of the host's CPU loses to coding.
+//! Measures how much CPU time coding takes from a program (the hog) that wants all of the host's
+//! CPU.
 //!
-//! Writes go on beside it in each mode, each time right before or right after `async`, in which nothing is ever coded by the host: what
-//! it has less than there, coding took. What it has less than alone, the store took, and the more of it the more the drive took: so
-//! the two are compared at the same writes, by what `async` took for each byte. Writes to a pool without parity say what writing as much
-//! would take without redundancy. The CPU time of the host's coding threads is given, too: that is what coding has taken for itself
-//! from whoever wanted all of the CPU.
+//! Writes run beside the hog in each mode, each run right before or after a run in mode `async`, in
+//! which the host never computes parity. The hog's loss compared with `async` is the cost of
+//! coding. Its loss compared with a run alone is the cost of the store, which grows with the
+//! drive's throughput. So the two modes are compared at equal writes, by the loss per byte in
+//! `async`. Writes to a pool without parity show the cost of the same writes without redundancy.
+//! The result also has the CPU time of the host's coding threads, which is the time that coding
+//! itself took from the hog.
 
 use std::time::Duration;
 

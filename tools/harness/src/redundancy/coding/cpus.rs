@@ -1,23 +1,24 @@
-//! Which CPUs are whose: one the host's, with its store and whatever else keeps it busy; one the DPU's; the others the clients'. Where
-//! there are no others, clients are on the DPU's, which is where their requests arrive.
+//! Divides the CPUs: one for the host with its store and its other load, one for the DPU, and the
+//! remaining CPUs for the clients. If no CPUs remain, clients share the DPU's CPU, because their
+//! requests arrive there.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::Result;
 
-/// The division.
+/// The division of the CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Division {
-    /// The host's.
+    /// The host's CPU.
     pub host: usize,
-    /// The DPU's.
+    /// The DPU's CPU.
     pub dpu: usize,
-    /// The clients'.
+    /// The clients' CPUs.
     pub clients: Vec<usize>,
 }
 
 impl Division {
-    /// Of the CPUs that this process may use.
+    /// Divides the CPUs that this process may use.
     ///
     /// # Errors
     /// If there are fewer than two.
@@ -35,10 +36,10 @@ impl Division {
     }
 }
 
-/// Does something on some CPUs, as do the processes that it starts.
+/// Calls `what` on some CPUs. Processes that it starts also use only these CPUs.
 ///
 /// # Errors
-/// If it fails, or these CPUs may not be used.
+/// The call fails, or these CPUs may not be used.
 pub fn on<T>(cpus: &[usize], what: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = sched_getaffinity(None)?;
     let mut set = CpuSet::new();

@@ -1,5 +1,6 @@
-//! A program that wants all of a CPU and says how much of its work it gets done: what coding on the host would take from
-//! others. It is this program once more: `outboard-redundancy hog CPU`.
+//! The hog: a program that wants all of a CPU and reports how much work it completes. It shows how
+//! much CPU time coding on the host takes from other programs. It is this program, started as
+//! `outboard-redundancy hog CPU`.
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
@@ -10,28 +11,28 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::cpus;
 use crate::Result;
 
-/// How often it says how far it is.
+/// Time between two reports of the hog.
 const TOLD_EVERY: Duration = Duration::from_millis(50);
-/// Steps of a piece of work: some 20 µs.
+/// Steps of a work item, which takes about 20 µs.
 const STEPS: u32 = 20_000;
 
-/// The hog at work; it ends when this is dropped.
+/// A running hog. Dropping it ends the hog.
 #[derive(Debug)]
 pub struct Hog {
     child: Child,
     told: Arc<Mutex<Vec<Told>>>,
 }
 
-/// What it has said: when, and pieces of work until then.
+/// A report of the hog.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Told {
-    /// Seconds since 1970.
+    /// Time of the report, in seconds since 1970.
     pub at: f64,
-    /// Since it was started.
+    /// Work items completed since the start.
     pub pieces: f64,
 }
 
-/// Is the hog: spins on a CPU until nobody listens any more.
+/// Runs the hog: computes on a CPU until the reader of its output ends.
 ///
 /// # Errors
 /// If the CPU may not be used.
@@ -54,21 +55,21 @@ pub fn run(cpu: &str) -> Result<()> {
     })
 }
 
-/// Each step needs the one before.
+/// One step of work, which depends on the step before.
 fn step(x: u64) -> u64 {
     let x = x ^ (x << 13);
     let x = x ^ (x >> 7);
     x ^ (x << 17)
 }
 
-/// Seconds since 1970: a clock that both processes have.
+/// Returns seconds since 1970, a clock that both processes share.
 #[must_use]
 pub fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
 impl Hog {
-    /// Starts it on a CPU.
+    /// Starts the hog on a CPU.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -91,7 +92,7 @@ impl Hog {
         Ok(Hog { child, told })
     }
 
-    /// All that it has said.
+    /// Returns all reports so far.
     #[must_use]
     pub fn told(&self) -> Vec<Told> {
         self.told.lock().map(|told| told.clone()).unwrap_or_default()

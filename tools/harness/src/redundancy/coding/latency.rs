@@ -1,4 +1,4 @@
-//! Latencies of `latency-sensitive` on an idle host, against coding that only the host does.
+//! Compares latencies of `latency-sensitive` on an idle host with coding on the host alone.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};

@@ -1,8 +1,11 @@
-//! Part `coding`: where the parity of large writes is computed, and what that does to writes and to whatever else the host does.
+//! Part `coding`: measures where the parity of large writes is computed, and how this affects
+//! writes and the host's other work.
 //!
-//! The host's roles are on one CPU, with a program that wants all of it where that is asked for (`hog`); the DPU's are on another, and so are
-//! the clients if there is no third one. `sweep` holds `hybrid:auto` against fixed ratios, `latency` holds `latency-sensitive` against
-//! coding on the host alone, `busy` asks what the hog loses, `timeline` shows the scheduler at work, `places` is the paper's figure 2.
+//! The host's roles run on one CPU, in some experiments together with a program that wants all of
+//! that CPU (`hog`). The DPU's roles run on another CPU, and so do the clients if there is no third
+//! CPU. `sweep` compares `hybrid:auto` with fixed ratios. `latency` compares `latency-sensitive`
+//! with coding on the host alone. `busy` measures the hog's loss, `timeline` shows the scheduler's
+//! behaviour, and `places` repeats the paper's figure 2.
 
 pub mod busy;
 pub mod cpus;

@@ -1,5 +1,6 @@
-//! The paper's figure 2: what coding takes in each place, by the size of what is coded. Once as the paper did it, whole files in 128 data
-//! and 32 parity fragments (`outboard ec bench`); once as a client sees it, writes to ec:4+2, one at a time.
+//! The paper's figure 2: the time for coding in each place, by size of the data. One experiment
+//! encodes whole files in 128 data and 32 parity fragments as the paper did (`outboard ec bench`).
+//! The other measures writes of a client to ec:4+2, one at a time.
 
 use serde::{Deserialize, Serialize};
 

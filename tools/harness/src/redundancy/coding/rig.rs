@@ -1,4 +1,4 @@
-//! The node whose coding is measured: the host's roles on one CPU, the DPU's on another.
+//! The node under test: the host's roles run on one CPU, the DPU's roles on another.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

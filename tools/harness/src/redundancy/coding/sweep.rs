@@ -1,7 +1,9 @@
-//! `hybrid:auto` against every fixed ratio of pieces for the host and for the DPU, on an idle host, under several loads.
+//! Compares `hybrid:auto` with every fixed ratio between host and DPU, on an idle host, under
+//! several loads.
 //!
-//! First all ratios take turns. Then the best of them under each load and `hybrid:auto` run in pairs, anew: the best of many
-//! looks better than it is in the runs that it was chosen by.
+//! First, all ratios run in turns. Then, for each load, the best ratio and `hybrid:auto` run in new
+//! pairs. The new runs are necessary because the best of many results tends to be better than a
+//! repeat of it.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};

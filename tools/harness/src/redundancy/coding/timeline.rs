@@ -1,4 +1,4 @@
-//! The scheduler at work: writes in `hybrid:auto` while a hog comes and goes.
+//! Shows the scheduler's behaviour over time: writes in `hybrid:auto` while a hog starts and stops.
 
 use std::time::Duration;
 

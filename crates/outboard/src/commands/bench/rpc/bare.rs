@@ -1,4 +1,5 @@
-//! A loop of fi_read and nothing else, both sides polling all the time, or both sleeping while there is nothing.
+//! A minimal loop of fi_read as a reference. Both sides poll all the time, or both sleep while
+//! idle.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ use node::failure::{Doing, Failure, Result};
 const DOING: &str = "measuring bare fi_reads";
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A side of the connection.
+/// One side of the connection.
 struct FabricSide {
     events: EventQueue,
     completions: CompletionQueue,
@@ -40,7 +41,7 @@ impl FabricSide {
         EndpointQueues::new(&self.events, &self.completions)
     }
 
-    /// Takes what has ended, after waiting for it, or for something else, unless it spins.
+    /// Takes completions. Unless it spins, it first waits for an event.
     fn poll(&self, completions: &mut Vec<Completion>) -> Result<()> {
         self.completions.poll(completions).doing(DOING)?;
         if completions.is_empty() && !self.spins {
@@ -68,7 +69,7 @@ fn info(provider: &str, target: EndpointAddress) -> Result<Info> {
     Ok(infos.swap_remove(0))
 }
 
-/// The other side: exposes memory, and polls so that it is read.
+/// Runs the exposing side: registers memory and polls, so that the peer can read it.
 pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result<()> {
     let address: SocketAddr = address.parse().doing(DOING)?;
     let side = FabricSide::open(info(provider, EndpointAddress::Listen(address))?, spins).doing(DOING)?;
@@ -95,7 +96,7 @@ pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result
     }
 }
 
-/// One run.
+/// Runs one measurement.
 pub fn reads(args: &RpcArgs, spins: bool) -> Result<RpcSample> {
     let Some(provider) = args.provider() else { return Err(Failure::new(DOING, "it is not over libfabric")) };
     let (size, depth) = (args.size.0 as usize, args.in_flight as usize);

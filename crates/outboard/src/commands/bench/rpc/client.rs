@@ -1,4 +1,4 @@
-//! The measuring side of the messenger.
+//! The measuring side of the messenger benchmark.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use super::serve::{copied_bytes, record_metrics, runtime};
 use super::{RpcArgs, RpcMode, SPIN};
 use node::failure::{Doing, Failure, Result};
 
-/// How long things may take that should not take long.
+/// Time limit for steps that should be short.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// After connecting, before it is looked at what idle connections cost: sessions move to better paths then, and let go what they
-/// began on.
+/// Pause between connecting and measuring the cost of idle connections. During it, connections move
+/// to better networks and release the resources of their first transport.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// One run of the messenger.
+/// Runs one measurement of the messenger.
 pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
     record_metrics();
     let args = args.clone();
@@ -129,7 +129,7 @@ impl RpcRig {
         Ok(RpcRig { ends, peer, stack, endpoint, idle: Vec::new(), pool })
     }
 
-    /// Resident memory of this process and of the peer's.
+    /// Returns the resident memory of this process and of the peer.
     fn resident(&self) -> (u64, u64) {
         (resident_bytes(std::process::id()), self.peer.resident_bytes())
     }
@@ -140,7 +140,7 @@ impl RpcRig {
         Ok(own.total.cpu_seconds + self.peer.usage()?.cpu_seconds)
     }
 
-    /// Connects more sessions that do nothing; returns which share of a core they take then.
+    /// Opens more, idle connections. Returns their CPU use as a share of one core.
     async fn add_idle(&mut self, args: &RpcArgs) -> Result<f64> {
         for _ in 0..args.idle {
             let ends = self.stack.connect(&self.endpoint, ConnectOptions::default()).await;
@@ -184,7 +184,7 @@ impl RpcRig {
         Ok(latency)
     }
 
-    /// Sends with a bounded number in flight: the server says how far it has come.
+    /// Sends with a bounded number of messages in flight. The server reports its progress.
     async fn one_way(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let payload = self.payload(args)?;
@@ -208,7 +208,7 @@ impl RpcRig {
         }
     }
 
-    /// In memory of the pool, which a device can send from as it is.
+    /// Creates a payload in memory of the pool, which a device can send without a copy.
     fn payload(&self, args: &RpcArgs) -> Result<Payload> {
         let buf = self.pool.try_alloc(args.size.0 as usize).doing("reserving memory")?;
         let mut buf = buf.ok_or_else(|| Failure::new("reserving memory", "the pool is empty"))?;
@@ -216,7 +216,7 @@ impl RpcRig {
         Ok(Payload::compute(0, buf.freeze()))
     }
 
-    /// Pulls what the peer has offered, several times at a time.
+    /// Pulls the memory that the peer offers, with several transfers in flight.
     async fn bulk_read(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let connection = Arc::clone(&self.ends.0);
@@ -238,7 +238,7 @@ impl RpcRig {
         Ok(latency)
     }
 
-    /// Pushes to what the peer offers; each push has an offer of its own, as a read has.
+    /// Pushes to memory that the peer offers. As for reads, each push uses a separate offer.
     async fn bulk_write(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let connection = Arc::clone(&self.ends.0);

@@ -1,4 +1,4 @@
-//! What came out, and how it is shown.
+//! The results of `bench rpc` and their output.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use serde::Serialize;
 
 use super::{RpcArgs, RpcMode};
 
-/// Who takes part in a measurement.
+/// A participant in a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Contender {
-    /// The messenger, polling adaptively or not at all; with the idle connections, or alone.
+    /// The messenger, with or without adaptive polling, alone or together with idle connections.
     Messenger { spin: bool, alone: bool },
     /// fi_pingpong of libfabric.
     Pingpong,
@@ -23,7 +23,7 @@ pub enum Contender {
 }
 
 impl Contender {
-    /// For people.
+    /// Returns the name for output.
     pub fn name(self) -> &'static str {
         match self {
             Contender::Messenger { spin: true, alone: false } => "messenger, spinning",
@@ -42,34 +42,35 @@ impl Contender {
     }
 }
 
-/// One run.
+/// The result of one run.
 #[derive(Debug, Clone)]
 pub struct RpcSample {
-    /// Messages or transfers that ended.
+    /// Completed messages or transfers.
     pub operations: u64,
     pub elapsed: Duration,
-    /// In ns; empty where it is not told one by one.
+    /// Latency in ns; empty if single latencies are unknown.
     pub latency: Histogram<u64>,
-    /// Mean latency in ns where that is all there is.
+    /// Mean latency in ns, if only the mean is known.
     pub mean_ns: Option<f64>,
-    /// Of both processes; `None` where it is not known.
+    /// CPU use of both processes; `None` if it is unknown.
     pub usage: Option<Usage>,
     /// Bytes that the messenger copied, in both processes.
     pub copied_bytes: Option<u64>,
-    /// What the idle connections cost.
+    /// Cost of the idle connections.
     pub idle: Option<IdleCost>,
 }
 
-/// What idle connections cost.
+/// Cost of idle connections.
 #[derive(Debug, Clone, Copy)]
 pub struct IdleCost {
-    /// Resident memory more than before, in bytes, at the end of the run: of the client's process, and of the server's.
+    /// Growth of resident memory until the end of the run, in bytes: client's process, server's
+    /// process.
     pub bytes: (u64, u64),
-    /// Share of one core that both processes took together while nothing was done.
+    /// CPU use of both processes without any requests, as a share of one core.
     pub core: f64,
 }
 
-/// What is shown of a contender.
+/// The displayed results of a participant.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figures {
     pub name: &'static str,
@@ -88,7 +89,7 @@ pub struct Figures {
     pub idle_core_percent: Option<f64>,
 }
 
-/// The outcome of the command.
+/// The result of the command.
 #[derive(Debug, Clone, Serialize)]
 pub struct RpcReport {
     pub stack: String,
@@ -99,11 +100,12 @@ pub struct RpcReport {
     pub rounds: u32,
     pub idle_connections: u32,
     pub contenders: Vec<Figures>,
-    /// The messenger beside the best of the others, and beside itself without idle connections.
+    /// Ratios of the messenger to the best other participant, and to the messenger without idle
+    /// connections.
     pub ratios: Vec<Ratio>,
 }
 
-/// One contender beside another one: medians of the rounds' ratios.
+/// The ratio of two participants: medians of the rounds' ratios.
 #[derive(Debug, Clone, Serialize)]
 pub struct Ratio {
     pub of: &'static str,
@@ -123,7 +125,7 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
 }
 
 impl RpcSample {
-    /// A run of somebody else.
+    /// Creates the result of a reference run without the messenger.
     pub fn of_reference(latency: Histogram<u64>, elapsed: Duration, usage: Usage) -> RpcSample {
         let usage = Some(usage);
         RpcSample {

@@ -1,4 +1,5 @@
-//! `outboard bench rpc`: the messenger by itself, between two processes of this machine, beside what others do with the same network.
+//! `outboard bench rpc`: measures the messenger between two processes of this machine, compared
+//! with other programs over the same network.
 
 mod bare;
 mod client;
@@ -20,13 +21,13 @@ use figures::{Contender, RpcReport, RpcSample};
 use node::failure::{Doing, Failure, Result};
 use node::units::ByteSize;
 
-/// What is measured.
+/// The measured operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RpcMode {
-    /// Messages go there and come back
+    /// Send messages and receive replies
     Echo,
-    /// Messages go there
+    /// Send messages in one direction
     OneWay,
     /// The server reads memory that the client offers
     BulkRead,
@@ -34,17 +35,21 @@ pub enum RpcMode {
     BulkWrite,
 }
 
-/// Measure messages and bulk transfers between two processes, beside the same done without the messenger
+/// Measure messages and bulk transfers between two processes, compared with programs without the
+/// messenger
 ///
-/// Starts a second process of itself and needs no node. Each contender runs for the same time, in turns, and the medians of the
-/// rounds are shown. "spinning" is with adaptive polling, "sleeping" without.
+/// Starts a second process of this program and needs no node. The contenders run in turns for the
+/// same time, and the output shows medians of the rounds. "spinning" is with adaptive polling,
+/// "sleeping" without.
 ///
-/// For an echo the others are: a TCP echo by epoll and nothing else (stack tcp), and fi_pingpong, if it is installed (stacks ofi).
-/// For bulk reads: a loop of fi_read at the same depth, polling all the time and sleeping. They verify no checksums; the messenger
-/// does.
+/// For an echo, the other contenders are a minimal TCP echo over epoll (stack tcp) and fi_pingpong,
+/// if it is installed (stacks ofi). For bulk reads, the other contender is a loop of fi_read with
+/// the same number of reads in flight, polling all the time or sleeping. Only the messenger
+/// verifies checksums.
 ///
-/// CPU is of both processes together. A wake-up is a thread that slept and was woken; there are two messages in an echo. Copies
-/// are our own, per byte of payload; those of libfabric's provider and of the kernel are theirs.
+/// CPU is the sum over both processes. A wake-up is a thread that slept and was woken; an echo has
+/// two messages. Copies are the messenger's own copies per byte of payload; copies of libfabric's
+/// provider and of the kernel are not included.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
@@ -54,7 +59,7 @@ pub struct RpcArgs {
     /// The network stack: tcp, ofi:tcp, ofi:verbs, …
     #[arg(long, default_value = "tcp", value_name = "STACK")]
     pub stack: StackChoice,
-    /// What to do
+    /// Operation to measure
     #[arg(long, value_enum, default_value = "echo")]
     pub mode: RpcMode,
     /// Size of each payload
@@ -63,28 +68,28 @@ pub struct RpcArgs {
     /// Messages or transfers in flight
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     pub in_flight: u32,
-    /// How long each contender runs in each round
+    /// Seconds that each contender runs in each round
     #[arg(long, default_value_t = 2, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub seconds: u32,
-    /// Rounds, of which the medians are shown
+    /// Number of rounds; the output shows medians
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
     pub rounds: u32,
-    /// Idle connections beside those that are measured; the messenger is then also measured alone
+    /// Idle connections beside the measured ones; the messenger is then also measured without them
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4000))]
     pub idle: u32,
-    /// Address of this machine to listen at
+    /// Local address to listen at
     #[arg(long, default_value = "127.0.0.1", value_name = "IP")]
     pub address: std::net::IpAddr,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Be the other process
+    /// Run as the second process
     #[arg(long, hide = true)]
     pub peer: Option<String>,
 }
 
 impl RpcArgs {
-    /// The provider of libfabric, if it is over that.
+    /// Returns libfabric's provider, if the stack uses libfabric.
     fn provider(&self) -> Option<&str> {
         match &self.stack {
             StackChoice::Paths(paths) => paths.first().map(|PathName { provider, .. }| provider.as_str()),
@@ -97,7 +102,7 @@ impl RpcArgs {
     }
 }
 
-/// How long polling lasts where it is on.
+/// Length of adaptive polling, where it is on.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Runs the command.
@@ -135,7 +140,7 @@ pub fn run(args: RpcArgs) -> Result<()> {
     Ok(())
 }
 
-/// Who takes part.
+/// Returns the contenders.
 fn contenders(args: &RpcArgs) -> Vec<Contender> {
     let mut contenders = Vec::new();
     let is_ofi = args.provider().is_some();
@@ -162,7 +167,8 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
     contenders
 }
 
-/// One run, on a thread whose name says what it is. `None` if there is no such contender here.
+/// Runs one measurement on a thread with the contender's name. `None` if the contender is not
+/// available.
 fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<RpcSample>> {
     let (contender, args) = (*contender, args.clone());
     let work = move || match contender {

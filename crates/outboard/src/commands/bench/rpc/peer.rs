@@ -1,4 +1,4 @@
-//! The other process of a measurement.
+//! The second process of a measurement.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 use super::RpcMode;
 use node::failure::{Doing, Failure, Result};
 
-/// What the other process is to do.
+/// The job of the second process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum PeerJob {
-    /// Listen, and answer as the mode has it.
+    /// Listen, and answer requests of the mode.
     Serve { stack: String, spin_us: u64, address: String, mode: RpcMode },
-    /// Connect to an endpoint, and offer memory as the mode has it.
+    /// Connect to an endpoint, and offer memory for the mode.
     Offer { stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: u64, in_flight: u32 },
     /// Listen over TCP and echo.
     BareEcho { address: String },
@@ -22,7 +22,7 @@ pub enum PeerJob {
     BareMemory { provider: String, address: String, size: u64, spins: bool },
 }
 
-/// The process. It ends when this is dropped.
+/// A handle on the second process. Dropping it ends the process.
 pub struct PeerProcess {
     child: Child,
     input: ChildStdin,
@@ -47,7 +47,7 @@ impl PeerProcess {
         Ok(PeerProcess { child, input, output: BufReader::new(output) })
     }
 
-    /// The next line that it prints.
+    /// Returns the next line of the process's output.
     pub fn line(&mut self) -> Result<String> {
         let mut line = String::new();
         self.output.read_line(&mut line).doing("hearing from the other process")?;
@@ -57,13 +57,13 @@ impl PeerProcess {
         }
     }
 
-    /// Asks it what it has copied.
+    /// Asks the process how many bytes it has copied.
     pub fn copied_bytes(&mut self) -> Result<u64> {
         writeln!(self.input, "copied").doing("asking the other process")?;
         self.line()?.parse().doing("hearing from the other process")
     }
 
-    /// What it has used so far.
+    /// Returns the CPU use of the process so far.
     pub fn usage(&self) -> Result<Usage> {
         Ok(self.read()?.total)
     }
@@ -72,7 +72,7 @@ impl PeerProcess {
         ProcessUsage::read(self.child.id()).doing("looking at the other process")
     }
 
-    /// Its resident memory, in bytes.
+    /// Returns the resident memory of the process, in bytes.
     pub fn resident_bytes(&self) -> u64 {
         resident_bytes(self.child.id())
     }
@@ -86,14 +86,14 @@ impl Drop for PeerProcess {
     }
 }
 
-/// Resident memory of a process, in bytes.
+/// Returns the resident memory of process `pid`, in bytes.
 pub fn resident_bytes(pid: u32) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
     let pages = statm.split_ascii_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok());
     pages.unwrap_or(0) * 4096
 }
 
-/// Of both processes.
+/// Adds the CPU use of both processes.
 pub fn sum(a: Usage, b: Usage) -> Usage {
     Usage {
         cpu_seconds: a.cpu_seconds + b.cpu_seconds,

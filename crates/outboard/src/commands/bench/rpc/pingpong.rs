@@ -1,4 +1,4 @@
-//! fi_pingpong of libfabric, as a program.
+//! Runs libfabric's program fi_pingpong as a reference.
 
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -10,10 +10,11 @@ use super::RpcArgs;
 use super::figures::RpcSample;
 use node::failure::{Doing, Failure, Result};
 
-/// Messages of one run, at the least; it has no time limit of its own.
+/// Least number of messages in one run. The program has no time limit of its own.
 const ITERATIONS_MIN: u64 = 1000;
 
-/// One run; `None` if there is no such program, or more is to be in flight than its one message.
+/// Runs one measurement; `None` if the program is not installed or more than one message is to be
+/// in flight.
 pub fn measure(args: &RpcArgs) -> Result<Option<RpcSample>> {
     let Some(provider) = args.provider() else { return Ok(None) };
     if Command::new("fi_pingpong").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
@@ -34,7 +35,7 @@ pub fn measure(args: &RpcArgs) -> Result<Option<RpcSample>> {
     }))
 }
 
-/// Mean time of a message there and back, in ns.
+/// Returns the mean round-trip time of a message, in ns.
 fn run(args: &RpcArgs, provider: &str, iterations: u64) -> Result<f64> {
     let doing = "running fi_pingpong";
     let port = free_port(args).doing(doing)?;

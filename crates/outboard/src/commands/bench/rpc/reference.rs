@@ -1,4 +1,4 @@
-//! A TCP echo by epoll and nothing else.
+//! A minimal TCP echo over epoll, as a reference.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,7 +14,7 @@ use super::peer::{PeerJob, PeerProcess, sum};
 use crate::output;
 use node::failure::{Doing, Result};
 
-/// A socket that is read when epoll says so.
+/// A socket that is read when epoll reports data.
 struct Echo {
     stream: TcpStream,
     epoll: rustix::fd::OwnedFd,
@@ -30,7 +30,7 @@ impl Echo {
         Ok(Echo { stream, epoll, buf: vec![0; 1 << 20] })
     }
 
-    /// Waits for bytes and reads them; 0 if the peer is gone.
+    /// Waits for bytes and reads them; returns 0 if the peer has closed the socket.
     fn read(&mut self) -> std::io::Result<usize> {
         loop {
             let mut events = Vec::with_capacity(1);
@@ -55,7 +55,7 @@ impl Echo {
     }
 }
 
-/// The other side.
+/// Runs the echoing side.
 pub fn serve(address: &str) -> Result<()> {
     let doing = "echoing";
     let listener = TcpListener::bind(address).doing(doing)?;
@@ -69,7 +69,7 @@ pub fn serve(address: &str) -> Result<()> {
     }
 }
 
-/// One run.
+/// Runs one measurement.
 pub fn echo(args: &RpcArgs) -> Result<RpcSample> {
     let doing = "measuring a bare echo";
     let mut peer = PeerProcess::start(&PeerJob::BareEcho {

@@ -1,4 +1,4 @@
-//! What the other process does.
+//! The work of the second process.
 
 use std::io::BufRead;
 use std::sync::{Arc, OnceLock};
@@ -20,7 +20,7 @@ use node::failure::{Doing, Failure, Result};
 
 static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
 
-/// Counts what the messenger does from now on.
+/// Records the messenger's metrics from now on.
 pub fn record_metrics() {
     METRICS.get_or_init(|| {
         let recorder = PrometheusBuilder::new().build_recorder();
@@ -31,7 +31,7 @@ pub fn record_metrics() {
     });
 }
 
-/// Bytes that the messenger of this process has copied.
+/// Returns how many bytes the messenger of this process has copied.
 pub fn copied_bytes() -> u64 {
     let text = METRICS.get().map(PrometheusHandle::render).unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("outboard_messenger_copied_bytes "));
@@ -42,7 +42,7 @@ pub fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting")
 }
 
-/// Does the job until standard input ends.
+/// Runs the job until standard input ends.
 pub fn run(job: &str) -> Result<()> {
     let job: PeerJob = serde_json::from_str(job).doing("reading the job")?;
     record_metrics();
@@ -118,7 +118,7 @@ async fn next(incoming: &mut dyn Incoming) -> Option<Message> {
     }
 }
 
-/// Data in memory whose checksums are known.
+/// Data in memory with known checksums.
 struct PreparedData(Payload);
 
 impl BulkSource for PreparedData {
@@ -143,7 +143,7 @@ impl BulkSource for PreparedData {
     }
 }
 
-/// Takes and drops.
+/// A sink that discards its data.
 struct Void(u64);
 
 impl BulkSink for Void {
@@ -156,7 +156,7 @@ impl BulkSink for Void {
     }
 }
 
-/// Offers memory when it is asked to.
+/// Offers memory on request.
 async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
     let stack = open(&stack, spin_us)?;
     let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;

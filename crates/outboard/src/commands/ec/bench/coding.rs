@@ -1,4 +1,5 @@
-//! The write path's encoding beside the bare `ec_encode_data`; decoding and updates.
+//! Compares the write path's encoding with `ec_encode_data` alone, and measures decoding and
+//! updates.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -9,28 +10,28 @@ use serde::Serialize;
 use super::{median, noise};
 use node::progress::ProgressMeter;
 
-/// Data that fits the second cache together with its parity, in bytes.
+/// Bytes of data that fit into the second-level cache together with their parity.
 const IN_CACHE: usize = 512 << 10;
-/// Data that fits no cache.
+/// Bytes of data that exceed every cache.
 const IN_MEMORY: usize = 96 << 20;
-/// Least data of a measurement: less is coded again and again.
+/// Least data of a measurement, in bytes. Smaller data is coded repeatedly.
 const AT_LEAST: usize = 32 << 20;
 
-/// What was measured of a code, on data of one size. GB are 10^9 bytes of data, whatever is done with it.
+/// The result for one code and one amount of data. GB are 10^9 bytes of data in every operation.
 #[derive(Debug, Serialize)]
 pub struct CodingRates {
     pub geometry: String,
-    /// `cache` or `memory`: where the data is.
+    /// Location of the data: `cache` or `memory`.
     pub data_in: &'static str,
     pub data_bytes: usize,
     pub unit: usize,
-    /// The bare `ec_encode_data`; missing without ISA-L.
+    /// Rate of `ec_encode_data` alone; missing without ISA-L.
     pub ec_encode_data_gb_per_s: Option<f64>,
-    /// The write path by each kernel, the one that was asked for first.
+    /// The write path with each kernel; the requested kernel is first.
     pub write_path: Vec<WritePath>,
-    /// M lost data fragments (at most K) are made anew.
+    /// Rate of reconstructing M lost data fragments (at most K).
     pub decode_gb_per_s: f64,
-    /// The parity after a change of one data fragment.
+    /// Rate of updating the parity after a change of one data fragment.
     pub update_gb_per_s: f64,
 }
 
@@ -39,7 +40,7 @@ pub struct CodingRates {
 pub struct WritePath {
     pub kernel: &'static str,
     pub gb_per_s: f64,
-    /// Of `ec_encode_data`, in the same round; the median.
+    /// Median over rounds of the ratio to `ec_encode_data` in the same round.
     pub ratio: Option<f64>,
 }
 
@@ -71,7 +72,7 @@ pub fn measure(
     Ok(all)
 }
 
-/// Data to code, and room for what comes of it.
+/// Data to code, and buffers for the results.
 struct CodeTrial<'a> {
     geometry: Geometry,
     unit: usize,
@@ -137,7 +138,7 @@ impl CodeTrial<'_> {
         })
     }
 
-    /// Seconds of `ec_encode_data`, called once per stripe.
+    /// Returns the seconds that `ec_encode_data` takes, called once per stripe.
     fn bare(&mut self, isal: &dyn Transform) -> f64 {
         let start = Instant::now();
         for _ in 0..self.times {
@@ -159,8 +160,8 @@ impl CodeTrial<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Recovery reads the last data fragments and all parity; what comes out goes to where the parity was, which is made anew
-    /// in the next round.
+    /// Reconstructs from the last data fragments and all parity. The results overwrite the parity,
+    /// which the next round computes again.
     fn decode(&mut self, recovery: &ec::Recovery) -> Result<f64, EcError> {
         let (k, lost) = (self.geometry.k(), self.geometry.m().min(self.geometry.k()));
         let mut out = vec![vec![1; self.unit]; lost];
@@ -194,7 +195,7 @@ fn units(fragments: &mut [Vec<u8>], index: usize, unit: usize) -> Vec<&mut [u8]>
     fragments.iter_mut().map(|fragment| &mut fragment[index * unit..][..unit]).collect()
 }
 
-/// For people.
+/// Formats the results as a table.
 pub fn table(all: &[CodingRates]) -> String {
     let mut text = format!(
         "{:<8} {:<7} {:>8}  {:>14}  {:<34} {:>7} {:>7}\n",

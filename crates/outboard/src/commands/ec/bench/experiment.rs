@@ -1,4 +1,4 @@
-//! The experiment of the paper's figure 2, in each place: what encoding a file takes, and whose CPU.
+//! The experiment of the paper's figure 2: time and CPU time for encoding a file in each place.
 
 use std::fmt;
 
@@ -14,44 +14,46 @@ use super::{median, noise};
 use node::failure::Result;
 use node::progress::ProgressMeter;
 
-/// How many times as long as the host the paper found an accelerator to take, by the file's size in MB.
+/// The paper's ratios of an accelerator's time to the host's time, by file size in MB.
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
-/// Files that are handed over together.
+/// Number of files submitted together.
 const TOGETHER: usize = 16;
-/// Least data to take files from, in bytes: it fits no cache.
+/// Least amount of data to take files from, in bytes. It exceeds every cache.
 const IN_MEMORY: usize = 128 << 20;
-/// Most data to measure the host's rate with, in bytes.
+/// Most data used to measure the host's rate, in bytes.
 const RATE_BYTES: u64 = 32 << 20;
 
 /// The paper's experiment.
 #[derive(Debug, Serialize)]
 pub struct PaperExperiment {
     pub geometry: String,
-    /// What the emulated accelerator takes for the rate of a core, in bytes of data per second.
+    /// Rate of a core that the emulated accelerator assumes, in bytes of data per second.
     pub host_rate: f64,
     pub rows: Vec<ExperimentRow>,
     pub batching: Batching,
-    /// Batches for which this machine took longer than the emulated accelerator would have: then it was too slow to stand for one.
+    /// Number of batches for which this machine took longer than the emulated accelerator should.
+    /// For these batches the machine was too slow for the emulation.
     pub overruns: u64,
 }
 
-/// A file in a place.
+/// The result for one file size in one place.
 #[derive(Debug, Serialize)]
 pub struct ExperimentRow {
     pub place: &'static str,
-    /// Whether threads of this machine stand for what it is.
+    /// Whether threads of this machine emulate the place.
     pub emulated: bool,
-    /// What was asked for.
+    /// Requested file size in bytes.
     pub file_bytes: u64,
-    /// With the zeros that fill the last block of each fragment.
+    /// File size in bytes, including the zeros that fill the last block of each fragment.
     pub encoded_bytes: usize,
-    /// Median of the time until the parity is there.
+    /// Median time until the parity is complete, in seconds.
     pub seconds: f64,
-    /// How many times as long as on the host.
+    /// Ratio of this time to the host's time.
     pub ratio_to_host: f64,
-    /// What the paper says to that; it has the smallest and the largest of its files.
+    /// The paper's ratio, if the paper has a value for this size.
     pub paper_ratio_to_host: Option<f64>,
-    /// CPU time per file, by whose it is. The emulated accelerator's thread computes on this machine, but stands for hardware.
+    /// CPU time per file and owner. The emulated accelerator's thread computes on this machine but
+    /// emulates hardware.
     #[serde(flatten)]
     pub cpu: Cpu,
 }
@@ -59,33 +61,33 @@ pub struct ExperimentRow {
 /// CPU seconds.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Cpu {
-    /// Of this process, but for the threads that stand for the DPU's.
+    /// CPU time of this process, without the threads that emulate the DPU.
     pub host_cpu_seconds: f64,
-    /// Of the threads that stand for the DPU's cores.
+    /// CPU time of the threads that emulate the DPU's cores.
     pub dpu_cpu_seconds: f64,
-    /// Of the thread that stands for hardware.
+    /// CPU time of the thread that emulates hardware.
     pub emulated_device_cpu_seconds: f64,
 }
 
-/// What it is worth to hand files over together.
+/// The benefit of submitting several files together.
 #[derive(Debug, Serialize)]
 pub struct Batching {
     pub place: &'static str,
     pub emulated: bool,
     pub file_bytes: u64,
-    /// How many at a time.
+    /// Number of files submitted together.
     pub files: usize,
-    /// Batches that the device made of them.
+    /// Number of batches that the device formed.
     pub batches: u64,
-    /// Median, per file, when each is waited for before the next.
+    /// Median time per file, if each file completes before the next is submitted.
     pub seconds_one_by_one: f64,
-    /// Median, per file, when all are handed over before the first is waited for.
+    /// Median time per file, if all files are submitted before the first completes.
     pub seconds_together: f64,
-    /// The same as times of what the host takes.
+    /// Ratio of that time to the host's time.
     pub ratio_to_host_together: f64,
 }
 
-/// Length of a file of this size with the zeros that it is filled up with.
+/// Length of a file of this size including its padding with zeros.
 fn encoded(code: &Code, bytes: u64) -> usize {
     let k = code.geometry().k();
     (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE) * k
@@ -128,7 +130,7 @@ pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &ProgressMeter
     Ok(PaperExperiment { geometry, host_rate, rows, batching, overruns })
 }
 
-/// Encodes a file some times: the median of the seconds, and the CPU time per file.
+/// Encodes a file several times. Returns the median time in seconds and the CPU time per file.
 fn encode(
     place: &mut dyn Encoder,
     code: &Code,
@@ -147,7 +149,7 @@ fn encode(
     Ok((median(seconds), Cpu::so_far().per_file_since(before, rounds)))
 }
 
-/// Hands files of the smallest size over together; `rows` has what they take one by one.
+/// Submits files of the smallest size together. `rows` has the times for files one by one.
 fn batching(
     accelerator: &mut Offloaded,
     code: &Code,
@@ -180,14 +182,14 @@ fn batching(
     })
 }
 
-/// What the paper found for files of this size, whether MB are 10^6 bytes or 2^20.
+/// The paper's ratio for this file size, where MB may mean 10^6 or 2^20 bytes.
 fn paper(size: u64) -> Option<f64> {
     let is_it = |mb: u64| [mb * 1_000_000, mb << 20].contains(&size);
     PAPER.into_iter().find(|(mb, _)| is_it(*mb)).map(|(_, ratio)| ratio)
 }
 
 impl Cpu {
-    /// Of this process so far; not a number if the system does not say.
+    /// CPU time of this process so far; NaN if the system does not report it.
     fn so_far() -> Cpu {
         let classes = ProcessUsage::read(std::process::id()).map(|usage| usage.by_class).unwrap_or_default();
         let of = |class: ThreadClass| classes.get(class.prefix()).map_or(0.0, |usage| usage.cpu_seconds);

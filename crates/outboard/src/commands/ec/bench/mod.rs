@@ -1,4 +1,4 @@
-//! `outboard ec bench`: how fast this machine codes.
+//! `outboard ec bench`: measures the speed of erasure coding on this machine.
 
 mod coding;
 mod experiment;
@@ -20,41 +20,46 @@ use node::units::ByteSize;
 
 /// Measure coding on one core of this machine
 ///
-/// First encoding for storage: whole stripes in one buffer, parity into others, a CRC-32C of every 4 KiB of parity. Beside it,
-/// in the same run and in turns, the bare ec_encode_data of ISA-L on fragments of the same size; "ratio" is the median of what the
-/// write path reaches of that in the same round. Once on data that fits the second cache and once on data that fits none. "decode" makes
-/// M lost data fragments anew; "update" changes the parity after a change of one data fragment.
+/// The first part encodes for storage: whole stripes in one buffer, parity in other buffers, and a
+/// CRC-32C of every 4 KiB of parity. ISA-L's ec_encode_data runs alone on fragments of the same
+/// size, in turns with the write path. "ratio" is the median over rounds of the write path's rate
+/// divided by the rate of ec_encode_data in the same round. Data fits into the second-level cache
+/// in one series and exceeds every cache in the other. "decode" reconstructs M lost data fragments.
+/// "update" changes the parity after a change of one data fragment.
 ///
-/// Then what a node does to the data of a write: new objects of 2 and 4 MiB are cut into the ops of their fragments, parity and
-/// checksums included, by the function that the node calls, with the kernel that "auto" stands for. Again beside ec_encode_data on
-/// the same fragments.
+/// The second part measures how a node processes the data of a write. The node's own function cuts
+/// new objects of 2 and 4 MiB into the operations for their fragments, with parity and checksums,
+/// using the kernel that "auto" selects. It is compared with ec_encode_data on the same fragments.
 ///
-/// Then the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in Distributed
-/// Storage Systems" (figure 2): files of some sizes in 128 data and 32 parity fragments, and what that takes in each place: on this
-/// host; by a thread that stands for a core of a DPU; by the emulated accelerator, which computes for real, and takes as many
-/// times as long as this host as that of the paper (13.3 times for 8 MB, 10.5 for 128 MB). At last what the accelerator makes of
-/// 16 files that are handed over together. CPU of the threads that stand for the DPU is not counted as the host's.
+/// The third part is the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading
+/// Algorithms using DPU in Distributed Storage Systems" (figure 2). It encodes files of some sizes
+/// into 128 data and 32 parity fragments in three places: on this host; on a thread that emulates a
+/// core of a DPU; and on the emulated accelerator. The accelerator computes real parity, and its
+/// time is this host's time multiplied by the paper's ratio (13.3 for 8 MB, 10.5 for 128 MB).
+/// Finally, 16 files are submitted to the accelerator together. CPU time of the threads that
+/// emulate the DPU does not count as the host's.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec bench\n  \
     outboard ec bench --k 4 --m 2 --rounds 21 --json")]
 pub struct EcBenchArgs {
-    /// Data fragments; with --m, measures this code only [default: 4+2, 8+3, 10+4 and 128+32]
+    /// Number of data fragments; with --m, measures this code only [default: 4+2, 8+3, 10+4 and
+    /// 128+32]
     #[arg(long, requires = "m")]
     k: Option<usize>,
-    /// Parity fragments
+    /// Number of parity fragments
     #[arg(long, requires = "k")]
     m: Option<usize>,
-    /// Stripe unit, a multiple of 4KiB; less where stripes are to fit the cache
+    /// Stripe unit, a multiple of 4KiB; reduced where stripes must fit into the cache
     #[arg(long, default_value = "64KiB", value_name = "S")]
     unit: ByteSize,
     /// File sizes of the experiment
     #[arg(long, value_delimiter = ',', default_value = "8MiB,16MiB,32MiB,64MiB,128MiB", value_name = "S,…")]
     sizes: Vec<ByteSize>,
-    /// How often everything is measured; medians are shown
+    /// Number of rounds; the output shows medians
     #[arg(long, default_value_t = 9, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// What computes in the write path: auto, gfni, isal or portable
+    /// Kernel of the write path: auto, gfni, isal or portable
     #[arg(long, default_value_t)]
     kernel: KernelChoice,
     /// Print one JSON object
@@ -62,16 +67,16 @@ pub struct EcBenchArgs {
     json: bool,
 }
 
-/// The figures. The JSON form is a contract: fields stay, new ones may come.
+/// The results. The JSON form is stable: fields are never removed, but new fields may be added.
 #[derive(Serialize)]
 struct EcBenchReport {
-    /// What computes in the write path.
+    /// Kernel of the write path.
     kernel: &'static str,
     rounds: u32,
-    /// Whether there is ISA-L to compare with.
+    /// Whether ISA-L is available for comparison.
     isal: bool,
     coding: Vec<CodingRates>,
-    /// Cutting new objects into fragments, as a node does.
+    /// Results of cutting new objects into fragments as a node does.
     write: Vec<Write>,
     experiment: PaperExperiment,
 }
@@ -119,13 +124,13 @@ pub fn run(args: EcBenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// The one in the middle.
+/// Returns the median.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Bytes that look random.
+/// Returns pseudo-random bytes.
 fn noise(len: usize) -> Vec<u8> {
     use rand::{RngCore, SeedableRng, rngs::SmallRng};
     let mut bytes = vec![0; len];

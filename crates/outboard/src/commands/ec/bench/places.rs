@@ -1,4 +1,5 @@
-//! Where a file can be encoded: on this processor, and in the two places of the DPU, both emulated by threads of this machine.
+//! Places that can encode a file: this processor, and the two places of the DPU, which threads of
+//! this machine emulate.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -15,20 +16,21 @@ use futures::future::try_join_all;
 
 use node::failure::{Doing, Result};
 
-/// Most files whose parity is kept before memory is used again.
+/// Most buffers for the parity of files before a buffer is used again.
 const ROOMS_MAX: usize = 64;
 
-/// Where data can be encoded.
+/// A place that can encode data.
 pub trait Encoder {
-    /// What it is called in the table.
+    /// The name in the table.
     fn name(&self) -> &'static str;
 
-    /// Encodes so many files at a time, each of them one stripe of whole blocks. The seconds from when the data is there until all
-    /// parity is.
+    /// Encodes `count` files concurrently; each file is one stripe of whole blocks. Returns the
+    /// seconds from the arrival of the data until all parity is complete.
     fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64>;
 }
 
-/// Files of one size, and room for what comes of them: both are used in turn, so that no cache has them.
+/// Files of one size, and buffers for their parity. Both are used in turn, so that no cache holds
+/// them.
 pub struct Files {
     data: Bytes,
     len: usize,
@@ -37,7 +39,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Files of `len` bytes out of `data`, which has at least one.
+    /// Cuts `data`, which has at least `len` bytes, into files of `len` bytes.
     pub fn new(code: &Code, data: &Bytes, len: usize) -> Files {
         let parity = len / code.geometry().k() * code.geometry().m();
         let rooms = (data.len() / parity.max(1)).clamp(1, ROOMS_MAX);
@@ -45,7 +47,7 @@ impl Files {
         Files { data: data.clone(), len, next: 0, rooms }
     }
 
-    /// Bytes of a file.
+    /// Bytes of one file.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -62,7 +64,7 @@ impl Files {
     }
 }
 
-/// Room for what comes of a file.
+/// Buffers for the parity of one file.
 struct ParityBuffers {
     parity: Vec<Vec<u8>>,
     checksums: Vec<Vec<u32>>,
@@ -75,7 +77,7 @@ impl ParityBuffers {
         ParityBuffers { parity: vec![vec![1; unit]; m], checksums: vec![vec![]; m] }
     }
 
-    /// As the write path does it.
+    /// Encodes as the write path does.
     fn encode(&mut self, code: &Code, data: &[u8]) -> Result<(), EcError> {
         self.checksums.iter_mut().for_each(Vec::clear);
         let mut parity: Vec<&mut [u8]> = self.parity.iter_mut().map(Vec::as_mut_slice).collect();
@@ -87,7 +89,7 @@ impl ParityBuffers {
 pub struct HostEncoder;
 
 impl HostEncoder {
-    /// At how many bytes of data per second it encodes.
+    /// Measures how many bytes of data it encodes per second.
     pub fn rate(code: &Code, files: &mut Files) -> Result<f64> {
         let mut result = Ok(());
         let rate = accelerator::host_rate(files.len() as u64, || {
@@ -118,28 +120,29 @@ impl Encoder for HostEncoder {
     }
 }
 
-/// A place of the DPU: each file is a piece of work, which is handed over and waited for.
+/// A place of the DPU. Each file is a job that is submitted to the place and awaited.
 pub struct Offloaded {
     name: &'static str,
     worker: Worker,
 }
 
 impl Offloaded {
-    /// The DPU's cores: one thread, as fast as a core of this machine.
+    /// The DPU's cores, emulated by one thread, as fast as a core of this machine.
     pub fn cores() -> Result<Offloaded> {
         let worker =
             software::start(SoftwareOptions::new(Processor::Dpu)).doing("starting a coding thread")?;
         Ok(Offloaded { name: "dpu (emulated)", worker })
     }
 
-    /// The DPU's coding engine, as slow as the paper found it beside a core that encodes at `host_rate`.
+    /// The DPU's coding engine. Its speed relative to a core that encodes at `host_rate` is as in
+    /// the paper.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
         let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
         Ok(Offloaded { name: worker.name(), worker })
     }
 
-    /// What it has done.
+    /// Statistics of its work.
     pub fn stats(&self) -> WorkerStats {
         self.worker.stats()
     }

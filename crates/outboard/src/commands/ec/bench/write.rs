@@ -1,5 +1,6 @@
-//! What a node does to the data of a write, beside the bare `ec_encode_data`: new objects are cut into the ops of their fragments,
-//! parity and checksums included, by the very function that an OSD calls.
+//! Measures how a node processes the data of a write, compared with `ec_encode_data` alone. The
+//! function that an OSD calls cuts new objects into the operations for their fragments, with parity
+//! and checksums.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -17,30 +18,30 @@ use super::{median, noise};
 use node::failure::{Doing, Result};
 use node::progress::ProgressMeter;
 
-/// Objects whose data goes with its transaction, of at most so many bytes.
+/// Sizes of objects whose data travels with its transaction, in bytes.
 const OBJECTS: [usize; 2] = [2 << 20, 4 << 20];
-/// Data that fits no cache.
+/// An amount of data that exceeds every cache.
 const IN_MEMORY: usize = 96 << 20;
-/// Memory for parity: that of a few objects.
+/// Memory for the parity of a few objects.
 const POOL: usize = 64 << 20;
 
-/// What was measured of a code. GB are 10^9 bytes of data.
+/// The result for one code. GB are 10^9 bytes of data.
 #[derive(Debug, Serialize)]
 pub struct Write {
     pub geometry: String,
     pub unit: usize,
-    /// Whole stripes.
+    /// Size of an object, in whole stripes.
     pub object_bytes: usize,
-    /// `cache`: the same object again and again; `memory`: another one each time.
+    /// `cache`: the same object in every call; `memory`: a different object in each call.
     pub data_in: &'static str,
-    /// The bare `ec_encode_data` on the same fragments; missing without ISA-L.
+    /// Rate of `ec_encode_data` alone on the same fragments; missing without ISA-L.
     pub ec_encode_data_gb_per_s: Option<f64>,
     pub gb_per_s: f64,
-    /// Of `ec_encode_data`, in the same round; the median.
+    /// Median over rounds of the ratio to `ec_encode_data` in the same round.
     pub ratio: Option<f64>,
 }
 
-/// Measures all codes that pools can have, and whose stripes fit an object.
+/// Measures all codes that a pool can have and whose stripes fit into an object.
 pub fn measure(
     geometries: &[Geometry],
     unit: usize,
@@ -63,19 +64,19 @@ pub fn measure(
     Ok(all)
 }
 
-/// That of a pool with this code, if there can be one.
+/// Returns the redundancy scheme of a pool with this code, if such a pool is possible.
 fn redundancy(geometry: Geometry, unit: usize) -> Option<Redundancy> {
     let (k, m) = (u8::try_from(geometry.k()).ok()?, u8::try_from(geometry.m()).ok()?);
     let redundancy = Redundancy::ErasureCode { k, m, stripe_unit: u32::try_from(unit).ok()? };
     redundancy.check().is_ok().then_some(redundancy)
 }
 
-/// Objects to cut, and room for the parity of one.
+/// Objects to cut, and a buffer for the parity of one object.
 struct WriteTrial {
     geometry: Geometry,
     unit: usize,
     bytes: usize,
-    /// In turn; their checksums came with them.
+    /// The objects, used in turn. Their checksums are already known.
     objects: Vec<Payload>,
     cutter: NewObjects,
     parity: Vec<Vec<u8>>,
@@ -126,7 +127,7 @@ impl WriteTrial {
         })
     }
 
-    /// Seconds of `ec_encode_data`, called once per stripe.
+    /// Returns the seconds that `ec_encode_data` takes, called once per stripe.
     fn bare(&mut self, isal: &dyn Transform) -> f64 {
         let unit = self.unit;
         let start = Instant::now();
@@ -140,7 +141,7 @@ impl WriteTrial {
         start.elapsed().as_secs_f64()
     }
 
-    /// Seconds of cutting.
+    /// Returns the seconds for cutting an object.
     fn cut(&self) -> Result<f64> {
         let start = Instant::now();
         for object in &self.objects {
@@ -150,7 +151,7 @@ impl WriteTrial {
     }
 }
 
-/// For people.
+/// Formats the results as a table.
 pub fn table(all: &[Write]) -> String {
     let mut text = format!(
         "{:<8} {:<7} {:>8} {:>12}  {:>14} {:>7} {:>6}\n",
