@@ -1,4 +1,4 @@
-//! What a listener takes, and what it had to refuse or reclaim.
+//! The limits of a listener, and the counters of refused peers and reclaimed places.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

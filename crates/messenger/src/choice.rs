@@ -1,4 +1,4 @@
-//! Which network stack to use: the only place where stacks have names.
+//! The choice of a network stack. Only here do stacks have names.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -1,5 +1,5 @@
-//! What the bytes on a transport mean. Pure functions: nothing here waits, allocates more than its input justifies,
-//! or can panic on any input.
+//! The encoding of frames. All functions are pure: they do not wait, they allocate no more than
+//! their input justifies, and no input makes them panic.
 //!
 //! A frame is a fixed header, a body, and a payload:
 //!
@@ -14,9 +14,10 @@
 //!   +---------------------------------------------------------------------------------+
 //! ```
 //!
-//! All integers are little endian. `crc` covers bytes 0..36, `body_crc` the body; the payload is covered by its piece
-//! checksums (see [`base::block`]), which start `phase` bytes into a 4 KiB block. So a flipped bit is found before
-//! anything that it touches is believed, and payload is summed once on each side.
+//! All integers are little endian. `crc` covers bytes 0..36, and `body_crc` covers the body. The
+//! payload is covered by its piece checksums (see [`base::block`]), whose first piece begins
+//! `phase` bytes into a 4 KiB block. So a flipped bit is detected before the affected data is used,
+//! and each side computes the payload's checksums only once.
 
 mod body;
 

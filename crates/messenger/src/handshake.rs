@@ -1,4 +1,4 @@
-//! How a session begins, and how it goes on over a new transport: one frame each way.
+//! The handshake by which a connection begins, or resumes over a new transport: one frame each way.
 
 use std::sync::Arc;
 use std::time::Duration;

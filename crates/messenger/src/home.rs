@@ -1,5 +1,5 @@
-//! A thread of its own for the sessions of clients: their peers are served also while the thread of who uses them does
-//! something else.
+//! A separate thread for the connections of clients. It serves their peers even while the user's
+//! thread is busy.
 
 use std::future::Future;
 use std::sync::Mutex;

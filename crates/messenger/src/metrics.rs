@@ -1,4 +1,4 @@
-//! The counters of a session. All sessions of a process share them.
+//! The counters of connections. All connections of a process share them.
 
 use metrics::{Counter, Gauge, counter, gauge};
 

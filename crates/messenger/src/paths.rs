@@ -1,9 +1,11 @@
-//! Faster ways to a peer than the one that always works.
+//! Faster paths to a peer than the base transport, which always works.
 //!
-//! A session begins over the base transport, whose answer lists the server's other [paths](PathOffer). A client that has one
-//! of these too moves the session there, by the resumption that also mends broken transports; and moves it back when the path
-//! fails. Whether a path is used is the decision of the offload health of [`base::health`], shared by all sessions of a stack:
-//! it cools down after a failure, and one attempt to connect is the probe.
+//! A connection begins over the base transport. The server's answer to the handshake lists its
+//! other [paths](PathOffer). A client that also supports one of them moves the connection there, by
+//! the same resumption that replaces broken transports. If the path fails, the client moves the
+//! connection back. The offload health of [`base::health`], which all connections of a stack share,
+//! decides whether a path is used. A path cools down after a failure, and the next attempt to
+//! connect over it is the probe.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

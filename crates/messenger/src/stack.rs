@@ -1,4 +1,4 @@
-//! Network stacks over byte streams: connecting, listening, and the sessions of a listener.
+//! Network stacks over byte streams: connecting, listening, and the connections of a listener.
 
 mod listener;
 

@@ -1,8 +1,9 @@
-//! What a session stands on: a reliable way to bring bytes there and back that may break at any byte.
+//! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
 //!
-//! [`tcp`] is the real stream; [`memory`] stays within a process, and [`faulty`] breaks what is below it. [`ofi`] has no stream:
-//! it brings packets, and moves memory by itself. A transport carries no meaning; a session outlives several, also of
-//! different kinds.
+//! [`tcp`] is the real stream. [`memory`] works within one process, and [`faulty`] adds faults to
+//! another transport. [`ofi`] has no stream: it carries packets and one-sided transfers. A
+//! transport does not interpret the bytes. One connection may use several transports in turn, even
+//! of different kinds.
 
 pub mod faulty;
 pub mod memory;

@@ -1,4 +1,4 @@
-//! Messages: order, sizes, backpressure.
+//! Checks of messages: order, sizes, backpressure.
 
 use std::time::Duration;
 

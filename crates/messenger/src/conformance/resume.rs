@@ -1,4 +1,4 @@
-//! What breaks below a session, and what must not be seen of it above.
+//! Checks that a connection's users do not notice failures of its transports.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The header parts of frames: what each kind says, in `postcard`.
+//! The bodies of frames: the content of each kind, encoded with `postcard`.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};

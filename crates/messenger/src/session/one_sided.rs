@@ -20,18 +20,19 @@ use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
-/// Maximum number of reads of one pull at a time.
+/// Maximum length of one read, in bytes. While one read is verified, the next ones are in progress.
 const READ_BYTES: u64 = 512 << 10;
 
-/// Limit of the memory in quarantine: memory that was withdrawn while the peer could still use it,
-/// in bytes. The end of the transport frees it.
+/// Maximum number of reads of one pull at a time.
 const READS_AT_A_TIME: usize = 4;
 
-/// Most memory that may be kept because it was withdrawn too early, in bytes. The transport's end frees it.
+/// Limit of the memory in quarantine, in bytes: memory that was withdrawn while the peer could
+/// still use it. The end of the transport frees it.
 const QUARANTINE_MAX_BYTES: usize = 64 << 20;
 
 impl Shared {
-    /// Why the transport has to be ended: something of this side's memory comes back only by that.
+    /// Returns a reason if the transport has to end, because only its end can reclaim memory of this
+    /// side.
     pub(super) fn overstayed(&self, link: &Link) -> Option<String> {
         let expired = self.lock().offers.hide_expired();
         drop(expired);

@@ -1,4 +1,5 @@
-//! The serving side: transports come in, shake hands, and become new sessions or go to the session they belong to.
+//! The serving side: accepts transports and performs handshakes. Each transport becomes a new
+//! connection or resumes the connection that it belongs to.
 
 use std::collections::HashMap;
 use std::io;

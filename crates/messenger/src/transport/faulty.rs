@@ -1,8 +1,10 @@
-//! A transport with faults, from a seed: delays, stalls, breaks in the middle of a frame, flipped bits.
+//! A transport with faults from a seed: delays, stalls, breaks in the middle of a frame, flipped
+//! bits.
 //!
-//! Every byte between a client and its server goes through a pump, which cuts the stream into random pieces and may
-//! delay, stall, damage or end it. Since each stream has its own delays, streams overtake each other. On tokio's paused
-//! clock and over [`super::memory::MemoryNetwork`] nothing depends on the machine, so a seed replays a run.
+//! Every byte between a client and its server passes through a pump. The pump divides the stream
+//! into random pieces and may delay, stall, damage or end it. Each stream has its own delays, so
+//! streams overtake each other. On tokio's paused clock and over [`super::memory::MemoryNetwork`],
+//! nothing depends on the machine, so a seed replays a run.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

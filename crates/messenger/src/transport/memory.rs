@@ -1,4 +1,4 @@
-//! Byte streams within one process: the quiet base of the simulated network.
+//! Byte streams within one process: the fault-free base of the simulated network.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,4 +1,5 @@
-//! libfabric as a transport: RDMA where the machine has hardware for it (RoCE, InfiniBand, iWARP), over TCP where not.
+//! libfabric as a transport: RDMA if the machine has hardware for it (RoCE, InfiniBand, iWARP), and
+//! TCP otherwise.
 //!
 //! ```text
 //!   Device ── queue of events, who connects         one network
@@ -6,19 +7,22 @@
 //!          └─ Link ── packets, reads, writes        one connection
 //! ```
 //!
-//! **One poller, one event, no copy.** A port's task polls its completion queue in the same loop that runs the sessions;
-//! with nothing to do it spins for a while if that pays, and then sleeps on the queue's descriptor in the loop's one epoll. A
-//! packet arrives in a buffer of the pool and is handed on in it; another buffer takes its place at once.
+//! **Polling.** A port's task polls its completion queue in the same loop that runs the
+//! connections. When the queue is empty, the task polls on for a short time if this pays. Then it
+//! sleeps on the queue's descriptor in the loop's one epoll. A packet arrives in a buffer of the
+//! pool and is handed on without a copy. Another buffer takes its place at once.
 //!
-//! **Credits.** A side sends no packet for which the peer has not posted a buffer. Every packet grants further ones. The last
-//! credit is for packets that do nothing but grant, so the two sides never wait for each other.
+//! **Credits.** A side sends a packet only if the peer has posted a buffer for it. Every packet
+//! grants further credits. The last credit is reserved for packets that only grant credits, so the
+//! two sides never deadlock.
 //!
-//! **Trust.** The connect request names the tenant, so that its endpoint is made in the tenant's own domain. Packets bear a
-//! random token of the connection. A server's memory is registered for its own use only; what a client exposes is
-//! registered for one transfer, with a random key where the provider lets us choose it.
+//! **Trust.** The connect request names the tenant, so that its endpoint is created in the tenant's
+//! own domain. Packets carry a random token of the connection. A server's memory is registered for
+//! its own use only. Memory that a client exposes is registered for one transfer, with a random key
+//! if the provider permits choosing the key.
 //!
-//! **Threads.** All tasks run where [`Transport::bind`] and [`Transport::dial`] are called. Over `tcp` bytes move only while
-//! these run: whoever blocks their thread stalls his peers.
+//! **Threads.** All tasks run on the thread that calls [`Transport::bind`] and [`Transport::dial`].
+//! Over `tcp`, bytes move only while these tasks run, so blocking this thread stalls the peers.
 
 mod buffers;
 mod descriptor;

@@ -1,4 +1,4 @@
-//! What is in front of the content of every packet.
+//! The header of every packet.
 //!
 //! ```text
 //!   0                8          12         16
@@ -7,9 +7,10 @@
 //!   +----------------+----------+----------+----------------------------------+
 //! ```
 //!
-//! All integers are little endian. `token` was given to the sender when the connection was made: it says which connection a
-//! packet of a shared receive queue belongs to, and is random, so that nobody can speak for another peer. `granted` counts the
-//! packets that the receiver of this one may have sent since the connection began, modulo 2³².
+//! All integers are little endian. The receiver gave `token` to the sender when the endpoints
+//! connected. It identifies the connection of a packet that arrives in a shared receive queue. It
+//! is random, so that no client can impersonate another. `granted` is the total number of packets
+//! that the receiver of this packet may send on this transport, modulo 2³².
 
 /// Longest packet, in bytes: what every receive buffer holds.
 pub const PACKET_BYTES: usize = 16 << 10;

@@ -1,4 +1,5 @@
-//! The task that drives a port: it takes what has ended from the queue of completions, and hands it to the links.
+//! The task that drives a port: it takes completions from the completion queue and hands them to
+//! the links.
 
 use std::sync::{Arc, Weak};
 use std::task::Poll;
