@@ -3,26 +3,26 @@
 /// Result of a call of this crate.
 pub type Result<T, E = FabricError> = std::result::Result<T, E>;
 
-/// Why something could not be made or done.
+/// The error of a failed call.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
-    /// There is no libfabric on this machine, or not a usable one.
+    /// This machine has no libfabric, or no usable version.
     #[error(
         "libfabric.so.1 cannot be loaded ({0}); install libfabric 1.14 or newer (Debian: libfabric1), or do without RDMA"
     )]
     NotLoaded(String),
-    /// libfabric would keep a cache of registrations, which it is too late to switch off.
+    /// libfabric would use a registration cache, and it is too late to disable the cache.
     #[error(
         "libfabric would leave memory open to peers after its use; start this process with FI_MR_CACHE_MAX_COUNT=0 in its environment"
     )]
     CachesRegistrations,
-    /// No provider can do what was asked for.
+    /// No provider supports the query.
     #[error(
         "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists what this machine has"
     )]
     NoProvider {
-        /// Which provider and address were asked for.
+        /// The requested provider and address.
         wanted: String,
     },
     /// A call of libfabric failed.
@@ -37,7 +37,7 @@ pub enum FabricError {
         /// What may help, starting with `; `, or nothing.
         advice: &'static str,
     },
-    /// A provider uses addresses that are no IP addresses.
+    /// The provider uses addresses that are not IP addresses.
     #[error(
         "a provider with addresses of format {format} is not supported; choose one that uses IP addresses"
     )]
@@ -45,12 +45,12 @@ pub enum FabricError {
         /// libfabric's number of the format.
         format: u32,
     },
-    /// More private data than fits into a connection request or its answer.
+    /// The private data does not fit into a connection request or its answer.
     #[error("{len} bytes of private data do not fit, at most {max} do; send them as a message")]
     PrivateData {
-        /// Bytes given.
+        /// Length of the data, in bytes.
         len: usize,
-        /// Most bytes possible.
+        /// Maximum length, in bytes.
         max: usize,
     },
     /// What an endpoint is made from was not queried for an address to connect to.

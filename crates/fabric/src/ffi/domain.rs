@@ -1,4 +1,4 @@
-//! Fabrics and domains: what everything else is made from.
+//! Fabrics and domains, from which all other objects are created.
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};

@@ -1,4 +1,4 @@
-//! What happens to connections, as queues of events tell it.
+//! Connection events that event queues report.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! What a provider offers.
+//! The capabilities of a provider.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
