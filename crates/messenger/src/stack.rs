@@ -97,8 +97,8 @@ impl<T: Transport> StreamStack<T> {
     }
 
     /// Makes a separate thread serve the connections of clients. Over some paths, one-sided
-    /// transfers progress only while the client's thread runs, so they must not depend on the
-    /// user's thread.
+    /// transfers progress only while the thread that serves the connection runs. A separate thread
+    /// keeps them going while the user's thread is busy.
     ///
     /// # Errors
     /// If the system cannot start another thread.

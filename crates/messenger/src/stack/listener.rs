@@ -222,7 +222,8 @@ impl Drop for RegistryPlace {
 }
 
 impl StreamListener {
-    /// Takes sessions that come over `acceptor`, and transports for them also over the others, which have names.
+    /// Accepts connections over `acceptor`. Clients may also resume them over the other transports,
+    /// which have names.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
@@ -294,7 +295,8 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
         match acceptor.accept().await {
             Ok(wire) => {
                 reception.begin(wire);
-                // Handshakes that were given up free their descriptors before the next one takes another.
+                // Cancelled handshakes must release their descriptors before the next handshake
+                // takes one.
                 tokio::task::yield_now().await;
             }
             Err(e) => {
@@ -311,7 +313,7 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
     }
 }
 
-/// Whether the process or the system can open no more files.
+/// Whether the process or the system has run out of file descriptors.
 fn is_want_of_descriptors(e: &io::Error) -> bool {
     use rustix::io::Errno;
     [Errno::MFILE, Errno::NFILE].iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
@@ -319,11 +321,11 @@ fn is_want_of_descriptors(e: &io::Error) -> bool {
 
 impl Reception {
     fn handshakes(&self) -> MutexGuard<'_, Handshakes> {
-        // Nothing panics while it holds the lock.
+        // No code panics while it holds the mutex.
         self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a handshake in a task of its own, perhaps instead of another one.
+    /// Begins a handshake in a new task. It may replace another handshake.
     fn begin(self: &Arc<Self>, wire: Wire) {
         let mut handshakes = self.handshakes();
         handshakes.last += 1;
@@ -345,7 +347,7 @@ impl Reception {
         handshakes.tasks.insert(id, task.abort_handle());
     }
 
-    /// Gives a handshake up, or else a session, to get its descriptor.
+    /// Cancels a handshake, or else ends a connection, to free a file descriptor.
     fn shed(&self) {
         self.admissions.add_refused(Shortage::Descriptors, 1);
         let mut handshakes = self.handshakes();
@@ -360,7 +362,7 @@ impl Reception {
         }
     }
 
-    /// Shakes hands with one peer.
+    /// Performs the handshake with one peer.
     async fn receive(&self, mut wire: Wire) {
         let shaken = timeout(self.config.handshake_timeout, self.shake(&mut wire)).await;
         let late = || Err(MessengerError::Refused("the peer's handshake took too long".into()));
@@ -369,12 +371,13 @@ impl Reception {
             Ok(HandshakeOutcome::Resume(session, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
-                // A second transport while one is being taken is dropped; its client will come again.
+                // If the connection already has a transport waiting, this one is dropped; its
+                // client will try again.
                 let _ = session.try_send(resumption);
             }
             Err(why) => {
                 tracing::debug!(peer = wire.address, %why, "handshake failed");
-                // For information only: when nobody takes the news, they are dropped.
+                // The error is for information only. If the queue is full, it is dropped.
                 let _ = self.accepted.try_send(Err(why));
             }
         }
@@ -413,7 +416,7 @@ impl Reception {
 
     async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<HandshakeOutcome> {
         let reason = reject.reason.clone();
-        // The peer may be gone already; it is refused either way.
+        // The peer is rejected even if it is already gone; ignore the error.
         let _ = handshake::write(wire, &Body::Reject(reject)).await;
         Err(MessengerError::Refused(reason))
     }
@@ -421,7 +424,7 @@ impl Reception {
     async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
         let handles = shared.handles();
         crate::spawn(session::run(shared, role, wire));
-        // With nobody to accept it, the handles are dropped, which ends the session.
+        // If the listener is gone, the handles are dropped, which ends the connection.
         let _ = self.accepted.send(Ok(handles)).await;
     }
 }
