@@ -57,34 +57,36 @@ use device::Device;
 use landings::Landings;
 use link::Watcher;
 
-/// Connections that wait to be accepted.
+/// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
 
-/// Whose receive buffers are.
+/// The owner of receive buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReceiveQueueKind {
-    /// All connections of a domain share theirs. Idle connections hold little memory, on devices that can do it.
+    /// All connections of a domain share receive buffers. If the device supports this, idle
+    /// connections hold little memory.
     #[default]
     Shared,
-    /// Each connection has its own.
+    /// Each connection has its own receive buffers.
     PerConnection,
 }
 
-/// How the transport behaves.
+/// Configuration of the transport.
 #[derive(Debug, Clone)]
 pub struct OfiConfig {
-    /// The provider, e.g. `verbs` or `tcp`.
+    /// The provider, such as `verbs` or `tcp`.
     pub provider: String,
-    /// Whose receive buffers are. Where the provider has no shared ones, each connection gets its own.
+    /// The owner of receive buffers. If the provider does not support shared buffers, each
+    /// connection gets its own.
     pub receive_queue: ReceiveQueueKind,
-    /// How long to look again before sleeping, while that pays.
+    /// How long to poll before sleeping, while this pays.
     pub spin: Duration,
-    /// Most memory for packets, in bytes, over all connections.
+    /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
 }
 
 impl OfiConfig {
-    /// The defaults, for a provider.
+    /// The default configuration for a provider.
     #[must_use]
     pub fn new(provider: &str) -> OfiConfig {
         OfiConfig {
@@ -110,7 +112,7 @@ struct Common {
     control: Arc<OfiControl>,
 }
 
-/// A hand on the transport, for tests and fault injection.
+/// Control of the transport for tests and fault injection.
 pub struct OfiControl {
     devices: Mutex<Vec<Weak<Device>>>,
     frozen: watch::Sender<bool>,
@@ -119,7 +121,7 @@ pub struct OfiControl {
 }
 
 impl OfiControl {
-    /// Closes every connection there is, whatever it is doing. Returns how many.
+    /// Breaks all links at once. Returns their number.
     pub fn cut(&self) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let links: Vec<Arc<Link>> =
@@ -127,17 +129,19 @@ impl OfiControl {
         links.iter().filter(|link| link.failure().is_none()).map(|link| link.fail("cut")).count()
     }
 
-    /// While it refuses, no connection can be made.
+    /// While `refuses` is set, no link can be established.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::Relaxed);
     }
 
-    /// While it refuses memory, nothing more is registered, as with a limit on locked memory that is used up.
+    /// While `refuses` is set, no more memory is registered, as if the limit on locked memory were
+    /// used up.
     pub fn refuse_memory(&self, refuses: bool) {
         self.refuses_memory.store(refuses, Ordering::Relaxed);
     }
 
-    /// Has every queue of connection events, or of completions, fail as if it had been overrun. Returns how many.
+    /// Makes every queue of connection events, or of completions, fail as if it had overrun.
+    /// Returns their number.
     pub fn fail_queues(&self, of_events: bool) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let devices: Vec<Arc<Device>> = devices.iter().filter_map(Weak::upgrade).collect();
@@ -149,7 +153,7 @@ impl OfiControl {
         if self.refuses_memory.load(Ordering::Relaxed) { Err("refused by hand".into()) } else { Ok(()) }
     }
 
-    /// While frozen, nothing moves.
+    /// While `frozen` is set, no data moves.
     pub fn freeze(&self, frozen: bool) {
         self.frozen.send_replace(frozen);
     }
@@ -169,7 +173,7 @@ impl OfiControl {
     }
 }
 
-/// The transport. Addresses are `host:port`.
+/// The libfabric transport. Addresses are `host:port`.
 pub struct Ofi {
     library: Library,
     common: Arc<Common>,
@@ -181,7 +185,7 @@ impl Ofi {
     /// Loads libfabric.
     ///
     /// # Errors
-    /// If there is none, or the provider is not there.
+    /// If libfabric or the provider is missing.
     pub fn new(mut config: OfiConfig) -> Result<Ofi, FabricError> {
         let library = Library::load()?;
         if library.query(&config.query(EndpointAddress::Any)).is_err() {
@@ -204,7 +208,7 @@ impl Ofi {
         })
     }
 
-    /// To break connections by hand.
+    /// The control that breaks links on request.
     #[must_use]
     pub fn control(&self) -> Arc<OfiControl> {
         Arc::clone(&self.common.control)
