@@ -1,4 +1,4 @@
-//! Socket addresses as the C library lays them out.
+//! Socket addresses in the layout of the C library.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 

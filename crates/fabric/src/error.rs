@@ -3,66 +3,66 @@
 /// Result of a call of this crate.
 pub type Result<T, E = FabricError> = std::result::Result<T, E>;
 
-/// Why something could not be made or done.
+/// The error of a failed call.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
-    /// There is no libfabric on this machine, or not a usable one.
+    /// This machine has no libfabric, or no usable version.
     #[error(
         "libfabric.so.1 cannot be loaded ({0}); install libfabric 1.14 or newer (Debian: libfabric1), or do without RDMA"
     )]
     NotLoaded(String),
-    /// libfabric would keep a cache of registrations, which it is too late to switch off.
+    /// libfabric would use a registration cache, and it is too late to disable the cache.
     #[error(
         "libfabric would leave memory open to peers after its use; start this process with FI_MR_CACHE_MAX_COUNT=0 in its environment"
     )]
     CachesRegistrations,
-    /// No provider can do what was asked for.
+    /// No provider supports the query.
     #[error(
         "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists what this machine has"
     )]
     NoProvider {
-        /// Which provider and address were asked for.
+        /// The requested provider and address.
         wanted: String,
     },
     /// A call of libfabric failed.
     #[error("{call} failed: {text} ({code}){advice}")]
     Call {
-        /// The call.
+        /// The name of the libfabric function.
         call: &'static str,
-        /// libfabric's error number, positive.
+        /// libfabric's error number, as a positive value.
         code: i32,
-        /// What it means.
+        /// The description of the error number.
         text: String,
-        /// What may help, starting with `; `, or nothing.
+        /// Advice that begins with `; `, or an empty string.
         advice: &'static str,
     },
-    /// A provider uses addresses that are no IP addresses.
+    /// The provider uses addresses that are not IP addresses.
     #[error(
         "a provider with addresses of format {format} is not supported; choose one that uses IP addresses"
     )]
     AddressFormat {
-        /// libfabric's number of the format.
+        /// libfabric's number of the address format.
         format: u32,
     },
-    /// More private data than fits into a connection request or its answer.
+    /// The private data does not fit into a connection request or its answer.
     #[error("{len} bytes of private data do not fit, at most {max} do; send them as a message")]
     PrivateData {
-        /// Bytes given.
+        /// Length of the data, in bytes.
         len: usize,
-        /// Most bytes possible.
+        /// Maximum length, in bytes.
         max: usize,
     },
-    /// What an endpoint is made from was not queried for an address to connect to.
+    /// The query that the endpoint is created from names no address to connect to.
     #[error("there is no address to connect to; query for Target::Connect")]
     NoDestination,
-    /// Something was to be sent, read or written before there was a connection.
+    /// An operation was posted before the endpoint was connected.
     #[error("the endpoint is not connected yet; wait for Event::Connected")]
     NotConnected,
-    /// Memory that is registered with another domain than the endpoint's.
+    /// The memory is registered with a domain other than the endpoint's.
     #[error("the memory is registered with another domain than the endpoint's; register it there as well")]
     OtherDomain,
-    /// Memory without a region, where the provider demands one.
+    /// The memory has no region, but the provider requires one.
     #[error(
         "the provider sends from registered memory only; register {len} bytes, or copy them to where it is"
     )]
@@ -70,18 +70,18 @@ pub enum FabricError {
         /// Length of the part, in bytes.
         len: usize,
     },
-    /// Peers would be able to write memory that does not change.
+    /// The registration would let peers write to memory that is shared for reading.
     #[error("memory that is shared for reading cannot be registered for writing")]
     Immutable,
-    /// More parts than a message can be sent from.
+    /// The message has more parts than the provider supports.
     #[error("a message of {parts} parts, at most {max} are possible; copy some together")]
     TooManyParts {
-        /// Parts given.
+        /// Number of parts.
         parts: usize,
-        /// Most parts possible.
+        /// Maximum number of parts.
         max: usize,
     },
-    /// A range that is not inside its region.
+    /// The range is not inside its region.
     #[error("{len} bytes at {offset} are outside a region of {region_len} bytes")]
     OutOfRange {
         /// Start of the range, in bytes from the region's start.
@@ -91,24 +91,24 @@ pub enum FabricError {
         /// Length of the region, in bytes.
         region_len: usize,
     },
-    /// A transfer longer than the provider can do at once.
+    /// The transfer is longer than the provider supports.
     #[error("{len} bytes in one transfer, at most {max} are possible; cut it into several")]
     TooLong {
-        /// Bytes asked for.
+        /// Length of the transfer, in bytes.
         len: usize,
-        /// Most bytes possible.
+        /// Maximum length, in bytes.
         max: usize,
     },
 }
 
-/// An operation that was not posted.
+/// The reason why an operation was not posted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostError {
     /// The queue is full: take completions, then try again.
     #[error("the queue is full; take completions and try again")]
     Full,
-    /// The endpoint cannot do it, now or ever.
+    /// The endpoint cannot perform the operation, now or later.
     #[error(transparent)]
     Failed(#[from] FabricError),
 }

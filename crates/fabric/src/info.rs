@@ -1,29 +1,30 @@
-//! What to ask providers for, and what they say.
+//! Queries to providers, and the providers' answers.
 
 use std::fmt;
 use std::net::SocketAddr;
 
-/// Where an endpoint is to be.
+/// The address of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EndpointAddress {
-    /// Anywhere: for listing what there is.
+    /// No address: lists all providers.
     #[default]
     Any,
-    /// Listening at this address of this machine; port 0 for a free one.
+    /// Listening at this local address. Port 0 chooses a free port.
     Listen(SocketAddr),
     /// Connected to this address.
     Connect(SocketAddr),
 }
 
-/// What to ask providers for. Connected endpoints with messages and remote memory access, ordered so that messages and
-/// reads that were posted after writes take place after them, are always asked for.
+/// A query for providers. Every query requests connected endpoints with messages and remote memory
+/// access. It also requests an order: messages and reads that are posted after writes take effect
+/// after them.
 #[derive(Debug, Clone, Default)]
 pub struct ProviderQuery {
-    /// The provider's name, e.g. `verbs` or `tcp`; `None` for all.
+    /// The provider's name, such as `verbs` or `tcp`. `None` queries all providers.
     pub provider: Option<String>,
-    /// Where.
+    /// The address of the endpoint.
     pub target: EndpointAddress,
-    /// Whether endpoints take received messages from a [shared queue](crate::ReceiveQueue).
+    /// Whether endpoints take receive buffers from a [shared queue](crate::ReceiveQueue).
     pub shared_receive: bool,
 }
 
@@ -41,7 +42,8 @@ impl fmt::Display for ProviderQuery {
     }
 }
 
-/// What a provider demands of registered memory. This crate does it; the modes are there to be shown.
+/// A provider's requirements for registered memory. The crate meets them; this type only reports
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MrMode {
     /// Local buffers must be registered, too.

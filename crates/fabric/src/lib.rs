@@ -1,10 +1,11 @@
-//! libfabric as safe types: connections that move memory without the peer's processor (RDMA), where the machine has
-//! hardware for it, and over TCP where it has not.
+//! A safe interface to libfabric: connections that move memory without the peer's processor (RDMA)
+//! if the machine has hardware for it, and over TCP otherwise.
 //!
-//! The library `libfabric.so.1` is opened at run time ([`Library::load`]), so that building needs no headers and a
-//! machine without it simply has no RDMA. What is wrapped is what Outboard uses: connected endpoints
-//! ([`Endpoint`], `FI_EP_MSG`) that send, receive, read and write remote memory, found by IP address. This knows nothing of
-//! channels or messages; its users are the DMA engine `ofi` of the `channel` crate and network stacks.
+//! The library `libfabric.so.1` is opened at run time ([`Library::load`]). So building needs no
+//! headers, and a machine without the library has no RDMA. The crate wraps only the functions that
+//! Outboard uses: connected endpoints ([`Endpoint`], `FI_EP_MSG`), found by IP address, that send,
+//! receive, and read and write remote memory. The crate knows nothing of channels or messages. Its
+//! users are the DMA engine `ofi` of the `channel` crate, and network stacks.
 //!
 //! ```text
 //!   Library ── query ──▶ Info        what a provider can do, and limits to obey
@@ -15,16 +16,19 @@
 //!                      └─ Endpoint          one connection
 //! ```
 //!
-//! **Lifetimes.** A handle keeps what it was made from alive, and things are closed from the leaves to the root. An operation
-//! keeps its memory registered until its completion was taken or its endpoint has been closed, whichever is first.
+//! **Lifetimes.** A handle keeps its parent objects alive, so objects are closed before their
+//! parents. The memory of an operation stays registered until its completion is taken or its
+//! endpoint is closed, whichever comes first.
 //!
-//! **Threads.** Providers are asked for `FI_THREAD_SAFE`; everything here may be used from any thread and no call blocks, but for
-//! [`wait`], which sleeps. Providers are asked for `FI_PROGRESS_MANUAL`, and `tcp` takes that literally: bytes move only while
-//! somebody polls. Each side has one thread that polls its queues while there is something and sleeps in [`wait`] otherwise.
+//! **Threads.** The crate requests `FI_THREAD_SAFE` from providers. Any thread may use all types.
+//! No call blocks except [`wait`], which sleeps. The crate also requests `FI_PROGRESS_MANUAL`. With
+//! the provider `tcp`, bytes then move only while a thread polls. Each side has one thread that
+//! polls its queues while there are completions, and otherwise sleeps in [`wait`].
 //!
-//! **Trust.** A peer can read and write what was registered with [`Access::Remote`] and whose key it has, and nothing else, but over iWARP
-//! ([`Info::exposes_local_memory`]), where the driver siw also sends whatever is registered to whoever has its key. A refused key or
-//! range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.
+//! **Trust.** A peer can read and write only memory that is registered with [`Access::Remote`] and
+//! whose key it has. iWARP is an exception ([`Info::exposes_local_memory`]): the driver siw sends
+//! any registered memory to a peer that has its key. An access with a wrong key or range breaks the
+//! endpoint that it used. Providers do not verify the identity of a peer.
 
 #![deny(unsafe_code)]
 

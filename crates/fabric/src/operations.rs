@@ -1,14 +1,14 @@
-//! Which operations are under way.
+//! The table of operations in progress.
 //!
-//! An operation's context, the number that libfabric hands back with its completion, is an index into this table, never an
-//! address: a completion that comes late or twice finds nothing and does no harm. The entry keeps the operation's memory
-//! registered.
+//! An operation's context is the number that libfabric returns with its completion. It is an index
+//! into this table, never an address. So a late or repeated completion finds no entry and does no
+//! harm. The entry keeps the operation's memory registered.
 
 use bytes::Bytes;
 
 use crate::{FabricError, MemoryRegion};
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// A message was sent.
@@ -24,15 +24,16 @@ pub enum Operation {
 /// The end of an operation.
 #[derive(Debug, Clone)]
 pub struct Completion {
-    /// Token of its endpoint.
+    /// Token of the operation's endpoint.
     pub endpoint: u64,
-    /// The token it was posted with.
+    /// The token that was given when the operation was posted.
     pub token: u64,
-    /// What it was.
+    /// The kind of the operation.
     pub operation: Operation,
-    /// Bytes received, for [`Operation::Receive`]; otherwise the bytes that were asked for.
+    /// Number of bytes received, for [`Operation::Receive`]. For other kinds, the number of bytes
+    /// requested.
     pub len: usize,
-    /// Why it failed, if it did. The endpoint is of no more use then.
+    /// The error of a failed operation. Its endpoint cannot be used any more.
     pub result: Result<(), FabricError>,
 }
 
@@ -69,12 +70,13 @@ impl Held {
     }
 }
 
-/// Bytes to be sent or written to remote memory.
+/// Bytes to send or to write to remote memory.
 #[derive(Debug, Clone)]
 pub struct GatherBytes {
     /// The bytes.
     pub bytes: Bytes,
-    /// A region that they lie in. Providers that demand [`local`](crate::MrMode::local) registration need one, others do not.
+    /// The region that contains the bytes. Only providers that require
+    /// [`local`](crate::MrMode::local) registration need it.
     pub region: Option<MemoryRegion>,
 }
 

@@ -1,7 +1,8 @@
-//! Memory that peers could reach stays mapped until nobody can be writing to it any more.
+//! Quarantine of memory: memory that peers could reach stays mapped until no peer can be writing to
+//! it.
 //!
-//! Closing a region refuses accesses that come later. One that is under way goes on with software providers until the
-//! endpoint it came by is closed.
+//! Closing a region refuses later accesses. With software providers, an access in progress
+//! continues until its endpoint is closed.
 
 /// Memories whose regions were closed, each with the endpoints that may still be writing to it.
 pub(crate) struct MemoryQuarantine<M> {

@@ -1,26 +1,28 @@
-//! What a side tells the other of its memory.
+//! The description of memory that one side sends to the other.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{FabricError, Result};
 
-/// What a registered region may be used for, and by whom. The less, the less a peer can do with it.
+/// The permitted uses of a registered region. A narrower permission limits what a peer can do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// This process's own operations only, unless the provider [exposes](crate::Info::exposes_local_memory) all of it.
+    /// Only this process's own operations, unless the provider
+    /// [exposes](crate::Info::exposes_local_memory) all local memory.
     Local,
-    /// This process's messages, in and out. No provider exposes it.
+    /// Messages that this process sends and receives. No provider exposes this memory.
     Messages,
-    /// What this process sends, or writes to remote memory. No provider exposes it.
+    /// Data that this process sends or writes to remote memory. No provider exposes this memory.
     Outgoing,
-    /// What this process reads remote memory into, and nothing else; providers that
-    /// [expose](crate::Info::exposes_local_memory) it let peers write it.
+    /// The destination of this process's reads of remote memory. Providers that
+    /// [expose](crate::Info::exposes_local_memory) local memory let peers write to it.
     ReadSink,
     /// Peers that have the key may read it.
     RemoteRead,
     /// Peers that have the key may write it.
     RemoteWrite,
-    /// Peers that have the key may read and write it; this process's own operations, too.
+    /// Peers that have the key may read and write it. This process's own operations may also use
+    /// it.
     Remote,
 }
 
@@ -31,18 +33,20 @@ impl Access {
     }
 }
 
-/// A region of a peer, as it described it. Nothing in it is proven: the peer's provider checks each access.
+/// A peer's region, as the peer described it. The description is not verified: the peer's provider
+/// checks each access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteRegion {
-    /// Permits the access; a secret.
+    /// The secret key that permits access.
     pub key: u64,
-    /// What the peer's provider calls the region's first byte: an address of the peer's process, or 0.
+    /// The address that the peer's provider gives to the region's first byte: an address in the
+    /// peer's process, or 0.
     pub base: u64,
-    /// Length, in bytes.
+    /// Length of the region, in bytes.
     pub len: u64,
 }
 
-/// A place in a [`RemoteRegion`].
+/// A position in a [`RemoteRegion`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteSlice {
     pub(crate) key: u64,
@@ -51,10 +55,10 @@ pub struct RemoteSlice {
 }
 
 impl RemoteRegion {
-    /// The `len` bytes at `offset`.
+    /// Returns the `len` bytes at `offset`.
     ///
     /// # Errors
-    /// [`FabricError::OutOfRange`].
+    /// [`FabricError::OutOfRange`] if the range is not inside the region.
     pub fn slice(&self, offset: usize, len: usize) -> Result<RemoteSlice> {
         let inside = offset.checked_add(len).is_some_and(|end| end as u64 <= self.len);
         match self.base.checked_add(offset as u64) {

@@ -1,4 +1,4 @@
-//! Sleeping until there is something to do.
+//! Waiting for events of queues and descriptors.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -8,11 +8,12 @@ use rustix::io::Errno;
 
 use crate::{Fabric, Result, Waitable};
 
-/// Sleeps until one of `queues` may have something, one of `others` can be read, or `timeout` has passed. Returns at once
-/// if a queue must be read first: then its descriptor would not become readable. A spurious return is possible.
+/// Sleeps until a queue of `queues` may have an entry, a descriptor of `others` can be read, or
+/// `timeout` has passed. Returns at once if a queue must be read first, because its descriptor
+/// would not become readable. May return without an event.
 ///
 /// # Errors
-/// If the provider or the system refuses; a descriptor is then not what it should be.
+/// If the provider or the system reports an error, which means that a descriptor is invalid.
 pub fn wait(
     fabric: &Fabric,
     queues: &[&dyn Waitable],

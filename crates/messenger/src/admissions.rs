@@ -1,15 +1,15 @@
-//! What a listener takes, and what it had to refuse or reclaim.
+//! The limits of a listener, and the counters of refused peers and reclaimed places.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::SessionConfig;
 
-/// What there was not enough of.
+/// The resource that a listener was short of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shortage {
     Handshakes,
     Sessions,
-    /// Places of sessions without a transport.
+    /// Places of detached connections, which have no transport.
     Detached,
     Descriptors,
 }
@@ -18,7 +18,7 @@ impl Shortage {
     const ALL: [Shortage; 4] =
         [Shortage::Handshakes, Shortage::Sessions, Shortage::Detached, Shortage::Descriptors];
 
-    /// As metrics and status name it.
+    /// The name in metrics and status.
     fn name(self) -> &'static str {
         match self {
             Shortage::Handshakes => "handshakes",
@@ -29,8 +29,9 @@ impl Shortage {
     }
 }
 
-/// The limits of a listener, and how often it had to refuse a peer or reclaim a place since it started, by what was short:
-/// `handshakes`, `sessions`, `detached` (sessions that wait for their peers) or `descriptors`. Any thread may read it.
+/// The limits of a listener, and its counters since it started: how often it refused a peer or
+/// reclaimed a place. Each counter names the missing resource: `handshakes`, `sessions`, `detached`
+/// (connections that wait for their clients) or `descriptors`. Any thread may read it.
 #[derive(Debug)]
 pub struct Admissions {
     max_handshakes: usize,
@@ -40,8 +41,9 @@ pub struct Admissions {
 }
 
 impl Admissions {
-    /// For a listener of that configuration, whose connections may take `descriptors` in all: at most a quarter of them for
-    /// handshakes, the rest for sessions.
+    /// Creates the limits for a listener with `config`. Its handshakes and connections together may
+    /// use `descriptors` file descriptors: at most a quarter for handshakes, the rest for
+    /// connections.
     pub(crate) fn new(config: &SessionConfig, descriptors: usize) -> Admissions {
         let max_handshakes = config.max_handshakes.min(descriptors / 4).max(1);
         let max_sessions = config.max_sessions.min(descriptors.saturating_sub(max_handshakes)).max(1);
@@ -55,7 +57,7 @@ impl Admissions {
             reclaimed: Default::default(),
             refused: Default::default(),
         };
-        // Series that begin at 0 are there before the first event.
+        // Create each metric with the value 0 before the first event.
         for shortage in Shortage::ALL {
             admissions.add_reclaimed(shortage, 0);
             admissions.add_refused(shortage, 0);
@@ -63,24 +65,26 @@ impl Admissions {
         admissions
     }
 
-    /// Most handshakes at a time.
+    /// Maximum number of handshakes at a time.
     #[must_use]
     pub fn max_handshakes(&self) -> usize {
         self.max_handshakes
     }
 
-    /// Most sessions at a time: as configured, or fewer if the limit on descriptors is low.
+    /// Maximum number of connections at a time: the configured number, or fewer if the limit on
+    /// file descriptors is low.
     #[must_use]
     pub fn max_sessions(&self) -> usize {
         self.max_sessions
     }
 
-    /// Handshakes and sessions that lost their place to another peer, by shortage.
+    /// Number of handshakes and connections that lost their place to another peer, by shortage.
     pub fn reclaimed(&self) -> impl Iterator<Item = (&'static str, u64)> {
         Shortage::ALL.into_iter().map(|s| (s.name(), self.reclaimed[s as usize].load(Ordering::Relaxed)))
     }
 
-    /// Peers that got no place, by shortage; of `descriptors`, failed attempts to accept one.
+    /// Number of peers that were refused, by shortage. For `descriptors`, the number of failed
+    /// attempts to accept a peer.
     pub fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         Shortage::ALL.into_iter().map(|s| (s.name(), self.refused[s as usize].load(Ordering::Relaxed)))
     }

@@ -1,4 +1,4 @@
-//! What every network stack offers. See the [crate] documentation for the idea.
+//! The interface of network stacks. See the [crate] documentation for an overview.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,32 +23,33 @@ pub enum MessengerError {
     /// The peer cannot be reached.
     #[error("cannot reach {endpoint}: {reason}; check that the node is up and the address right")]
     Unreachable {
-        /// Where.
+        /// The endpoint that was dialled.
         endpoint: String,
         /// The system's or the stack's reason.
         reason: String,
     },
-    /// The peer speaks no version or feature set that this side speaks.
+    /// The peer supports no version or feature set that this side supports.
     #[error("peer refused the connection: {0}")]
     Refused(String),
-    /// The session is over. What had been sent and not answered may or may not have taken effect.
+    /// The connection has ended. Requests without an answer may or may not have taken effect.
     #[error("session lost: {0}; reconnect and retry")]
     SessionLost(String),
-    /// The peer broke the protocol; its session was ended.
+    /// The peer violated the protocol, so this side ended the connection.
     #[error("protocol violation: {0}")]
     Protocol(String),
     /// A message is larger than the connection's [`Limits`] allow.
     #[error("message of {size} bytes exceeds the limit of {limit}; offer it as bulk data")]
     TooLarge {
-        /// Its size, in bytes.
+        /// Size of the message, in bytes.
         size: usize,
-        /// The most that is possible.
+        /// The limit, in bytes.
         limit: usize,
     },
-    /// A bulk transfer names memory that was never offered, was withdrawn, or does not have that range.
+    /// A bulk transfer names memory that was never offered or was withdrawn, or a range outside the
+    /// offer.
     #[error("bulk transfer refused: {0}")]
     BulkRefused(String),
-    /// A bulk transfer did not end in time. Its buffers are back with their owner.
+    /// A bulk transfer did not end in time. Its owner has its buffers back.
     #[error("bulk transfer took longer than {0:?}; the peer is stalled or the network too slow")]
     TimedOut(Duration),
     /// Bulk data arrived damaged.
@@ -59,55 +60,58 @@ pub enum MessengerError {
     Source(String),
 }
 
-/// An ordered message: a header that the users encode, and a small payload.
+/// An ordered message: a header, which the users encode, and a small payload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Message {
-    /// Opaque to the messenger. At most [`Limits::max_header`] bytes.
+    /// Bytes that the messenger does not interpret, at most [`Limits::max_header`].
     pub header: Bytes,
-    /// Travels with the message, with its checksums; verified by the messenger on arrival.
-    /// At most [`Limits::max_inline`] bytes.
+    /// Data that travels in the message, with its checksums, at most [`Limits::max_inline`] bytes.
+    /// The messenger verifies it on arrival.
     pub payload: Payload,
 }
 
-/// What a connection can take.
+/// The limits of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Longest message header, in bytes.
+    /// Maximum length of a message header, in bytes.
     pub max_header: usize,
-    /// Longest inline payload, in bytes. Larger ones are bulk.
+    /// Maximum length of an inline payload, in bytes. Longer data must be sent as bulk data.
     pub max_inline: usize,
-    /// Largest single bulk read or write, in bytes.
+    /// Maximum length of one bulk read or write, in bytes.
     pub max_bulk: usize,
-    /// Payloads of up to that length, in bytes, are cheaper inline; longer ones are cheaper as bulk.
+    /// Payloads of up to this length, in bytes, are cheaper inline. Longer ones are cheaper as bulk
+    /// data.
     pub eager: usize,
-    /// Bulk data moves by itself between memories: sources are better held in memory ([`BulkSource::memory`]).
+    /// Whether bulk data moves by one-sided transfers. Sources should then be held in memory
+    /// ([`BulkSource::memory`]).
     pub one_sided: bool,
 }
 
-/// Who is at the other end.
+/// The peer of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerInfo {
-    /// Transport address, for people.
+    /// Transport address, for display.
     pub address: String,
-    /// Transport address at which the session began, for budgets.
+    /// Transport address at which the connection began, for budgets.
     pub peer: PeerAddress,
-    /// What the peer called itself in [`ConnectOptions::tenant`].
+    /// The name that the peer gave in [`ConnectOptions::tenant`].
     pub tenant: String,
-    /// Unique to this session; stays the same when the session is resumed on a new transport connection.
+    /// Unique number of the connection. It stays the same when the connection resumes on a new
+    /// transport.
     pub session: u128,
-    /// Features that both sides have, as bits.
+    /// Features that both sides support, as bits.
     pub features: u64,
 }
 
-/// How to connect.
+/// Options for connecting.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// Name presented to the peer; at most 32 bytes. It travels in the connect request, so that the peer can choose a
-    /// protection domain before an endpoint exists.
+    /// Name presented to the peer, at most 32 bytes. It travels in the connect request, so that the
+    /// peer can choose a protection domain before an endpoint exists.
     pub tenant: String,
-    /// Features wanted, as bits; the session gets those that both sides have.
+    /// Requested features, as bits. The connection gets those that both sides support.
     pub features: u64,
-    /// How long to try to reach the peer, at first and when a session is resumed.
+    /// How long to try to reach the peer, at first and whenever the connection has to resume.
     pub timeout: Duration,
 }
 
@@ -117,9 +121,10 @@ impl Default for ConnectOptions {
     }
 }
 
-/// Data that a peer may pull. May be called several times for a range, and in any order.
+/// Data that a peer may pull. Each range may be read several times, and ranges may be read in any
+/// order.
 pub trait BulkSource: Send + Sync {
-    /// Length, in bytes.
+    /// Length of the data, in bytes.
     fn len(&self) -> u64;
 
     /// Whether there is no data.
@@ -127,54 +132,57 @@ pub trait BulkSource: Send + Sync {
         self.len() == 0
     }
 
-    /// Object offset of the first byte modulo 4096: anchors the checksum pieces.
+    /// Object offset of the first byte modulo 4096. It determines where the checksum pieces begin.
     fn phase(&self) -> u64;
 
-    /// The bytes `offset..offset + len` with the checksums of their pieces. The range starts at a piece boundary and is
-    /// inside the source. An error ends the transfer, with its text.
+    /// Reads the bytes `offset..offset + len` with the checksums of their pieces. The range starts
+    /// at a piece boundary and is inside the source. An error ends the transfer, and the peer
+    /// receives its text.
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>>;
 
-    /// All of it, if it is in memory anyway: then a peer can fetch it without this side.
+    /// The whole data, if it is in memory. A peer can then read it by one-sided transfers.
     fn memory(&self) -> Option<Payload> {
         None
     }
 }
 
-/// Memory that a peer may fill. Filled exactly once; the ranges come in any order and do not overlap, some of them perhaps only
-/// when the offer is [finished](BulkRegion::finish).
+/// Memory that a peer may fill once. The ranges arrive in any order and do not overlap. Some may
+/// arrive only when the offer is [finished](BulkRegion::finish).
 pub trait BulkSink: Send + Sync {
-    /// Room, in bytes.
+    /// Capacity, in bytes.
     fn len(&self) -> u64;
 
-    /// Whether there is no room.
+    /// Whether the capacity is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Takes `payload`, bytes `offset..` of the transfer, already verified against its checksums. Must not block and
-    /// returns `false` to refuse (an overlap).
+    /// Stores `payload` at byte `offset` of the transfer. The messenger has verified the checksums.
+    /// Must not block. Returns `false` to refuse the data, for example because ranges overlap.
     fn write(&self, offset: u64, payload: Payload) -> bool;
 }
 
-/// Memory on offer. Dropping it withdraws the offer: later transfers are refused.
+/// An offer of memory. Dropping it withdraws the offer, and later transfers are refused.
 pub struct BulkRegion {
-    /// To be sent to the peer.
+    /// The descriptor to send to the peer.
     pub descriptor: BulkDescriptor,
     end: Option<EndOffer>,
 }
 
-/// Ends an offer; told whether the peer is known to be done with it.
+/// Ends an offer. The argument is true if the peer is known to be done with the memory.
 type EndOffer = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl BulkRegion {
-    /// An offer that runs `end` when it is finished (`true`) or dropped (`false`). For network stacks.
+    /// Creates an offer that calls `end` with `true` when it is finished, or with `false` when it
+    /// is dropped. For implementations of network stacks.
     #[must_use]
     pub fn new(descriptor: BulkDescriptor, end: EndOffer) -> BulkRegion {
         BulkRegion { descriptor, end: Some(end) }
     }
 
-    /// The peer has said that it is done: a sink has everything when this returns. What an offer that is dropped instead has
-    /// exposed stays unused until the peer can no longer be using it.
+    /// Ends the offer after the peer has said that it is done. A sink has all its data when this
+    /// returns. If an offer is dropped instead, its exposed memory stays unused until the peer can
+    /// no longer access it.
     pub fn finish(mut self) {
         if let Some(end) = self.end.take() {
             end(true);
@@ -196,35 +204,39 @@ impl Drop for BulkRegion {
     }
 }
 
-/// Data that a bulk read brought.
+/// Data that a bulk read fetched.
 #[derive(Debug)]
 pub struct Pulled {
-    /// The destination buffer, filled to the length asked for.
+    /// The destination buffer, filled to the requested length.
     pub buf: ArenaBuf,
-    /// One checksum per piece, verified against the data by the messenger.
+    /// One checksum per piece. The messenger has verified them against the data.
     pub checksums: Vec<u32>,
 }
 
-/// One end of a session. Cheap to share; any thread may call it, the work happens on the thread that made it.
+/// One end of a connection. It is cheap to share, and any thread may call it. The thread that
+/// created it does the work.
 pub trait Connection: Send + Sync {
-    /// Who is at the other end.
+    /// The peer of the connection.
     fn peer(&self) -> &PeerInfo;
 
-    /// What the connection can take.
+    /// The limits of the connection.
     fn limits(&self) -> Limits;
 
-    /// Queues a message behind those queued before. Resolves when it is queued, waiting while the bounded queue is full;
-    /// it then arrives exactly once, or the session is lost.
+    /// Queues a message behind all messages queued before. Resolves when the message is queued, and
+    /// waits while the bounded queue is full. The message then arrives exactly once, unless the
+    /// connection is lost.
     fn send(&self, message: Message) -> BoxFuture<'_, Result<()>>;
 
     /// Offers data that the peer may pull.
     fn offer_source(&self, source: Arc<dyn BulkSource>) -> Result<BulkRegion>;
 
-    /// Offers room that the peer may fill. `phase` is the object offset of the first byte modulo 4096.
+    /// Offers memory that the peer may fill. `phase` is the object offset of the first byte modulo
+    /// 4096.
     fn offer_sink(&self, sink: Arc<dyn BulkSink>, phase: u16) -> Result<BulkRegion>;
 
-    /// Pulls bytes `offset..offset + dest.len()` of what the peer offered into `dest`. `offset` must be at a piece boundary.
-    /// The data comes in chunks of at most 256 KiB, interleaved with other traffic. Ends within `timeout`.
+    /// Pulls bytes `offset..offset + dest.len()` of the peer's offer into `dest`. `offset` must be
+    /// at a piece boundary. The data arrives in chunks of at most 256 KiB, interleaved with other
+    /// traffic. Returns within `timeout`.
     fn bulk_read<'a>(
         &'a self,
         from: &'a BulkDescriptor,
@@ -233,10 +245,11 @@ pub trait Connection: Send + Sync {
         timeout: Duration,
     ) -> BoxFuture<'a, Result<Pulled>>;
 
-    /// Pushes `payload` to bytes `offset..` of what the peer offered. Resolves when its place in the order is fixed: it
-    /// arrives before any message that is queued after that. The payload's memory is let go of when the peer has it.
-    /// A range outside the descriptor is refused here; a withdrawn offer drops the data, and later pushes are refused.
-    /// `offset` must be at a piece boundary.
+    /// Pushes `payload` to byte `offset` of the peer's offer. `offset` must be at a piece boundary.
+    /// Resolves when the place of the data in the send order is fixed: the data arrives before any
+    /// message that is queued later. The payload's memory is released when the peer has the data. A
+    /// range outside the descriptor is refused here. If the offer was withdrawn, the data is
+    /// dropped and later pushes are refused.
     fn bulk_write<'a>(
         &'a self,
         to: &'a BulkDescriptor,
@@ -245,52 +258,58 @@ pub trait Connection: Send + Sync {
         timeout: Duration,
     ) -> BoxFuture<'a, Result<()>>;
 
-    /// Ends the session. What was queued is sent first if that takes no longer than a second.
+    /// Closes the connection. Queued frames are sent first, for up to one second.
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 
-/// What a connection's owner learns, in order.
+/// An event of a connection. Events arrive in order.
 #[derive(Debug)]
 pub enum ConnectionEvent {
     /// A message arrived.
     Message(Message),
-    /// The transport broke; the session is being resumed. Nothing is lost so far. For information.
+    /// The transport broke, and the connection is being resumed. Nothing is lost so far. For
+    /// information.
     Interrupted,
-    /// The session goes on over a new transport connection. For information.
+    /// The connection continues over a new transport. For information.
     Resumed,
-    /// The session is over; nothing more will come.
+    /// The connection has ended. No other event follows.
     Lost(MessengerError),
 }
 
-/// The receiving half of a connection. Messages not taken count against the peer's credits: that is the backpressure.
+/// The receiving half of a connection. Messages that the user has not taken use up the peer's
+/// credit, which provides backpressure.
 pub trait Incoming: Send {
-    /// The next event; after [`Event::Lost`], that again. Cancel safe.
+    /// Waits for the next event. After [`Event::Lost`], every call returns that event again. Cancel
+    /// safe.
     fn next(&mut self) -> BoxFuture<'_, ConnectionEvent>;
 }
 
-/// This side's end of a session: its sending and its receiving half. The session is closed when both are dropped.
+/// The two halves of a connection's end: sending and receiving. The connection is closed when both
+/// are dropped.
 pub type Ends = (Arc<dyn Connection>, Box<dyn Incoming>);
 
-/// Where peers connect to.
+/// Accepts connections from clients.
 pub trait Listener: Send {
-    /// The address bound to, in the form that [`NetworkStack::connect`] takes.
+    /// The address of the listener, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
-    /// Other paths that sessions can go over: what kind, e.g. `ofi:verbs`, and where they listen.
+    /// The other paths that connections can use: the kind, such as `ofi:verbs`, and the address.
     fn paths(&self) -> Vec<(String, String)>;
 
-    /// What it had to refuse or reclaim, kept up to date.
+    /// Live counters of refused peers and reclaimed places.
     fn admissions(&self) -> Arc<Admissions>;
 
-    /// The next new session. (Resumed ones go on where they are.) An error here is one failed attempt of one peer.
+    /// Waits for the next new connection. (Resumed connections do not appear here.) An error
+    /// reports one failed attempt of one peer; the listener continues.
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;
 }
 
-/// A way to make connections. Calls must be made on a tokio runtime: its thread serves the connection.
+/// A way to make connections. Calls must be made on a tokio runtime, whose thread serves the
+/// connection.
 pub trait NetworkStack: Send + Sync {
-    /// Listens at `address` (`host:port`, port 0 for any).
+    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port.
     fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
 
-    /// Starts a session with the peer at `endpoint`.
+    /// Opens a connection to the peer at `endpoint`.
     fn connect<'a>(&'a self, endpoint: &'a str, options: ConnectOptions) -> BoxFuture<'a, Result<Ends>>;
 }

@@ -1,4 +1,4 @@
-//! Which network stack to use: the only place where stacks have names.
+//! The choice of a network stack. Only here do stacks have names.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -10,37 +10,40 @@ use crate::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
 use crate::transport::tcp::Tcp;
 use crate::{MessengerError, NetworkStack, Path, Result, SessionConfig, TcpStack};
 
-/// What RDMA hardware is reached by.
+/// The provider for RDMA hardware.
 const RDMA_PROVIDER: &str = "verbs";
 
-/// The transports that may be used. TCP always may: sessions begin over it, and go on over it when another one fails.
+/// The transports that a stack may use. TCP is always one of them: connections begin over it, and
+/// continue over it when another transport fails.
 ///
-/// As text: `auto`, `tcp`, or names of paths, separated by commas, the best first: `ofi:verbs`, `ofi:tcp`, …, each with where a
-/// server listens, if that is not at its address for TCP: `ofi:verbs@192.0.2.1:7701`.
+/// As text: `auto`, `tcp`, or names of paths, separated by commas, the best first: `ofi:verbs`,
+/// `ofi:tcp`, … A server may add its listening address to a path if it differs from the TCP
+/// address: `ofi:verbs@192.0.2.1:7701`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum StackChoice {
-    /// RDMA where both sides have it.
+    /// RDMA if both sides have it.
     #[default]
     Auto,
-    /// These, beside TCP. A client that cannot use the best of them that its server has is told so.
+    /// These paths, besides TCP. A client fails to connect if it cannot use the best of them that
+    /// its server offers.
     Paths(Vec<PathName>),
 }
 
-/// A path by its provider of libfabric.
+/// A path, named by its libfabric provider.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathName {
-    /// The provider, e.g. `verbs`.
+    /// The provider, such as `verbs`.
     pub provider: String,
-    /// Where a server listens.
+    /// The address at which a server listens.
     pub address: Option<String>,
 }
 
 impl StackChoice {
-    /// TCP alone.
+    /// Only TCP.
     pub const TCP: StackChoice = StackChoice::Paths(Vec::new());
 }
 
-/// Text that names no stack.
+/// Error: the text names no stack.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is no network stack; use `auto`, `tcp`, or `ofi:PROVIDER`, e.g. `ofi:verbs` or `ofi:tcp`")]
 pub struct NoSuchStack(String);
@@ -89,18 +92,18 @@ impl fmt::Display for StackChoice {
     }
 }
 
-/// How a stack behaves.
+/// Options of a stack.
 #[derive(Debug, Clone)]
 pub struct StackOptions {
-    /// Its sessions.
+    /// Configuration of its connections.
     pub session: SessionConfig,
-    /// Address of this machine that clients connect from over TCP; `None` leaves the choice to the system.
+    /// Local address from which clients connect over TCP. `None` lets the system choose.
     pub source: Option<IpAddr>,
-    /// Whose receive buffers are, on stacks that post them.
+    /// The owner of receive buffers, on stacks that post such buffers.
     pub receive_queue: ReceiveQueueKind,
-    /// How long to look again before sleeping, while that pays.
+    /// How long to poll before sleeping, while this pays.
     pub spin: Duration,
-    /// How long a path that failed is left alone.
+    /// How long a failed path is not used.
     pub cool_down: Duration,
 }
 
@@ -116,16 +119,17 @@ impl Default for StackOptions {
     }
 }
 
-/// Opens a stack for a server, or for clients: these are then served by a thread of the stack's own if a path needs that.
+/// Opens a stack for a server or for clients. If a path requires it, a thread of the stack serves
+/// the clients' connections.
 ///
 /// # Errors
-/// If a path is asked for by name that this machine has not.
+/// If the machine lacks a path that `choice` names.
 pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Result<Arc<dyn NetworkStack>> {
     let transport = Tcp { source: options.source };
     let mut stack = TcpStack::over(transport, options.session.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
-        // Loading the library takes its time; without a device it is for nothing.
+        // Without a device, skip loading the library, which takes time.
         StackChoice::Auto if !has_rdma_device() => ([].as_slice(), false),
         StackChoice::Auto => (automatic.as_slice(), false),
         StackChoice::Paths(paths) => (paths.as_slice(), true),
@@ -157,17 +161,17 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
     Ok(Arc::new(stack))
 }
 
-/// Whether the kernel knows a device that does RDMA.
+/// Whether the kernel has an RDMA device.
 fn has_rdma_device() -> bool {
     std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
 }
 
-/// What a stack is opened for.
+/// The purpose for which a stack is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UseAs {
-    /// To connect. Sessions are served also while the user's thread does something else.
+    /// To connect. Connections are served even while the user's thread is busy.
     Client,
-    /// To listen. Sessions are served by the thread that does.
+    /// To listen. The listening thread serves the connections.
     Server,
 }
 

@@ -1,4 +1,4 @@
-//! What can be set about the sessions of a stack.
+//! The configuration of a stack's connections.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,78 +10,92 @@ use rand::{Rng, SeedableRng};
 
 use crate::Limits;
 
-/// Bytes that every message costs beside its content, in credits and in memory.
+/// Cost of a message besides its content, in bytes of credit and of memory.
 pub(crate) const MESSAGE_OVERHEAD: u64 = 4096;
 
-/// Largest piece of bulk data in one frame, in bytes.
+/// Maximum size of the bulk data in one frame, in bytes.
 pub(crate) const MAX_CHUNK: usize = 256 << 10;
 
-/// Most pulls that one side has under way in one session.
+/// Maximum number of pulls that one side has in progress on one connection.
 pub(crate) const MAX_PULLS: usize = 256;
 
-/// Bulk chunks queued for one transport connection at a time.
+/// Maximum number of bulk chunks queued for one transport.
 pub(crate) const BULK_SLOTS: usize = 4;
 
-/// Most credit that a peer may have granted and not seen used, in bytes.
+/// Maximum credit that a peer may have granted and that is unused, in bytes.
 pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 
 /// Longest silence that a peer may announce.
 pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 
-/// How the sessions of a stack behave. The defaults are for daemons; tests shorten the times.
+/// Configuration of a stack's connections. The defaults suit daemons; tests shorten the times.
 ///
-/// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged,
-/// `window_bytes` for messages, whatever the peer grants, and `push_window_bytes` for pushed data (counted while their [`bytes::Bytes`] live);
-/// queued bulk chunks, 1 MiB; chunks that the sources of pulls hold ready, one (256 KiB) for each of at most 256 pulls,
-/// and none where sources return parts of what is in memory anyway; read buffers of up to 1.5 MiB, which shrink to 16 KiB
-/// when little comes. Messages are parts of read buffers: one that is kept may keep up to 256 KiB around it.
+/// **Memory of one connection** is bounded by the sum of these:
+///
+/// - Received messages that the user has not taken: `window_bytes`.
+/// - Sent messages without acknowledgement: `window_bytes`, whatever the peer grants.
+/// - Pushed data without acknowledgement: `push_window_bytes`, counted while its [`bytes::Bytes`]
+///   live.
+/// - Queued bulk chunks: 1 MiB.
+/// - Chunks that the sources of pulls hold ready: one of 256 KiB for each of at most 256 pulls, and
+///   none if a source returns parts of data that is in memory.
+/// - Read buffers: up to 1.5 MiB, which shrink to 16 KiB while little data arrives.
+///
+/// Messages are parts of read buffers, so one message that is kept may keep up to 256 KiB around
+/// it.
 #[derive(Debug, Clone)]
 pub struct SessionConfig {
-    /// The longest silence: whoever has sent nothing for so long sends a heartbeat.
+    /// The longest silence of a busy connection: a side that has sent nothing for this long sends a
+    /// heartbeat.
     pub heartbeat: Duration,
-    /// The longest silence of an idle session: while neither side wants anything of the other, the pauses between heartbeats
-    /// double up to that. From `heartbeat` to 5 min.
+    /// The longest silence of an idle connection, from `heartbeat` to 5 min. While neither side has
+    /// anything outstanding, the pauses between heartbeats double up to this limit.
     pub rest: Duration,
-    /// A peer that was silent for so long, or for so much longer than it had announced, is taken for gone; its transport
-    /// connection is closed. At least three times `heartbeat`.
+    /// A peer counts as gone when it was silent for this long, beyond any longer silence that it
+    /// announced. Its transport is then closed. At least three times `heartbeat`.
     pub grace: Duration,
-    /// How long a connection may take to come about, and again how long its handshake. Who connects tries anew then, as long as it wants to.
+    /// Time limit for dialling a transport, and again for its handshake. The client then tries
+    /// again, as long as its own timeout permits.
     pub handshake_timeout: Duration,
-    /// Most handshakes of one listener at a time. One more replaces the oldest, first of an address above its fair share.
+    /// Maximum number of handshakes of one listener at a time. Another handshake replaces the
+    /// oldest one, first that of an address above its fair share.
     pub max_handshakes: usize,
-    /// How long a server keeps a session whose transport broke.
+    /// How long a server keeps a connection whose transport broke.
     pub hold: Duration,
-    /// Most sessions of one listener, those without a transport included. One more replaces the longest-silent session of an
-    /// address above its fair share ([`base::budget`]); it is refused if its own address holds that share and uses it.
+    /// Maximum number of connections of one listener, including detached ones. A new connection
+    /// replaces the longest-silent connection of an address above its fair share
+    /// ([`base::budget`]). It is refused if its own address holds its fair share and uses it.
     pub max_sessions: usize,
-    /// Most sessions of one listener that are kept without a transport; one more replaces another, or is lost at once, by
-    /// the same rule.
+    /// Maximum number of detached connections of one listener. Another one replaces an existing
+    /// one, or is lost at once, by the same rule.
     pub max_held: usize,
-    /// Most descriptors that a listener's connections take, handshakes and sessions; less than their limits lowers these.
-    /// `None` asks the system when the listener starts ([`base::budget::spare_descriptors`]).
+    /// Maximum number of file descriptors that a listener's handshakes and connections use. A value
+    /// below their limits lowers these limits. `None` asks the system when the listener starts
+    /// ([`base::budget::spare_descriptors`]).
     pub max_descriptors: Option<usize>,
-    /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them, and
-    /// that wait here to be sent or acknowledged.
+    /// Limit for received messages that the user has not taken, and for queued or unacknowledged
+    /// sent messages. In bytes, with 4 KiB added per message.
     pub window_bytes: u64,
-    /// Bytes of pushed bulk data that wait for the peer's acknowledgement.
+    /// Maximum amount of pushed bulk data without acknowledgement, in bytes.
     pub push_window_bytes: u32,
-    /// What this side takes.
+    /// The limits of what this side accepts.
     pub limits: Limits,
-    /// How long an offer of memory holds.
+    /// How long an offer of memory is valid.
     pub offer_ttl: Duration,
-    /// How many transports in a row may bring damaged frames, without anything new getting through, before the session
-    /// is given up.
+    /// The connection is ended when more than this number of transports in a row deliver damaged
+    /// frames and nothing new.
     pub max_damaged_transports: u32,
-    /// Where session ids, secrets, offer keys and the length of pauses come from.
+    /// The source of connection numbers, secrets, offer keys and random pauses.
     pub entropy: Entropy,
 }
 
-/// A source of random numbers: the system's, or a seed, so that a simulation can be replayed.
+/// A source of random numbers: the system's generator, or a seed, so that a simulation can be
+/// replayed.
 #[derive(Clone, Default)]
 pub struct Entropy(Option<Arc<Mutex<StdRng>>>);
 
 impl Entropy {
-    /// Numbers that anybody who knows the seed can guess. For tests.
+    /// A generator for tests. Its numbers are predictable for everyone who knows the seed.
     #[must_use]
     pub fn seeded(seed: u64) -> Entropy {
         Entropy(Some(Arc::new(Mutex::new(StdRng::seed_from_u64(seed)))))
@@ -133,10 +147,10 @@ impl Default for SessionConfig {
 }
 
 impl SessionConfig {
-    /// Checks what the parts of a session rely on.
+    /// Checks the relations between values that a connection relies on.
     ///
     /// # Panics
-    /// If a largest message could never be sent, or a limit does not fit a frame.
+    /// If a message of the largest size could never be sent, or a limit does not fit a frame.
     pub(crate) fn assert_sound(&self) {
         let largest = self.limits.max_header as u64 + self.limits.max_inline as u64 + MESSAGE_OVERHEAD;
         assert!(self.window_bytes >= 2 * largest, "window_bytes must hold two messages of the largest size");

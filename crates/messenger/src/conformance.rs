@@ -1,6 +1,7 @@
-//! What every network stack must do: one suite that all of them run, for their tests.
+//! The conformance suite that every network stack runs in its tests.
 //!
-//! Each check panics with what is wrong. [`Rig`] says which stack, where, and how to break its transports.
+//! A check panics with a description of the failure. A [`Rig`] provides the stack, its addresses,
+//! and a way to break its transports.
 
 mod bulk;
 mod order;

@@ -1,5 +1,5 @@
-//! What the bytes on a transport mean. Pure functions: nothing here waits, allocates more than its input justifies,
-//! or can panic on any input.
+//! The encoding of frames. All functions are pure: they do not wait, they allocate no more than
+//! their input justifies, and no input makes them panic.
 //!
 //! A frame is a fixed header, a body, and a payload:
 //!
@@ -14,9 +14,10 @@
 //!   +---------------------------------------------------------------------------------+
 //! ```
 //!
-//! All integers are little endian. `crc` covers bytes 0..36, `body_crc` the body; the payload is covered by its piece
-//! checksums (see [`base::block`]), which start `phase` bytes into a 4 KiB block. So a flipped bit is found before
-//! anything that it touches is believed, and payload is summed once on each side.
+//! All integers are little endian. `crc` covers bytes 0..36, and `body_crc` covers the body. The
+//! payload is covered by its piece checksums (see [`base::block`]), whose first piece begins
+//! `phase` bytes into a 4 KiB block. So a flipped bit is detected before the affected data is used,
+//! and each side computes the payload's checksums only once.
 
 mod body;
 
@@ -37,18 +38,18 @@ pub const MAGIC: [u8; 4] = *b"OBF1";
 pub const VERSION: u8 = 1;
 /// Length of the fixed header, in bytes.
 pub const HEADER_LEN: usize = 40;
-/// Longest header part of frames other than messages, in bytes.
+/// Maximum length of the header part of a frame that is not a message, in bytes.
 pub const MAX_CONTROL: usize = 1024;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
     /// First frame of a client.
     Hello = 1,
-    /// The server's answer: the session.
+    /// The server's answer that accepts a connection.
     Welcome = 2,
-    /// The server's answer: no.
+    /// The server's answer that rejects a connection.
     Reject = 3,
     /// A message of the users. Sequenced.
     Message = 16,
@@ -56,17 +57,17 @@ pub enum FrameKind {
     Push = 17,
     /// Bulk data was written to an offered sink by a one-sided transfer. Sequenced.
     Wrote = 18,
-    /// Credits; also what is sent when there is nothing to send (acknowledgement, heartbeat).
+    /// Grants credit. Also carries acknowledgements and serves as heartbeat.
     Window = 32,
     /// Asks for data of an offered source.
     PullRequest = 33,
-    /// The data is wanted no more.
+    /// Cancels a pull.
     PullCancel = 34,
-    /// There will be no (more) data for a pull.
+    /// Refuses a pull, or the rest of its data.
     PullRefused = 35,
-    /// Pushed data was not taken.
+    /// Refuses pushed data.
     PushRefused = 36,
-    /// The session ends.
+    /// Ends the connection.
     Close = 37,
     /// Data of an offered source.
     PullData = 48,
@@ -100,7 +101,7 @@ impl FrameKind {
         matches!(self, FrameKind::Message | FrameKind::Push | FrameKind::Wrote)
     }
 
-    /// Longest header part and payload of this kind, in bytes.
+    /// Maximum length of the header part and of the payload of this kind, in bytes.
     fn limits(self, limits: &Limits) -> (usize, usize) {
         match self {
             FrameKind::Message => (limits.max_header, limits.max_inline),
@@ -110,54 +111,54 @@ impl FrameKind {
     }
 }
 
-/// Why bytes are not a frame.
+/// The reason why bytes are not a valid frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
     /// The first bytes are not [`MAGIC`].
     #[error("not a frame: it starts with {0:02x?}")]
     Magic([u8; 4]),
-    /// The frame is of a version that this side does not speak.
+    /// This side does not support the frame's version.
     #[error("frame version {0} is unknown; this side speaks {VERSION}")]
     Version(u8),
     /// The fixed header is damaged.
     #[error("frame header damaged: checksum {found:#010x}, expected {expected:#010x}")]
     HeaderChecksum {
-        /// As sent.
+        /// The checksum that was sent.
         expected: u32,
-        /// As computed.
+        /// The checksum that was computed.
         found: u32,
     },
-    /// No such kind of frame.
+    /// The kind of frame is unknown.
     #[error("frame type {0} is unknown")]
     UnknownKind(u8),
-    /// The payload cannot start there in a block.
+    /// The payload's phase is not inside a block.
     #[error("payload phase {0} is not below 4096")]
     Phase(u16),
-    /// A part is longer than this kind of frame may have it.
+    /// A part is longer than this kind of frame permits.
     #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]
     TooLong {
-        /// The frame.
+        /// The kind of the frame.
         kind: FrameKind,
         /// `header` or `payload`.
         part: &'static str,
-        /// Its length.
+        /// Length of the part, in bytes.
         len: u32,
-        /// The limit.
+        /// The limit, in bytes.
         limit: usize,
     },
-    /// A numbered frame without a number, or the reverse.
+    /// A sequenced frame has no number, or another frame has one.
     #[error("{0:?} frame with sequence number {1}")]
     Sequence(FrameKind, u64),
     /// The body is damaged.
     #[error("frame body damaged: checksum {found:#010x}, expected {expected:#010x}")]
     BodyChecksum {
-        /// As sent.
+        /// The checksum that was sent.
         expected: u32,
-        /// As computed.
+        /// The checksum that was computed.
         found: u32,
     },
-    /// The body is whole, but makes no sense.
+    /// The body is undamaged but malformed.
     #[error("{0:?} frame with a malformed body")]
     Body(FrameKind),
     /// The payload is damaged.
@@ -166,8 +167,8 @@ pub enum FrameError {
 }
 
 impl FrameError {
-    /// Whether the bytes may have been changed on their way, so that sending them again may help; otherwise the peer
-    /// means what it says, and it is against the protocol.
+    /// Whether the bytes may have been damaged on the way, so that sending them again may help.
+    /// Otherwise the peer has violated the protocol.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         use FrameError::{BodyChecksum, HeaderChecksum, Magic, Payload, Version};
@@ -175,10 +176,10 @@ impl FrameError {
     }
 }
 
-/// The fixed header, validated in itself.
+/// The fixed header of a frame. Its fields have been validated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What the frame is.
+    /// The kind of the frame.
     pub kind: FrameKind,
     /// Object offset of the payload's first byte modulo 4096.
     pub phase: u16,
@@ -188,14 +189,14 @@ pub struct FrameHeader {
     pub payload_len: u32,
     /// Number of a sequenced frame, from 1; 0 for others.
     pub seq: u64,
-    /// Number of the last sequenced frame that the sender of this one has.
+    /// Number of the last sequenced frame that the sender of this frame has received.
     pub ack: u64,
     /// CRC-32C of the body.
     pub body_crc: u32,
 }
 
 impl FrameHeader {
-    /// The bytes of the fixed header, its checksum included.
+    /// Encodes the fixed header, including its checksum.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut out = [0; HEADER_LEN];
@@ -213,10 +214,10 @@ impl FrameHeader {
         out
     }
 
-    /// Reads a fixed header and checks it against itself and against `limits`.
+    /// Decodes a fixed header and checks its consistency and `limits`.
     ///
     /// # Errors
-    /// Whatever is wrong with it. Lengths are believed only after the checksum.
+    /// If the header is invalid. The checksum is verified before the lengths are used.
     pub fn decode(bytes: &[u8; HEADER_LEN], limits: &Limits) -> Result<FrameHeader, FrameError> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
@@ -270,10 +271,10 @@ impl FrameHeader {
         piece_count(u64::from(self.phase), u64::from(self.payload_len)) as usize
     }
 
-    /// Checks and takes apart the body, which must be [`FrameHeader::body_len`] bytes long.
+    /// Verifies and decodes the body, which must be [`FrameHeader::body_len`] bytes long.
     ///
     /// # Errors
-    /// If it is damaged or does not say what this kind of frame must say.
+    /// If the body is damaged or malformed for this kind of frame.
     pub fn decode_body(&self, mut body: Bytes) -> Result<(Body, Vec<u32>), FrameError> {
         let found = crc32c(&body);
         if body.len() != self.body_len() || found != self.body_crc {
@@ -285,9 +286,10 @@ impl FrameHeader {
     }
 }
 
-/// Appends the fixed header and the body of a frame to `out`; its payload, if it has any, comes after that.
+/// Appends the fixed header and the body of a frame to `out`. The caller appends the payload, if
+/// any, after them.
 ///
-/// `header` writes the header part. A frame is never longer than its reader's limits: its makers see to that.
+/// `header` writes the header part. The caller ensures that the frame respects the reader's limits.
 pub fn encode_head(
     out: &mut Vec<u8>,
     kind: FrameKind,
@@ -315,7 +317,7 @@ pub fn encode_head(
     out[start..start + HEADER_LEN].copy_from_slice(&fixed.encode());
 }
 
-/// A whole frame.
+/// A complete frame.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Frame {
     /// The fixed header.
@@ -326,10 +328,11 @@ pub struct Frame {
     pub payload: Payload,
 }
 
-/// Reads the frame at the start of `bytes`. `None` if there is not yet a whole one. Returns its length too.
+/// Decodes the frame at the start of `bytes`, and returns it with its length. Returns `None` if the
+/// frame is incomplete.
 ///
 /// # Errors
-/// As soon as it can be told that this will never be a frame that `limits` allow.
+/// As soon as the bytes cannot become a frame that `limits` permit.
 pub fn decode(bytes: &Bytes, limits: &Limits) -> Result<Option<(Frame, usize)>, FrameError> {
     let Some(fixed) = bytes.first_chunk::<HEADER_LEN>() else { return Ok(None) };
     let header = FrameHeader::decode(fixed, limits)?;

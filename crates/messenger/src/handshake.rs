@@ -1,4 +1,4 @@
-//! How a session begins, and how it goes on over a new transport: one frame each way.
+//! The handshake by which a connection begins, or resumes over a new transport: one frame each way.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,17 +20,17 @@ use crate::transport::ofi::PacketContent;
 use crate::transport::{ConnectClaim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
 
-/// Protocol versions that this side speaks, lowest and highest.
+/// Minimum and maximum protocol version that this side supports.
 const VERSIONS: (u16, u16) = (2, 2);
 
-/// Why a handshake failed.
+/// The reason why a handshake failed.
 #[derive(Debug)]
 pub(crate) enum HandshakeError {
     /// The transport broke or was too slow.
     Transport { endpoint: String, reason: String },
-    /// The peer does not want to.
+    /// The peer rejected the handshake.
     Rejected(Reject),
-    /// The peer does not speak this protocol.
+    /// The peer violated the protocol.
     Protocol(String),
 }
 
@@ -40,10 +40,11 @@ impl HandshakeError {
     }
 }
 
-/// Reads one frame of a handshake, and not a byte more.
+/// Reads one frame of a handshake, and no byte beyond it.
 async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
     let transport = |reason: String| HandshakeError::Transport { endpoint: wire.address.clone(), reason };
-    // What was damaged on its way may be whole the next time.
+    // A damaged frame may arrive intact on the next attempt, so treat damage like a broken
+    // transport.
     let broken = |e: frame::FrameError| match e.is_damage() {
         true => transport(e.to_string()),
         false => HandshakeError::Protocol(e.to_string()),
@@ -88,7 +89,7 @@ pub(crate) async fn write(wire: &mut Wire, body: &Body) -> std::io::Result<()> {
     }
 }
 
-/// Reads and checks what a client says first.
+/// Reads and checks the first frame of a client.
 pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError> {
     match read(wire).await? {
         Body::Hello(hello) => Ok(hello),
@@ -96,7 +97,7 @@ pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError>
     }
 }
 
-/// Whether this side can make a session of that, over a transport whose connect request made that `claim`.
+/// Whether this side can accept the hello, over a transport whose connect request made `claim`.
 pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
     if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
@@ -117,7 +118,8 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
     Ok(())
 }
 
-/// The server's side of a new session over `wire`: what was settled, and what to tell the client.
+/// The server's side of a new connection over `wire`. Returns the agreed values and the answer to
+/// the client.
 pub(crate) fn settle(
     hello: Hello,
     wire: &Wire,
@@ -139,7 +141,7 @@ pub(crate) fn settle(
     (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
-/// What to tell a client that goes on with its session.
+/// The answer to a client that resumes its connection.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
     let features = shared.peer().features;
     let (id, secret) = (shared.session_id(), shared.secret());
@@ -161,22 +163,22 @@ fn welcome(
     Body::Welcome(Welcome { version, features, nonce, session, secret, limits, granted, received, paths })
 }
 
-/// What a client needs to make transports for its session.
+/// The state with which a client creates transports for its connection.
 pub(crate) struct Dialer {
     transport: Arc<dyn Transport>,
     paths: Vec<Arc<Path>>,
-    /// The best path that the server has, too; known once there is a session.
+    /// The best path that the server also has. Known once the connection exists.
     path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
     config: SessionConfig,
     backoff: Duration,
-    /// The thread that serves the session, which is there as long as the session.
+    /// The thread that serves the connection. It lives at least as long as the connection.
     _home: Option<Arc<Home>>,
 }
 
 impl Dialer {
-    /// Of a session that is served by that thread.
+    /// Sets the thread that serves the connection.
     pub(crate) fn at(self, home: Arc<Home>) -> Dialer {
         Dialer { _home: Some(home), ..self }
     }
@@ -196,7 +198,8 @@ impl Dialer {
         Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })
     }
 
-    /// Starts a new session, trying again until the time is over; over the best transport that both sides have.
+    /// Opens a new connection over the best transport that both sides have. Tries again until the
+    /// timeout.
     pub(crate) async fn dial(&mut self) -> Result<(Negotiated, Wire), MessengerError> {
         let granted = self.config.window_bytes;
         let (welcome, wire) = self.retry(None, granted).await?;
@@ -218,7 +221,7 @@ impl Dialer {
         Ok((settled, wire))
     }
 
-    /// Takes a session that has just begun to a better transport, if there is one.
+    /// Moves a new connection to a better transport, if one exists.
     async fn move_to_path(&mut self, welcome: &Welcome, wire: Wire) -> Result<Wire, MessengerError> {
         self.path = CommonPath::choose(&self.paths, &welcome.paths, &self.endpoint);
         let required = self.paths.iter().find(|path| path.is_required);
@@ -247,7 +250,8 @@ impl Dialer {
         MessengerError::Unreachable { endpoint: self.endpoint.clone(), reason }
     }
 
-    /// Goes on with a session whose transport broke; at once, if that `was_useful`.
+    /// Resumes a connection whose transport broke. The first attempt starts without a pause if the
+    /// old transport `was_useful`.
     pub(crate) async fn redial(&mut self, shared: &Shared, was_useful: bool) -> Result<Wire, MessengerError> {
         if was_useful {
             self.backoff = crate::session::BACKOFF.0;
@@ -268,7 +272,8 @@ impl Dialer {
         shared.resume(welcome.received, welcome.granted)
     }
 
-    /// Waits until there is a better transport than `road`, and gives a connection over it. Never, if there is none.
+    /// Waits until a better transport than the current one is available and dials it. Never returns
+    /// if none exists.
     pub(crate) async fn upgrade(&self, is_base: bool) -> (Wire, ConnectClaim) {
         match &self.path {
             Some(path) if is_base => path.upgrade(|| self.claim()).await,
@@ -276,7 +281,7 @@ impl Dialer {
         }
     }
 
-    /// Goes on with the session over a connection that [`upgrade`](Self::upgrade) gave.
+    /// Resumes the connection over a transport that [`upgrade`](Self::upgrade) returned.
     pub(crate) async fn redial_over(
         &mut self,
         shared: &Shared,
@@ -299,7 +304,8 @@ impl Dialer {
         }
     }
 
-    /// A transport of the path brought nothing: it is no better than none.
+    /// Reports that a transport over the path delivered nothing, which counts as a failure of the
+    /// path.
     pub(crate) fn path_was_useless(&self, why: &str) {
         if let Some(path) = &self.path {
             path.failed(why);
@@ -340,7 +346,8 @@ impl Dialer {
         ConnectClaim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() }
     }
 
-    /// One attempt: over the path while that is well, and over the base.
+    /// Makes one attempt: over the path while the path is healthy, and otherwise over the base
+    /// transport.
     async fn attempt(&self, resume: Option<Resume>, granted: u64) -> Result<(Welcome, Wire), HandshakeError> {
         if let Some(path) = self.path.as_ref().filter(|path| path.is_active()) {
             match self.attempt_path(path, resume.clone(), granted).await {

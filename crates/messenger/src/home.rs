@@ -1,5 +1,5 @@
-//! A thread of its own for the sessions of clients: their peers are served also while the thread of who uses them does
-//! something else.
+//! A separate thread for the connections of clients. It serves their peers even while the user's
+//! thread is busy.
 
 use std::future::Future;
 use std::sync::Mutex;
@@ -8,27 +8,28 @@ use base::thread::ThreadClass;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// The thread. It ends when this is dropped: sessions that it serves hold it.
+/// The thread. It ends when this value is dropped. The connections that it serves keep this value
+/// alive.
 pub(crate) struct Home {
     handle: Handle,
-    /// Dropping it stops the thread. In a lock only so that this can be shared.
+    /// Dropping the sender stops the thread. The mutex only makes the type `Sync`.
     _stop: Mutex<oneshot::Sender<()>>,
 }
 
 impl Home {
-    /// Starts the thread, `msgr-client`.
+    /// Starts the thread, which is named `msgr-client`.
     pub(crate) fn start() -> std::io::Result<Home> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         base::thread::spawn(ThreadClass::Messenger, "client", move || {
-            // An error says that the sender is gone: that is the sign.
+            // An error means that the sender was dropped, which is the signal to stop.
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Home { handle, _stop: Mutex::new(stop) })
     }
 
-    /// Runs `work` there. It is given up when the future is dropped.
+    /// Runs `work` on the thread. Dropping the future cancels the work.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,

@@ -1,11 +1,12 @@
 //! Messages and bulk transfers between two processes, over interchangeable network stacks.
 //!
-//! A [`NetworkStack`] makes [`Connection`]s. A connection carries ordered messages both ways, exactly once within its
-//! session even when the transport below breaks and is made anew, and moves *bulk* data: one side offers memory as a
-//! [`BulkDescriptor`] inside a message, and the **receiver of the descriptor** drives the transfer (pulls from it or
-//! pushes into it), so flow control stays with the server and heartbeats never wait behind data.
+//! A [`NetworkStack`] makes [`Connection`]s. A connection carries ordered messages both ways. Each
+//! message arrives exactly once, even if the transport below breaks and is replaced. A connection
+//! also moves *bulk* data: one side offers memory by sending a [`BulkDescriptor`] in a message. The
+//! **receiver of the descriptor** drives the transfer: it pulls from the memory or pushes into it.
+//! So the server controls the flow, and heartbeats never wait behind data.
 //!
-//! The messenger knows nothing of objects. What the header of a message means is its users' business.
+//! The messenger knows nothing of objects. Only its users interpret the header of a message.
 //!
 //! ```
 //! use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack, TcpStack};
@@ -27,9 +28,10 @@
 //! # }
 //! ```
 //!
-//! Inside, from the bottom up: [`transport`] brings bytes from here to there (TCP, libfabric, or a simulation with faults),
-//! [`frame`] is what the bytes mean (pure functions), `session` keeps order, credits, offers and what must be sent
-//! again, and `stack` makes sessions by handshake. `docs/protocol.md` draws the frames.
+//! The layers, from the bottom up: [`transport`] moves bytes between machines (TCP, libfabric, or a
+//! simulation with faults). [`frame`] encodes frames by pure functions. `session` keeps a
+//! connection's message order, credits, offers and unacknowledged frames. `stack` creates
+//! connections by a handshake. `docs/protocol.md` draws the frames.
 
 #![forbid(unsafe_code)]
 

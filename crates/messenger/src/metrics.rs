@@ -1,14 +1,14 @@
-//! The counters of a session. All sessions of a process share them.
+//! The counters of connections. All connections of a process share them.
 
 use metrics::{Counter, Gauge, counter, gauge};
 
-/// Handles, looked up once for each session.
+/// Metric handles, looked up once per connection.
 pub(crate) struct ConnectionMetrics {
     /// Bytes written to transports, headers included.
     pub(crate) sent_bytes: Counter,
     /// Bytes read from transports, headers included.
     pub(crate) received_bytes: Counter,
-    /// Messages handed to the peer's session, without repetitions.
+    /// Messages sent on connections, without repetitions.
     pub(crate) sent_messages: Counter,
     /// Messages received.
     pub(crate) received_messages: Counter,
@@ -22,7 +22,7 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) heartbeats_missed: Counter,
     /// Sessions that are there.
     pub(crate) sessions: Gauge,
-    /// Messages queued and not yet written, over all sessions.
+    /// Messages that are queued and not yet written, over all connections.
     pub(crate) queue_depth: Gauge,
 }
 

@@ -1,9 +1,11 @@
-//! Faster ways to a peer than the one that always works.
+//! Faster paths to a peer than the base transport, which always works.
 //!
-//! A session begins over the base transport, whose answer lists the server's other [paths](PathOffer). A client that has one
-//! of these too moves the session there, by the resumption that also mends broken transports; and moves it back when the path
-//! fails. Whether a path is used is the decision of the offload health of [`base::health`], shared by all sessions of a stack:
-//! it cools down after a failure, and one attempt to connect is the probe.
+//! A connection begins over the base transport. The server's answer to the handshake lists its
+//! other [paths](PathOffer). A client that also supports one of them moves the connection there, by
+//! the same resumption that replaces broken transports. If the path fails, the client moves the
+//! connection back. The offload health of [`base::health`], which all connections of a stack share,
+//! decides whether a path is used. A path cools down after a failure, and the next attempt to
+//! connect over it is the probe.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -14,43 +16,47 @@ use base::health::{HealthState, OffloadHealth};
 use crate::frame::PathOffer;
 use crate::transport::{ConnectClaim, Transport, Wire};
 
-/// How long a path may take to connect, before the session goes on without it.
+/// Time limit for connecting over a path. After it, the connection continues without the path.
 pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Most paths that a server lists.
+/// Maximum number of paths that a server lists.
 pub(crate) const MAX_PATHS: usize = 8;
 
-/// Longest name of a path, in bytes.
+/// Maximum length of a path's name, in bytes.
 pub(crate) const MAX_PATH_NAME: usize = 32;
 
-/// A transport that may be better than the base.
+/// A transport that may be better than the base transport.
 pub struct Path {
-    /// Name by which server and client know that it is the same kind: `ofi:verbs`.
+    /// The name of the path's kind, such as `ofi:verbs`, by which client and server match their
+    /// paths.
     pub(crate) name: String,
     pub(crate) transport: Arc<dyn Transport>,
-    /// Where a server listens; `None` for the base's address.
+    /// The address at which a server listens. `None` means the base transport's address.
     pub(crate) address: Option<String>,
-    /// A client that cannot use it at first is told so, instead of using the base.
+    /// Whether a client fails to connect if it cannot use the path at first. Otherwise it uses the
+    /// base transport.
     pub(crate) is_required: bool,
     pub(crate) health: OffloadHealth,
 }
 
 impl Path {
-    /// A path that is used while it works.
+    /// Creates a path that is used while it works.
     #[must_use]
     pub fn new(name: &str, transport: Arc<dyn Transport>, cool_down: Duration) -> Path {
         let health = OffloadHealth::new("network path", cool_down);
         Path { name: name.to_owned(), transport, address: None, is_required: false, health }
     }
 
-    /// Where a server listens, if not at the base's address with a free port.
+    /// Sets the address at which a server listens. Without it, the server uses the base transport's
+    /// address with a free port.
     #[must_use]
     pub fn at(mut self, address: Option<String>) -> Path {
         self.address = address;
         self
     }
 
-    /// A client that cannot use it at first is told so, instead of using the base.
+    /// Makes a client fail to connect if it cannot use the path at first, instead of using the base
+    /// transport.
     #[must_use]
     pub fn required(mut self, is_required: bool) -> Path {
         self.is_required = is_required;
@@ -58,7 +64,7 @@ impl Path {
     }
 }
 
-/// A path that the server of a session has, too.
+/// A path that both the client and the server of a connection have.
 #[derive(Clone)]
 pub(crate) struct CommonPath {
     pub(crate) path: Arc<Path>,
@@ -66,7 +72,8 @@ pub(crate) struct CommonPath {
 }
 
 impl CommonPath {
-    /// The best of `paths` that the server offers; `dialed` is where it was found.
+    /// Chooses the best of `paths` that the server offers. `dialed` is the address at which the
+    /// client reached the server.
     pub(crate) fn choose(paths: &[Arc<Path>], offers: &[PathOffer], dialed: &str) -> Option<CommonPath> {
         paths.iter().find_map(|path| {
             let offer = offers.iter().find(|offer| offer.name == path.name)?;
@@ -83,20 +90,21 @@ impl CommonPath {
         self.path.health.failed(why, Instant::now());
     }
 
-    /// Waits until the path can be used (again), and gives a connection over it that has not shaken hands.
+    /// Waits until the path can be used and dials it. The returned transport has not performed the
+    /// handshake yet.
     pub(crate) async fn upgrade(&self, claim: impl Fn() -> ConnectClaim) -> (Wire, ConnectClaim) {
         loop {
             match self.path.health.probe_at() {
                 Some(at) => tokio::time::sleep_until(at.into()).await,
                 None if self.is_active() => {}
-                // Another session probes it.
+                // Another connection is probing the path.
                 None => tokio::time::sleep(PATH_TIMEOUT).await,
             }
             let probes = self.path.health.begin_probe(Instant::now());
             if !probes && !self.is_active() {
                 continue;
             }
-            // A probe must end, also if this session does.
+            // The probe must end even if this connection ends first.
             let probe = Probe { path: &self.path, is_pending: probes };
             let claim = claim();
             let dialed = self.path.transport.dial(&self.endpoint, &claim);
@@ -135,7 +143,8 @@ impl Drop for Probe<'_> {
     }
 }
 
-/// An endpoint as the client can reach it: a server that listens at every address is found at the one that was dialed.
+/// The endpoint as the client can reach it. If a server listens on all its addresses, the client
+/// uses the address that it dialled.
 fn reachable(offered: &str, dialed: &str) -> Option<String> {
     let address: SocketAddr = offered.parse().ok()?;
     let is_any = match address.ip() {

@@ -1,8 +1,10 @@
-//! One session: what both ends agree on while transports come and go below it.
+//! The state of one connection, which both ends keep while the transports below it change.
 //!
-//! [`Shared`] is what the handle, the user's tasks and the session's own task have in common, behind one short lock.
-//! The session's task ([`task`]) runs on the thread that made the session; it joins a reader and a writer for as long as
-//! a transport lasts, so that one wake-up reads a batch, and writes what it and the users have queued in one system call.
+//! The handle, the user's tasks and the connection's own task share [`Shared`]. One mutex, held
+//! only briefly, protects its mutable state. The connection's task ([`task`]) runs on the thread
+//! that created the connection. While a transport exists, the task runs a reader and a writer
+//! together. One wake-up therefore reads a batch of frames and writes all queued frames in one
+//! system call.
 
 mod batch;
 mod connection;
@@ -39,48 +41,48 @@ use outbound::Outbound;
 use pulls::Pulls;
 use turns::TransferTurns;
 
-/// What the handshake settled.
+/// What both sides agreed on in the handshake.
 pub(crate) struct Negotiated {
     pub(crate) peer: PeerInfo,
     pub(crate) secret: [u8; 16],
-    /// What the peer takes: the limits of what this side sends.
+    /// The peer's limits, which apply to what this side sends.
     pub(crate) limits: Limits,
-    /// Credits that the peer granted.
+    /// Message credit that the peer granted, in bytes.
     pub(crate) granted: u64,
 }
 
-/// Where the session stands.
+/// Whether the connection can still be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum ConnectionState {
     Open,
-    /// This side wants to end it: what is queued is sent first.
+    /// This side is closing the connection: it sends the queued frames, then ends.
     Closing,
     Lost(MessengerError),
 }
 
-/// What is behind the lock.
+/// The part of the connection's state that the mutex protects.
 struct State {
     status: ConnectionState,
     outbound: Outbound,
     inbound: Inbound,
     pulls: Pulls,
     offers: Offers,
-    /// The transport now in use, if it is one that moves memory by itself.
+    /// The current transport, if it is a link (libfabric) and not a byte stream.
     link: Option<Arc<Link>>,
-    /// The next heartbeat is due later than usual.
+    /// Whether the current pause between heartbeats is longer than [`SessionConfig::heartbeat`].
     is_resting: bool,
-    /// When the peer was last known to be there; looked at once per heartbeat.
+    /// When the peer last showed that it is alive. Updated once per heartbeat.
     heard_at: tokio::time::Instant,
 }
 
-/// Which side of a session this is. Only clients let their peers reach their memory.
+/// The side of a connection. Only a client exposes its memory to the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionSide {
     Client,
     Server,
 }
 
-/// A session, as its handle, its users' tasks and its own task see it.
+/// A connection. Its handles, its users' tasks and its own task share this value.
 pub(crate) struct Shared {
     peer: PeerInfo,
     secret: [u8; 16],
@@ -89,38 +91,39 @@ pub(crate) struct Shared {
     side: ConnectionSide,
     metrics: ConnectionMetrics,
     state: Mutex<State>,
-    /// There is something to write.
+    /// Wakes the writer when there is something to write.
     wake_writer: Notify,
-    /// Credits for messages, in bytes; as granted by the peer.
+    /// Credit for messages that the peer granted, in bytes.
     message_credit: Semaphore,
-    /// Room for pushed data that the peer has not acknowledged, in bytes.
+    /// How many more bytes of pushed data may be sent before the peer acknowledges earlier ones.
     push_room: Semaphore,
-    /// Room in the bulk lane, in chunks. Fair: transfers whose turn it is alternate.
+    /// Free places in the queue of bulk chunks. Tokio's semaphore is fair, so the transfers whose
+    /// turn it is alternate.
     bulk_slots: Semaphore,
     turns: TransferTurns,
     pull_slots: Semaphore,
-    /// A pull was given up: the reader may be writing to its buffer.
+    /// A pull was cancelled. Wakes the reader, because it may be writing to the pull's buffer.
     pull_dropped: Notify,
-    /// The user wants the session to end.
+    /// The user wants to close the connection.
     close_wanted: watch::Sender<bool>,
-    /// It ends because its place is needed for another session.
+    /// The connection is being closed because another connection needs its place.
     reclaimed: AtomicBool,
-    /// The session's task has ended.
+    /// The connection's task has ended.
     ended: watch::Sender<bool>,
-    /// Bytes came in since the last heartbeat was due.
+    /// Bytes were received since the last heartbeat was due.
     heard: AtomicBool,
-    /// Bytes went out since the last heartbeat was due.
+    /// Bytes were sent since the last heartbeat was due.
     spoke: AtomicBool,
-    /// For how long the peer may be silent, as it said, in milliseconds.
+    /// How long the peer may be silent, as the peer announced it, in milliseconds.
     peer_quiet_ms: AtomicU32,
-    /// Something was begun while this side rested.
+    /// Work began while this side made longer pauses between heartbeats.
     stirred: Notify,
-    /// Something was received that has not been acknowledged, and the timer for that does not run yet.
+    /// A received frame needs an acknowledgement, and the acknowledgement timer is not running yet.
     ack_wanted: Notify,
 }
 
 impl Shared {
-    /// A session that goes over `wire` first.
+    /// Creates a connection whose first transport is `wire`.
     pub(crate) fn new(
         settled: Negotiated,
         config: SessionConfig,
@@ -179,11 +182,11 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock with the state half changed.
+        // No code panics with the state half changed, so a poisoned mutex is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why nothing more can be sent, if that is so.
+    /// Returns an error if nothing more can be sent.
     fn check_open(state: &State) -> Result<(), MessengerError> {
         match &state.status {
             ConnectionState::Open => Ok(()),
@@ -192,14 +195,15 @@ impl Shared {
         }
     }
 
-    /// The error of calls that find the session over.
+    /// The error for calls on a connection that has ended.
     fn loss(&self) -> MessengerError {
         Self::check_open(&self.lock())
             .err()
             .unwrap_or_else(|| MessengerError::SessionLost("the session ends".into()))
     }
 
-    /// Asks the session's task to send what is queued and end. May be called again.
+    /// Asks the connection's task to send the queued frames and to end. May be called more than
+    /// once.
     fn close_soon(&self) {
         let mut state = self.lock();
         if state.status == ConnectionState::Open {
@@ -210,7 +214,8 @@ impl Shared {
         self.wake_writer.notify_one();
     }
 
-    /// Ends the session soon, because its place is needed for another one. Its peer is told, and may begin a new session.
+    /// Closes the connection soon, because another connection needs its place. The peer is told,
+    /// and may open a new connection.
     pub(crate) fn reclaim(&self) {
         self.reclaimed.store(true, Ordering::Relaxed);
         self.close_soon();
@@ -220,12 +225,12 @@ impl Shared {
         self.reclaimed.load(Ordering::Relaxed)
     }
 
-    /// Why this side closes the session.
+    /// The reason that this side sends to the peer when it closes the connection.
     fn close_reason(&self) -> &'static str {
         if self.is_reclaimed() { "its place was needed for another client" } else { "closed" }
     }
 
-    /// Ends the session: everything that waits fails, everything that is held is let go.
+    /// Ends the connection: all waiting calls fail, and all held memory is released.
     fn lose(&self, why: MessengerError) {
         let mut state = self.lock();
         if matches!(state.status, ConnectionState::Lost(_)) {
@@ -233,7 +238,8 @@ impl Shared {
         }
         state.status = ConnectionState::Lost(why.clone());
         state.link = None;
-        // Dropped after the lock is: what drops here is the users', and may call back.
+        // These are dropped after the lock is released, because dropping the users' objects may
+        // call back into the connection.
         let (outbound, pulls, offers) = (
             std::mem::replace(&mut state.outbound, Outbound::new(0, 0)),
             std::mem::take(&mut state.pulls),

@@ -1,4 +1,4 @@
-//! Network stacks over byte streams: connecting, listening, and the sessions of a listener.
+//! Network stacks over byte streams: connecting, listening, and the connections of a listener.
 
 mod listener;
 
@@ -19,12 +19,13 @@ use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result
 pub(crate) use listener::RegistryPlace;
 use listener::StreamListener;
 
-/// A network stack over a [`Transport`] that always works, and perhaps faster [`Path`]s.
+/// A network stack over a [`Transport`] that always works, with optional faster [`Path`]s.
 ///
-/// A listener's sessions are served by the thread that called `listen`. A client's are served by the one that called
-/// `connect`, or, with [`on_own_thread`](StreamStack::on_own_thread), by a thread of the stack. All must be in a tokio runtime with
-/// time and I/O. Handles may be used on other threads; transfers have deadlines, so those threads must be in a runtime with time
-/// too.
+/// The thread that called `listen` serves a listener's connections. The thread that called
+/// `connect` serves a client's connection, unless [`on_own_thread`](StreamStack::on_own_thread)
+/// gave the stack its own thread. All these threads must be in a tokio runtime with time and I/O.
+/// Other threads may use the handles. They must be in a runtime with time, because transfers have
+/// deadlines.
 pub struct StreamStack<T> {
     transport: Arc<T>,
     paths: Vec<Arc<Path>>,
@@ -32,20 +33,20 @@ pub struct StreamStack<T> {
     config: SessionConfig,
 }
 
-/// The simulated network: everything that can go wrong, from a seed.
+/// The simulated network, which produces all kinds of faults from a seed.
 ///
-/// Replays exactly when its configuration's [`Entropy`](crate::Entropy) comes from a seed too, and it runs on one
-/// current-thread runtime with a paused clock.
+/// A run replays exactly if the configuration's [`Entropy`](crate::Entropy) is also seeded, and if
+/// the stack runs on one current-thread runtime with a paused clock.
 pub type SimStack = StreamStack<Faulty<MemoryNetwork>>;
 
-/// The stack that always works: TCP, endpoints `host:port`.
+/// The TCP stack, which always works. Its endpoints are `host:port`.
 pub type TcpStack = StreamStack<Tcp>;
 
 impl StreamStack<Tcp> {
-    /// A stack over TCP.
+    /// Creates a stack over TCP.
     ///
     /// # Panics
-    /// If `config` contradicts itself.
+    /// If `config` is inconsistent.
     #[must_use]
     pub fn new(config: SessionConfig) -> TcpStack {
         StreamStack::over(Tcp::default(), config)
@@ -53,10 +54,11 @@ impl StreamStack<Tcp> {
 }
 
 impl StreamStack<Faulty<MemoryNetwork>> {
-    /// A network with `faults` from `seed`, and the hand on their switch.
+    /// Creates a network with `faults` from `seed`. Also returns the switch that controls the
+    /// faults.
     ///
     /// # Panics
-    /// If `config` contradicts itself.
+    /// If `config` is inconsistent.
     #[must_use]
     pub fn simulated(
         seed: u64,
@@ -76,34 +78,36 @@ impl Default for TcpStack {
 }
 
 impl<T: Transport> StreamStack<T> {
-    /// A stack over any transport.
+    /// Creates a stack over any transport.
     ///
     /// # Panics
-    /// If `config` contradicts itself.
+    /// If `config` is inconsistent.
     #[must_use]
     pub fn over(transport: T, config: SessionConfig) -> StreamStack<T> {
         config.assert_sound();
         StreamStack { transport: Arc::new(transport), paths: Vec::new(), home: None, config }
     }
 
-    /// With a path that is better than those before it are not, and than the base.
+    /// Adds a path that is preferred to the base transport. Paths added before it are preferred to
+    /// it.
     #[must_use]
     pub fn with_path(mut self, path: Path) -> StreamStack<T> {
         self.paths.push(Arc::new(path));
         self
     }
 
-    /// Serves the sessions of clients on a thread of its own: peers that move data by themselves need them to make progress
-    /// whatever the user's thread does.
+    /// Makes a separate thread serve the connections of clients. Over some paths, one-sided
+    /// transfers progress only while the thread that serves the connection runs. A separate thread
+    /// keeps them going while the user's thread is busy.
     ///
     /// # Errors
-    /// If the system has no room for another thread.
+    /// If the system cannot start another thread.
     pub fn on_own_thread(mut self) -> std::io::Result<StreamStack<T>> {
         self.home = Some(Arc::new(Home::start()?));
         Ok(self)
     }
 
-    /// How the paths are, in the order in which they are preferred.
+    /// The health of the paths, in order of preference.
     pub fn paths(&self) -> impl Iterator<Item = (&str, base::health::HealthReport)> {
         self.paths.iter().map(|path| (path.name.as_str(), path.health.report()))
     }
@@ -152,7 +156,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
     }
 }
 
-/// Begins a session, which is served by the thread that this runs on.
+/// Opens a connection, which the calling thread serves.
 async fn begin(mut dialer: Dialer, config: SessionConfig) -> Result<Ends> {
     let (settled, wire) = dialer.dial().await?;
     let shared = Shared::new(settled, config, ConnectionSide::Client, &wire);

@@ -1,8 +1,9 @@
-//! What a session stands on: a reliable way to bring bytes there and back that may break at any byte.
+//! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
 //!
-//! [`tcp`] is the real stream; [`memory`] stays within a process, and [`faulty`] breaks what is below it. [`ofi`] has no stream:
-//! it brings packets, and moves memory by itself. A transport carries no meaning; a session outlives several, also of
-//! different kinds.
+//! [`tcp`] is the real stream. [`memory`] works within one process, and [`faulty`] adds faults to
+//! another transport. [`ofi`] has no stream: it carries packets and one-sided transfers. A
+//! transport does not interpret the bytes. One connection may use several transports in turn, even
+//! of different kinds.
 
 pub mod faulty;
 pub mod memory;
@@ -17,26 +18,26 @@ use base::BoxFuture;
 use base::budget::PeerAddress;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// What goes in.
+/// The receiving half of a stream.
 pub type TransportReader = Box<dyn AsyncRead + Send + Unpin>;
 
-/// What goes out. Vectored writes should be real ones.
+/// The sending half of a stream. It should implement vectored writes efficiently.
 pub type TransportWriter = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// One connection of a transport.
+/// One transport of a connection.
 pub struct Wire {
-    /// How bytes move.
+    /// The way in which bytes move.
     pub road: Road,
-    /// The peer's address, for people.
+    /// The peer's address, for display.
     pub address: String,
-    /// The peer's address, for the budgets of the side that accepted the connection.
+    /// The peer's address, for the budgets of the accepting side.
     pub peer: PeerAddress,
-    /// What the peer said of itself before the connection stood, where the transport has room for that. To be proven by
-    /// its handshake.
+    /// The peer's claim about itself in the connect request, if the transport supports one. The
+    /// handshake must prove it.
     pub claim: Option<ConnectClaim>,
 }
 
-/// How bytes move on a [`Wire`].
+/// The way in which bytes move on a [`Wire`].
 pub enum Road {
     /// A stream of bytes in each direction.
     Stream(TransportReader, TransportWriter),
@@ -45,7 +46,7 @@ pub enum Road {
 }
 
 impl Wire {
-    /// A wire that is two streams, to a peer without an address of its own.
+    /// Creates a wire from two streams, to a peer without an address.
     #[must_use]
     pub fn stream(reader: TransportReader, writer: TransportWriter, address: String) -> Wire {
         Wire { road: Road::Stream(reader, writer), address, peer: PeerAddress::Local, claim: None }
@@ -58,36 +59,37 @@ impl fmt::Debug for Wire {
     }
 }
 
-/// Who wants to connect, in the connect request itself: so a server can choose a protection domain before there is an
-/// endpoint. It proves nothing.
+/// The identity that a client claims in the connect request. With it, a server can choose a
+/// protection domain before an endpoint exists. It proves nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectClaim {
     /// The tenant, at most [`Claim::MAX_TENANT`] bytes.
     pub tenant: String,
-    /// Random: says that the handshake which comes later belongs to this request.
+    /// A random number that links the later handshake to this request.
     pub nonce: [u8; 16],
 }
 
 impl ConnectClaim {
-    /// Longest name of a tenant, in bytes.
+    /// Maximum length of a tenant's name, in bytes.
     pub const MAX_TENANT: usize = 32;
 }
 
-/// A way to make [`Wire`]s.
+/// A way to create [`Wire`]s.
 pub trait Transport: Send + Sync + 'static {
-    /// Starts to take connections at `address`.
+    /// Starts to listen at `address`.
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
 
-    /// Connects to an endpoint as [`Acceptor::endpoint`] gives it.
+    /// Connects to an endpoint in the form that [`Acceptor::endpoint`] returns.
     fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>>;
 }
 
-/// Where connections arrive.
+/// Accepts transports from clients.
 pub trait Acceptor: Send {
-    /// The address bound to.
+    /// The address of the acceptor.
     fn endpoint(&self) -> String;
 
-    /// The next connection. Cancel safe. Connections that end before they are accepted are passed over: an error is about
-    /// the acceptor or the process, such as a lack of descriptors.
+    /// Waits for the next transport. Cancel safe. Skips transports that end before they are
+    /// accepted, so an error concerns the acceptor or the process, for example a lack of file
+    /// descriptors.
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>>;
 }

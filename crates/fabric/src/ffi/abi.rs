@@ -1,10 +1,11 @@
-//! Layout of libfabric's structures, as far as they are used.
+//! Layout of the libfabric structures that this crate uses.
 //!
-//! Most calls of libfabric are functions in tables that objects point to; its headers only dress them up. Structures and
-//! tables are given here up to the last field that is used, for they are only ever reached by pointer to what
-//! libfabric made; what we make ourselves and hand over is whole. Layouts are those of the symbol version `FABRIC_1.3`
-//! (libfabric 1.14 to 1.17; later libraries keep them for who asks for that version). The tests compare offsets with what
-//! a C compiler says.
+//! Most calls of libfabric are functions in tables that objects point to. Its headers only wrap
+//! these calls. Structures that libfabric allocates are declared here up to the last field that is
+//! used, because they are only reached by pointer. Structures that this crate allocates and passes
+//! to libfabric are complete. The layouts are those of symbol version `FABRIC_1.3` (libfabric 1.14
+//! to 1.17). Later libraries keep these layouts for programs that request this version. The tests
+//! compare offsets with those of a C compiler.
 
 use std::ffi::{c_char, c_int, c_void};
 

@@ -11,9 +11,9 @@ use super::{Domain, Info, Waitable, library};
 use crate::operations::{Held, Operations, PendingOperation};
 use crate::{Completion, FabricError, Operation, Result};
 
-/// Entries taken from the provider at a time.
+/// Number of entries taken from the provider at a time.
 const BATCH: usize = 16;
-/// Most batches in one call, so that a caller with other things to do gets to do them.
+/// Maximum number of batches in one call, so that the caller can do other work.
 const BATCHES: usize = 16;
 
 /// What to ask the provider for. `verbs` (libfabric 1.17) sets aside as many places as an endpoint could post receives, for
@@ -27,7 +27,7 @@ fn size_for(info: &Info, depth: usize) -> usize {
     (depth + 1).next_multiple_of(set_aside) - 1
 }
 
-/// Tells which operations have ended. Serves any number of endpoints of one domain.
+/// A queue that reports completed operations. It serves any number of endpoints of one domain.
 #[derive(Clone)]
 pub struct CompletionQueue(Arc<Inner>);
 
@@ -39,10 +39,11 @@ struct Inner {
 }
 
 impl CompletionQueue {
-    /// Opens a queue for up to `depth` operations at a time; further ones are [refused](crate::PostError::Full).
+    /// Opens a queue for up to `depth` operations at a time. Further operations are
+    /// [refused](crate::PostError::Full).
     ///
     /// # Errors
-    /// If the provider refuses, e.g. because the device has no queues of that size.
+    /// If the provider fails, for example because the device has no queue of that size.
     pub fn open(domain: &Domain, depth: usize) -> Result<CompletionQueue> {
         let mut attributes = CqAttr {
             size: size_for(domain.info(), depth),
@@ -68,10 +69,11 @@ impl CompletionQueue {
         Ok(CompletionQueue(Arc::new(Inner { handle, fd, operations, domain: domain.clone() })))
     }
 
-    /// Moves what has ended to `out`, and lets the provider make progress. May leave some for the next call.
+    /// Moves completions to `out`, and lets the provider make progress. Some completions may remain
+    /// for the next call.
     ///
     /// # Errors
-    /// If the queue has failed; it is of no more use then.
+    /// If the queue has failed. It cannot be used any more.
     pub fn poll(&self, out: &mut Vec<Completion>) -> Result<()> {
         const EMPTY: CqMsgEntry = CqMsgEntry { op_context: std::ptr::null_mut(), flags: 0, len: 0 };
         let queue = self.0.handle.as_ptr();
@@ -154,7 +156,7 @@ impl CompletionQueue {
         self.0.operations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The domain it was opened in.
+    /// The domain of the queue.
     #[must_use]
     pub fn domain(&self) -> &Domain {
         &self.0.domain

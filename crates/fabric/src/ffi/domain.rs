@@ -1,4 +1,4 @@
-//! Fabrics and domains: what everything else is made from.
+//! Fabrics and domains, from which all other objects are created.
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -12,7 +12,7 @@ use super::{Info, library, siw};
 use crate::quarantine::MemoryQuarantine;
 use crate::{FabricError, Result};
 
-/// A provider, opened for one network.
+/// A provider that is opened for one network.
 #[derive(Clone)]
 pub struct Fabric(Arc<Handle<FidFabric>>);
 
@@ -20,7 +20,7 @@ impl Fabric {
     /// Opens the fabric that `info` belongs to.
     ///
     /// # Errors
-    /// If the provider refuses.
+    /// If the provider fails.
     pub fn open(info: &Info) -> Result<Fabric> {
         // SAFETY: the attributes are libfabric's.
         let fabric = unsafe { library::fabric(info.raw().fabric_attr) }?;
@@ -32,11 +32,11 @@ impl Fabric {
         self.0.as_ptr()
     }
 
-    /// Whether all of `queues` are empty and their descriptors will become readable when they are not: only then may
-    /// one wait for these.
+    /// Whether all of `queues` are empty and their descriptors will become readable when entries
+    /// arrive. Only then may a thread wait for the descriptors.
     ///
     /// # Errors
-    /// If the provider refuses.
+    /// If the provider fails.
     pub fn may_sleep(&self, queues: &[&dyn Waitable]) -> Result<bool> {
         let mut fids: Vec<*mut Fid> = queues.iter().map(|queue| queue.object().cast()).collect();
         let fabric = self.as_ptr();
@@ -53,16 +53,16 @@ impl Fabric {
     }
 }
 
-/// A queue with a descriptor that can be waited for, in [`wait`](crate::wait) or in an own poll loop after
-/// [`Fabric::may_sleep`] has said so.
+/// A queue with a descriptor to wait for, either in [`wait`](crate::wait) or in the caller's own
+/// poll loop once [`Fabric::may_sleep`] has returned true.
 pub trait Waitable: Bindable {
-    /// The descriptor; it becomes readable when there may be something.
+    /// The descriptor, which becomes readable when the queue may have entries.
     fn wait_fd(&self) -> BorrowedFd<'_>;
 }
 
-/// Only objects of this crate can be waited for.
+/// Seals [`Waitable`]: only types of this crate implement it.
 pub trait Bindable {
-    /// The object of libfabric.
+    /// The libfabric object.
     fn object(&self) -> *mut c_void;
 }
 
@@ -74,7 +74,7 @@ pub(super) fn wait_fd<T>(queue: &Handle<T>) -> Result<RawFd> {
     Ok(fd)
 }
 
-/// A protection domain: memory registered in it can be reached by the endpoints opened in it, and by no others.
+/// A protection domain. Only endpoints of the domain can reach memory that is registered in it.
 #[derive(Clone)]
 pub struct Domain(Arc<Inner>);
 
@@ -93,7 +93,7 @@ impl Domain {
     /// Opens the domain that `info` names.
     ///
     /// # Errors
-    /// If the provider refuses.
+    /// If the provider fails.
     pub fn open(fabric: &Fabric, info: Info) -> Result<Domain> {
         siw::prepare(fabric, &info);
         Domain::open_unprepared(fabric, info)
@@ -116,30 +116,31 @@ impl Domain {
         Ok(Domain(Arc::new(inner)))
     }
 
-    /// The fabric it was opened in.
+    /// The fabric of the domain.
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.0.fabric
     }
 
-    /// What it was opened with.
+    /// The info with which the domain was opened.
     #[must_use]
     pub fn info(&self) -> &Info {
         &self.0.info
     }
 
-    /// Whether the domain must be closed, with all endpoints in it, and opened anew.
+    /// Whether the domain must be closed, with all its endpoints, and opened again.
     ///
-    /// When a connection ends while the answer to a read is arriving, the provider `tcp` (libfabric 1.17) frees the
-    /// operation twice, and two later operations of the domain share its memory: they are mixed up or never end. So a
-    /// `tcp` domain counts as spoiled after any read that did not end well, or whose endpoint was closed.
+    /// The provider `tcp` (libfabric 1.17) has a bug. When a connection ends while the answer to a
+    /// read is arriving, the provider frees the operation twice. Two later operations of the domain
+    /// then share its memory, so they are mixed up or never end. So a `tcp` domain counts as
+    /// spoiled after any failed read, and after its endpoint was closed during a read.
     #[must_use]
     pub fn is_spoiled(&self) -> bool {
         self.0.spoiled.load(Ordering::Relaxed)
     }
 
-    /// Bytes of regions that were closed whose memory is still kept, because peers may be using it. Only closing endpoints
-    /// makes them fewer.
+    /// Bytes of memory in quarantine: their regions are closed, but peers may still use them.
+    /// Closing endpoints reduces the number.
     #[must_use]
     pub fn quarantined_bytes(&self) -> usize {
         self.quarantine().held().map(|memory| memory.span().1).sum()

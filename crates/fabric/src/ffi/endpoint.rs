@@ -29,36 +29,39 @@ pub(super) fn next_serial() -> u64 {
     SERIAL.fetch_add(1, Ordering::Relaxed)
 }
 
-/// What an endpoint reports to, and takes from.
+/// The queues that an endpoint reports to and receives from.
 #[derive(Clone, Copy)]
 pub struct EndpointQueues<'a> {
-    /// Connected, closed.
+    /// Reports that the endpoint connected or closed.
     pub events: &'a EventQueue,
-    /// Operations that have ended.
+    /// Reports completed operations.
     pub completions: &'a CompletionQueue,
-    /// Where received messages go; `None` for buffers of its own ([`Endpoint::receive`]).
+    /// The shared queue of receive buffers. `None` for an endpoint with buffers of its own
+    /// ([`Endpoint::receive`]).
     pub receives: Option<&'a ReceiveQueue>,
-    /// Whether [`Endpoint::send_parts`] and [`Endpoint::write_parts`] may leave out completions.
+    /// Whether [`Endpoint::send_parts`] and [`Endpoint::write_parts`] may omit completions.
     pub sparse: bool,
 }
 
 impl<'a> EndpointQueues<'a> {
-    /// With receive buffers of its own, and a completion for every operation.
+    /// Queues for an endpoint with its own receive buffers and a completion for every operation.
     #[must_use]
     pub fn new(events: &'a EventQueue, completions: &'a CompletionQueue) -> EndpointQueues<'a> {
         EndpointQueues { events, completions, receives: None, sparse: false }
     }
 }
 
-/// One connection: reliable, ordered. A message arrives after the messages and the writes that were posted before it:
-/// when it has been received, these are in place (`FI_ORDER_SAS`, `FI_ORDER_SAW`; fi_cq(3) says that this holds whatever
-/// the completion of the write means). So does a read (`FI_ORDER_RAW`): when it has completed, the writes before it are in
-/// place.
+/// One reliable, ordered connection. A message arrives after the messages and writes that were
+/// posted before it: when it has been received, their data is in place. libfabric guarantees this
+/// by `FI_ORDER_SAS` and `FI_ORDER_SAW`; fi_cq(3) says that it holds whatever the completion of the
+/// write means. Likewise, when a read has completed, the data of earlier writes is in place
+/// (`FI_ORDER_RAW`).
 ///
-/// It is made, gets receives posted, and is then [established](Self::establish). Once [`Event::Connected`](super::Event::Connected) was
-/// read it can be used. Dropping it closes the connection; what
-/// was under way has then ended without a completion, and its memory is no longer used. See
-/// [`Domain::is_spoiled`](super::Domain::is_spoiled) for what that may do to other endpoints.
+/// The caller creates the endpoint, posts receives, and then [establishes](Self::establish) the
+/// connection. The endpoint can be used once [`Event::Connected`](super::Event::Connected) has been
+/// read. Dropping the endpoint closes the connection. Operations in progress then end without a
+/// completion, and their memory is no longer used. See
+/// [`Domain::is_spoiled`](super::Domain::is_spoiled) for the effect on other endpoints.
 pub struct Endpoint {
     handle: Handle<FidEp>,
     closing: Closing,
@@ -104,11 +107,12 @@ impl Drop for Closing {
 }
 
 impl Endpoint {
-    /// Makes an endpoint that will connect to the address that `info` was [queried](crate::Target::Connect) for. Events
-    /// and completions bear `token`.
+    /// Creates an endpoint that will connect to the address that `info` was
+    /// [queried](crate::Target::Connect) for. Its events and completions carry `token`.
     ///
     /// # Errors
-    /// [`FabricError::NoDestination`] if it was queried for something else; or if the provider refuses.
+    /// [`FabricError::NoDestination`] if the query named no address to connect to. Other errors if
+    /// the provider fails.
     pub fn connecting(info: &Info, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
         let raw = info.raw();
         if raw.dest_addr.is_null() {
@@ -122,10 +126,10 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// Makes an endpoint that will accept `request`.
+    /// Creates an endpoint that will accept `request`.
     ///
     /// # Errors
-    /// If the provider refuses; the request is then refused, too.
+    /// If the provider fails. The request is then refused.
     pub fn answer(request: ConnectionRequest, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
         let endpoint = Endpoint::create(request.info(), queues, token, EndpointOrigin::Accepts)?;
         request.into_answered();
@@ -185,11 +189,11 @@ impl Endpoint {
         }
     }
 
-    /// Connects or accepts. That it has come about is told by [`Event::Connected`](super::Event::Connected); `data` goes to
-    /// the peer with it.
+    /// Connects, or accepts the request, and sends `data` to the peer.
+    /// [`Event::Connected`](super::Event::Connected) reports that the connection is established.
     ///
     /// # Errors
-    /// If `data` is too long or the provider refuses at once.
+    /// If `data` is too long, or the provider fails at once.
     pub fn establish(&self, data: &[u8]) -> Result<()> {
         let max = self.max_private_data()?;
         if data.len() > max {
@@ -210,10 +214,10 @@ impl Endpoint {
         }
     }
 
-    /// Most private data in a connection request and its answer, in bytes.
+    /// Maximum length of private data in a connection request and its answer, in bytes.
     ///
     /// # Errors
-    /// If the provider does not say.
+    /// If the provider does not report it.
     pub fn max_private_data(&self) -> Result<usize> {
         let endpoint = self.handle.as_ptr();
         // SAFETY: an open endpoint.
@@ -234,7 +238,8 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message; not for endpoints that are [sparse](EndpointQueues::sparse). The buffer must stay as it is until the completion, which does not say that the message has arrived.
+    /// Sends a message. Not for [sparse](EndpointQueues::sparse) endpoints. The buffer must not
+    /// change until the completion. The completion does not mean that the message has arrived.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -255,8 +260,9 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once; there is no completion. It takes room
-    /// in the completion queue nevertheless, until it has been sent and the queue was polled.
+    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once. There is no
+    /// completion. The message still occupies a place in the completion queue until it has been
+    /// sent and the queue was polled.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -293,7 +299,7 @@ impl Endpoint {
         result
     }
 
-    /// Reads remote memory into `into`, as many bytes as both have.
+    /// Reads remote memory into `into`. Both must have the same length.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -304,9 +310,10 @@ impl Endpoint {
         })
     }
 
-    /// Writes `from` to remote memory; not for endpoints that are [sparse](EndpointQueues::sparse). It is in place there when a later message of this endpoint has been received or
-    /// a later read has completed. Its own completion says only that `from` is free again: over `tcp` the peer may not even
-    /// have seen it, and may yet refuse it.
+    /// Writes `from` to remote memory. Not for [sparse](EndpointQueues::sparse) endpoints. The data
+    /// is in place when a later message of this endpoint has been received or a later read has
+    /// completed. The completion of the write means only that `from` is free again: over `tcp`, the
+    /// peer may not have seen the data yet and may still refuse it.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -347,9 +354,9 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message that is made of `parts`. Without `notify`, on an endpoint that is [sparse](EndpointQueues::sparse),
-    /// there is no completion, and the parts are kept until one comes that was asked for later. They are taken out of
-    /// `parts`, unless there is an error.
+    /// Sends a message that consists of `parts`. On success, takes the parts out of `parts`.
+    /// Without `notify`, a [sparse](EndpointQueues::sparse) endpoint gives no completion, and keeps
+    /// the parts until the next requested completion.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -525,7 +532,7 @@ impl Endpoint {
         result
     }
 
-    /// The token that events and completions bear.
+    /// The token that events and completions carry.
     #[must_use]
     pub fn token(&self) -> u64 {
         self.token

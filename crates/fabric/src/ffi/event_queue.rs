@@ -15,7 +15,7 @@ use crate::Result;
 /// Events that a queue can hold, which providers may exceed.
 const QUEUE_LEN: usize = 64;
 
-/// Tells what happens to connections.
+/// A queue that reports connection events.
 #[derive(Clone)]
 pub struct EventQueue(Arc<Inner>);
 
@@ -41,7 +41,7 @@ impl EventQueue {
     /// Opens a queue.
     ///
     /// # Errors
-    /// If the provider refuses.
+    /// If the provider fails.
     pub fn open(fabric: &Fabric) -> Result<EventQueue> {
         let mut attributes = EqAttr {
             size: QUEUE_LEN,
@@ -81,7 +81,7 @@ impl EventQueue {
         self.0.handle.fid()
     }
 
-    /// The fabric it was opened in.
+    /// The fabric of the queue.
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.0.fabric

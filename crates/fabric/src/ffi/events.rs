@@ -1,4 +1,4 @@
-//! What happens to connections, as queues of events tell it.
+//! Connection events that event queues report.
 
 use std::sync::atomic::Ordering;
 
@@ -27,38 +27,39 @@ const OF_A_CONNECTION: [i32; 13] = [
     libc::ENOTCONN,
 ];
 
-/// Something that happened to a connection. Endpoints are named by their tokens.
+/// An event of a connection. Tokens name the endpoints.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FabricEvent {
-    /// A peer wants to connect.
+    /// A peer requests a connection.
     ConnectionRequest(ConnectionRequest),
-    /// The connection stands.
+    /// The connection is established.
     Connected {
         /// Token of the endpoint.
         endpoint: u64,
-        /// What the peer gave on accepting; some providers append zeros. Empty on the accepting side.
+        /// The data that the peer gave when it accepted. Some providers append zeros. Empty on the
+        /// accepting side.
         data: Vec<u8>,
     },
-    /// The peer, or the provider after an error, has closed the connection. To be answered by dropping the endpoint: what is
-    /// under way may otherwise take long to fail.
+    /// The peer, or the provider after an error, has closed the connection. The caller should drop
+    /// the endpoint, because operations in progress may otherwise take long to fail.
     Closed {
         /// Token of the endpoint.
         endpoint: u64,
     },
-    /// The connection did not come about, or has failed.
+    /// The connection could not be established, or has failed.
     Failed {
         /// Token of the endpoint.
         endpoint: u64,
-        /// Why.
+        /// The reason.
         error: FabricError,
-        /// What the peer gave on refusing; some providers append zeros.
+        /// The data that the peer gave when it refused. Some providers append zeros.
         data: Vec<u8>,
     },
-    /// Some connection did not come about, and the provider does not say which (`verbs` over iWARP): it may be any that
-    /// is being established.
+    /// A connection could not be established, but the provider does not report which one (`verbs`
+    /// over iWARP). It may be any connection that is being established.
     SomeFailed {
-        /// Why.
+        /// The reason.
         error: FabricError,
     },
 }
@@ -70,10 +71,10 @@ struct CmBuffer {
 }
 
 impl EventQueue {
-    /// The next event, if there is one.
+    /// Returns the next event, if there is one.
     ///
     /// # Errors
-    /// If the queue has failed; it is of no more use then.
+    /// If the queue has failed. It cannot be used any more.
     pub fn read(&self) -> Result<Option<FabricEvent>> {
         loop {
             let entry = EqCmEntry { fid: std::ptr::null_mut(), info: std::ptr::null_mut() };

@@ -1,4 +1,4 @@
-//! Owning an object of libfabric.
+//! Ownership of a libfabric object.
 
 use std::ptr::NonNull;
 

@@ -1,4 +1,4 @@
-//! What a provider offers.
+//! The capabilities of a provider.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
@@ -13,7 +13,7 @@ use super::abi::{
 use super::library::{self, Library};
 use crate::{EndpointAddress, FabricError, MrMode, ProviderQuery, Result, address};
 
-/// One offer of a provider: a way to make endpoints, and its limits.
+/// A provider's offer: a way to create endpoints, with its limits.
 pub struct Info {
     info: NonNull<FiInfo>,
 }
@@ -56,28 +56,28 @@ impl Info {
         unsafe { &*self.raw().tx_attr }
     }
 
-    /// Name of the provider, e.g. `tcp` or `verbs`.
+    /// Name of the provider, such as `tcp` or `verbs`.
     #[must_use]
     pub fn provider(&self) -> String {
         // SAFETY: as in `domain`; a string of libfabric's, or null.
         unsafe { text((*self.raw().fabric_attr).prov_name) }
     }
 
-    /// Name of the fabric: the network, as the provider sees it.
+    /// Name of the fabric, which is the network as the provider sees it.
     #[must_use]
     pub fn fabric_name(&self) -> String {
         // SAFETY: as in `provider`.
         unsafe { text((*self.raw().fabric_attr).name) }
     }
 
-    /// Name of the domain: usually the device.
+    /// Name of the domain, which is usually the device.
     #[must_use]
     pub fn domain_name(&self) -> String {
         // SAFETY: as in `provider`.
         unsafe { text(self.domain().name) }
     }
 
-    /// The address of this machine, if the provider has chosen one.
+    /// The local address, if the provider has chosen one.
     #[must_use]
     pub fn local_address(&self) -> Option<SocketAddr> {
         let raw = self.raw();
@@ -88,7 +88,8 @@ impl Info {
         address::decode(unsafe { std::slice::from_raw_parts(raw.src_addr.cast(), raw.src_addrlen) })
     }
 
-    /// The address of the peer: where to connect to, or who asks to connect; `None` if the provider does not say.
+    /// The address of the peer to connect to, or of the peer that requests a connection. `None` if
+    /// the provider does not report it.
     #[must_use]
     pub fn peer_address(&self) -> Option<SocketAddr> {
         let raw = self.raw();
@@ -99,48 +100,49 @@ impl Info {
         address::decode(unsafe { std::slice::from_raw_parts(raw.dest_addr.cast(), raw.dest_addrlen) })
     }
 
-    /// Another one with the same content.
+    /// Creates a copy.
     ///
     /// # Errors
-    /// If there is no memory.
+    /// If memory is exhausted.
     pub fn duplicate(&self) -> Result<Info> {
         // SAFETY: ours, from libfabric; the copy is nobody else's.
         unsafe { Info::from_raw(library::dupinfo(self.info.as_ptr())) }
     }
 
-    /// Most parts of memory that a message can be sent from.
+    /// Maximum number of memory parts that one message is sent from.
     #[must_use]
     pub fn send_parts_max(&self) -> usize {
         self.tx().iov_limit.max(1)
     }
 
-    /// Longest message or transfer, in bytes.
+    /// Maximum length of a message or transfer, in bytes.
     #[must_use]
     pub fn max_msg_size(&self) -> usize {
         // SAFETY: as in `domain`.
         unsafe { (*self.raw().ep_attr).max_msg_size }
     }
 
-    /// Longest message that can be [injected](crate::Endpoint::inject), in bytes.
+    /// Maximum length of a message that can be [injected](crate::Endpoint::inject), in bytes.
     #[must_use]
     pub fn inject_size(&self) -> usize {
         self.tx().inject_size
     }
 
-    /// Most sends, reads and writes that an endpoint can have under way.
+    /// Maximum number of sends, reads and writes that an endpoint can have in progress.
     #[must_use]
     pub fn transmit_depth(&self) -> usize {
         self.tx().size
     }
 
-    /// Most receives that an endpoint can have posted.
+    /// Maximum number of receives that an endpoint can have posted.
     #[must_use]
     pub fn receive_depth(&self) -> usize {
         // SAFETY: as in `domain`.
         unsafe { (*self.raw().rx_attr).size }
     }
 
-    /// Most receives that a [queue which endpoints share](crate::ReceiveQueue) can have posted.
+    /// Maximum number of receives that a [shared receive queue](crate::ReceiveQueue) can have
+    /// posted.
     #[must_use]
     pub fn shared_receive_depth(&self) -> usize {
         // Others keep them in a list.
@@ -160,16 +162,17 @@ impl Info {
         }
     }
 
-    /// Whether the peer of a connection can write whatever memory is registered, not only what is
-    /// [registered for it](crate::Access::Remote). So it is over iWARP: what remote memory is read into must be writable for
-    /// the peer, and the read request tells it the key.
+    /// Whether a peer can write to all registered memory, and not only to memory that is
+    /// [registered for it](crate::Access::Remote). This is true over iWARP: the destination of a
+    /// read of remote memory must be writable for the peer, and the read request tells the peer the
+    /// key.
     #[must_use]
     pub fn exposes_local_memory(&self) -> bool {
         // SAFETY: as in `domain`.
         unsafe { (*self.raw().ep_attr).protocol == PROTO_IWARP }
     }
 
-    /// What the provider demands of registered memory.
+    /// The provider's requirements for registered memory.
     #[must_use]
     pub fn mr_mode(&self) -> MrMode {
         let mode = self.domain().mr_mode;
@@ -217,10 +220,10 @@ unsafe fn text(s: *const c_char) -> String {
 }
 
 impl Library {
-    /// What providers offer, best first.
+    /// Returns the providers' offers, best first.
     ///
     /// # Errors
-    /// [`FabricError::NoProvider`] if there is nothing; other errors if a provider failed.
+    /// [`FabricError::NoProvider`] if there is no offer. Other errors if a provider failed.
     pub fn query(self, query: &ProviderQuery) -> Result<Vec<Info>> {
         let hints = hints(query)?;
         let (node, service, flags) = endpoint_name(query.target)?;

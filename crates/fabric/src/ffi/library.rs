@@ -29,14 +29,15 @@ struct Symbols {
 
 static SYMBOLS: OnceLock<Result<Symbols>> = OnceLock::new();
 
-/// libfabric, opened. It stays open until the process ends.
+/// The opened libfabric library. It stays open until the process ends.
 #[derive(Debug, Clone, Copy)]
 pub struct Library(());
 
 impl Library {
-    /// To be called first in `main` by a program that may load the library later on. Switches libfabric's cache of
-    /// registrations off, by `FI_MR_CACHE_MAX_COUNT=0` in the environment, from which libfabric reads it. The environment can
-    /// be changed only while this process has no other thread: with one, this does nothing.
+    /// Disables libfabric's registration cache. A program that may load the library later must call
+    /// this first in `main`. The function sets `FI_MR_CACHE_MAX_COUNT=0` in the environment, from
+    /// which libfabric reads it. The environment can only be changed while the process has no other
+    /// thread. If another thread exists, this does nothing.
     pub fn prepare() {
         if !cache_is_off() && is_only_thread() {
             // SAFETY: no other thread reads the environment, or could begin to: there is none.
@@ -44,11 +45,12 @@ impl Library {
         }
     }
 
-    /// Opens the library; only the first call does anything.
+    /// Opens the library. Only the first call has an effect.
     ///
     /// # Errors
-    /// [`FabricError::NotLoaded`]; [`FabricError::CachesRegistrations`] if the process was not [prepared](Self::prepare), nor
-    /// the environment given to it.
+    /// [`FabricError::NotLoaded`] if the library cannot be opened.
+    /// [`FabricError::CachesRegistrations`] if the cache is not disabled, neither by
+    /// [`prepare`](Self::prepare) nor by the inherited environment.
     pub fn load() -> Result<Library> {
         SYMBOLS.get_or_init(open).as_ref().map(|_| Library(())).map_err(Clone::clone)
     }

@@ -17,8 +17,8 @@ const MAX_ADDRESS: usize = 128;
 /// by a TCP connection, and iWARP's are that, too.
 const FREE_PORT_TRIES: usize = 16;
 
-/// Listens at an address; who wants to connect appears as an [`Event`](super::Event) of its queue. Closed when it and the
-/// last unanswered request have been dropped.
+/// Listens at an address. Connection requests appear as [`Event`](super::Event)s of its queue. It
+/// closes when it and the last unanswered request have been dropped.
 pub struct FabricListener {
     inner: Arc<BoundObject<FidPep>>,
     address: SocketAddr,
@@ -28,7 +28,7 @@ impl FabricListener {
     /// Listens at the address that `info` was [queried](crate::Target::Listen) for.
     ///
     /// # Errors
-    /// If the address is in use or not one of this machine.
+    /// If the address is in use or is not a local one.
     pub fn open(info: &Info, events: &EventQueue) -> Result<FabricListener> {
         let mut tries = if info.local_address().is_some_and(|a| a.port() == 0) { FREE_PORT_TRIES } else { 1 };
         loop {
@@ -59,16 +59,16 @@ impl FabricListener {
         Ok(FabricListener { inner, address })
     }
 
-    /// Where it listens, with the port that it has got.
+    /// The listener's address, with the actual port.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Most private data in a connection request and its answer, in bytes.
+    /// Maximum length of private data in a connection request and its answer, in bytes.
     ///
     /// # Errors
-    /// If the provider does not say.
+    /// If the provider does not report it.
     pub fn max_private_data(&self) -> Result<usize> {
         self.inner.max_private_data()
     }
@@ -121,8 +121,8 @@ pub(super) unsafe fn private_data_room(
     library::check("fi_getopt", code).map(|()| room)
 }
 
-/// A peer that wants to connect: to be [answered](super::Endpoint::answer) by an endpoint, or refused. Dropping it
-/// refuses it.
+/// A peer's connection request. An endpoint [answers](super::Endpoint::answer) it. Dropping the
+/// request refuses it.
 pub struct ConnectionRequest {
     listener: Arc<BoundObject<FidPep>>,
     info: Info,
@@ -135,7 +135,8 @@ impl ConnectionRequest {
         ConnectionRequest { listener, info, data, answered: false }
     }
 
-    /// What the peer gave with its request; some providers append zeros. Comes from the peer: not to be trusted.
+    /// The data that the peer gave with its request. Some providers append zeros. It must not be
+    /// trusted.
     #[must_use]
     pub fn data(&self) -> &[u8] {
         &self.data

@@ -11,12 +11,13 @@ use super::handle::Handle;
 use super::{Domain, library};
 use crate::{Access, FabricError, RemoteRegion, Result};
 
-/// How often another key is tried if one is in use.
+/// Maximum number of keys to try if keys are in use.
 const KEY_TRIES: usize = 8;
 
-/// Registered memory. Clones are the same region; it is closed when the last one is dropped and no operation uses it any
-/// more. Memory that a peer may be using stays for longer: until the endpoints of that time are closed, or the peer was
-/// said to be [done](Self::settle) with it.
+/// Registered memory. Clones are the same region. The region closes when the last clone is dropped
+/// and no operation uses it. Memory that a peer may be using stays mapped for longer: until all
+/// endpoints that were open at that time are closed, or until [`settle`](Self::settle) reports that
+/// the peer is done.
 #[derive(Clone)]
 pub struct MemoryRegion(Arc<Inner>);
 
@@ -27,7 +28,7 @@ struct Inner {
     descriptor: *mut std::ffi::c_void,
     key: u64,
     access: Access,
-    /// Whoever was given the key says that it is done.
+    /// The peer that received the key is done with the memory.
     settled: AtomicBool,
     memory: RegisteredMemory,
     domain: Domain,
@@ -38,19 +39,20 @@ unsafe impl Send for Inner {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Inner {}
 
-/// What a region keeps mapped, and where it is.
+/// The memory that a region keeps mapped, and its address.
 #[derive(Clone)]
 pub(crate) enum RegisteredMemory {
     Arena(Arc<Arena>),
     Exposed(ExposedMemory),
 }
 
-/// Memory that is registered by itself, for one peer and one purpose.
+/// Memory that is registered separately, for one peer and one purpose.
 #[derive(Debug, Clone)]
 pub enum ExposedMemory {
-    /// For peers to read. It does not change as long as it exists.
+    /// Memory for peers to read. It does not change while it exists.
     Bytes(Bytes),
-    /// For peers to read or write. Nobody else may look at it before the region has been closed.
+    /// Memory for peers to read or write. This process must not access it before the region is
+    /// closed.
     Buffer(Arc<ArenaBuf>),
 }
 
@@ -72,18 +74,19 @@ impl RegisteredMemory {
 }
 
 impl MemoryRegion {
-    /// Registers all of `arena`. Where the provider lets us choose, the key is random; otherwise it is the provider's.
+    /// Registers the whole `arena`. If the provider lets the caller choose the key, the key is
+    /// random.
     ///
     /// # Errors
-    /// If the provider refuses: usually because too little memory may be locked.
+    /// If the provider fails, usually because the limit on locked memory is too low.
     pub fn register(domain: &Domain, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion> {
         MemoryRegion::open(domain, RegisteredMemory::Arena(Arc::clone(arena)), access)
     }
 
-    /// Registers `memory`, and no byte around it. See [`register`](Self::register).
+    /// Registers exactly the bytes of `memory`. See [`register`](Self::register).
     ///
     /// # Errors
-    /// If the provider refuses; or `access` lets peers write [`Exposed::Bytes`].
+    /// If the provider fails, or if `access` lets peers write to [`Exposed::Bytes`].
     pub fn expose(domain: &Domain, memory: ExposedMemory, access: Access) -> Result<MemoryRegion> {
         let writable = !matches!(access, Access::RemoteRead | Access::Messages | Access::Outgoing);
         if writable && matches!(memory, ExposedMemory::Bytes(_)) {
@@ -115,19 +118,20 @@ impl MemoryRegion {
         Ok(MemoryRegion(Arc::new(Inner { handle, descriptor, key, access, settled, memory, domain })))
     }
 
-    /// Length, in bytes.
+    /// Length of the region, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.memory.span().1
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What a peer must know to use it. Of no use to a peer unless it was registered for remote access.
+    /// The description that a peer needs to access the region. It is useless to a peer unless the
+    /// region is registered for remote access.
     #[must_use]
     pub fn remote(&self) -> RemoteRegion {
         let (start, len) = self.0.memory.span();
@@ -136,15 +140,16 @@ impl MemoryRegion {
         RemoteRegion { key: self.0.key, base, len: len as u64 }
     }
 
-    /// Whoever has the key has ended all accesses, and said so: the memory is free as soon as the region is closed.
+    /// Reports that the peer with the key has ended all its accesses. The memory is then free as
+    /// soon as the region is closed.
     pub fn settle(&self) {
         self.0.settled.store(true, Ordering::Relaxed);
     }
 
-    /// The `len` bytes at `offset`.
+    /// Returns the `len` bytes at `offset`.
     ///
     /// # Errors
-    /// [`FabricError::OutOfRange`].
+    /// [`FabricError::OutOfRange`] if the range is not inside the region.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Slice<'_>> {
         let region_len = self.len();
         if offset.checked_add(len).is_none_or(|end| end > region_len) {
@@ -153,7 +158,7 @@ impl MemoryRegion {
         Ok(Slice { region: self, offset, len })
     }
 
-    /// Whether `bytes` lie in it.
+    /// Whether `bytes` are inside the region.
     #[must_use]
     pub fn contains(&self, bytes: &[u8]) -> bool {
         let (start, len) = self.0.memory.span();
@@ -161,13 +166,13 @@ impl MemoryRegion {
         at.and_then(|at| at.checked_add(bytes.len())).is_some_and(|end| end <= len)
     }
 
-    /// The domain it is registered with.
+    /// The domain in which the region is registered.
     #[must_use]
     pub fn domain(&self) -> &Domain {
         &self.0.domain
     }
 
-    /// The arena, if all of one was registered.
+    /// The arena, if the region is a whole arena.
     #[must_use]
     pub fn arena(&self) -> Option<&Arc<Arena>> {
         match &self.0.memory {

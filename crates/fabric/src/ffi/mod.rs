@@ -1,9 +1,15 @@
-//! The objects of libfabric. All `unsafe` of this crate is in this folder.
+//! The objects of libfabric. All `unsafe` code of this crate is in this folder.
 //!
-//! What it rests on: objects are made by libfabric with the layouts in [`abi`]; each is owned by one [`Handle`] that closes
-//! it once; who uses an object holds an `Arc` of it; providers are opened with `FI_THREAD_SAFE`; memory named in
-//! an operation is kept mapped until the operation has completed or its endpoint is closed, and memory that peers can reach
-//! until the endpoints that may be writing to it are closed.
+//! Its soundness depends on these rules:
+//!
+//! - libfabric creates objects with the layouts in [`abi`].
+//! - One [`Handle`] owns each object and closes it once.
+//! - Every user of an object holds an `Arc` of it.
+//! - Providers are opened with `FI_THREAD_SAFE`.
+//! - The memory of an operation stays mapped until the operation has completed or its endpoint is
+//!   closed.
+//! - Memory that peers can reach stays mapped until all endpoints that may be writing to it are
+//!   closed.
 
 mod abi;
 mod completion;

@@ -1,4 +1,5 @@
-//! Where the kernel's soft-iWARP (`siw`, Linux 6.1) and its part of rdma-core (44) are not what verbs promise. No unsafe code here.
+//! Workarounds for the kernel's soft-iWARP driver (`siw`, Linux 6.1) and its rdma-core part (44),
+//! which deviate from the verbs interface. No unsafe code here.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};

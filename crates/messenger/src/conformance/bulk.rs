@@ -1,4 +1,4 @@
-//! Bulk transfers: contents, offers, deadlines.
+//! Checks of bulk transfers: contents, offers, deadlines.
 
 use std::sync::Arc;
 use std::time::Duration;

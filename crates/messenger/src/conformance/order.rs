@@ -1,4 +1,4 @@
-//! Messages: order, sizes, backpressure.
+//! Checks of messages: order, sizes, backpressure.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use tokio::time::timeout;
 use super::rig::{Rig, message, next_message, random_bytes};
 use crate::{Message, MessengerError};
 
-/// Messages of mixed sizes arrive in order, whole, both ways at a time, with the sessions' features and names.
+/// Messages of mixed sizes arrive in order and complete, both ways at a time. Both sides see the
+/// connection's features and names.
 pub async fn messages_keep_their_order(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;

@@ -1,4 +1,4 @@
-//! What breaks below a session, and what must not be seen of it above.
+//! Checks that a connection's users do not notice failures of its transports.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -136,7 +136,8 @@ pub async fn pushes_survive_broken_transports(rig: &Rig) {
     assert!(cuts > 0, "no transport was cut");
 }
 
-/// A peer from which nothing comes is noticed, and the session goes on when it is back. `freeze` stops every byte.
+/// A silent peer is detected, and the connection resumes when the peer is back. `freeze` stops
+/// every byte.
 pub async fn silence_is_noticed(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
@@ -151,7 +152,8 @@ pub async fn silence_is_noticed(rig: &Rig) {
     }
 }
 
-/// Heartbeats keep an idle session, and one that is busy with bulk data, on the same transport.
+/// Heartbeats keep an idle connection on the same transport, and also one that is busy with bulk
+/// data.
 pub async fn heartbeats_keep_the_transport(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
@@ -171,7 +173,7 @@ pub async fn heartbeats_keep_the_transport(rig: &Rig) {
     assert!(matches!(event, ConnectionEvent::Message(_)), "a busy session got {event:?}");
 }
 
-/// A server that does not know the session any more ends it on the client's side.
+/// If a server no longer knows a connection, the connection ends on the client's side.
 pub async fn a_restarted_server_ends_the_session(rig: &Rig) {
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
@@ -212,7 +214,7 @@ pub async fn closing_sends_what_is_queued(rig: &Rig) {
     lost(&mut *from_client).await;
 }
 
-/// A session that is lost in the middle of transfers fails them at once, and every buffer goes back.
+/// If a connection is lost during transfers, they fail at once and all buffers are returned.
 pub async fn a_lost_session_fails_its_transfers(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;

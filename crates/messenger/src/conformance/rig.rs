@@ -1,4 +1,4 @@
-//! What the checks of the suite stand on.
+//! The environment in which the checks of the suite run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! The header parts of frames: what each kind says, in `postcard`.
+//! The bodies of frames: the content of each kind, encoded with `postcard`.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -8,100 +8,102 @@ use super::{FrameError, FrameKind};
 /// A client's first frame.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Lowest and highest protocol version that the client speaks.
+    /// Minimum and maximum protocol version that the client supports.
     pub versions: (u16, u16),
-    /// Features wanted.
+    /// Requested features, as bits.
     pub features: u64,
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
-    /// Random: tells this attempt from others in logs, and is repeated in the answer.
+    /// A random number that identifies this attempt in logs. The answer repeats it.
     pub nonce: [u8; 16],
-    /// Longest header and payload of messages that the client takes, in bytes.
+    /// Maximum length of a message's header and payload that the client accepts, in bytes.
     pub limits: (u32, u32),
-    /// Credits granted to the server since the session began, in bytes.
+    /// Credit granted to the server since the connection began, in bytes.
     pub granted: u64,
-    /// The session to go on with; `None` for a new one.
+    /// The connection to resume. `None` opens a new one.
     pub resume: Option<Resume>,
 }
 
-/// Proof and state of a session to be resumed.
+/// The identity, proof and state of a connection to resume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
-    /// The session.
+    /// Number of the connection.
     pub session: u128,
-    /// What the server gave out with it.
+    /// The secret that the server gave to the client when the connection began.
     pub secret: [u8; 16],
-    /// Number of the last sequenced frame received.
+    /// Number of the last sequenced frame that the client has received.
     pub received: u64,
 }
 
 /// The server's answer to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// Protocol version of the session.
+    /// Protocol version of the connection.
     pub version: u16,
-    /// Features that both sides have.
+    /// Features that both sides support, as bits.
     pub features: u64,
-    /// That of the [`Hello`].
+    /// The nonce of the [`Hello`].
     pub nonce: [u8; 16],
-    /// The session.
+    /// Number of the connection.
     pub session: u128,
-    /// To be presented when the session is resumed.
+    /// The secret that the client must present to resume the connection.
     pub secret: [u8; 16],
-    /// Longest header and payload of messages, in bytes, and longest bulk transfer that the server takes.
+    /// Maximum length of a message's header and payload, and of a bulk transfer, that the server
+    /// accepts, in bytes.
     pub limits: (u32, u32, u64),
-    /// Credits granted to the client since the session began, in bytes.
+    /// Credit granted to the client since the connection began, in bytes.
     pub granted: u64,
-    /// Number of the last sequenced frame received.
+    /// Number of the last sequenced frame that the server has received.
     pub received: u64,
-    /// Other transports over which the client may go on with the session, at most 8.
+    /// Other transports on which the client may resume the connection, at most 8.
     pub paths: Vec<PathOffer>,
 }
 
-/// A transport that a server has beside the one of the handshake.
+/// Another transport that the server offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathOffer {
-    /// What kind, e.g. `ofi:verbs`; at most 32 bytes.
+    /// The transport's kind, such as `ofi:verbs`; at most 32 bytes.
     pub name: String,
-    /// Where it listens.
+    /// The address at which it listens.
     pub endpoint: String,
 }
 
-/// Why a server does not go on with a peer.
+/// The reason why a server rejects a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RejectCode {
-    /// No common version, or the [`Hello`] is malformed.
+    /// The two sides have no common version, or the [`Hello`] is malformed.
     Incompatible,
-    /// The server has as many sessions as it takes.
+    /// The server has reached its maximum number of connections.
     Full,
-    /// The session to be resumed is not there, or the secret is wrong.
+    /// The connection to resume does not exist, or the secret is wrong.
     UnknownSession,
 }
 
 /// The server's answer to a [`Hello`] that it does not accept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reject {
-    /// For programs.
+    /// The reason, for programs.
     pub code: RejectCode,
-    /// For people.
+    /// The reason, for people.
     pub reason: String,
 }
 
-/// Credits, and a sign of life. The acknowledgement is in the fixed header.
+/// Grants credit and serves as a heartbeat. The acknowledgement is in the fixed header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
-    /// Credits granted to the receiver of the frame since the session began, in bytes.
+    /// Credit granted to the receiver of the frame since the connection began, in bytes.
     pub granted: u64,
-    /// How long the sender may be silent while neither side wants anything of the other, in milliseconds.
+    /// How long the sender may be silent while neither side has anything outstanding, in
+    /// milliseconds.
     pub quiet_ms: u32,
 }
 
-/// Asks for data of an offered source.
+/// Requests data of an offered source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullRequest {
-    /// Number of the pull, chosen by who asks.
+    /// Number of the pull, chosen by the requesting side.
     pub pull: u64,
-    /// The offer's key.
+    /// Key of the offer.
     pub offer: u64,
     /// First byte within the offer.
     pub offset: u64,
@@ -109,55 +111,55 @@ pub struct PullRequest {
     pub len: u64,
 }
 
-/// The data of a pull is wanted no more.
+/// Cancels a pull.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullCancel {
-    /// The pull.
+    /// Number of the pull.
     pub pull: u64,
 }
 
-/// Whose fault a refusal is.
+/// The cause of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// There is no such offer (any more), or it has no such range.
+    /// The offer does not exist or was withdrawn, or the range is not inside it.
     Offer,
     /// The source failed.
     Source,
 }
 
-/// There will be no (more) data for a pull.
+/// Refuses a pull, or the rest of its data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullRefused {
-    /// The pull.
+    /// Number of the pull.
     pub pull: u64,
-    /// Whose fault.
+    /// The cause of the refusal.
     pub refusal: Refusal,
-    /// For people; at most 200 bytes.
+    /// The reason, for people; at most 200 bytes.
     pub reason: String,
 }
 
-/// Where the payload of a [`Kind::PullData`] frame belongs.
+/// The destination of the payload of a [`Kind::PullData`] frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullData {
-    /// The pull.
+    /// Number of the pull.
     pub pull: u64,
     /// First byte, within the offer.
     pub offset: u64,
 }
 
-/// Where the payload of a [`Kind::Push`] frame belongs.
+/// The destination of the payload of a [`Kind::Push`] frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Push {
-    /// The offer's key.
+    /// Key of the offer.
     pub offer: u64,
     /// First byte, within the offer.
     pub offset: u64,
 }
 
-/// Where data was written by a one-sided transfer.
+/// The range that a one-sided transfer has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wrote {
-    /// The offer's key.
+    /// Key of the offer.
     pub offer: u64,
     /// First byte, within the offer.
     pub offset: u64,
@@ -167,19 +169,19 @@ pub struct Wrote {
     pub checksums: Vec<u8>,
 }
 
-/// Pushed data was not taken.
+/// Refuses pushed data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushRefused {
-    /// The offer's key.
+    /// Key of the offer.
     pub offer: u64,
-    /// For people; at most 200 bytes.
+    /// The reason, for people; at most 200 bytes.
     pub reason: String,
 }
 
-/// The session ends.
+/// Ends the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
-    /// For people; at most 200 bytes.
+    /// The reason, for people; at most 200 bytes.
     pub reason: String,
 }
 
@@ -190,7 +192,7 @@ pub enum Body {
     Hello(Hello),
     Welcome(Welcome),
     Reject(Reject),
-    /// The header of the users' message.
+    /// The header of a user's message.
     Message(Bytes),
     Push(Push),
     Wrote(Wrote),
@@ -204,7 +206,7 @@ pub enum Body {
 }
 
 impl Body {
-    /// Reads the header part of a frame of kind `kind`.
+    /// Decodes the header part of a frame of kind `kind`.
     pub(super) fn decode(kind: FrameKind, bytes: Bytes) -> Result<Body, FrameError> {
         fn parse<'a, T: Deserialize<'a>>(kind: FrameKind, bytes: &'a [u8]) -> Result<T, FrameError> {
             match postcard::take_from_bytes(bytes) {
@@ -229,7 +231,7 @@ impl Body {
         })
     }
 
-    /// The kind of frame that this is the header part of.
+    /// The kind of frame that has this header part.
     #[must_use]
     pub fn kind(&self) -> FrameKind {
         match self {

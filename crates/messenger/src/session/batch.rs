@@ -1,4 +1,4 @@
-//! Frames that are written together: into one stream, or as packets of a link that moves memory itself.
+//! A batch of frames that are written together, either to a byte stream or as packets of a link.
 
 use std::io::{self, IoSlice};
 use std::ops::Range;
@@ -15,27 +15,29 @@ use crate::Message;
 use crate::frame::{self, Body, Close, FrameKind, Push, Wrote};
 use crate::transport::ofi::{Link, PacketContent};
 
-/// Payloads up to this many bytes are copied next to their headers: cheaper than a part of their own.
+/// Payloads of up to this many bytes are copied next to their headers, because a separate slice
+/// would cost more than the copy.
 const COPY_MAX_BYTES: usize = 512;
 
-/// Parts given to the system in one call.
+/// Maximum number of slices in one vectored write.
 const SLICES: usize = 64;
 
-/// Capacity that the buffer for heads keeps, in bytes.
+/// Capacity that the buffer for frame heads keeps between batches, in bytes.
 const SCRATCH_BYTES: usize = 64 << 10;
 
-/// A frame that is numbered and kept until the peer has acknowledged it.
+/// A numbered frame, which this side keeps until the peer acknowledges it.
 pub(super) enum Sequenced {
     Message(Message),
     Push(Push, Payload, Option<PushDestination>),
 }
 
-/// Where pushed data goes by a one-sided transfer, if it goes over that transport.
+/// The destination of pushed data in the peer's memory. It is valid only on the transport that it
+/// names.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PushDestination {
     pub(super) transport: u64,
     pub(super) region: fabric::RemoteRegion,
-    /// Offset within the region.
+    /// Offset within the region, in bytes.
     pub(super) offset: usize,
 }
 
@@ -51,27 +53,27 @@ pub(super) struct Batch {
     parts: Vec<FrameBytes>,
     bytes: usize,
     frames: usize,
-    /// Messages among them that are sent for the first time.
+    /// Number of messages in the batch that are sent for the first time.
     pub(super) messages: usize,
-    /// Bulk slots to be returned when the batch is written.
+    /// Number of bulk slots to release once the batch is written.
     pub(super) bulk_slots: usize,
-    /// Who waits for a pushed chunk to have its place in the order.
+    /// Signals for callers that wait until their pushed chunk has its place in the send order.
     pub(super) placed: Vec<oneshot::Sender<()>>,
-    /// Offset of the end of each frame, and whether it ends with data that stays where it is.
+    /// For each frame: the offset of its end, and whether it ends with data that was not copied.
     ends: Vec<(usize, bool)>,
-    /// The link that the batch goes over, if it is one that moves memory by itself.
+    /// The link that sends the batch. `None` if a byte stream sends it.
     link: Option<Arc<Link>>,
-    /// What is written to the peer's memory before the frames are sent.
+    /// Data to write to the peer's memory before the frames are sent.
     pub(super) writes: Vec<(Bytes, PushDestination)>,
 }
 
 impl Batch {
-    /// A batch for a link that moves memory by itself.
+    /// An empty batch for frames that `link` sends.
     pub(super) fn over(link: &Arc<Link>) -> Batch {
         Batch { link: Some(Arc::clone(link)), ..Batch::default() }
     }
 
-    /// Says that the session ends.
+    /// A batch that tells the peer that the connection ends.
     pub(super) fn closing(reason: &str) -> Batch {
         let mut batch = Batch::default();
         batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
@@ -144,13 +146,14 @@ impl Batch {
         self.ends.push((self.bytes, !copied));
     }
 
-    /// Cuts the frames into packets of at most `room` bytes, which are sent from at most `most` places: whole frames, and such as
-    /// fill more than a packet alone.
+    /// Divides the frames into packets of at most `room` bytes, each gathered from at most `most`
+    /// memory areas. A packet holds whole frames. A frame longer than `room` is divided over
+    /// several packets.
     pub(super) fn packets(&self, room: usize, most: usize) -> Vec<Range<usize>> {
         let mut packets = Vec::new();
         let mut start = 0;
         let mut last = 0;
-        // Heads that follow each other are in one place, and so is the packet's own.
+        // Adjacent frame heads form one memory area, together with the packet's own header.
         let (mut parts, mut after_data) = (1, false);
         for &(end, has_data) in &self.ends {
             parts += usize::from(after_data) + usize::from(has_data);
@@ -164,7 +167,7 @@ impl Batch {
                 packets.push(start..start + room);
                 start += room;
             }
-            // What follows a frame that was cut begins a packet.
+            // A frame that was divided ends its last packet: the next frame begins a new one.
             if start > last {
                 packets.push(start..end);
                 start = end;
@@ -178,7 +181,7 @@ impl Batch {
         packets
     }
 
-    /// The parts of bytes `range`.
+    /// The contents of the bytes in `range`, as a list of copied and shared slices.
     pub(super) fn pieces(&self, range: Range<usize>) -> Vec<PacketContent<'_>> {
         let mut pieces = Vec::new();
         let mut at = 0;
@@ -200,7 +203,7 @@ impl Batch {
         pieces
     }
 
-    /// Empties it for the next frames.
+    /// Empties the batch for the next frames.
     pub(super) fn clear(&mut self) {
         self.heads.clear();
         self.heads.shrink_to(SCRATCH_BYTES);
@@ -211,7 +214,7 @@ impl Batch {
         (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
     }
 
-    /// All of it, for tests to look at.
+    /// All bytes of the batch.
     #[cfg(test)]
     pub(super) fn to_bytes(&self) -> Bytes {
         (0..self.parts.len()).flat_map(|i| self.part(i)).copied().collect()
@@ -224,7 +227,7 @@ impl Batch {
         }
     }
 
-    /// Writes everything. Sets `spoke` when bytes went out.
+    /// Writes the whole batch. Sets `spoke` whenever bytes were written.
     pub(super) async fn write(
         &self,
         writer: &mut (dyn AsyncWrite + Send + Unpin),

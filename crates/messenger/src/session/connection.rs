@@ -1,4 +1,4 @@
-//! The handles of a session: what users call.
+//! The handles of a connection, through which users call it.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::{
     PeerInfo, Pulled, Result,
 };
 
-/// Ends the session when the last of its handles is gone.
+/// Closes the connection when its last handle is dropped.
 struct Lifetime(Arc<Shared>);
 
 impl Drop for Lifetime {
@@ -36,20 +36,20 @@ impl Drop for Lifetime {
     }
 }
 
-/// The sending half.
+/// The sending half of a connection.
 pub(crate) struct SessionConnection {
     shared: Arc<Shared>,
     _lifetime: Arc<Lifetime>,
 }
 
-/// The receiving half.
+/// The receiving half of a connection.
 pub(crate) struct SessionIncoming {
     shared: Arc<Shared>,
     _lifetime: Arc<Lifetime>,
 }
 
 impl Shared {
-    /// The handles of the session. To be called once.
+    /// Creates the handles of the connection. Must be called only once.
     pub(crate) fn handles(self: &Arc<Self>) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
         let lifetime = Arc::new(Lifetime(Arc::clone(self)));
         let connection = SessionConnection { shared: Arc::clone(self), _lifetime: Arc::clone(&lifetime) };
@@ -88,7 +88,7 @@ impl Shared {
         let request = state.pulls.begin(at.key, at.offset, at.phase, dest, done);
         let guard = PullGuard { shared: self, pull: request.pull };
         let queued = state.outbound.push_control(Body::PullRequest(request));
-        // The guard locks too.
+        // Release the mutex first: dropping the guard locks it again.
         drop(state);
         queued?;
         self.metrics.pulls.increment(1);
@@ -96,7 +96,7 @@ impl Shared {
         Ok(guard)
     }
 
-    /// Reads from the peer's memory, or has it send the data.
+    /// Pulls by one-sided reads of the peer's memory if possible, and otherwise by frames.
     async fn pull_any(
         &self,
         from: &BulkDescriptor,
@@ -163,7 +163,8 @@ impl Shared {
 
     async fn end(&self) {
         self.close_soon();
-        // The session's task ends within a second of that; the sender lives as long as `self` does.
+        // The connection's task ends within a second of this request. The `ended` channel cannot
+        // close while `self` exists.
         let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
     }
 
@@ -186,7 +187,7 @@ impl Shared {
     }
 }
 
-/// Gives a pull up when whoever waits for it goes away.
+/// Cancels a pull when the future that waits for it is dropped.
 struct PullGuard<'a> {
     shared: &'a Shared,
     pull: u64,

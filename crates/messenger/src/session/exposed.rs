@@ -1,4 +1,4 @@
-//! Memory of an offer that the peer reads or writes by itself, by one-sided transfers.
+//! Memory of an offer that the peer can read or write by one-sided transfers.
 
 use std::sync::Arc;
 
@@ -12,23 +12,24 @@ use crate::frame::Wrote;
 use crate::transport::ofi::Link;
 use crate::{BulkSink, BulkSource};
 
-/// What is offered.
+/// The object that a user offers to the peer. A sink comes with its phase: its offset within a 4
+/// KiB block.
 pub(super) enum Offered {
     Source(Arc<dyn BulkSource>),
     Sink(Arc<dyn BulkSink>, u16),
 }
 
-/// What the peer can reach of an offer.
+/// The part of an offer that the peer can reach by one-sided transfers.
 pub(super) struct ExposedOffer {
-    /// Taken when the peer's access ends.
+    /// The registered memory. `None` once the peer's access has ended.
     region: Option<MemoryRegion>,
     remote: RemoteMemory,
-    /// Of a sink: what is written to, and what was.
+    /// For a sink: the memory that the peer writes to.
     room: Option<Arc<ArenaBuf>>,
     written: Vec<PeerWrite>,
 }
 
-/// A part of a sink that the peer has written.
+/// A range of a sink that the peer has written.
 pub(super) struct PeerWrite {
     offset: u64,
     payload_phase: u64,
@@ -37,7 +38,8 @@ pub(super) struct PeerWrite {
 }
 
 impl ExposedOffer {
-    /// Lets the peer reach what is offered, over `link`. `None` if the memory is not such that it can.
+    /// Exposes the memory of an offer to the peer over `link`. Returns `None` if the memory cannot
+    /// be exposed.
     pub(super) fn of(what: &Offered, link: &Link) -> Option<ExposedOffer> {
         let (memory, checksums, room) = match what {
             Offered::Source(source) => {
@@ -74,14 +76,15 @@ impl ExposedOffer {
         self.region.take()
     }
 
-    /// Ends the offer. Memory that the peer may be using is kept until the transport ends.
+    /// Ends the offer. Unless `is_done`, the peer may still use the memory, which is then kept
+    /// until the transport ends.
     pub(super) fn end(mut self, is_done: bool) {
         if let (Some(region), true) = (self.region.take(), is_done) {
             region.settle();
         }
     }
 
-    /// Ends the peer's access, and hands what it wrote to the sink.
+    /// Ends the peer's access and hands the written data to `sink`.
     pub(super) fn deliver(mut self, sink: &dyn BulkSink) {
         if let Some(region) = self.region.take() {
             region.settle();
@@ -98,12 +101,12 @@ impl ExposedOffer {
         }
     }
 
-    /// What the peer says it has written, if it may have, and the memory that it is in.
+    /// Checks the peer's statement that it wrote a range. Returns the memory and the range.
     pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(Arc<ArenaBuf>, PeerWrite), String> {
         Ok((self.written_room(wrote, phase)?, PeerWrite::new(wrote, phase)?))
     }
 
-    /// The peer has written this, and it was verified.
+    /// Records a range that the peer has written and that passed verification.
     pub(super) fn keep(&mut self, written: PeerWrite) {
         self.written.push(written);
     }
@@ -130,7 +133,7 @@ impl PeerWrite {
         Ok(PeerWrite { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
     }
 
-    /// Compares the checksums with what is in the sink's memory.
+    /// Compares the checksums that the peer sent with the data in the sink's memory.
     pub(super) fn verify(&self, room: &ArenaBuf) -> Result<(), ChecksumMismatch> {
         let bytes = &room[self.offset as usize..self.offset as usize + self.len];
         verify_pieces(self.payload_phase, bytes, &self.checksums)

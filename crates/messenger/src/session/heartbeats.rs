@@ -1,9 +1,10 @@
-//! Whether the peer is still there.
+//! Detection of a dead peer.
 //!
-//! Whoever has something to say says it at least every [`heartbeat`](SessionConfig::heartbeat), and whoever waits for something takes
-//! a silence of [`grace`](SessionConfig::grace) for the peer's end. Between two sides that want nothing of each other the
-//! pauses double, up to [`rest`](SessionConfig::rest): an idle session costs next to nothing. Each heartbeat says for how
-//! long its sender may be silent now.
+//! A side that has something outstanding sends a frame at least once per
+//! [`heartbeat`](SessionConfig::heartbeat). A side that waits for the peer treats a silence of
+//! [`grace`](SessionConfig::grace) as the peer's death. When neither side has anything outstanding,
+//! the pauses double, up to [`rest`](SessionConfig::rest), so that an idle connection costs almost
+//! nothing. Each heartbeat announces how long its sender may be silent from now on.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
 
 impl State {
-    /// Whether nothing is under way.
+    /// Whether no message, pull, offer or one-sided read is outstanding.
     fn is_idle(&self) -> bool {
         let link_reads = self.link.as_ref().is_some_and(|link| link.is_reading());
         self.outbound.is_acked() && self.pulls.is_empty() && self.offers.is_empty() && !link_reads
@@ -25,15 +26,17 @@ impl State {
 }
 
 impl Shared {
-    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
-    /// this side that only the transport's end gives back. What the peer does beside heartbeats keeps the session's `place`.
+    /// Sends a heartbeat when no other frame was sent during a pause. Returns when the transport
+    /// has to end: the peer was silent for too long, or the peer may still use memory that only the
+    /// end of the transport can reclaim. Activity of the peer other than heartbeats protects the
+    /// connection's `place` from being reclaimed.
     pub(super) async fn watch_peer(
         &self,
         link: Option<&Link>,
         place: Option<&RegistryPlace>,
     ) -> TransportEnd {
         let SessionConfig { heartbeat, grace, rest, .. } = self.config;
-        // What was promised on another transport holds no longer.
+        // A pause that the peer announced on an earlier transport no longer applies.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
         let mut pause = heartbeat;
         {
@@ -48,7 +51,7 @@ impl Shared {
         loop {
             let stirred = self.pause(pause, heartbeat).await;
             let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
-            // While this side rested nothing was due from the peer.
+            // While this side was idle, the peer owed it nothing. Its silence counts from now.
             let silent = {
                 let mut state = self.lock();
                 if heard || stirred {
@@ -81,14 +84,14 @@ impl Shared {
         link.is_some_and(Link::is_reading) || !self.lock().pulls.is_empty()
     }
 
-    /// Whether the peer was silent for half of the time that it has, while something was expected of it: the side that gives up first
-    /// breaks the transport for both.
+    /// Whether the peer owes an answer and was silent for half of the grace period. This side
+    /// prefers to break the transport before the other side gives up.
     pub(super) fn is_missing_peer(&self) -> bool {
         let state = self.lock();
         !state.is_idle() && state.heard_at.elapsed() >= self.config.grace / 2
     }
 
-    /// How much longer than usual the peer may be silent.
+    /// How much longer than one heartbeat the peer may be silent.
     fn peer_quiet(&self, heartbeat: Duration) -> Duration {
         if !self.lock().is_idle() {
             return Duration::ZERO;
@@ -97,7 +100,8 @@ impl Shared {
         quiet.min(REST_MAX).saturating_sub(heartbeat)
     }
 
-    /// Sends a heartbeat if nothing else was sent, or if the peer `must_know` how long the next pause is.
+    /// Sends a heartbeat if no other frame was sent. If `must_know`, sends one in any case, because
+    /// the peer must learn the length of the next pause.
     fn beat(&self, must_know: bool, pause: Duration) {
         let spoke = self.spoke.swap(false, Ordering::Relaxed);
         let mut state = self.lock();
@@ -110,7 +114,8 @@ impl Shared {
         self.wake_writer.notify_one();
     }
 
-    /// Waits. A pause longer than a heartbeat ends when something is begun: then this returns true.
+    /// Waits for the length of `pause`. A pause longer than a heartbeat ends early when work
+    /// begins. Returns whether this happened.
     async fn pause(&self, pause: Duration, heartbeat: Duration) -> bool {
         if pause <= heartbeat {
             sleep(pause).await;
@@ -131,14 +136,14 @@ impl Shared {
         stirred
     }
 
-    /// To be called when something is sent.
+    /// Must be called when something is sent.
     pub(super) fn stir_if_busy(&self, state: &mut State) {
         if state.is_resting && !state.is_idle() {
             self.stir(state);
         }
     }
 
-    /// Something was begun: from now on the peer is expected to answer.
+    /// Ends a long pause, because work began: from now on the peer owes an answer.
     pub(super) fn stir(&self, state: &mut State) {
         if std::mem::take(&mut state.is_resting) {
             self.stirred.notify_one();

@@ -1,4 +1,5 @@
-//! What came in: the order kept, the credits of the peer, and the queue that the user takes events from.
+//! The receiving half of a connection's state: frame order, the peer's credit, and the queue of
+//! events for the user.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -6,39 +7,42 @@ use std::task::Waker;
 use crate::config::MESSAGE_OVERHEAD;
 use crate::{ConnectionEvent, Message, MessengerError};
 
-/// Bytes received, each frame counted with its overhead, after which an acknowledgement does not wait for its timer.
+/// After this many received bytes, including [`MESSAGE_OVERHEAD`] per frame, an acknowledgement is
+/// sent without waiting for its timer.
 const ACK_BYTES: u64 = 512 << 10;
 
-/// Most events of interruption and resumption that wait for a user who takes none.
+/// Maximum number of queued events that are not messages. Further ones are dropped.
 const MAX_INFO: usize = 64;
 
-/// The credits that a message takes.
+/// The credit that a message uses, in bytes.
 pub(super) fn charge(message: &Message) -> u64 {
     (message.header.len() + message.payload.len()) as u64 + MESSAGE_OVERHEAD
 }
 
-/// The incoming half of a session's state.
+/// The receiving half of a connection's state.
 pub(super) struct Inbound {
     events: VecDeque<ConnectionEvent>,
     info: usize,
     waker: Option<Waker>,
-    /// Nobody takes events any more; messages are dropped.
+    /// The user has dropped the receiving handle. Messages are discarded.
     deaf: bool,
     window: u64,
-    /// Bytes of credit: used by the peer, given back by the user, granted to the peer; since the session began.
+    /// Bytes of credit since the connection began: used by the peer, returned by the user, and
+    /// granted to the peer.
     used: u64,
     taken: u64,
     granted: u64,
-    /// Number of the last sequenced frame received, and of the last acknowledged.
+    /// Number of the last sequenced frame that was received, and of the last one that was
+    /// acknowledged.
     received: u64,
     reported: u64,
     unreported_bytes: u64,
 }
 
-/// Whether a sequenced frame is the next one.
+/// Whether a sequenced frame is new or a repetition.
 pub(super) enum Arrival {
     Next,
-    /// It came before; it is dropped.
+    /// The frame arrived before, so it is dropped.
     Repeated,
 }
 
@@ -59,20 +63,20 @@ impl Inbound {
         }
     }
 
-    /// Number of the last sequenced frame received.
+    /// Number of the last sequenced frame that was received.
     pub(super) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Credits granted to the peer since the session began, in bytes.
+    /// Credit granted to the peer since the connection began, in bytes.
     pub(super) fn granted(&self) -> u64 {
         self.granted
     }
 
-    /// Takes note of sequenced frame `seq` of `len` payload bytes.
+    /// Records the arrival of sequenced frame `seq` with `len` payload bytes.
     ///
     /// # Errors
-    /// If frames before it are missing.
+    /// If an earlier frame is missing.
     pub(super) fn on_sequenced(&mut self, seq: u64, len: usize) -> Result<Arrival, MessengerError> {
         if seq <= self.received {
             return Ok(Arrival::Repeated);
@@ -86,10 +90,10 @@ impl Inbound {
         Ok(Arrival::Next)
     }
 
-    /// Queues a message for the user. Returns whether its credits are to be returned at once.
+    /// Queues a message for the user. Returns whether to send new credit to the peer at once.
     ///
     /// # Errors
-    /// If the peer had no credit for it.
+    /// If the peer had no credit for the message.
     pub(super) fn push_message(&mut self, message: Message) -> Result<bool, MessengerError> {
         let charge = charge(&message);
         self.used += charge;
@@ -103,7 +107,7 @@ impl Inbound {
         Ok(false)
     }
 
-    /// Queues an event that is no message.
+    /// Queues an event that is not a message.
     pub(super) fn push_info(&mut self, event: ConnectionEvent) {
         if matches!(event, ConnectionEvent::Lost(_)) || (self.info < MAX_INFO && !self.deaf) {
             self.info += 1;
@@ -111,7 +115,8 @@ impl Inbound {
         }
     }
 
-    /// The next event, and whether credits are to be sent to the peer. [`Event::Lost`] stays.
+    /// Takes the next event. Also returns whether to send new credit to the peer. [`Event::Lost`]
+    /// stays in the queue, so every later call returns it again.
     pub(super) fn pop(&mut self) -> Option<(ConnectionEvent, bool)> {
         match self.events.pop_front()? {
             ConnectionEvent::Message(message) => {
@@ -139,7 +144,8 @@ impl Inbound {
         worth_a_frame
     }
 
-    /// Nobody will take events any more. Returns those that waited.
+    /// Discards messages from now on, because the user has dropped the receiving handle. Returns
+    /// the queued events.
     pub(super) fn deafen(&mut self) -> VecDeque<ConnectionEvent> {
         self.deaf = true;
         for event in &self.events {
@@ -162,17 +168,17 @@ impl Inbound {
         self.waker.take()
     }
 
-    /// Whether something was received that the peer has not been told of.
+    /// Whether the peer still lacks an acknowledgement of a received frame.
     pub(super) fn owes_ack(&self) -> bool {
         self.reported < self.received
     }
 
-    /// Whether so much was received that the peer should be told now.
+    /// Whether enough was received to acknowledge it now, without waiting for the timer.
     pub(super) fn owes_ack_now(&self) -> bool {
         self.unreported_bytes >= ACK_BYTES
     }
 
-    /// A frame with the acknowledgement goes out.
+    /// Records that a frame with the acknowledgement is being sent.
     pub(super) fn on_reported(&mut self) {
         self.reported = self.received;
         self.unreported_bytes = 0;

@@ -1,4 +1,5 @@
-//! Offers of this side: memory that the peer may pull from or push into, and the pulls being served.
+//! Offers of this side: memory that the peer may pull from or push into. Also serves the peer's
+//! pulls.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -18,28 +19,30 @@ use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
 
-/// Most refused offers that are remembered.
+/// Maximum number of refused offers that this side remembers.
 const MAX_REFUSED: usize = 64;
 
-/// Most offers of one session at a time.
+/// Maximum number of offers of one connection at a time.
 const MAX_OFFERS: usize = 65_536;
 
-/// A transfer whose source takes longer than that for a chunk lets others go first.
+/// If a source takes longer than this to read a chunk, its transfer leaves its place to other
+/// transfers.
 const SOURCE_PATIENCE: Duration = Duration::from_millis(10);
 
 struct Offer {
     what: Offered,
     expires: Instant,
-    /// What the peer can reach of it by itself.
+    /// The part of the offer that the peer can reach by one-sided transfers.
     exposed: Option<ExposedOffer>,
 }
 
-/// The offers, and the pulls that are being served.
+/// This side's offers, and the pulls that it serves.
 #[derive(Default)]
 pub(super) struct Offers {
     active: HashMap<u64, Offer>,
     serving: BTreeMap<u64, AbortHandle>,
-    /// Offers of the peer that did not take what was pushed; the latest ones.
+    /// The peer's offers that recently refused pushed data, each with the reason. The latest comes
+    /// first.
     refused: VecDeque<(u64, String)>,
 }
 
@@ -54,21 +57,22 @@ impl Offers {
         self.active.is_empty()
     }
 
-    /// Takes the peer's access to what was exposed on a transport that is gone: nobody uses it, for nobody else had the keys.
-    /// What was written stays.
+    /// Ends the peer's access to memory that was exposed on a transport that is gone. The memory
+    /// may be reused at once, because only that transport's peer had the keys. Data that the peer
+    /// wrote stays valid.
     pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
         let hidden = self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide());
         hidden.inspect(MemoryRegion::settle).collect()
     }
 
-    /// Takes the peer's access to what has expired.
+    /// Ends the peer's access to the memory of expired offers.
     pub(super) fn hide_expired(&mut self) -> Vec<MemoryRegion> {
         let now = Instant::now();
         let expired = self.active.values_mut().filter(|offer| offer.expires <= now);
         expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
     }
 
-    /// A sink that the peer has written to, with its phase.
+    /// Finds an exposed sink that the peer has written to. Also returns the sink's phase.
     pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut ExposedOffer, u64), String> {
         self.live(offer)?;
         match self.active.get_mut(&offer) {
@@ -104,7 +108,7 @@ impl Offers {
         if offer.expires <= Instant::now() { Err("the offer has expired".into()) } else { Ok(offer) }
     }
 
-    /// Whether the peer refused an earlier push to `offer`, and why.
+    /// The peer's reason for refusing an earlier push to `offer`, if it refused one.
     pub(super) fn refusal(&self, offer: u64) -> Option<&str> {
         self.refused.iter().find(|(o, _)| *o == offer).map(|(_, reason)| reason.as_str())
     }
@@ -140,7 +144,7 @@ impl Shared {
         }
         let link = state.link.clone();
         drop(state);
-        // Registering memory takes its time.
+        // Memory is registered without holding the mutex, because registration is slow.
         let exposed = link
             .filter(|_| self.side == ConnectionSide::Client)
             .and_then(|link| ExposedOffer::of(&what, &link));
@@ -148,7 +152,7 @@ impl Shared {
         let mut state = self.lock();
         Self::check_open(&state)?;
         let expires = Instant::now() + ttl;
-        // An offer that is too late for the transport it was made for is one without.
+        // If the transport changed during registration, the offer stays without one-sided access.
         let exposed =
             exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.transport_number() == e.transport()));
         state.offers.active.insert(key, Offer { what, expires, exposed });
@@ -170,7 +174,7 @@ impl Shared {
     /// Starts to serve a pull, or refuses it.
     ///
     /// # Errors
-    /// If the peer breaks the protocol.
+    /// If the peer violates the protocol.
     pub(super) fn on_pull_request(self: &Arc<Self>, request: PullRequest) -> Result<(), MessengerError> {
         let mut state = self.lock();
         let source = state.offers.source(&request).and_then(|source| {
@@ -188,13 +192,13 @@ impl Shared {
             let wrong = format!("pull {} is under way already, or one too many", request.pull);
             return Err(MessengerError::Protocol(wrong));
         }
-        // Spawned under the lock, so that the task finds its entry when it ends.
+        // The task is spawned while the mutex is held, so that its entry exists when the task ends.
         let serving = crate::spawn(serve(Arc::clone(self), request, source)).abort_handle();
         state.offers.serving.insert(request.pull, serving);
         Ok(())
     }
 
-    /// The peer wants no more of a pull.
+    /// Stops serving a pull that the peer has cancelled.
     pub(super) fn on_pull_cancel(&self, pull: u64) {
         let mut state = self.lock();
         if let Some(serving) = state.offers.serving.remove(&pull) {
@@ -205,10 +209,11 @@ impl Shared {
         self.bulk_slots.add_permits(dropped.len());
     }
 
-    /// Hands pushed data, already verified, to its sink, or tells the peer that it was not taken.
+    /// Hands pushed data, already verified, to its sink. If the sink does not accept the data,
+    /// tells the peer.
     ///
     /// # Errors
-    /// If the peer does not read what it is told.
+    /// If too many control frames are queued because the peer does not read them.
     pub(super) fn on_push(&self, push: Push, payload: Payload) -> Result<(), MessengerError> {
         let sink = self.lock().offers.sink(&push);
         let taken = sink.and_then(|(sink, phase)| {
@@ -236,7 +241,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Queues a chunk of a pull that is being served. `false` if the peer wants it no more.
+    /// Queues a chunk of a pull that this side serves. Returns `false` if the peer has cancelled
+    /// the pull.
     fn queue_data(&self, offer: u64, data: PullData, payload: Payload) -> Result<bool, String> {
         let mut state = self.lock();
         if matches!(state.status, ConnectionState::Lost(_)) || !state.offers.serving.contains_key(&data.pull)
@@ -254,7 +260,8 @@ impl Shared {
 fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
     let Some(session) = session.upgrade() else { return };
     let offer = session.lock().offers.active.remove(&key);
-    // The users' memory is let go of when the lock is free: dropping it may call back.
+    // The user's memory is dropped after the mutex is released, because dropping it may call back
+    // into the connection.
     let Some(Offer { what, exposed: Some(exposed), .. }) = offer else { return };
     match what {
         Offered::Sink(sink, _) if is_done => exposed.deliver(&*sink),
@@ -262,7 +269,7 @@ fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
     }
 }
 
-/// Reads the source chunk by chunk, and sends them when it is the transfer's turn.
+/// Reads the source chunk by chunk, and sends each chunk when it is the transfer's turn.
 async fn serve(session: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
     let failed = send_all(&session, &request, &*source).await;
     session.lock().offers.serving.remove(&request.pull);

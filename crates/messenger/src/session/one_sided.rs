@@ -1,6 +1,7 @@
-//! One-sided transfers: what a client exposes, and how a server reads and writes it.
+//! One-sided transfers: the server reads and writes memory that the client has exposed.
 //!
-//! The server decides what moves when. A transfer that cannot be done this way, or fails, goes by frames, which always work.
+//! The server decides which data moves and when. A transfer that is impossible or fails this way is
+//! done by frames instead, which always work.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,17 +20,19 @@ use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
-/// Most bytes that one read brings: while it is verified, the next ones are on their way.
+/// Maximum length of one read, in bytes. While one read is verified, the next ones are in progress.
 const READ_BYTES: u64 = 512 << 10;
 
-/// Reads of one pull that are under way.
+/// Maximum number of reads of one pull at a time.
 const READS_AT_A_TIME: usize = 4;
 
-/// Most memory that may be kept because it was withdrawn too early, in bytes. The transport's end frees it.
+/// Limit of the memory in quarantine, in bytes: memory that was withdrawn while the peer could
+/// still use it. The end of the transport frees it.
 const QUARANTINE_MAX_BYTES: usize = 64 << 20;
 
 impl Shared {
-    /// Why the transport has to be ended: something of this side's memory comes back only by that.
+    /// Returns a reason if the transport has to end, because only its end can reclaim memory of this
+    /// side.
     pub(super) fn overstayed(&self, link: &Link) -> Option<String> {
         let expired = self.lock().offers.hide_expired();
         drop(expired);
@@ -41,7 +44,8 @@ impl Shared {
             .then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
     }
 
-    /// The peer says that it has written to a sink. The bytes are what they are from now on: it has said so.
+    /// Handles the peer's statement that it has written to a sink. The peer must not change these
+    /// bytes afterwards.
     pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), ReadFailure> {
         let place = self
             .lock()
@@ -56,9 +60,10 @@ impl Shared {
             }
         };
         let verified = written.verify(&room);
-        // Before whoever finishes the offer wants the memory for himself.
+        // Release the buffer here, because the caller that finishes the offer needs to be its only
+        // owner.
         drop(room);
-        // What is damaged comes again, by frames.
+        // The peer sends damaged data again, by frames.
         verified.map_err(FrameError::Payload)?;
         if let Ok((exposed, _)) = self.lock().offers.exposed_sink(wrote.offer) {
             exposed.keep(written);
@@ -66,21 +71,23 @@ impl Shared {
         Ok(())
     }
 
-    /// The transport by which the memory of `offer` can be reached.
+    /// The link that reaches the memory of `offer`, and the description of that memory.
     fn reach<'a>(&self, offer: &'a BulkDescriptor) -> Option<(Arc<Link>, &'a RemoteMemory)> {
         let remote = offer.remote.as_ref().filter(|_| offer.owner == BulkOwner::Session)?;
         let link = self.lock().link.clone()?;
         (link.transport_number() == remote.transport).then_some((link, remote))
     }
 
-    /// Where `len` bytes at `offset` of an offer are written to, if that can be done by a one-sided transfer.
+    /// The destination of a one-sided write of `len` bytes at `offset` of an offer. `None` if such
+    /// a write is impossible.
     pub(super) fn target(&self, offer: &BulkDescriptor, offset: u64, len: u64) -> Option<PushDestination> {
         let (_, remote) = self.reach(offer)?;
         let (region, offset) = region_of(remote, offset, len)?;
         Some(PushDestination { transport: remote.transport, region, offset })
     }
 
-    /// Reads what the peer has exposed. `Err` with the buffer if it has to go by frames.
+    /// Pulls data by one-sided reads of the peer's memory. Returns [`NotPulled::Framed`] with the
+    /// buffer if the pull has to be done by frames.
     pub(super) async fn pull_one_sided(
         &self,
         offer: &BulkDescriptor,
@@ -125,20 +132,21 @@ impl Shared {
     }
 }
 
-/// Why a one-sided pull did not come about.
+/// The reason why a one-sided pull failed.
 pub(super) enum NotPulled {
-    /// It goes by frames, into this buffer.
+    /// The pull has to be done by frames, into this buffer.
     Framed(ArenaBuf),
     Lost(MessengerError),
 }
 
-/// Returns the registered region that holds `len` bytes at `offset` of a transfer, and where they begin in it.
+/// Returns the registered region that holds `len` bytes at `offset` of a transfer, and the offset
+/// of these bytes in the region.
 fn region_of(remote: &RemoteMemory, offset: u64, len: u64) -> Option<(fabric::RemoteRegion, usize)> {
     let (BulkSegment { address, key, len }, start) = remote.find(offset, len)?;
     Some((fabric::RemoteRegion { key, base: address, len }, usize::try_from(start).ok()?))
 }
 
-/// The checksums of what is to be pulled; `None` if the descriptor has not those of its pieces.
+/// The checksums of the data to pull. `None` if the descriptor lacks the checksums of these pieces.
 fn checksums_of(
     remote: &RemoteMemory,
     at: &OfferRange,
@@ -162,7 +170,8 @@ struct PullReads<'a> {
 }
 
 impl PullReads<'_> {
-    /// Reads everything, several reads at a time. When this returns, none is under way, unless the link has failed.
+    /// Reads everything, with several reads in progress at a time. When this returns, no read is in
+    /// progress, unless the link has failed.
     async fn all(&self, len: usize, deadline: Instant) -> Result<(), String> {
         let mut turn = self.shared.turns.turn(self.at.key, len as u64);
         let mut under_way = FuturesUnordered::new();
@@ -199,7 +208,8 @@ impl PullReads<'_> {
     }
 }
 
-/// Length of the next read of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
+/// Length of the next read when `left` bytes remain at `phase`. Every read but the last ends at a
+/// piece boundary.
 fn chunk_len(phase: u64, left: u64) -> usize {
     const { assert!(READ_BYTES.is_multiple_of(BLOCK) && READ_BYTES >= MAX_CHUNK as u64) };
     (READ_BYTES - phase).min(left) as usize

@@ -1,4 +1,5 @@
-//! What waits to be sent, in its lanes, and what was sent and may have to be sent again.
+//! The sending half of a connection's state: the queues of frames to send, and sent frames that may
+//! have to be sent again.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,23 +13,25 @@ use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, FrameKind, PullData, Push, Window};
 use crate::{Message, MessengerError};
 
-/// Most control frames that wait. Only a peer that asks and does not read the answers makes it so many.
+/// Maximum number of queued control frames. Only a peer that sends requests and does not read the
+/// answers reaches it.
 const MAX_CONTROL_FRAMES: usize = 1024;
 
-/// Bytes after which a batch takes no more messages.
+/// A batch of this many bytes takes no more messages.
 const BATCH_BYTES: usize = 256 << 10;
 
-/// Most frames of one batch.
+/// Maximum number of frames in one batch.
 const BATCH_FRAMES: usize = 128;
 
-/// A chunk in the bulk lane. It holds one permit of `Shared::bulk_slots`, which the writer returns.
+/// A chunk in the queue of bulk data. It holds one permit of `Shared::bulk_slots`, which the writer
+/// returns.
 pub(super) enum Chunk {
     Data(PullData, Payload),
-    /// The sender is told when the chunk has its place in the order.
+    /// The sender is notified when the chunk has its place in the send order.
     Push(Push, Payload, Option<PushDestination>, Option<oneshot::Sender<()>>),
 }
 
-/// Lanes in order of priority, and the frames sent and not acknowledged.
+/// The queues in order of priority, and the frames that were sent but not acknowledged.
 pub(super) struct Outbound {
     control: VecDeque<Body>,
     window_wanted: bool,
@@ -36,21 +39,22 @@ pub(super) struct Outbound {
     quiet_ms: u32,
     messages: VecDeque<Message>,
     bulk: VecDeque<Chunk>,
-    /// Numbers `acked + 1 ..`.
+    /// Frames that were sent but not acknowledged. The first has number `acked + 1`.
     unacked: VecDeque<Sequenced>,
     acked: u64,
-    /// How many of `unacked` were written to the present transport.
+    /// How many of `unacked` were written to the current transport.
     written: usize,
-    /// Bytes of credit since the session began: granted by the peer, of messages that it has acknowledged, and given to
-    /// senders here.
+    /// Bytes of credit since the connection began: granted by the peer, used by messages that the
+    /// peer has acknowledged, and given to senders on this side.
     granted: u64,
     freed: u64,
     issued: u64,
-    /// Most bytes that wait here to be sent or acknowledged, whatever the peer grants.
+    /// Maximum number of bytes that wait to be sent or acknowledged, however much credit the peer
+    /// grants.
     window: u64,
 }
 
-/// What the writer needs to know of the other direction.
+/// Data about the receiving half that outgoing frames carry.
 pub(super) struct Piggyback {
     pub(super) received: u64,
     pub(super) granted: u64,
@@ -77,7 +81,7 @@ impl Outbound {
     /// Queues a control frame.
     ///
     /// # Errors
-    /// If the peer does not read and there are too many.
+    /// If too many are queued, because the peer does not read them.
     pub(super) fn push_control(&mut self, body: Body) -> Result<(), MessengerError> {
         if self.control.len() >= MAX_CONTROL_FRAMES {
             return Err(MessengerError::Protocol("the peer asks and does not read the answers".into()));
@@ -86,27 +90,27 @@ impl Outbound {
         Ok(())
     }
 
-    /// Sends credits and an acknowledgement soon.
+    /// Makes the next batch carry new credit and an acknowledgement.
     pub(super) fn want_window(&mut self) {
         self.window_wanted = true;
     }
 
-    /// From now on heartbeats say that the next one may be so far away.
+    /// Sets the longest silence of this side, which the following heartbeats announce.
     pub(super) fn set_quiet(&mut self, quiet: Duration) {
         self.quiet_ms = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
     }
 
-    /// Whether everything that was sent has been acknowledged, and nothing waits.
+    /// Whether no message or chunk is queued and the peer has acknowledged all sent frames.
     pub(super) fn is_acked(&self) -> bool {
         self.unacked.is_empty() && self.messages.is_empty() && self.bulk.is_empty()
     }
 
-    /// Queues a message, for which the caller holds credit.
+    /// Queues a message. The caller holds credit for it.
     pub(super) fn push_message(&mut self, message: Message) {
         self.messages.push_back(message);
     }
 
-    /// Queues a chunk, for which the caller holds a bulk slot.
+    /// Queues a chunk. The caller holds a bulk slot for it.
     pub(super) fn push_chunk(&mut self, chunk: Chunk) {
         self.bulk.push_back(chunk);
     }
@@ -115,15 +119,16 @@ impl Outbound {
         self.messages.len()
     }
 
-    /// Number of the last sequenced frame that the peer has.
+    /// Number of the last sequenced frame that the peer has acknowledged.
     pub(super) fn acked(&self) -> u64 {
         self.acked
     }
 
-    /// The peer has everything up to `ack`. What is let go goes to `freed`, to be dropped outside the lock.
+    /// Handles the acknowledgement of all frames up to `ack`. Moves these frames to `freed`, so
+    /// that the caller can drop them after releasing the mutex.
     ///
     /// # Errors
-    /// If that was never sent.
+    /// If frame `ack` was never sent.
     pub(super) fn on_ack(&mut self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
         let newly = ack.saturating_sub(self.acked);
         if newly > self.unacked.len() as u64 {
@@ -140,10 +145,10 @@ impl Outbound {
         Ok(())
     }
 
-    /// The peer has granted `granted` bytes of credit since the session began.
+    /// Handles a grant: the peer has granted `granted` bytes of credit since the connection began.
     ///
     /// # Errors
-    /// If that is more than any window has.
+    /// If the grant exceeds [`MAX_CREDIT_BYTES`].
     pub(super) fn on_granted(&mut self, granted: u64) -> Result<(), MessengerError> {
         self.granted = self.granted.max(granted);
         if self.granted - self.issued > MAX_CREDIT_BYTES {
@@ -152,7 +157,7 @@ impl Outbound {
         Ok(())
     }
 
-    /// The credits that may now be given to senders, in bytes.
+    /// Returns how much more credit senders may use now, in bytes.
     pub(super) fn issue(&mut self) -> usize {
         let allowed = self.granted.min(self.freed + self.window);
         let more = allowed.saturating_sub(self.issued);
@@ -160,8 +165,9 @@ impl Outbound {
         more as usize
     }
 
-    /// The transport broke: what was sent and not acknowledged will be sent again, and data of pulls be asked for again.
-    /// Returns the data chunks that were queued.
+    /// Prepares for a new transport. Sent frames without acknowledgement will be sent again. The
+    /// peer will ask again for the data of its pulls, so this returns the queued data chunks to be
+    /// dropped.
     pub(super) fn rewind(&mut self) -> Vec<Chunk> {
         self.written = 0;
         self.control.clear();
@@ -171,7 +177,7 @@ impl Outbound {
         Vec::from(data)
     }
 
-    /// Takes data of a pull that was given up out of the bulk lane.
+    /// Removes the data of a cancelled pull from the queue of bulk data.
     pub(super) fn drop_data(&mut self, pull: u64) -> Vec<Chunk> {
         let (dropped, kept) =
             self.bulk.drain(..).partition(|c| matches!(c, Chunk::Data(data, _) if data.pull == pull));
@@ -179,7 +185,8 @@ impl Outbound {
         Vec::from(dropped)
     }
 
-    /// Fills `batch` with what goes next: all control frames, messages up to a size, and one chunk of bulk data.
+    /// Fills `batch` with the next frames: all control frames, messages up to a size limit, and one
+    /// chunk of bulk data.
     pub(super) fn gather(&mut self, batch: &mut Batch, piggyback: &Piggyback) {
         let ack = piggyback.received;
         if std::mem::take(&mut self.window_wanted) {
@@ -204,7 +211,7 @@ impl Outbound {
             }
             self.written += 1;
         }
-        // Pushed chunks take their number here, so those that must be repeated go first.
+        // A pushed chunk gets its number here, so all repeated frames must be written before it.
         if self.written == self.unacked.len() {
             match self.bulk.pop_front() {
                 Some(Chunk::Data(data, payload)) => {

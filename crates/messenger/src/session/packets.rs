@@ -1,4 +1,5 @@
-//! A session over a link: packets instead of a stream, and bulk data that moves by itself.
+//! A connection over a link, which carries packets in place of a byte stream, and one-sided
+//! transfers of bulk data.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};
 use crate::transport::ofi::packet::ROOM_BYTES;
 use crate::transport::ofi::{Link, LinkFailed};
 
-/// Packets after which the reader lets others have a turn.
+/// Number of packets after which the reader yields to other tasks.
 const TURN: usize = 64;
 
 impl From<LinkFailed> for ReadFailure {
@@ -24,11 +25,11 @@ impl From<LinkFailed> for ReadFailure {
     }
 }
 
-/// Reads one link.
+/// Reads frames from one link.
 pub(super) struct PacketReader<'a> {
     shared: &'a Arc<Shared>,
     link: &'a Link,
-    /// A frame that fills more than a packet, as far as it came, and its length.
+    /// The received part of a frame that is longer than a packet, and the frame's full length.
     partial: BytesMut,
     expected: usize,
     last_ack: u64,
@@ -41,7 +42,7 @@ impl<'a> PacketReader<'a> {
         PacketReader { shared, link, partial, expected: 0, last_ack: 0, freed }
     }
 
-    /// Reads until that ends.
+    /// Reads until the transport fails or the peer ends the connection.
     pub(super) async fn run(mut self) -> ReadFailure {
         let mut turn = 0;
         loop {
@@ -79,7 +80,7 @@ impl<'a> PacketReader<'a> {
         Ok(())
     }
 
-    /// The first part of a frame that fills more than this packet.
+    /// Stores the first part of a frame that continues in the next packet.
     fn begin(&mut self, packet: &Bytes) -> Result<(), ReadFailure> {
         let Some(fixed) = packet.first_chunk::<HEADER_LEN>() else {
             let wrong = "a packet that ends inside a frame's header".to_owned();
@@ -92,7 +93,8 @@ impl<'a> PacketReader<'a> {
         Ok(())
     }
 
-    /// One more part of such a frame; returns what comes after it.
+    /// Adds the next part to such a frame. Returns the rest of the packet once the frame is
+    /// complete.
     fn more(&mut self, mut packet: Bytes) -> Result<Option<Bytes>, ReadFailure> {
         let missing = self.expected - self.partial.len();
         self.partial.extend_from_slice(&packet.split_to(missing.min(packet.len())));
@@ -125,7 +127,7 @@ impl<'a> PacketReader<'a> {
         }
     }
 
-    /// Data of a pull that goes by frames although there is a link: it is copied.
+    /// Handles data of a pull that is done by frames although a link exists. The data is copied.
     fn pull_data(
         &mut self,
         header: &FrameHeader,
@@ -142,7 +144,8 @@ impl<'a> PacketReader<'a> {
 }
 
 impl Shared {
-    /// Sends what is queued until the link fails, or the session is being closed and everything is sent.
+    /// Sends queued frames until the link fails, or until the connection is being closed and
+    /// everything is sent.
     pub(super) async fn send_packets(&self, link: &Arc<Link>) -> Result<(), LinkFailed> {
         let mut batch = Batch::over(link);
         loop {

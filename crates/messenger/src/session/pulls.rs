@@ -1,8 +1,9 @@
-//! Pulls of this side: data of the peer's offers on its way into our buffers.
+//! Pulls of this side: transfers of data from the peer's offers into local buffers.
 //!
-//! A destination buffer belongs to its pull, except while the reader fills it: then the reader has it, and whoever gives
-//! the pull up only removes the pull. The reader notices, stops, and drops the buffer; so memory never goes back to its
-//! pool while something may still write to it.
+//! A destination buffer belongs to its pull, except while the reader fills it. During that time the
+//! reader owns the buffer, and a caller that cancels the pull only removes the pull's entry. The
+//! reader notices this, stops, and drops the buffer. So memory never returns to its pool while
+//! something may still write to it.
 
 use std::collections::BTreeMap;
 
@@ -14,15 +15,16 @@ use super::{Shared, State};
 use crate::frame::{Body, PullCancel, PullData, PullRefused, PullRequest, Refusal};
 use crate::{MessengerError, Pulled};
 
-/// Who waits for a pull.
+/// Delivers the outcome of a pull to the caller that waits for it.
 pub(super) type PullWaiter = oneshot::Sender<Result<Pulled, MessengerError>>;
 
-/// Attempts at a pull, the first included. On the wire, an attempt is the pull's number plus its own: data of an earlier
-/// attempt that is still on its way is told apart, and dropped.
+/// Maximum number of attempts at a pull, including the first. On the wire, an attempt is named by
+/// the sum of the pull's number and the attempt's. So the receiver recognizes and drops late data
+/// of an earlier attempt.
 const ATTEMPTS: u64 = 8;
 
 struct Pull {
-    /// How often data came damaged and was asked for again.
+    /// How often damaged data arrived and was requested again.
     attempt: u64,
     offer: u64,
     /// First byte within the offer.
@@ -31,23 +33,23 @@ struct Pull {
     phase: u64,
     len: usize,
     filled: usize,
-    /// `None` while the reader has it.
+    /// `None` while the reader owns the buffer.
     dest: Option<ArenaBuf>,
     checksums: Vec<u32>,
     done: PullWaiter,
 }
 
-/// The pulls under way.
+/// The pulls in progress.
 #[derive(Default)]
 pub(super) struct Pulls {
     last: u64,
     active: BTreeMap<u64, Pull>,
 }
 
-/// Which part of a pull a frame of data fills.
+/// The part of a pull that a data frame fills.
 pub(super) struct Filling {
     pub(super) pull: u64,
-    /// First byte of the buffer that is to be filled.
+    /// Index of the first byte in the buffer to fill.
     pub(super) at: usize,
     pub(super) len: usize,
 }
@@ -57,7 +59,7 @@ impl Pulls {
         self.active.is_empty()
     }
 
-    /// Registers a pull. Returns its number and what it asks for.
+    /// Registers a pull and returns the request to send.
     pub(super) fn begin(
         &mut self,
         offer: u64,
@@ -76,22 +78,24 @@ impl Pulls {
         request
     }
 
-    /// What must be asked for again on a new transport.
+    /// The requests that must be sent again on a new transport.
     pub(super) fn requests(&self) -> Vec<PullRequest> {
         self.active.iter().map(|(id, pull)| pull.request(*id)).collect()
     }
 
-    /// The pull that a number on the wire means, unless it was given up, or means an earlier attempt.
+    /// Finds the pull for a number on the wire. `None` if the pull was cancelled, or if the number
+    /// names an earlier attempt.
     fn find(&mut self, on_wire: u64) -> Option<(u64, &mut Pull)> {
         let id = on_wire - on_wire % ATTEMPTS;
         let pull = self.active.get_mut(&id)?;
         (id + pull.attempt == on_wire).then_some((id, pull))
     }
 
-    /// The buffer that `data`, with a payload of `len` bytes at `phase`, goes to; `None` if nobody wants it any more.
+    /// Takes the buffer for `data`, whose payload has `len` bytes at `phase`. `None` if the pull
+    /// was cancelled.
     ///
     /// # Errors
-    /// If that is not the next part of the pull.
+    /// If the data is not the next part of the pull.
     fn take_dest(
         &mut self,
         data: &PullData,
@@ -114,10 +118,10 @@ impl Pulls {
         Ok(dest.map(|dest| (Filling { pull: id, at, len }, dest)))
     }
 
-    /// Fails all of them.
+    /// Fails all pulls.
     pub(super) fn fail_all(self, why: &MessengerError) {
         for pull in self.active.into_values() {
-            // Whoever asked may have stopped waiting; here and below.
+            // The caller may have stopped waiting; ignore the error, here and below.
             let _ = pull.done.send(Err(why.clone()));
         }
     }
@@ -147,12 +151,12 @@ impl Shared {
         Ok(taken.map(|(filling, dest)| PullBuffer { shared: self, filling, dest: Some(dest) }))
     }
 
-    /// Whether somebody still waits for the pull.
+    /// Whether the pull has not been cancelled.
     pub(super) fn wants_pull(&self, pull: u64) -> bool {
         self.lock().pulls.active.contains_key(&pull)
     }
 
-    /// The peer will send nothing (more).
+    /// Handles the peer's refusal: it will send no more data of the pull.
     pub(super) fn on_pull_refused(&self, refused: PullRefused) {
         let mut state = self.lock();
         let id = state.pulls.find(refused.pull).map(|(id, _)| id);
@@ -168,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// Nobody waits for the pull any more: its buffer goes back as soon as nothing writes to it.
+    /// Cancels a pull. Its buffer returns to its pool as soon as nothing writes to it.
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };
@@ -184,7 +188,8 @@ impl Shared {
     }
 }
 
-/// The buffer of a pull while the reader has it. Dropped, it goes back to its pull, or to its pool if that was given up.
+/// The buffer of a pull while the reader owns it. When this value is dropped, the buffer returns to
+/// its pull, or to its pool if the pull was cancelled.
 pub(super) struct PullBuffer<'a> {
     shared: &'a Shared,
     filling: Filling,
@@ -196,14 +201,14 @@ impl PullBuffer<'_> {
         self.filling.pull
     }
 
-    /// The part that is to be filled.
+    /// The part of the buffer to fill.
     pub(super) fn bytes(&mut self) -> &mut [u8] {
         let Filling { at, len, .. } = self.filling;
         let dest = self.dest.as_mut().expect("the buffer is here until this is dropped");
         &mut dest[at..at + len]
     }
 
-    /// The part was filled with the right data, whose pieces have these checksums.
+    /// Records that the part was filled with correct data, whose pieces have these checksums.
     pub(super) fn finish(mut self, checksums: &[u32]) {
         let mut state = self.shared.lock();
         let Some(pull) = state.pulls.active.get_mut(&self.filling.pull) else { return drop(state) };
@@ -218,7 +223,8 @@ impl PullBuffer<'_> {
         let _ = pull.done.send(Ok(Pulled { buf, checksums: pull.checksums }));
     }
 
-    /// The part was filled with wrong data: it is asked for again, a few times.
+    /// Handles damaged data in the part: requests the data again, up to [`ATTEMPTS`] attempts in
+    /// total.
     pub(super) fn damaged(self, how: ChecksumMismatch) -> Result<(), MessengerError> {
         let mut state = self.shared.lock();
         let State { pulls, outbound, .. } = &mut *state;

@@ -1,4 +1,4 @@
-//! Ranges of offers: which are valid, and where a transfer of one is cut into chunks.
+//! Ranges of offers: checks them, and divides transfers into chunks.
 
 use base::block::BLOCK;
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
@@ -6,16 +6,16 @@ use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
 use crate::config::MAX_CHUNK;
 use crate::{MessengerError, Result};
 
-/// A range of one offer of the peer.
+/// A range of one of the peer's offers.
 pub(super) struct OfferRange {
     pub(super) key: u64,
     /// First byte within the offer.
     pub(super) offset: u64,
-    /// Its object offset modulo 4096.
+    /// Object offset of the first byte modulo 4096.
     pub(super) phase: u64,
 }
 
-/// Finds bytes `offset..offset + len` of a descriptor that the peer of the session made.
+/// Finds bytes `offset..offset + len` of a descriptor that the connection's peer made.
 pub(super) fn locate(
     descriptor: &BulkDescriptor,
     wanted: BulkDirection,
@@ -46,7 +46,8 @@ pub(super) fn locate(
     Ok(OfferRange { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
 }
 
-/// Whether `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a piece boundary.
+/// Checks that `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a
+/// piece boundary.
 pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Result<(), String> {
     if offset.checked_add(len).is_none_or(|end| end > room) {
         return Err(format!("the range {offset}+{len} is not inside the {room} bytes offered"));
@@ -57,7 +58,8 @@ pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Resul
     Ok(())
 }
 
-/// Length of the next chunk of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
+/// Length of the next chunk when `left` bytes remain at `phase`. Every chunk but the last ends at a
+/// piece boundary.
 pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
     (MAX_CHUNK as u64 - phase).min(left) as usize
 }

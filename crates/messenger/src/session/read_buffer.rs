@@ -1,21 +1,22 @@
-//! Memory that is read into, and then handed out in parts.
+//! A buffer for received bytes, which hands out parts of its memory without copying.
 //!
-//! Blocks are used again when all their parts are gone, because fresh memory from the system costs as much as copying
-//! (page faults). How much is read at once follows what comes: an idle connection holds a small block only.
+//! A block of memory is reused when all its parts have been dropped, because fresh memory costs as
+//! much as copying (page faults). The size of a read adapts to the traffic, so an idle connection
+//! holds only a small block.
 
 use bytes::{Bytes, BytesMut};
 
-/// Least and most bytes of a block for frames.
+/// Minimum and maximum size of a block for frames, in bytes.
 const BLOCK: (usize, usize) = (8 << 10, 256 << 10);
 
-/// Blocks for payloads that are kept for the next ones.
+/// Maximum number of payload blocks that are kept for reuse.
 const KEPT: usize = 4;
 
-/// Bytes read and not yet used.
+/// A buffer for received bytes.
 pub(super) struct ReadBuffer {
-    /// What was read and not used.
+    /// Received bytes that have not been used yet.
     pub(super) bytes: BytesMut,
-    /// The block before this one, when its parts are gone.
+    /// The previous block, which is reused once all its parts have been dropped.
     spare: BytesMut,
     ahead: usize,
     payloads: Vec<BytesMut>,
@@ -26,7 +27,7 @@ impl ReadBuffer {
         ReadBuffer { bytes: BytesMut::new(), spare: BytesMut::new(), ahead: BLOCK.0, payloads: Vec::new() }
     }
 
-    /// Makes room for at least `missing` bytes, and for more where more is to be expected.
+    /// Makes room for at least `missing` bytes, and for more when more data is expected.
     pub(super) fn make_room(&mut self, missing: usize) {
         let room = self.bytes.capacity() - self.bytes.len();
         if self.bytes.is_empty() && room > 4 * self.ahead {
@@ -39,11 +40,11 @@ impl ReadBuffer {
         self.spare.reserve(self.bytes.len() + missing.max(self.ahead));
         self.spare.extend_from_slice(&self.bytes);
         std::mem::swap(&mut self.bytes, &mut self.spare);
-        // The old block is given back whole when its last part is dropped.
+        // The old block becomes reusable as a whole when its last part is dropped.
         self.spare.clear();
     }
 
-    /// Takes note of a read of `n` bytes into a room of `room`.
+    /// Adapts the size of reads after a read of `n` bytes into `room` free bytes.
     pub(super) fn on_read(&mut self, n: usize, room: usize) {
         if n == room {
             self.ahead = (self.ahead * 2).min(BLOCK.1);
@@ -53,7 +54,7 @@ impl ReadBuffer {
         }
     }
 
-    /// Empty memory for a payload of `len` bytes.
+    /// Returns empty memory for a payload of `len` bytes.
     pub(super) fn payload(&mut self, len: usize) -> BytesMut {
         match self.payloads.iter_mut().position(|kept| kept.try_reclaim(len)) {
             Some(free) => self.payloads.swap_remove(free),
@@ -61,7 +62,7 @@ impl ReadBuffer {
         }
     }
 
-    /// Hands out a payload, and keeps its memory for later ones.
+    /// Returns the payload and keeps its memory for reuse.
     pub(super) fn finish(&mut self, mut payload: BytesMut) -> Bytes {
         let data = payload.split().freeze();
         self.payloads.truncate(KEPT - 1);

@@ -1,7 +1,9 @@
-//! The reading side of a transport: frames from bytes, each handed to the part of the session that it is for.
+//! The receiving side of a stream transport: decodes frames and hands each to its part of the
+//! connection.
 //!
-//! Small frames are parts of one read buffer. Payload of bulk data goes from the transport straight to where it belongs;
-//! after a bulk frame, little is read ahead, so that little has to be copied.
+//! Small frames are parts of one read buffer. The payload of bulk data is read from the transport
+//! directly into its destination. After a bulk frame, the reader reads only a little ahead, so that
+//! it has to copy little.
 
 use std::io;
 use std::sync::Arc;
@@ -19,28 +21,29 @@ use super::read_buffer::ReadBuffer;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData, Push, Wrote};
 use crate::{Message, MessengerError};
 
-/// Payloads longer than this, and not read yet, get memory of their own, in bytes.
+/// Payloads longer than this, in bytes, are read into memory of their own, unless they were already
+/// read.
 const READ_AHEAD_MAX: usize = 16 << 10;
 
-/// What is read ahead when bulk data comes: the head of one bulk frame fits.
+/// Number of bytes to read ahead of bulk data, which is enough for the head of one bulk frame.
 const BULK_AHEAD: usize = 512;
 
-/// Bytes after which the reader lets others have a turn: the writer of this session, and other tasks.
+/// Number of bytes after which the reader yields to the connection's writer and to other tasks.
 const TURN: usize = 512 << 10;
 
-/// What is read at once of data that nobody wants, in bytes.
+/// Maximum size of one read when unwanted data is discarded, in bytes.
 const DISCARD: usize = 64 << 10;
 
-/// Why reading ended.
+/// The reason why reading ended.
 #[derive(Debug)]
 pub(super) enum ReadFailure {
     /// The transport broke.
     Broken(String),
-    /// Bytes were changed on their way.
+    /// Bytes were damaged on the way.
     Damaged(FrameError),
-    /// The peer breaks the protocol.
+    /// The peer violated the protocol.
     Fatal(MessengerError),
-    /// The peer ends the session.
+    /// The peer ended the connection.
     Closed(String),
 }
 
@@ -66,16 +69,16 @@ impl From<MessengerError> for ReadFailure {
     }
 }
 
-/// Reads one transport.
+/// Reads frames from one stream.
 pub(super) struct FrameReader<'a> {
     shared: &'a Arc<Shared>,
     io: &'a mut (dyn AsyncRead + Send + Unpin),
     buf: ReadBuffer,
-    /// The last frame was one of bulk data.
+    /// Whether the last frame was a frame of bulk data.
     bulk: bool,
-    /// The acknowledgement of the last frame.
+    /// The acknowledgement that the last frame carried.
     last_ack: u64,
-    /// Bytes read in this turn.
+    /// Bytes read since the reader last yielded.
     turn: usize,
     freed: Vec<Sequenced>,
 }
@@ -96,7 +99,7 @@ impl<'a> FrameReader<'a> {
         }
     }
 
-    /// Reads until that ends.
+    /// Reads until the transport fails or the peer ends the connection.
     pub(super) async fn run(mut self) -> ReadFailure {
         loop {
             if let Err(fault) = self.frame().await {
@@ -141,7 +144,7 @@ impl<'a> FrameReader<'a> {
         Ok(())
     }
 
-    /// Reads until the buffer has `len` bytes.
+    /// Reads until the buffer holds `len` bytes.
     async fn fill(&mut self, len: usize) -> Result<(), ReadFailure> {
         while self.buf.bytes.len() < len {
             let missing = len - self.buf.bytes.len();
@@ -200,7 +203,7 @@ impl<'a> FrameReader<'a> {
         Ok(self.buf.finish(data))
     }
 
-    /// Reads data of a pull into its buffer.
+    /// Reads data of a pull into the pull's buffer.
     async fn pull_data(
         &mut self,
         header: &FrameHeader,
@@ -223,7 +226,8 @@ impl<'a> FrameReader<'a> {
         Ok(())
     }
 
-    /// Fills the destination, unless its pull is given up: then, returns how many bytes are left to be discarded.
+    /// Fills the destination unless its pull is cancelled. Returns how many bytes of the frame
+    /// remain to be discarded.
     async fn fill_destination(&mut self, dest: &mut PullBuffer<'_>) -> Result<usize, ReadFailure> {
         let pull = dest.pull();
         let bytes = dest.bytes();
@@ -264,7 +268,7 @@ impl<'a> FrameReader<'a> {
 }
 
 impl Shared {
-    /// The peer has everything up to `ack`.
+    /// Handles the acknowledgement of all frames up to `ack`.
     pub(super) fn on_ack(&self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
         let mut state = self.lock();
         state.outbound.on_ack(ack, freed)?;
@@ -276,7 +280,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The peer granted credits: `granted` bytes since the session began.
+    /// Handles a grant: the peer has granted `granted` bytes of credit since the connection began.
     pub(super) fn on_granted(&self, granted: u64) -> Result<(), MessengerError> {
         let mut state = self.lock();
         state.outbound.on_granted(granted)?;
@@ -286,7 +290,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Handles a frame that has nothing to do with the stream or packet that it came in.
+    /// Handles a frame whose processing does not depend on the kind of transport.
     pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), ReadFailure> {
         match body {
             Body::Window(window) => {

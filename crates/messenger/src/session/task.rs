@@ -1,4 +1,5 @@
-//! The life of a session: transports come and go, until the session is closed or lost.
+//! The task of a connection: it runs one transport after another until the connection is closed or
+//! lost.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -18,53 +19,54 @@ use crate::transport::ofi::Link;
 use crate::transport::{ConnectClaim, Road, Wire};
 use crate::{ConnectionEvent, MessengerError};
 
-/// How long a session that is being closed may take to send what is queued.
+/// Time that a closing connection has to send its queued frames.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
-/// The same, for a session whose place is needed: long enough to say why.
+/// The same limit for a connection whose place is needed: enough to tell the peer the reason.
 const RECLAIM_TIME: Duration = Duration::from_millis(100);
 
-/// How long an acknowledgement waits for a frame to travel with.
+/// How long an acknowledgement waits for another frame that can carry it.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
-/// A transport that lasted less than this, and brought nothing, counts as a failed attempt when the next one is made.
+/// A transport that lived for less than this and delivered nothing counts as a failed attempt,
+/// which lengthens the backoff.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 
-/// Shortest and longest pause between attempts to connect.
+/// Minimum and maximum pause between attempts to connect.
 pub(crate) const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
-/// A transport that a client brings to go on with its session.
+/// A transport with which a client resumes its connection.
 pub(crate) struct Resumption {
     pub(crate) wire: Wire,
     pub(crate) nonce: [u8; 16],
-    /// Number of the last sequenced frame that the client has.
+    /// Number of the last sequenced frame that the client has received.
     pub(crate) received: u64,
-    /// Credits that the client granted since the session began.
+    /// Credit that the client has granted since the connection began, in bytes.
     pub(crate) granted: u64,
 }
 
-/// Which side of the session this is.
+/// The source of new transports, which differs between client and server.
 pub(crate) enum TransportSupply {
-    /// Makes new transports.
+    /// The client dials new transports.
     Client(Box<Dialer>),
-    /// Waits for them.
+    /// The server waits until the client resumes the connection.
     Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<RegistryPlace> },
 }
 
-/// Why a transport is used no longer.
+/// The reason why a transport is no longer used.
 pub(super) enum TransportEnd {
     Broken(String),
-    /// The peer was not heard of for too long.
+    /// The peer was silent for too long.
     Silent(String),
     Damaged(String),
     Replaced(Box<Resumption>),
-    /// There is a better one.
+    /// This side found a better transport.
     Upgraded(Wire, ConnectClaim),
     Fatal(MessengerError),
     Closed,
 }
 
-/// Runs the session, first on `wire`, until it ends.
+/// Runs the connection, first on `wire`, until it ends.
 pub(crate) async fn run(shared: Arc<Shared>, mut role: TransportSupply, wire: Wire) {
     let end = EndGuard(Arc::clone(&shared));
     let why = live(&shared, &mut role, wire).await;
@@ -74,7 +76,8 @@ pub(crate) async fn run(shared: Arc<Shared>, mut role: TransportSupply, wire: Wi
     drop(end);
 }
 
-/// Tells everybody that the session's task has ended, also when that was because its runtime ended.
+/// Announces that the connection's task has ended, even if the task was dropped together with its
+/// runtime.
 struct EndGuard(Arc<Shared>);
 
 impl Drop for EndGuard {
@@ -141,7 +144,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
 }
 
 impl TransportSupply {
-    /// The transport that the session goes on with.
+    /// Waits for the transport on which the connection continues.
     async fn next_wire(
         &mut self,
         shared: &Arc<Shared>,
@@ -177,7 +180,7 @@ impl TransportSupply {
         }
     }
 
-    /// The session's place in its listener's registry.
+    /// The connection's place in its listener's registry.
     fn registration(&self) -> Option<Arc<RegistryPlace>> {
         match self {
             TransportSupply::Client(_) => None,
@@ -185,8 +188,9 @@ impl TransportSupply {
         }
     }
 
-    /// A client comes back before this side noticed that its transport broke; or this side is a client and has found a better
-    /// transport than the base, if it uses that.
+    /// Waits for a replacement of the current transport. On a server, the client may resume before
+    /// the server notices that the transport broke. On a client, a better transport may be found
+    /// while it uses the base transport.
     async fn replaced(&mut self, is_base: bool) -> TransportEnd {
         match self {
             TransportSupply::Client(dialer) => {
@@ -217,7 +221,7 @@ impl Shared {
                 let reading = Box::pin(PacketReader::new(self, &link).run());
                 let writing = Box::pin(async { self.send_packets(&link).await.map_err(|e| e.0) });
                 let end = self.until_end(role, reading, writing, Some(&link)).await;
-                // From here on nobody reaches memory of this side by it.
+                // From here on the peer cannot reach memory of this side over the link.
                 link.fail("the session has ended it");
                 end
             }
@@ -235,7 +239,8 @@ impl Shared {
         }
     }
 
-    /// The futures are boxed because each `async` that they go through would hold them twice: thousands of sessions are idle.
+    /// The futures are boxed because each `async` function that passes them on would hold them
+    /// twice. Thousands of idle connections would use much memory.
     async fn until_end(
         self: &Arc<Self>,
         role: &mut TransportSupply,
@@ -246,7 +251,7 @@ impl Shared {
         let registration = role.registration();
         let writing = async {
             match writing.await {
-                // Everything was said; what is left is to see the peer go.
+                // Everything was sent. Wait for the peer to close the transport.
                 Ok(()) => std::future::pending().await,
                 Err(reason) => reason,
             }
@@ -262,7 +267,7 @@ impl Shared {
         }
     }
 
-    /// Sends acknowledgements that found no frame to travel with.
+    /// Sends acknowledgements that no other frame carried in time.
     async fn acknowledge_in_time(&self) -> Infallible {
         loop {
             self.ack_wanted.notified().await;
@@ -276,7 +281,7 @@ impl Shared {
     }
 
     async fn close_requested(&self) {
-        // The sender lives as long as `self` does.
+        // The `close_wanted` channel cannot close while `self` exists.
         let _ = self.close_wanted.subscribe().wait_for(|wanted| *wanted).await;
     }
 
@@ -285,13 +290,13 @@ impl Shared {
         sleep(if self.is_reclaimed() { RECLAIM_TIME } else { CLOSE_TIME }).await;
     }
 
-    /// Numbers of the last sequenced frames that got through, in and out.
+    /// Numbers of the last sequenced frame received and of the last one acknowledged by the peer.
     pub(super) fn progress(&self) -> (u64, u64) {
         let state = self.lock();
         (state.inbound.received(), state.outbound.acked())
     }
 
-    /// The transport is gone: nothing that belonged to it may go on.
+    /// Stops everything that depends on the transport that has ended.
     fn interrupt(&self) {
         let mut state = self.lock();
         state.link = None;
@@ -308,23 +313,25 @@ impl Shared {
         }
     }
 
-    /// What this side has received, and the credits it has granted.
+    /// Number of the last frame that this side received, and the credit that it has granted, in
+    /// bytes.
     pub(crate) fn resume_point(&self) -> (u64, u64) {
         let state = self.lock();
         (state.inbound.received(), state.inbound.granted())
     }
 
-    /// The secret that proves that a client may go on with the session.
+    /// The secret by which a client proves that it may resume the connection.
     pub(crate) fn secret(&self) -> [u8; 16] {
         self.secret
     }
 
-    /// What the session was configured with.
+    /// The configuration of the connection.
     pub(crate) fn config(&self) -> &crate::SessionConfig {
         &self.config
     }
 
-    /// Goes on where the peer is: it has everything up to `received`, and has granted `granted` bytes of credit.
+    /// Continues from the peer's state: the peer has all frames up to `received` and has granted
+    /// `granted` bytes of credit.
     pub(crate) fn resume(&self, received: u64, granted: u64) -> Result<(), MessengerError> {
         self.on_ack(received, &mut Vec::new())?;
         self.on_granted(granted)?;
@@ -343,7 +350,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Answers a client that came back. `None` if its transport broke meanwhile.
+    /// Answers a client that resumes its connection. Returns `None` if the new transport broke
+    /// meanwhile.
     async fn accept_resumption(&self, next: Box<Resumption>) -> Result<Option<Wire>, MessengerError> {
         let Resumption { mut wire, nonce, received, granted } = *next;
         let welcome = handshake::welcome_back(self, nonce);

@@ -1,10 +1,12 @@
-//! Whose turn it is to send bulk data.
+//! The order in which bulk transfers may send.
 //!
-//! Chunks of all transfers share one connection. If large transfers took turns chunk by chunk, those that begin together
-//! would end together: then the drive has nothing to do while the network is busy, and the other way round. So transfers
-//! stand in line, those of the oldest offer first, and two go at a time: requests leave one by one. There is a line each for
-//! small, middle and large transfers, which share the connection chunk by chunk, so that small ones do not wait for large
-//! ones, nor large ones for many small ones.
+//! All transfers share one connection. If large transfers alternated chunk by chunk, transfers that
+//! begin together would also end together. The drive would then be idle while the network is busy,
+//! and the other way round. So transfers wait in a queue, called a line, ordered by the age of
+//! their offers. Two transfers of a line are active at a time, so that requests finish one by one.
+//! Small, middle and large transfers have a line each. The three lines alternate chunk by chunk, so
+//! that a small transfer does not wait for large ones, and a large transfer does not wait for many
+//! small ones.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,26 +15,28 @@ use tokio::sync::oneshot;
 
 use crate::config::MAX_CHUNK;
 
-/// The largest transfer of middle size, in bytes. Small ones fit in a chunk.
+/// Maximum size of a middle transfer, in bytes. A small transfer fits in one chunk.
 const MIDDLE_MAX_BYTES: u64 = 1 << 20;
 
-/// Transfers of a line that go at a time: one, and the next, so that the connection never runs dry between them.
+/// Number of active transfers of a line: the current one, and the next one, so that the connection
+/// is not idle between them.
 const AT_A_TIME: usize = 2;
 
-/// A transfer that has sent that many bytes joins its line again.
+/// A transfer that has sent this many bytes joins its line again.
 const TURN_BYTES: u64 = 4 << 20;
 
-/// An offer of which a line has sent that much counts as new: the largest does not keep all others waiting.
+/// An offer of which a line has sent this many bytes counts as new. So the largest offer cannot
+/// make all others wait.
 const YOUTH_BYTES: u64 = 16 << 20;
 
-/// Offers whose age is known to a line. One that is forgotten counts as new.
+/// Maximum number of offers whose age a line remembers. A forgotten offer counts as new.
 const KNOWN_OFFERS: usize = 512;
 
-/// The session is over.
+/// Error: the connection has ended.
 #[derive(Debug)]
 pub(super) struct Over;
 
-/// The lines of one session.
+/// The lines of one connection.
 pub(super) struct TransferTurns {
     small: Line,
     middle: Line,
@@ -44,12 +48,13 @@ impl TransferTurns {
         TransferTurns { small: Line::new(), middle: Line::new(), large: Line::new() }
     }
 
-    /// Whoever waits is told that the session is over.
+    /// Ends all waiting with an error, because the connection has ended.
     pub(super) fn close(&self) {
         [&self.small, &self.middle, &self.large].into_iter().for_each(Line::close);
     }
 
-    /// Of a transfer of `offer` of `len` bytes.
+    /// Creates the turn of a transfer of `len` bytes from or to `offer`. It has no place in its
+    /// line yet.
     pub(super) fn turn(&self, offer: u64, len: u64) -> TransferTurn<'_> {
         let line = match len {
             _ if len <= MAX_CHUNK as u64 => &self.small,
@@ -60,12 +65,12 @@ impl TransferTurns {
     }
 }
 
-/// The turn of one transfer: taken, or not yet.
+/// The turn of one transfer, with or without an active place.
 pub(super) struct TransferTurn<'a> {
     line: &'a Line,
     offer: u64,
     place: Option<TransferPermit<'a>>,
-    /// Bytes sent since the place was taken.
+    /// Bytes sent since the transfer took its place.
     sent: u64,
 }
 
@@ -73,10 +78,10 @@ impl TransferTurn<'_> {
     /// Waits until a chunk of `len` bytes may be sent.
     ///
     /// # Errors
-    /// If the session is over.
+    /// If the connection has ended.
     pub(super) async fn take(&mut self, len: usize) -> Result<(), Over> {
         if self.place.is_none() || self.sent >= TURN_BYTES {
-            // In line again before the place is free: the oldest offer keeps it.
+            // Join the line before leaving the place, so that the oldest offer keeps its place.
             let candidate = self.line.join(self.offer)?;
             self.leave();
             self.place = Some(candidate.enter().await?);
@@ -87,25 +92,25 @@ impl TransferTurn<'_> {
         Ok(())
     }
 
-    /// Lets others go first.
+    /// Gives up the place, so that other transfers can go first.
     pub(super) fn leave(&mut self) {
         self.place = None;
     }
 }
 
-/// Transfers of one class.
+/// The transfers of one size class.
 struct Line(Mutex<TransferWaiters>);
 
-/// Where somebody stands in line: the age of the offer, and the order in which they came.
+/// The order of waiting transfers: the age of the offer, then the order of arrival.
 type Rank = (u64, u64);
 
 struct TransferWaiters {
     closed: bool,
     free: usize,
     waiting: BTreeMap<Rank, oneshot::Sender<()>>,
-    /// The latest first.
+    /// The latest offer comes first.
     offers: VecDeque<OfferProgress>,
-    /// Counts offers and whoever waits.
+    /// The last number given to an offer or to a waiting transfer.
     last: u64,
 }
 
@@ -121,7 +126,7 @@ impl TransferWaiters {
         self.last
     }
 
-    /// The age of an offer.
+    /// The age of an offer; a smaller number is older.
     fn age(&mut self, key: u64) -> u64 {
         let known = self.offers.iter().position(|o| o.key == key);
         if let Some(at) = known {
@@ -142,12 +147,12 @@ impl TransferWaiters {
         }
     }
 
-    /// Gives a free place to the next in line.
+    /// Gives free places to the next transfers in line.
     fn admit(&mut self) {
         while self.free > 0
             && let Some((_, waiter)) = self.waiting.pop_first()
         {
-            // One that is going away is passed over.
+            // If the waiting transfer was cancelled, the place stays free for the next one.
             if waiter.send(()).is_ok() {
                 self.free -= 1;
             }
@@ -162,7 +167,7 @@ impl Line {
     }
 
     fn lock(&self) -> MutexGuard<'_, TransferWaiters> {
-        // No code panics while it holds the lock with the line half changed.
+        // No code panics with the line half changed, so a poisoned mutex is safe to use.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -185,7 +190,8 @@ impl Line {
     }
 }
 
-/// One who waits. Whoever is admitted and has gone away by then leaves the place to the next.
+/// A waiting transfer. If it is dropped after it was admitted, its place passes to the next
+/// transfer.
 struct Candidate<'a> {
     line: &'a Line,
     rank: Rank,
@@ -213,7 +219,7 @@ impl Drop for Candidate<'_> {
     }
 }
 
-/// One of the places of a line.
+/// One of the active places of a line.
 struct TransferPermit<'a>(&'a Line);
 
 impl Drop for TransferPermit<'_> {
@@ -234,12 +240,12 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const CHUNK: usize = MAX_CHUNK;
 
-    /// Whether a transfer goes at once; given up again in any case.
+    /// Whether a transfer could send at once. The transfer is then dropped in any case.
     async fn goes(turns: &TransferTurns, offer: u64, len: u64) -> bool {
         matches!(futures::poll!(pin!(turns.turn(offer, len).take(CHUNK))), Poll::Ready(Ok(())))
     }
 
-    /// Two transfers of 2 MiB, of the offers 1 and 2, whose turn it is.
+    /// Two active transfers of 2 MiB, from offers 1 and 2.
     async fn two_that_go(turns: &TransferTurns) -> (TransferTurn<'_>, TransferTurn<'_>) {
         let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
         first.take(CHUNK).await.expect("open");
@@ -290,7 +296,8 @@ mod tests {
         let mut next = pin!(next.take(CHUNK));
         assert!(futures::poll!(&mut next).is_pending());
         for sent in 1..YOUTH_BYTES / CHUNK as u64 {
-            // Also if it joins for each chunk, as one does whose source is slow, it stays the first.
+            // The transfer stays first even if it joins the line for each chunk, as a transfer with
+            // a slow source does.
             if sent % 7 == 0 {
                 long.sent = TURN_BYTES;
             }
@@ -317,7 +324,7 @@ mod tests {
             let mut gone = pin!(gone.take(CHUNK));
             assert!(futures::poll!(&mut gone).is_pending());
             drop((first, second));
-            // It is admitted, and goes away without having noticed.
+            // The transfer is admitted, but is dropped before it notices.
         }
         let (mut third, mut fourth) = (turns.turn(4, 2 * MIB), turns.turn(5, 2 * MIB));
         assert!(futures::poll!(pin!(third.take(CHUNK))).is_ready());

@@ -1,4 +1,4 @@
-//! The writing side of a transport: queued frames, gathered into one vectored write.
+//! The sending side of a stream transport: gathers queued frames into one vectored write.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use super::batch::Batch;
 use super::outbound::Piggyback;
 use super::{ConnectionState, Shared};
 
-/// Returns the bulk slots of a batch, also when its write is given up half way.
+/// Releases the bulk slots of a batch, even if its write is cancelled half way.
 pub(super) struct SlotGuard<'a>(&'a Shared, usize);
 
 impl Drop for SlotGuard<'_> {
@@ -18,7 +18,7 @@ impl Drop for SlotGuard<'_> {
 }
 
 impl Shared {
-    /// Fills `batch`; returns whether the session is being closed.
+    /// Fills `batch` with queued frames. Returns whether the connection is being closed.
     pub(super) fn gather(&self, batch: &mut Batch) -> bool {
         batch.clear();
         let mut state = self.lock();
@@ -32,7 +32,8 @@ impl Shared {
         state.status != ConnectionState::Open
     }
 
-    /// Writes what is queued until the transport breaks, or the session is being closed and everything is written.
+    /// Writes queued frames until the transport breaks, or until the connection is being closed and
+    /// everything is written.
     pub(super) async fn write_loop(&self, writer: &mut (dyn AsyncWrite + Send + Unpin)) -> io::Result<()> {
         let mut batch = Batch::default();
         loop {
@@ -51,18 +52,18 @@ impl Shared {
         }
     }
 
-    /// A batch is on its way: what is in it has its place in the order.
+    /// Handles a batch that is about to be written: its frames have their place in the send order.
     pub(super) fn on_gathered(&self, batch: &mut Batch) -> SlotGuard<'_> {
         self.metrics.sent_messages.increment(batch.messages as u64);
         self.metrics.queue_depth.decrement(batch.messages as f64);
         for placed in batch.placed.drain(..) {
-            // Whoever pushed may have stopped waiting.
+            // The pushing caller may have stopped waiting; ignore the error.
             let _ = placed.send(());
         }
         SlotGuard(self, batch.bulk_slots)
     }
 
-    /// Tells the peer that the session ends.
+    /// Tells the peer that the connection ends.
     pub(super) async fn write_close(
         &self,
         writer: &mut (dyn AsyncWrite + Send + Unpin),

@@ -1,4 +1,5 @@
-//! The serving side: transports come in, shake hands, and become new sessions or go to the session they belong to.
+//! The serving side: accepts transports and performs handshakes. Each transport becomes a new
+//! connection or resumes the connection that it belongs to.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,16 +22,18 @@ use crate::session::{self, ConnectionSide, Resumption, Shared, TransportSupply};
 use crate::transport::{Acceptor, Wire};
 use crate::{Admissions, Ends, Listener, MessengerError, Result};
 
-/// New sessions that wait to be accepted by the user.
+/// Maximum number of new connections that wait until the user accepts them.
 const BACKLOG: usize = 64;
 
-/// Pause after the system refused to give a connection (out of file descriptors).
+/// Pause after the system failed to accept a transport, for example because file descriptors ran
+/// out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Least time between two warnings that connections cannot be accepted.
+/// Minimum time between two warnings that transports cannot be accepted.
 const WARNING_PAUSE: Duration = Duration::from_secs(10);
 
-/// A session that was silent for that long loses its place to a new one of its own address, if all places are taken.
+/// A connection that was silent for this long loses its place to a new one from its own address, if
+/// all places are taken.
 const SESSION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A listener over a byte stream transport.
@@ -42,7 +45,7 @@ pub(super) struct StreamListener {
     acceptors: Vec<AbortHandle>,
 }
 
-/// What the handshakes of a listener share.
+/// The state that the handshakes of a listener share.
 struct Reception {
     features: u64,
     config: SessionConfig,
@@ -54,14 +57,14 @@ struct Reception {
     handshakes: Mutex<Handshakes>,
 }
 
-/// The handshakes under way.
+/// The handshakes in progress.
 struct Handshakes {
     last: u64,
     budget: Budget<u64>,
     tasks: HashMap<u64, AbortHandle>,
 }
 
-/// A handshake's place; dropping it gives the place up.
+/// The place of a handshake. Dropping it releases the place.
 struct HandshakePlace<'a>(&'a Reception, u64);
 
 impl Drop for HandshakePlace<'_> {
@@ -72,7 +75,7 @@ impl Drop for HandshakePlace<'_> {
     }
 }
 
-/// The sessions of a listener.
+/// The connections of a listener.
 struct Registry {
     sessions: Mutex<ConnectionTable>,
     admissions: Arc<Admissions>,
@@ -81,7 +84,8 @@ struct Registry {
 struct ConnectionTable {
     entries: HashMap<u128, RegistryEntry>,
     places: Budget<u128>,
-    /// Places of sessions without a transport, which they have beside their own.
+    /// Places of detached connections. A detached connection holds one of these in addition to its
+    /// own place.
     detached: Budget<u128>,
 }
 
@@ -91,7 +95,7 @@ struct RegistryEntry {
     shared: Weak<Shared>,
 }
 
-/// A session's place in its listener's registry; dropping it gives the place up.
+/// The place of a connection in its listener's registry. Dropping it releases the place.
 pub(crate) struct RegistryPlace {
     registry: Weak<Registry>,
     session: u128,
@@ -100,7 +104,8 @@ pub(crate) struct RegistryPlace {
 }
 
 impl ConnectionTable {
-    /// Forgets a session that has lost its place; it must be [reclaimed](Shared::reclaim) when the lock is not held.
+    /// Removes a connection that has lost its place. The caller must [reclaim](Shared::reclaim) it
+    /// after releasing the mutex.
     fn forget(&mut self, session: u128) -> Option<Arc<Shared>> {
         self.places.remove(session);
         self.detached.remove(session);
@@ -110,11 +115,11 @@ impl ConnectionTable {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
-        // Nothing panics while it holds the lock.
+        // No code panics while it holds the mutex.
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends a session that has lost its place, if there is one.
+    /// Ends `victim`, a connection that has lost its place, if there is one.
     fn reclaim(&self, victim: Option<Arc<Shared>>, shortage: Shortage) {
         if let Some(victim) = victim {
             self.admissions.add_reclaimed(shortage, 1);
@@ -145,7 +150,8 @@ impl Registry {
         Some((resumptions, RegistryPlace { registry, session, peer, held }))
     }
 
-    /// Where to bring a transport for the session, if the secret is right. A wrong one is no different from no session.
+    /// Finds the connection to resume, if the secret is right. Returns the channel for its new
+    /// transport. A wrong secret gives the same result as an unknown connection.
     fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
         let sessions = self.lock();
         let entry = sessions.entries.get(&resume.session)?;
@@ -153,7 +159,7 @@ impl Registry {
         (differs == 0).then(|| entry.resume.clone())
     }
 
-    /// Ends a session to get its descriptor. Returns whether there was one that can be ended.
+    /// Ends a connection to free its file descriptor. Returns whether such a connection existed.
     fn shed(&self) -> bool {
         let mut sessions = self.lock();
         let victim = sessions.places.shed(Instant::now().into_std());
@@ -166,7 +172,7 @@ impl Registry {
 }
 
 impl RegistryPlace {
-    /// The session has lost its transport and wants to be kept.
+    /// Marks the connection as detached, because it has lost its transport.
     pub(crate) fn hold(&self) -> Result<()> {
         let gone = || MessengerError::SessionLost("its listener is gone".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
@@ -186,7 +192,7 @@ impl RegistryPlace {
         Ok(())
     }
 
-    /// The session has a transport again.
+    /// Marks the connection as having a transport again.
     pub(crate) fn release(&self) {
         if self.held.swap(false, Ordering::Relaxed)
             && let Some(registry) = self.registry.upgrade()
@@ -197,7 +203,8 @@ impl RegistryPlace {
         }
     }
 
-    /// The peer did more than say that it is there: it is not its turn to lose its place.
+    /// Records activity of the peer beyond heartbeats, which protects the connection from losing
+    /// its place.
     pub(crate) fn heard(&self) {
         if let Some(registry) = self.registry.upgrade() {
             registry.lock().places.heard(self.session, Instant::now().into_std());
@@ -215,7 +222,8 @@ impl Drop for RegistryPlace {
 }
 
 impl StreamListener {
-    /// Takes sessions that come over `acceptor`, and transports for them also over the others, which have names.
+    /// Accepts connections over `acceptor`. Clients may also resume them over the other transports,
+    /// which have names.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
@@ -287,7 +295,8 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
         match acceptor.accept().await {
             Ok(wire) => {
                 reception.begin(wire);
-                // Handshakes that were given up free their descriptors before the next one takes another.
+                // Cancelled handshakes must release their descriptors before the next handshake
+                // takes one.
                 tokio::task::yield_now().await;
             }
             Err(e) => {
@@ -304,7 +313,7 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
     }
 }
 
-/// Whether the process or the system can open no more files.
+/// Whether the process or the system has run out of file descriptors.
 fn is_want_of_descriptors(e: &io::Error) -> bool {
     use rustix::io::Errno;
     [Errno::MFILE, Errno::NFILE].iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
@@ -312,11 +321,11 @@ fn is_want_of_descriptors(e: &io::Error) -> bool {
 
 impl Reception {
     fn handshakes(&self) -> MutexGuard<'_, Handshakes> {
-        // Nothing panics while it holds the lock.
+        // No code panics while it holds the mutex.
         self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a handshake in a task of its own, perhaps instead of another one.
+    /// Begins a handshake in a new task. It may replace another handshake.
     fn begin(self: &Arc<Self>, wire: Wire) {
         let mut handshakes = self.handshakes();
         handshakes.last += 1;
@@ -338,7 +347,7 @@ impl Reception {
         handshakes.tasks.insert(id, task.abort_handle());
     }
 
-    /// Gives a handshake up, or else a session, to get its descriptor.
+    /// Cancels a handshake, or else ends a connection, to free a file descriptor.
     fn shed(&self) {
         self.admissions.add_refused(Shortage::Descriptors, 1);
         let mut handshakes = self.handshakes();
@@ -353,7 +362,7 @@ impl Reception {
         }
     }
 
-    /// Shakes hands with one peer.
+    /// Performs the handshake with one peer.
     async fn receive(&self, mut wire: Wire) {
         let shaken = timeout(self.config.handshake_timeout, self.shake(&mut wire)).await;
         let late = || Err(MessengerError::Refused("the peer's handshake took too long".into()));
@@ -362,12 +371,13 @@ impl Reception {
             Ok(HandshakeOutcome::Resume(session, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
-                // A second transport while one is being taken is dropped; its client will come again.
+                // If the connection already has a transport waiting, this one is dropped; its
+                // client will try again.
                 let _ = session.try_send(resumption);
             }
             Err(why) => {
                 tracing::debug!(peer = wire.address, %why, "handshake failed");
-                // For information only: when nobody takes the news, they are dropped.
+                // The error is for information only. If the queue is full, it is dropped.
                 let _ = self.accepted.try_send(Err(why));
             }
         }
@@ -406,7 +416,7 @@ impl Reception {
 
     async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<HandshakeOutcome> {
         let reason = reject.reason.clone();
-        // The peer may be gone already; it is refused either way.
+        // The peer is rejected even if it is already gone; ignore the error.
         let _ = handshake::write(wire, &Body::Reject(reject)).await;
         Err(MessengerError::Refused(reason))
     }
@@ -414,7 +424,7 @@ impl Reception {
     async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
         let handles = shared.handles();
         crate::spawn(session::run(shared, role, wire));
-        // With nobody to accept it, the handles are dropped, which ends the session.
+        // If the listener is gone, the handles are dropped, which ends the connection.
         let _ = self.accepted.send(Ok(handles)).await;
     }
 }

@@ -1,8 +1,10 @@
-//! A transport with faults, from a seed: delays, stalls, breaks in the middle of a frame, flipped bits.
+//! A transport with faults from a seed: delays, stalls, breaks in the middle of a frame, flipped
+//! bits.
 //!
-//! Every byte between a client and its server goes through a pump, which cuts the stream into random pieces and may
-//! delay, stall, damage or end it. Since each stream has its own delays, streams overtake each other. On tokio's paused
-//! clock and over [`super::memory::MemoryNetwork`] nothing depends on the machine, so a seed replays a run.
+//! Every byte between a client and its server passes through a pump. The pump divides the stream
+//! into random pieces and may delay, stall, damage or end it. Each stream has its own delays, so
+//! streams overtake each other. On tokio's paused clock and over [`super::memory::MemoryNetwork`],
+//! nothing depends on the machine, so a seed replays a run.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,29 +21,29 @@ use tokio::time::sleep;
 use super::memory::wire;
 use super::{Acceptor, ConnectClaim, Road, Transport, TransportReader, TransportWriter, Wire};
 
-/// What goes wrong, and how often.
+/// The faults to inject, and their frequency.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamFaults {
-    /// Every piece is late by up to this.
+    /// Maximum delay of each piece.
     pub delay_max: Duration,
-    /// Longest piece that the stream is cut into, in bytes.
+    /// Maximum length of the pieces that the stream is divided into, in bytes.
     pub piece_max: usize,
-    /// Streams break after this many bytes on average, in each direction; 0 for never.
+    /// Average number of bytes after which a stream breaks, in each direction; 0 for never.
     pub break_after_bytes: u64,
-    /// Of how many pieces one is held for `stall`; 0 for none.
+    /// One in this many pieces is held for `stall`; 0 for none.
     pub stall_one_in: u32,
-    /// How long a stall is.
+    /// Duration of a stall.
     pub stall: Duration,
-    /// Of how many pieces one has a bit flipped; 0 for none.
+    /// One in this many pieces has a bit flipped; 0 for none.
     pub flip_one_in: u32,
-    /// Of how many attempts to connect one is refused; 0 for none.
+    /// One in this many attempts to connect is refused; 0 for none.
     pub refuse_one_in: u32,
-    /// Of how many attempts to connect one is never answered; 0 for none.
+    /// One in this many attempts to connect is never answered; 0 for none.
     pub ignore_one_in: u32,
 }
 
 impl StreamFaults {
-    /// Nothing goes wrong, unless it is asked for.
+    /// No random faults. Faults occur only on request.
     pub const NONE: StreamFaults = StreamFaults {
         delay_max: Duration::ZERO,
         piece_max: 64 << 10,
@@ -54,28 +56,28 @@ impl StreamFaults {
     };
 }
 
-/// How often something went wrong.
+/// Counters of injected faults.
 #[derive(Debug, Default)]
 pub struct StreamFaultCounts {
-    /// Pieces delayed.
+    /// Number of delayed pieces.
     pub delays: AtomicU64,
-    /// Streams that broke by themselves.
+    /// Number of streams that broke at random.
     pub breaks: AtomicU64,
-    /// Streams broken by [`FaultControl::cut`].
+    /// Number of streams that [`FaultControl::cut`] broke.
     pub cuts: AtomicU64,
-    /// Pieces held.
+    /// Number of stalled pieces.
     pub stalls: AtomicU64,
-    /// Bits flipped.
+    /// Number of flipped bits.
     pub flips: AtomicU64,
-    /// Connections refused.
+    /// Number of refused attempts to connect.
     pub refusals: AtomicU64,
-    /// Connections never answered.
+    /// Number of attempts to connect that were never answered.
     pub ignored: AtomicU64,
 }
 
-/// The hand on the switch.
+/// Injects faults on request.
 pub struct FaultControl {
-    /// How often each fault fired.
+    /// Number of injected faults of each kind.
     pub counts: StreamFaultCounts,
     faults: StreamFaults,
     quiet: AtomicBool,
@@ -86,19 +88,19 @@ pub struct FaultControl {
 }
 
 impl FaultControl {
-    /// Breaks every stream there is. Returns how many.
+    /// Breaks all streams. Returns their number.
     pub fn cut(&self) -> usize {
         let live = self.cuts.receiver_count();
         self.cuts.send_modify(|n| *n += 1);
         live
     }
 
-    /// While frozen, no byte moves on any stream, and none breaks.
+    /// Freezes or unfreezes all streams. While frozen, no byte moves and no stream breaks.
     pub fn freeze(&self, frozen: bool) {
         self.frozen.send_replace(frozen);
     }
 
-    /// From now on nothing goes wrong by itself.
+    /// Ends the random faults.
     pub fn calm(&self) {
         self.quiet.store(true, Ordering::Relaxed);
     }
@@ -112,7 +114,7 @@ impl FaultControl {
     }
 }
 
-/// A transport whose streams, as its clients dial them, suffer [`StreamFaults`].
+/// A transport whose streams, dialled by clients, suffer [`StreamFaults`].
 #[derive(Clone)]
 pub struct Faulty<T> {
     inner: T,
@@ -120,7 +122,7 @@ pub struct Faulty<T> {
 }
 
 impl<T: Transport> Faulty<T> {
-    /// Puts faults between `inner` and who uses it.
+    /// Creates a transport that adds faults to `inner`.
     #[must_use]
     pub fn new(inner: T, faults: StreamFaults, seed: u64) -> Faulty<T> {
         let control = FaultControl {
@@ -134,7 +136,7 @@ impl<T: Transport> Faulty<T> {
         Faulty { inner, control: Arc::new(control) }
     }
 
-    /// To cause faults by hand, and to see which fired.
+    /// The control that injects faults on request and counts them.
     #[must_use]
     pub fn control(&self) -> Arc<FaultControl> {
         Arc::clone(&self.control)
@@ -203,7 +205,7 @@ async fn stream(
 struct Pump<'a> {
     control: &'a FaultControl,
     random: StdRng,
-    /// Bytes after which it breaks.
+    /// Number of bytes after which the stream breaks.
     life: u64,
 }
 

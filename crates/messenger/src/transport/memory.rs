@@ -1,4 +1,4 @@
-//! Byte streams within one process: the quiet base of the simulated network.
+//! Byte streams within one process: the fault-free base of the simulated network.
 
 use std::collections::HashMap;
 use std::io;
@@ -10,15 +10,16 @@ use tokio::sync::mpsc;
 
 use super::{Acceptor, ConnectClaim, Transport, Wire};
 
-/// Bytes that one direction of a stream holds.
+/// Capacity of one direction of a stream, in bytes.
 const CAPACITY_BYTES: usize = 64 << 10;
 
-/// Connections that wait to be accepted.
+/// Maximum number of streams that wait to be accepted.
 const BACKLOG: usize = 128;
 
 type Endpoints = Arc<Mutex<HashMap<String, mpsc::Sender<Wire>>>>;
 
-/// A network of its own; clones are the same network. Any string is an address; `*` stands for a free one.
+/// A separate network. Its clones are the same network. Any string is an address; `*` chooses a
+/// free one.
 #[derive(Clone, Default)]
 pub struct MemoryNetwork {
     endpoints: Endpoints,

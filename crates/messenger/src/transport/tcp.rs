@@ -8,7 +8,8 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 
 use super::{Acceptor, ConnectClaim, Transport, Wire};
 
-/// Bytes that the kernel may hold unsent: what a heartbeat waits behind, beside what the network has in flight.
+/// Limit of unsent bytes in the kernel. A heartbeat waits behind these bytes and behind the bytes
+/// in flight.
 const UNSENT_MAX_BYTES: u32 = 256 << 10;
 
 /// How a connection within one machine is controlled: it has no network that could be congested, so it needs no timer that
@@ -18,7 +19,7 @@ const LOOPBACK_CONGESTION_CONTROL: &[u8] = b"reno";
 /// The TCP transport. Addresses are `host:port`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tcp {
-    /// Address of this machine that connections are made from; `None` leaves the choice to the system.
+    /// Local address from which clients connect. `None` lets the system choose.
     pub source: Option<IpAddr>,
 }
 
@@ -44,7 +45,8 @@ impl Transport for Tcp {
     }
 }
 
-/// Connects from `source` to the first address of `endpoint` that is of its family and answers.
+/// Connects from `source` to the first address of `endpoint` that has the same address family and
+/// answers.
 async fn connect_from(source: IpAddr, endpoint: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::new(
         io::ErrorKind::AddrNotAvailable,
@@ -84,7 +86,8 @@ impl Acceptor for TcpAcceptor {
     }
 }
 
-/// Whether the error of an `accept` is of that connection alone (accept(2): network errors of the new socket).
+/// Whether the error of an `accept` concerns only that one stream (accept(2): network errors of the
+/// new socket).
 fn ended_early(e: &io::Error) -> bool {
     use io::ErrorKind::{
         ConnectionAborted, ConnectionReset, HostUnreachable, NetworkDown, NetworkUnreachable,

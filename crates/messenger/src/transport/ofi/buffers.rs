@@ -1,4 +1,5 @@
-//! Memory for packets: one pool for all connections of a stack, grown as needed, registered by each domain that uses it.
+//! Memory for packets. All connections of a stack share one pool, which grows as needed. Each
+//! domain that uses the pool registers it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! Queues of libfabric in the runtime's own loop.
+//! Integration of libfabric's queues into the runtime's event loop.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 

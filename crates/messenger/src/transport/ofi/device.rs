@@ -1,4 +1,5 @@
-//! One network as seen from one address: who connects, and the protection domains of those who did.
+//! One network at one local address: its connect requests, and the protection domains of the
+//! connected peers.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,4 +1,5 @@
-//! Memory that peers write to: one pool, so that pages are used again, and memory of its own for what does not fit.
+//! Memory that peers write to. One pool reuses pages; a request that does not fit gets memory of
+//! its own.
 
 use std::sync::OnceLock;
 

@@ -1,4 +1,4 @@
-//! One connected endpoint: packets under credits, and one-sided transfers.
+//! One connected endpoint: packets, flow-controlled by credits, and one-sided transfers.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;

@@ -1,4 +1,5 @@
-//! libfabric as a transport: RDMA where the machine has hardware for it (RoCE, InfiniBand, iWARP), over TCP where not.
+//! libfabric as a transport: RDMA if the machine has hardware for it (RoCE, InfiniBand, iWARP), and
+//! TCP otherwise.
 //!
 //! ```text
 //!   Device ── queue of events, who connects         one network
@@ -6,19 +7,22 @@
 //!          └─ Link ── packets, reads, writes        one connection
 //! ```
 //!
-//! **One poller, one event, no copy.** A port's task polls its completion queue in the same loop that runs the sessions;
-//! with nothing to do it spins for a while if that pays, and then sleeps on the queue's descriptor in the loop's one epoll. A
-//! packet arrives in a buffer of the pool and is handed on in it; another buffer takes its place at once.
+//! **Polling.** A port's task polls its completion queue in the same loop that runs the
+//! connections. When the queue is empty, the task polls on for a short time if this pays. Then it
+//! sleeps on the queue's descriptor in the loop's one epoll. A packet arrives in a buffer of the
+//! pool and is handed on without a copy. Another buffer takes its place at once.
 //!
-//! **Credits.** A side sends no packet for which the peer has not posted a buffer. Every packet grants further ones. The last
-//! credit is for packets that do nothing but grant, so the two sides never wait for each other.
+//! **Credits.** A side sends a packet only if the peer has posted a buffer for it. Every packet
+//! grants further credits. The last credit is reserved for packets that only grant credits, so the
+//! two sides never deadlock.
 //!
-//! **Trust.** The connect request names the tenant, so that its endpoint is made in the tenant's own domain. Packets bear a
-//! random token of the connection. A server's memory is registered for its own use only; what a client exposes is
-//! registered for one transfer, with a random key where the provider lets us choose it.
+//! **Trust.** The connect request names the tenant, so that its endpoint is created in the tenant's
+//! own domain. Packets carry a random token of the connection. A server's memory is registered for
+//! its own use only. Memory that a client exposes is registered for one transfer, with a random key
+//! if the provider permits choosing the key.
 //!
-//! **Threads.** All tasks run where [`Transport::bind`] and [`Transport::dial`] are called. Over `tcp` bytes move only while
-//! these run: whoever blocks their thread stalls his peers.
+//! **Threads.** All tasks run on the thread that calls [`Transport::bind`] and [`Transport::dial`].
+//! Over `tcp`, bytes move only while these tasks run, so blocking this thread stalls the peers.
 
 mod buffers;
 mod descriptor;
@@ -53,34 +57,36 @@ use device::Device;
 use landings::Landings;
 use link::Watcher;
 
-/// Connections that wait to be accepted.
+/// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
 
-/// Whose receive buffers are.
+/// The owner of receive buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReceiveQueueKind {
-    /// All connections of a domain share theirs. Idle connections hold little memory, on devices that can do it.
+    /// All connections of a domain share receive buffers. If the device supports this, idle
+    /// connections hold little memory.
     #[default]
     Shared,
-    /// Each connection has its own.
+    /// Each connection has its own receive buffers.
     PerConnection,
 }
 
-/// How the transport behaves.
+/// Configuration of the transport.
 #[derive(Debug, Clone)]
 pub struct OfiConfig {
-    /// The provider, e.g. `verbs` or `tcp`.
+    /// The provider, such as `verbs` or `tcp`.
     pub provider: String,
-    /// Whose receive buffers are. Where the provider has no shared ones, each connection gets its own.
+    /// The owner of receive buffers. If the provider does not support shared buffers, each
+    /// connection gets its own.
     pub receive_queue: ReceiveQueueKind,
-    /// How long to look again before sleeping, while that pays.
+    /// How long to poll before sleeping, while this pays.
     pub spin: Duration,
-    /// Most memory for packets, in bytes, over all connections.
+    /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
 }
 
 impl OfiConfig {
-    /// The defaults, for a provider.
+    /// The default configuration for a provider.
     #[must_use]
     pub fn new(provider: &str) -> OfiConfig {
         OfiConfig {
@@ -106,7 +112,7 @@ struct Common {
     control: Arc<OfiControl>,
 }
 
-/// A hand on the transport, for tests and fault injection.
+/// Control of the transport for tests and fault injection.
 pub struct OfiControl {
     devices: Mutex<Vec<Weak<Device>>>,
     frozen: watch::Sender<bool>,
@@ -115,7 +121,7 @@ pub struct OfiControl {
 }
 
 impl OfiControl {
-    /// Closes every connection there is, whatever it is doing. Returns how many.
+    /// Breaks all links at once. Returns their number.
     pub fn cut(&self) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let links: Vec<Arc<Link>> =
@@ -123,17 +129,19 @@ impl OfiControl {
         links.iter().filter(|link| link.failure().is_none()).map(|link| link.fail("cut")).count()
     }
 
-    /// While it refuses, no connection can be made.
+    /// While `refuses` is set, no link can be established.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::Relaxed);
     }
 
-    /// While it refuses memory, nothing more is registered, as with a limit on locked memory that is used up.
+    /// While `refuses` is set, no more memory is registered, as if the limit on locked memory were
+    /// used up.
     pub fn refuse_memory(&self, refuses: bool) {
         self.refuses_memory.store(refuses, Ordering::Relaxed);
     }
 
-    /// Has every queue of connection events, or of completions, fail as if it had been overrun. Returns how many.
+    /// Makes every queue of connection events, or of completions, fail as if it had overrun.
+    /// Returns their number.
     pub fn fail_queues(&self, of_events: bool) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let devices: Vec<Arc<Device>> = devices.iter().filter_map(Weak::upgrade).collect();
@@ -145,7 +153,7 @@ impl OfiControl {
         if self.refuses_memory.load(Ordering::Relaxed) { Err("refused by hand".into()) } else { Ok(()) }
     }
 
-    /// While frozen, nothing moves.
+    /// While `frozen` is set, no data moves.
     pub fn freeze(&self, frozen: bool) {
         self.frozen.send_replace(frozen);
     }
@@ -165,7 +173,7 @@ impl OfiControl {
     }
 }
 
-/// The transport. Addresses are `host:port`.
+/// The libfabric transport. Addresses are `host:port`.
 pub struct Ofi {
     library: Library,
     common: Arc<Common>,
@@ -177,7 +185,7 @@ impl Ofi {
     /// Loads libfabric.
     ///
     /// # Errors
-    /// If there is none, or the provider is not there.
+    /// If libfabric or the provider is missing.
     pub fn new(mut config: OfiConfig) -> Result<Ofi, FabricError> {
         let library = Library::load()?;
         if library.query(&config.query(EndpointAddress::Any)).is_err() {
@@ -200,7 +208,7 @@ impl Ofi {
         })
     }
 
-    /// To break connections by hand.
+    /// The control that breaks links on request.
     #[must_use]
     pub fn control(&self) -> Arc<OfiControl> {
         Arc::clone(&self.common.control)

@@ -1,4 +1,4 @@
-//! What is in front of the content of every packet.
+//! The header of every packet.
 //!
 //! ```text
 //!   0                8          12         16
@@ -7,24 +7,27 @@
 //!   +----------------+----------+----------+----------------------------------+
 //! ```
 //!
-//! All integers are little endian. `token` was given to the sender when the connection was made: it says which connection a
-//! packet of a shared receive queue belongs to, and is random, so that nobody can speak for another peer. `granted` counts the
-//! packets that the receiver of this one may have sent since the connection began, modulo 2³².
+//! All integers are little endian. The receiver gave `token` to the sender when the endpoints
+//! connected. It identifies the connection of a packet that arrives in a shared receive queue. It
+//! is random, so that no client can impersonate another. `granted` is the total number of packets
+//! that the receiver of this packet may send on this transport, modulo 2³².
 
-/// Longest packet, in bytes: what every receive buffer holds.
+/// Maximum length of a packet, in bytes. Every receive buffer has this size.
 pub const PACKET_BYTES: usize = 16 << 10;
 
-/// Bytes in front of a packet's content.
+/// Length of a packet's header, in bytes.
 pub(super) const HEADER_BYTES: usize = 16;
 
-/// Longest content of a packet, in bytes.
+/// Maximum length of a packet's content, in bytes.
 pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
 
-/// Payloads of up to that length, in bytes, travel in packets; for longer ones a one-sided transfer is cheaper. With its header,
-/// such a message fits into one packet.
+/// Payloads of up to this length, in bytes, travel in packets. For longer ones, a one-sided
+/// transfer is cheaper. Such a payload, its message header and the packet header fit into one
+/// packet.
 pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
-/// Packets that each side may send before it was granted any, and what it may send ahead when it is idle.
+/// Number of packets that each side may send before the first grant, and that an idle side may send
+/// ahead.
 pub(super) const FIRST_GRANT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +44,7 @@ impl PacketHeader {
         out
     }
 
-    /// `None` for what is too short to be a packet.
+    /// Decodes a packet's header. Returns `None` if the packet is too short.
     pub(super) fn decode(packet: &[u8]) -> Option<PacketHeader> {
         let fixed = packet.first_chunk::<HEADER_BYTES>()?;
         let token = u64::from_le_bytes(fixed[..8].try_into().ok()?);
@@ -50,14 +53,14 @@ impl PacketHeader {
     }
 }
 
-/// Credits of one direction, counted modulo 2³² since the connection began.
+/// Packet credits of one direction, counted modulo 2³² since the transport was established.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PacketCredits {
     pub(super) used: u32,
     pub(super) granted: u32,
 }
 
-/// More credits than any window has: a peer that grants them makes no sense.
+/// Upper bound of the credits that a valid peer grants.
 const MOST: u32 = 1 << 16;
 
 impl PacketCredits {
@@ -69,7 +72,7 @@ impl PacketCredits {
         self.granted.wrapping_sub(self.used)
     }
 
-    /// Takes one; `false` if there was none.
+    /// Takes one credit. Returns `false` if none is left.
     pub(super) fn take(&mut self) -> bool {
         let has = self.left() > 0;
         if has {
@@ -78,7 +81,8 @@ impl PacketCredits {
         has
     }
 
-    /// Notes what the peer grants now; packets are ordered, so that never goes back. `false` if it makes no sense.
+    /// Records the peer's grant. Packets are ordered, so the grant never decreases. Returns `false`
+    /// if the grant is invalid.
     pub(super) fn on_granted(&mut self, granted: u32) -> bool {
         let sane = granted.wrapping_sub(self.used) <= MOST;
         if sane {

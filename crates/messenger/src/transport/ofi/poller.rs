@@ -1,4 +1,5 @@
-//! The task that drives a port: it takes what has ended from the queue of completions, and hands it to the links.
+//! The task that drives a port: it takes completions from the completion queue and hands them to
+//! the links.
 
 use std::sync::{Arc, Weak};
 use std::task::Poll;
@@ -18,28 +19,28 @@ use super::port::{Port, SHARED_QUEUE};
 const HOPS: usize = 4;
 
 impl Port<Link> {
-    /// Runs the port in the background of this runtime, until its last link is gone.
+    /// Runs the port in the background of this runtime until its last link is gone.
     pub(super) fn start(self: &Arc<Self>) -> std::io::Result<()> {
         let asleep = Descriptor::register(self.completions.clone())?;
         crate::spawn(drive(Arc::downgrade(self), asleep));
         Ok(())
     }
 
-    /// Ends all links: the domain is of no more use.
+    /// Ends all links, because the domain cannot be used any more.
     fn fail_all(&self, why: &str) {
         for link in self.links() {
             link.fail(why);
         }
     }
 
-    /// The port is of no more use.
+    /// Marks the port as failed.
     pub(super) fn fail(&self, why: &str) {
         self.stop();
         self.fail_all(why);
         self.is_less_used();
     }
 
-    /// Takes what has ended; `false` if that was nothing.
+    /// Takes completions from the queue. Returns `false` if there were none.
     fn poll(&self, completions: &mut Vec<Completion>) -> bool {
         if let Err(e) = self.completions.poll(completions) {
             tracing::warn!(error = %e, "a completion queue has failed");
@@ -135,7 +136,7 @@ impl Port<Link> {
         }
     }
 
-    /// Grants packets to peers that nothing was sent to meanwhile.
+    /// Grants credits to peers to which no packet was sent meanwhile.
     fn return_credits(&self) {
         for link in self.take_due().iter().filter_map(Weak::upgrade) {
             link.grant();
@@ -143,8 +144,8 @@ impl Port<Link> {
     }
 }
 
-/// Lets the other tasks of this thread run, and goes on after them. Unlike `tokio::task::yield_now` this does not have the
-/// runtime ask the system for events each time: it does so now and then in any case.
+/// Yields to the other tasks of this thread. Unlike `tokio::task::yield_now`, this does not make
+/// the runtime ask the system for events each time.
 async fn let_others_run() {
     let mut has_yielded = false;
     std::future::poll_fn(|cx| {
@@ -160,8 +161,8 @@ async fn let_others_run() {
 /// The queue's descriptor in the runtime's loop. While spinning pays it is not there: each packet would wake a loop that is awake.
 type Asleep = AsyncFd<Descriptor<CompletionQueue>>;
 
-/// The one poller: takes completions while there are any, looks again for a while if that pays, and sleeps on the queue's
-/// descriptor in the same loop as everything else of this thread.
+/// The poller: takes completions while there are any, polls on for a while if this pays, and then
+/// sleeps on the queue's descriptor in the thread's event loop.
 async fn drive(port: Weak<Port<Link>>, asleep: Asleep) {
     if let Err(e) = drive_until_over(&port, asleep).await {
         tracing::warn!(error = %e, "a completion queue cannot be waited for");

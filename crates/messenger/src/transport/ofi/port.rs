@@ -1,4 +1,4 @@
-//! One protection domain: its queue of completions, its receive buffers, its registered memory, and the links in it.
+//! One protection domain: its completion queue, receive buffers, registered memory and links.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

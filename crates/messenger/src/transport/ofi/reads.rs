@@ -1,4 +1,4 @@
-//! Reads of a link that are under way, and the buffers that they fill.
+//! The reads of a link that are in progress, and the buffers that they fill.
 
 use std::collections::HashMap;
 use std::sync::Arc;
