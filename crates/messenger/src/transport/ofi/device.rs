@@ -91,10 +91,9 @@ impl Device {
         self.is_less_used();
     }
 
-    /// What links hold of it.
+    /// The device as its links know it.
     fn watcher(self: &Arc<Self>) -> Arc<dyn Watcher> {
-        let this = Arc::clone(self);
-        this
+        Arc::<Self>::clone(self)
     }
 
     /// Whether it can be used for new connections.
