@@ -3,7 +3,7 @@
 
 use base::mem::Arena;
 use channel::ring::Ring;
-use channel::{HEADER_LEN, Header};
+use channel::{HEADER_LEN, EntryHeader};
 use libfuzzer_sys::fuzz_target;
 
 const LEN: usize = 8192;
@@ -18,7 +18,7 @@ fuzz_target!(|data: &[u8]| {
     put(rest);
     let _ = ring.read(&memory, position, available);
     if let Some(head) = rest.first_chunk::<HEADER_LEN>()
-        && let Ok(mut header) = Header::parse(head)
+        && let Ok(mut header) = EntryHeader::parse(head)
     {
         header.position = position;
         let end = (HEADER_LEN + header.control_len as usize % 4096).min(rest.len());

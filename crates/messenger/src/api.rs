@@ -279,7 +279,7 @@ pub enum ConnectionEvent {
 /// The receiving half of a connection. Messages that the user has not taken use up the peer's
 /// credit, which provides backpressure.
 pub trait Incoming: Send {
-    /// Waits for the next event. After [`Event::Lost`], every call returns that event again. Cancel
+    /// Waits for the next event. After [`ConnectionEvent::Lost`], every call returns that event again. Cancel
     /// safe.
     fn next(&mut self) -> BoxFuture<'_, ConnectionEvent>;
 }

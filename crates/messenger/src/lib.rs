@@ -2,7 +2,7 @@
 //!
 //! A [`NetworkStack`] makes [`Connection`]s. A connection carries ordered messages both ways. Each
 //! message arrives exactly once, even if the transport below breaks and is replaced. A connection
-//! also moves *bulk* data: one side offers memory by sending a [`BulkDescriptor`] in a message. The
+//! also moves *bulk* data: one side offers memory by sending a [`BulkDescriptor`](wire::BulkDescriptor) in a message. The
 //! **receiver of the descriptor** drives the transfer: it pulls from the memory or pushes into it.
 //! So the server controls the flow, and heartbeats never wait behind data.
 //!

@@ -63,7 +63,7 @@ impl fmt::Debug for Wire {
 /// protection domain before an endpoint exists. It proves nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectClaim {
-    /// The tenant, at most [`Claim::MAX_TENANT`] bytes.
+    /// The tenant, at most [`ConnectClaim::MAX_TENANT`] bytes.
     pub tenant: String,
     /// A random number that links the later handshake to this request.
     pub nonce: [u8; 16],

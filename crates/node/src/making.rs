@@ -87,7 +87,7 @@ impl Making {
         Ok(replace_file(&dir.config(), text)?)
     }
 
-    /// Reverts [`finish`](finish): the node is being created again, because it has served no
+    /// Reverts [`finish`]: the node is being created again, because it has served no
     /// client.
     ///
     /// # Errors

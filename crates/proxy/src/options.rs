@@ -30,7 +30,7 @@ pub struct AttachmentOptions {
     pub outstanding: usize,
     /// Maximum payload of one read or one transaction, in bytes. At most 16 MiB.
     pub largest_request: usize,
-    /// How long calls wait for an absent store, and how long [`Attachment::connect`] tries to
+    /// How long calls wait for an absent store, and how long [`Attachment::connect`](crate::Attachment::connect) tries to
     /// connect.
     pub wait_for_store: Duration,
     /// Use the control socket alone, even if DMA is possible.

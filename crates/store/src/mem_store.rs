@@ -23,7 +23,7 @@ const PAGE_BYTES: usize = 1 << 20;
 /// What [`MemStore`] claims to have, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
-/// An [`ObjectStore`] in memory, for tests and as the model that other implementations are compared with.
+/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests and as the model that other implementations are compared with.
 ///
 /// A call is carried out when it is made; the futures are ready at once.
 #[derive(Default)]

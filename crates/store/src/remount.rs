@@ -12,7 +12,7 @@ use crate::{
 /// A store that can be replaced, for example by a remount of its target after a failure of the
 /// drive.
 ///
-/// Each replacement begins a new [incarnation](ObjectStore::incarnation). A stage belongs to the
+/// Each replacement begins a new [incarnation](crate::Submit::incarnation). A stage belongs to the
 /// incarnation in which it was made. In a later incarnation, calls that name the stage fail with
 /// [`StoreError::Disconnected`], as after a crash of a store's process.
 pub struct RemountedStore {

@@ -58,7 +58,7 @@ impl<'a> EndpointQueues<'a> {
 /// (`FI_ORDER_RAW`).
 ///
 /// The caller creates the endpoint, posts receives, and then [establishes](Self::establish) the
-/// connection. The endpoint can be used once [`Event::Connected`](super::Event::Connected) has been
+/// connection. The endpoint can be used once [`FabricEvent::Connected`](super::FabricEvent::Connected) has been
 /// read. Dropping the endpoint closes the connection. Operations in progress then end without a
 /// completion, and their memory is no longer used. See
 /// [`Domain::is_spoiled`](super::Domain::is_spoiled) for the effect on other endpoints.
@@ -108,7 +108,7 @@ impl Drop for Closing {
 
 impl Endpoint {
     /// Creates an endpoint that will connect to the address that `info` was
-    /// [queried](crate::Target::Connect) for. Its events and completions carry `token`.
+    /// [queried](crate::EndpointAddress::Connect) for. Its events and completions carry `token`.
     ///
     /// # Errors
     /// [`FabricError::NoDestination`] if the query named no address to connect to. Other errors if
@@ -190,7 +190,7 @@ impl Endpoint {
     }
 
     /// Connects, or accepts the request, and sends `data` to the peer.
-    /// [`Event::Connected`](super::Event::Connected) reports that the connection is established.
+    /// [`FabricEvent::Connected`](super::FabricEvent::Connected) reports that the connection is established.
     ///
     /// # Errors
     /// If `data` is too long, or the provider fails at once.

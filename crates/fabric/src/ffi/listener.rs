@@ -17,7 +17,7 @@ const MAX_ADDRESS: usize = 128;
 /// by a TCP connection, and iWARP's are that, too.
 const FREE_PORT_TRIES: usize = 16;
 
-/// Listens at an address. Connection requests appear as [`Event`](super::Event)s of its queue. It
+/// Listens at an address. Connection requests appear as [`FabricEvent`](super::FabricEvent)s of its queue. It
 /// closes when it and the last unanswered request have been dropped.
 pub struct FabricListener {
     inner: Arc<BoundObject<FidPep>>,
@@ -25,7 +25,7 @@ pub struct FabricListener {
 }
 
 impl FabricListener {
-    /// Listens at the address that `info` was [queried](crate::Target::Listen) for.
+    /// Listens at the address that `info` was [queried](crate::EndpointAddress::Listen) for.
     ///
     /// # Errors
     /// If the address is in use or is not a local one.

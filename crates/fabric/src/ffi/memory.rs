@@ -86,7 +86,7 @@ impl MemoryRegion {
     /// Registers exactly the bytes of `memory`. See [`register`](Self::register).
     ///
     /// # Errors
-    /// If the provider fails, or if `access` lets peers write to [`Exposed::Bytes`].
+    /// If the provider fails, or if `access` lets peers write to [`ExposedMemory::Bytes`].
     pub fn expose(domain: &Domain, memory: ExposedMemory, access: Access) -> Result<MemoryRegion> {
         let writable = !matches!(access, Access::RemoteRead | Access::Messages | Access::Outgoing);
         if writable && matches!(memory, ExposedMemory::Bytes(_)) {

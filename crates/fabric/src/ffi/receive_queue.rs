@@ -24,7 +24,7 @@ struct Inner {
 
 impl ReceiveQueue {
     /// Opens a queue for endpoints that use `completions`, in the domain of that. `info` must have been queried with
-    /// [`shared_receive`](crate::Query::shared_receive).
+    /// [`shared_receive`](crate::ProviderQuery::shared_receive).
     ///
     /// # Errors
     /// If the provider or the device has none.

@@ -138,7 +138,7 @@ pub struct PullRefused {
     pub reason: String,
 }
 
-/// The destination of the payload of a [`Kind::PullData`] frame.
+/// The destination of the payload of a [`FrameKind::PullData`] frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullData {
     /// Number of the pull.
@@ -147,7 +147,7 @@ pub struct PullData {
     pub offset: u64,
 }
 
-/// The destination of the payload of a [`Kind::Push`] frame.
+/// The destination of the payload of a [`FrameKind::Push`] frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Push {
     /// Key of the offer.
@@ -163,7 +163,7 @@ pub struct Wrote {
     pub offer: u64,
     /// First byte, within the offer.
     pub offset: u64,
-    /// Number of bytes, at most that of a [`Kind::Push`] frame's payload.
+    /// Number of bytes, at most that of a [`FrameKind::Push`] frame's payload.
     pub len: u32,
     /// Checksums of the pieces, 4 bytes each, little endian.
     pub checksums: Vec<u8>,

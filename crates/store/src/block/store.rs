@@ -80,10 +80,10 @@ impl Default for MountOptions {
     }
 }
 
-/// An [`ObjectStore`] on a file or block device. `docs/format.md` describes the format.
+/// An [`ObjectStore`](crate::ObjectStore) on a file or block device. `docs/format.md` describes the format.
 ///
 /// One [`Driver`] owns the target's state and its I/O ring. Calls are messages to the driver.
-/// Dropping the last handle without [`umount`](ObjectStore::umount) is like a crash of the process:
+/// Dropping the last handle without [`umount`](crate::StoreCalls::umount) is like a crash of the process:
 /// no acknowledged change is lost.
 #[derive(Debug)]
 pub struct BlockStore {

@@ -196,7 +196,7 @@ pub trait StripeStores: Send + Sync {
     /// Most bytes of all fragments of one call together, parity included.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a piece of each fragment to its stage, as [`ObjectStore::stage_write`] does. Computes
+    /// Writes a piece of each fragment to its stage, as [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes
     /// the parity first if the write asks for that. Queue transactions that name the stages after
     /// the future has resolved.
     fn stage_stripes(
