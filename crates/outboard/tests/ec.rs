@@ -107,6 +107,22 @@ fn a_file_comes_back_from_any_k_fragments() {
 }
 
 #[test]
+fn fragments_with_names_of_older_versions_are_decoded() {
+    let dir = Dir::new();
+    let data = noise(100_000);
+    dir.write("file", &data);
+    dir.ok(&encode(&["file"]));
+    for index in 0..6 {
+        let name = format!("file.{index:03}.fragment");
+        dir.write(&format!("file.{index:03}.shard"), &dir.read(&name));
+        dir.remove(&[&name]);
+    }
+    dir.remove(&["file", "file.002.shard"]);
+    dir.ok(&["decode", "file"]);
+    assert_eq!(dir.read("file"), data);
+}
+
+#[test]
 fn one_loss_too_many_is_told() {
     let dir = Dir::new();
     dir.write("file", &noise(500_000));

@@ -32,9 +32,9 @@ use pending::{Answer, Bulk};
 
 /// A session with an Outboard node.
 ///
-/// The engine reconnects by itself. Requests under way are sent again and take effect at most once,
-/// whichever role of the node was restarted. Dropping the engine ends the session; the node is told by
-/// a task on the runtime that the engine was connected on. If that runtime ends at once, call
+/// The engine reconnects by itself. It sends requests under way again, and each takes effect at most
+/// once, even if roles of the node restart meanwhile. Dropping the engine ends the session: a task on
+/// the runtime that the engine was connected on tells the node. If that runtime ends at once, call
 /// [`close`](Engine::close) first. A node that was not told forgets the session when it expires.
 pub struct NativeEngine {
     link: ClientSession,

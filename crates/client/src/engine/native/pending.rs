@@ -153,7 +153,10 @@ impl PendingRequest {
         let data = match sink {
             Some(sink) if payload.is_empty() => sink.take(sent).ok_or_else(|| incomplete(sent))?,
             _ if payload.len() as u64 != sent => return Err(incomplete(sent)),
-            _ => vec![window.deliver(0, payload.into_parts().0)],
+            _ => {
+                let kept = window.deliver(0, payload.into_parts().0);
+                if kept.is_empty() { Vec::new() } else { vec![kept] }
+            }
         };
         Ok(Answer { body, data, len: window.wanted(sent) })
     }

@@ -88,7 +88,8 @@ async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
     object.chunks(UNIT as usize).take(4).any(starts_like)
 }
 
-/// Reads give what was written whichever target has damaged fragments, and mend those that they have met.
+/// Reads return the written data although one target has damaged fragments, and repair the fragments
+/// that they read.
 #[tokio::test]
 async fn damaged_fragments_count_as_lost_and_are_mended_by_reads() {
     let mut rig = Rig::new("ec:4+2", 1).await;

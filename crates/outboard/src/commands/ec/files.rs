@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use crate::commands::cp::local::NewFile;
 use node::failure::{Failure, Result};
 
-const SUFFIX: &[u8] = b".fragment";
+/// Ends of the names of fragment files. Older versions wrote `.shard`; the content is the same.
+const SUFFIXES: [&[u8]; 2] = [b".fragment", b".shard"];
 
 /// Returns the name of fragment `index` of the file `prefix`: `PREFIX.007.fragment`.
 pub fn fragment_path(prefix: &Path, index: usize) -> PathBuf {
@@ -20,7 +21,8 @@ pub fn fragment_path(prefix: &Path, index: usize) -> PathBuf {
 
 /// Returns the prefix in a fragment's name; `None` if the file is not named like a fragment.
 pub fn prefix(fragment: &Path) -> Option<PathBuf> {
-    let rest = fragment.as_os_str().as_bytes().strip_suffix(SUFFIX)?;
+    let name = fragment.as_os_str().as_bytes();
+    let rest = SUFFIXES.iter().find_map(|suffix| name.strip_suffix(*suffix))?;
     let (prefix, number) = rest.split_at_checked(rest.len().checked_sub(4)?)?;
     let numbered = number[0] == b'.' && number[1..].iter().all(u8::is_ascii_digit);
     let named =
@@ -77,6 +79,7 @@ mod tests {
             assert_eq!(fragment_path(Path::new(path), index), Path::new(name));
             assert_eq!(prefix(Path::new(name)), Some(path.into()));
         }
+        assert_eq!(prefix(Path::new("/x/b.tar.254.shard")), Some("/x/b.tar".into()), "an older version's");
         for other in [
             "a",
             "a.fragment",
