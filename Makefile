@@ -52,9 +52,10 @@ bench: setup-demo ## Measure a node against fio on the same drive, with ratios; 
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
 	@$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared)
 
-bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"): report/redundancy
-	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy
-	@$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS)
+bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"): report/redundancy; COMPARE=OLD
+	$(CARGO) build --release --locked --bin outboard --bin outboard-bench --bin outboard-redundancy
+	@$(if $(COMPARE),$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared) --redundancy,\
+	$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS))
 
 # A Ceph is good to have, not needed: without it the report leaves it out and says so. CEPH=0 does not even ask for it.
 setup-report: setup-demo

@@ -7,20 +7,55 @@ use crate::node::NodePlacement;
 /// Requests in flight of `outboard bench`.
 pub const IN_FLIGHT: u32 = 16;
 
-/// A load on a node of a placement.
+/// A set of workloads, and the nodes that they run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CompareSuite {
+    /// Pools without redundancy, and short-lived clients.
+    Basic,
+    /// Mirrored and erasure-coded pools: reads, writes, degraded reads and rebuilds.
+    Redundancy,
+}
+
+/// A node of a suite. Each binary runs one of each kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodeKind {
+    /// The OSD runs on the emulated DPU.
+    Dpu,
+    /// The OSD runs in the storage host's process.
+    Host,
+    /// As `Dpu`, with one target out and no target left for its fragments.
+    Degraded,
+    /// As `Dpu`, with one target more than the code has fragments, for rebuilds.
+    Spare,
+}
+
+/// The setup of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NodeSetup {
+    /// Number of targets.
+    pub targets: u32,
+    /// Size of each target in MiB.
+    pub target_mib: u64,
+    /// Pools: name and redundancy scheme.
+    pub pools: &'static [(&'static str, &'static str)],
+}
+
+/// A load on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompareCase {
-    /// Whether the node's OSD runs on the emulated DPU.
-    pub placement: NodePlacement,
-    /// What is done.
+    /// The node.
+    pub node: NodeKind,
+    /// The load on the node.
     pub load: CompareLoad,
 }
 
-/// What is done with a node.
+/// A load on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CompareLoad {
-    /// `outboard bench MODE --object-size SIZE`, [`IN_FLIGHT`] at a time.
+    /// `outboard bench MODE --pool POOL --object-size SIZE`, [`IN_FLIGHT`] at a time.
     Bench {
+        /// Name of the pool.
+        pool: &'static str,
         /// `write`, `read` or `randread`.
         mode: &'static str,
         /// Size of the objects.
@@ -28,38 +63,108 @@ pub enum CompareLoad {
         /// Number of the objects.
         objects: &'static str,
     },
-    /// `outboard put` of a small file, one after the other: what a short-lived client costs.
+    /// `outboard put` of a small file, one after the other: the cost of a short-lived client.
     Put,
     /// `outboard get` of a small object, one after the other.
     Get,
+    /// Loses the next target and waits until all fragments are rebuilt. One rebuild is one operation.
+    Rebuild,
 }
 
-/// Small enough that all of them fit a target of [`TARGET_SIZE`](super::rig::TARGET_SIZE) twice.
-const LARGE: (&str, &str) = ("4MiB", "128");
-const SMALL: (&str, &str) = ("4KiB", "16384");
+/// The pool of the basic suite.
+pub const POOL: &str = "bench";
+/// Objects that the pool for rebuilds holds, of 4 MiB each.
+pub const REBUILD_OBJECTS: &str = "512";
 
-/// Reads find what the writes before them have left.
-pub const LOADS: [CompareLoad; 7] = [
-    CompareLoad::Bench { mode: "write", size: LARGE.0, objects: LARGE.1 },
-    CompareLoad::Bench { mode: "read", size: LARGE.0, objects: LARGE.1 },
-    CompareLoad::Bench { mode: "write", size: SMALL.0, objects: SMALL.1 },
-    CompareLoad::Bench { mode: "read", size: SMALL.0, objects: SMALL.1 },
-    CompareLoad::Bench { mode: "randread", size: SMALL.0, objects: SMALL.1 },
+const BASIC_SETUP: NodeSetup = NodeSetup { targets: 1, target_mib: 2048, pools: &[(POOL, "single")] };
+const REDUNDANT_SETUP: NodeSetup =
+    NodeSetup { targets: 6, target_mib: 768, pools: &[("mirror", "mirror:2"), ("ec", "ec:4+2")] };
+const DEGRADED_SETUP: NodeSetup = NodeSetup { targets: 6, target_mib: 512, pools: &[("ec", "ec:4+2")] };
+const SPARE_SETUP: NodeSetup = NodeSetup { targets: 7, target_mib: 768, pools: &[("ec", "ec:4+2")] };
+
+/// A load of `outboard bench`. The sets fit their targets twice.
+const fn bench(pool: &'static str, mode: &'static str, large: bool) -> CompareLoad {
+    let (size, objects) = if large { ("4MiB", "128") } else { ("4KiB", "16384") };
+    CompareLoad::Bench { pool, mode, size, objects }
+}
+
+/// Reads find the objects of the writes before them.
+const BASIC_LOADS: [CompareLoad; 7] = [
+    bench(POOL, "write", true),
+    bench(POOL, "read", true),
+    bench(POOL, "write", false),
+    bench(POOL, "read", false),
+    bench(POOL, "randread", false),
     CompareLoad::Put,
     CompareLoad::Get,
 ];
+const REDUNDANT_LOADS: [CompareLoad; 8] = [
+    bench("mirror", "write", true),
+    bench("mirror", "read", true),
+    bench("mirror", "write", false),
+    bench("mirror", "randread", false),
+    bench("ec", "write", true),
+    bench("ec", "read", true),
+    bench("ec", "write", false),
+    bench("ec", "randread", false),
+];
+const DEGRADED_LOADS: [CompareLoad; 2] = [bench("ec", "read", true), bench("ec", "randread", false)];
+
+impl CompareSuite {
+    /// The nodes of the suite, with their setup and loads.
+    #[must_use]
+    pub fn nodes(self) -> Vec<(NodeKind, NodeSetup, &'static [CompareLoad])> {
+        match self {
+            CompareSuite::Basic => {
+                [NodeKind::Dpu, NodeKind::Host].map(|kind| (kind, BASIC_SETUP, &BASIC_LOADS[..])).to_vec()
+            }
+            CompareSuite::Redundancy => vec![
+                (NodeKind::Dpu, REDUNDANT_SETUP, &REDUNDANT_LOADS[..]),
+                (NodeKind::Host, REDUNDANT_SETUP, &REDUNDANT_LOADS[..]),
+                (NodeKind::Degraded, DEGRADED_SETUP, &DEGRADED_LOADS[..]),
+                (NodeKind::Spare, SPARE_SETUP, &[CompareLoad::Rebuild][..]),
+            ],
+        }
+    }
+}
+
+impl NodeKind {
+    /// Name of the node, in results and in the work directory.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            NodeKind::Dpu => "dpu",
+            NodeKind::Host => "host",
+            NodeKind::Degraded => "dpu-degraded",
+            NodeKind::Spare => "dpu-spare",
+        }
+    }
+
+    /// Placement of the node's OSD.
+    #[must_use]
+    pub fn placement(self) -> NodePlacement {
+        match self {
+            NodeKind::Host => NodePlacement::Host,
+            NodeKind::Dpu | NodeKind::Degraded | NodeKind::Spare => NodePlacement::Dpu,
+        }
+    }
+}
 
 impl CompareCase {
-    /// As readers see it.
+    /// Name of the case in results.
     #[must_use]
     pub fn name(&self) -> String {
-        let placement = self.placement.name();
+        let node = self.node.name();
         match self.load {
-            CompareLoad::Bench { mode, size, .. } => {
-                format!("{placement} {mode} {size}, {IN_FLIGHT} in flight")
+            CompareLoad::Bench { pool: POOL, mode, size, .. } => {
+                format!("{node} {mode} {size}, {IN_FLIGHT} in flight")
             }
-            CompareLoad::Put => format!("{placement} outboard put 1KiB"),
-            CompareLoad::Get => format!("{placement} outboard get 1KiB"),
+            CompareLoad::Bench { pool, mode, size, .. } => {
+                format!("{node} {pool} {mode} {size}, {IN_FLIGHT} in flight")
+            }
+            CompareLoad::Put => format!("{node} outboard put 1KiB"),
+            CompareLoad::Get => format!("{node} outboard get 1KiB"),
+            CompareLoad::Rebuild => format!("{node} rebuild of a target"),
         }
     }
 }

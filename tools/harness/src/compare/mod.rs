@@ -1,7 +1,7 @@
 //! `outboard-bench --compare`: compares an old binary with a new one.
 //!
 //! Two builds of a program differ by less than a machine's speed drifts in a minute. So the nodes
-//! of both binaries run side by side, one per binary and placement, and are measured one at a time.
+//! of both binaries run side by side and are measured one at a time.
 //! In every round each case runs on both binaries in direct succession, and the binary that runs
 //! first alternates. Each binary drives its node with its own client, because the two may speak
 //! different versions of the protocols.

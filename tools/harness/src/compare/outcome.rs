@@ -157,7 +157,11 @@ impl Measured {
 
 impl Judged {
     fn cells(&self) -> [String; 7] {
-        let digits = |value: f64| if value < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") };
+        let digits = |value: f64| match value {
+            value if value < 1.0 => format!("{value:.3}"),
+            value if value < 100.0 => format!("{value:.1}"),
+            value => format!("{value:.0}"),
+        };
         [
             self.case.clone(),
             self.figure.label().to_owned(),
@@ -173,8 +177,7 @@ impl Judged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::cases::LOADS;
-    use crate::node::NodePlacement;
+    use crate::compare::cases::{CompareLoad, NodeKind};
 
     fn measured(rounds: u32, new_over_old: f64) -> Measured {
         // The machine gets slower from round to round, for both alike.
@@ -183,7 +186,7 @@ mod tests {
             CompareSample { ops_per_s: rate * factor, node_cpu_us: 50.0, host_cpu_us: 0.0 }
         };
         Measured {
-            case: CompareCase { placement: NodePlacement::Dpu, load: LOADS[0] },
+            case: CompareCase { node: NodeKind::Dpu, load: CompareLoad::Put },
             old: (1..=rounds).map(|round| sample(round, 1.0)).collect(),
             new: (1..=rounds).map(|round| sample(round, new_over_old)).collect(),
         }

@@ -1,24 +1,25 @@
 //! The nodes of both binaries; runs a case on one of them.
 
+use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use super::Side;
-use super::cases::{CompareCase, CompareLoad, CompareSample, IN_FLIGHT, LOADS};
+use super::cases::{
+    CompareCase, CompareLoad, CompareSample, IN_FLIGHT, NodeKind, NodeSetup, POOL, REBUILD_OBJECTS,
+};
 use super::settings::CompareSettings;
 use crate::Result;
 use crate::cleaner::Cleaner;
 use crate::evaluation::processes::{Threads, children_cpu_seconds};
-use crate::node::{BenchResult, BenchSpec, Node, NodePlacement, ProcessUse};
+use crate::node::{BenchResult, BenchSpec, Node, ProcessUse};
+use crate::redundancy::watch::{WatchedState, wait_until, wait_until_whole};
 
-/// Size of each of the four targets.
-pub const TARGET_SIZE: &str = "2GiB";
-const TARGETS_GIB: u64 = 8;
-const SPARE_GIB: u64 = 2;
+/// Free space that a comparison leaves on the drive.
+const SPARE_MIB: u64 = 2048;
 
-const POOL: &str = "bench";
 /// Number of the objects of `put` and `get`, and their size in bytes.
 const SMALL_OBJECTS: u64 = 8;
 const SMALL_BYTES: usize = 1024;
@@ -33,7 +34,7 @@ pub struct CompareRig {
     old: Binary,
     new: Binary,
     file: PathBuf,
-    loads: Vec<CompareLoad>,
+    cases: Vec<CompareCase>,
     /// Dropped last, when the nodes are down.
     _cleaner: Cleaner,
 }
@@ -41,13 +42,20 @@ pub struct CompareRig {
 /// One of the binaries, and its nodes.
 struct Binary {
     version: String,
-    dpu: Node,
-    host: Node,
+    nodes: Vec<BinaryNode>,
+}
+
+struct BinaryNode {
+    kind: NodeKind,
+    setup: NodeSetup,
+    node: Node,
+    /// The target that the next rebuild loses.
+    next: Cell<u32>,
 }
 
 impl CompareRig {
-    /// Starts a node of either placement for each binary. Loads that one of the binaries does not know are left out, which
-    /// is said.
+    /// Starts the nodes of the suite for each binary. Leaves out loads that one of the binaries does
+    /// not know, and says so.
     ///
     /// # Errors
     /// If a binary lacks an option that every load needs, there is too little space, or a node does not come up.
@@ -62,19 +70,30 @@ impl CompareRig {
         let dir = parent.join(format!("outboard-compare-{}", std::process::id()));
         fs::create_dir_all(&dir)?;
         let cleaner = Cleaner::watch(CLEAN, [dir.as_path(), &old, &new])?;
-        check_space(&dir)?;
+        let nodes = settings.suite.nodes();
+        let target_mib: u64 = nodes.iter().map(|(_, s, _)| 2 * u64::from(s.targets) * s.target_mib).sum();
+        check_space(&dir, target_mib + SPARE_MIB)?;
         let (old, new) = (copied(&old, &dir, Side::Old)?, copied(&new, &dir, Side::New)?);
-        say(&format!("starting four nodes in {} (their targets are written in full)", dir.display()));
-        let (old, new) = (Binary::up(&old, &dir, Side::Old)?, Binary::up(&new, &dir, Side::New)?);
-        let (loads, missing): (Vec<CompareLoad>, Vec<CompareLoad>) =
-            LOADS.into_iter().partition(|load| [&old, &new].iter().all(|binary| binary.knows(load)));
-        for load in missing {
-            say(&format!("left out, because not both binaries know it: {load:?}"));
+        let count = 2 * nodes.len();
+        say(&format!("starting {count} nodes in {} (their targets are written in full)", dir.display()));
+        let setups: Vec<(NodeKind, NodeSetup)> =
+            nodes.iter().map(|(kind, setup, _)| (*kind, *setup)).collect();
+        let (old, new) =
+            (Binary::up(&old, &dir, Side::Old, &setups)?, Binary::up(&new, &dir, Side::New, &setups)?);
+        let known = |load: &CompareLoad| [&old, &new].iter().all(|binary| binary.knows(load));
+        let mut cases = Vec::new();
+        for (node, _, loads) in nodes {
+            let (loads, missing): (Vec<CompareLoad>, Vec<CompareLoad>) =
+                loads.iter().partition(|load| known(load));
+            for load in missing {
+                say(&format!("left out, because not both binaries know it: {load:?}"));
+            }
+            cases.extend(loads.into_iter().map(|load| CompareCase { node, load }));
         }
         let file = dir.join("small");
         fs::write(&file, (0..SMALL_BYTES).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>())?;
-        let rig = CompareRig { old, new, file, loads, _cleaner: cleaner };
-        if rig.loads.contains(&CompareLoad::Get) {
+        let rig = CompareRig { old, new, file, cases, _cleaner: cleaner };
+        if rig.cases.iter().any(|case| case.load == CompareLoad::Get) {
             rig.put_small_objects()?;
         }
         Ok(rig)
@@ -83,7 +102,7 @@ impl CompareRig {
     /// Stores what `get` reads, however few objects a run of `put` gets to.
     fn put_small_objects(&self) -> Result<()> {
         for binary in [&self.old, &self.new] {
-            for node in [&binary.dpu, &binary.host] {
+            for BinaryNode { node, .. } in &binary.nodes {
                 (0..SMALL_OBJECTS).try_for_each(|i| node.run_quietly(&["put", &small(i), self.file()?]))?;
             }
         }
@@ -94,11 +113,10 @@ impl CompareRig {
         Ok(self.file.to_str().ok_or("the path of the work directory is not text; set OUTBOARD_BENCH_DIR")?)
     }
 
-    /// What both binaries can be measured with.
+    /// The cases that both binaries know.
     #[must_use]
     pub fn cases(&self) -> Vec<CompareCase> {
-        let of = |placement| self.loads.iter().map(move |load| CompareCase { placement, load: *load });
-        [NodePlacement::Dpu, NodePlacement::Host].into_iter().flat_map(of).collect()
+        self.cases.clone()
     }
 
     /// What a binary says that it is.
@@ -113,14 +131,12 @@ impl CompareRig {
     /// If an operation fails.
     pub fn measure(&self, side: Side, case: &CompareCase, seconds: u32) -> Result<CompareSample> {
         let binary = self.binary(side);
-        let node = match case.placement {
-            NodePlacement::Dpu => &binary.dpu,
-            NodePlacement::Host => &binary.host,
-        };
+        let measured = binary.nodes.iter().find(|node| node.kind == case.node).ok_or("the node is not up")?;
+        let node = &measured.node;
         match case.load {
-            CompareLoad::Bench { mode, size, objects } => {
+            CompareLoad::Bench { pool, mode, size, objects } => {
                 let load = BenchSpec { mode, object_size: size, in_flight: IN_FLIGHT, seconds };
-                let found = node.bench_with(POOL, load, &["--objects", objects])?;
+                let found = node.bench_with(pool, load, &["--objects", objects])?;
                 if found.errors > 0 {
                     return Err(format!("{} operations failed", found.errors).into());
                 }
@@ -128,6 +144,7 @@ impl CompareRig {
             }
             CompareLoad::Put => commands(node, seconds, "put", self.file()?),
             CompareLoad::Get => commands(node, seconds, "get", "-"),
+            CompareLoad::Rebuild => measured.rebuild(),
         }
     }
 
@@ -140,15 +157,15 @@ impl CompareRig {
 }
 
 impl Binary {
-    fn up(program: &Path, dir: &Path, side: Side) -> Result<Binary> {
-        let node = |placement: NodePlacement| -> Result<Node> {
-            let dir = dir.join(format!("{}-{}", side.name(), placement.name()));
-            Ok(Node::of_program(program, &dir))
+    fn up(program: &Path, dir: &Path, side: Side, setups: &[(NodeKind, NodeSetup)]) -> Result<Binary> {
+        let node = |(kind, setup): &(NodeKind, NodeSetup)| {
+            let node = Node::of_program(program, &dir.join(format!("{}-{}", side.name(), kind.name())));
+            BinaryNode { kind: *kind, setup: *setup, node, next: Cell::new(0) }
         };
-        let (dpu, host) = (node(NodePlacement::Dpu)?, node(NodePlacement::Host)?);
-        let version = dpu.command(&["--version"]).output()?;
+        let nodes: Vec<BinaryNode> = setups.iter().map(node).collect();
+        let version = nodes[0].node.command(&["--version"]).output()?;
         let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
-        let binary = Binary { version, dpu, host };
+        let binary = Binary { version, nodes };
         let up = ["--detach", "--listen", "--placement", "--targets", "--target-size"];
         let bench = ["--pool", "--object-size", "--objects", "--in-flight", "--seconds", "--json"];
         for (command, options) in [("up", &up[..]), ("bench", &bench), ("status", &["--json"])] {
@@ -161,16 +178,13 @@ impl Binary {
                 .into());
             }
         }
-        for (node, placement) in [(&binary.dpu, NodePlacement::Dpu), (&binary.host, NodePlacement::Host)] {
-            node.up_quietly(placement, 1, TARGET_SIZE)?;
-            node.run_quietly(&["pool", "create", POOL])?;
-        }
+        binary.nodes.iter().try_for_each(BinaryNode::up)?;
         Ok(binary)
     }
 
     /// What `outboard COMMAND --help` prints; none if there is no such command.
     fn help(&self, command: &str) -> Option<String> {
-        let output = self.dpu.command(&[command, "--help"]).output().ok()?;
+        let output = self.nodes[0].node.command(&[command, "--help"]).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
@@ -181,7 +195,49 @@ impl Binary {
             }
             CompareLoad::Put => self.help("put").is_some(),
             CompareLoad::Get => self.help("get").is_some(),
+            CompareLoad::Rebuild => self.help("target").is_some(),
         }
+    }
+}
+
+impl BinaryNode {
+    /// Starts the node, and brings it into the state that its loads need.
+    fn up(&self) -> Result<()> {
+        let NodeSetup { targets, target_mib, pools } = self.setup;
+        self.node.up_quietly(self.kind.placement(), targets, &format!("{target_mib}MiB"))?;
+        for (pool, redundancy) in pools {
+            self.node.run_quietly(&["pool", "create", pool, "--redundancy", redundancy])?;
+        }
+        match self.kind {
+            NodeKind::Dpu | NodeKind::Host => Ok(()),
+            NodeKind::Degraded => {
+                self.node.run_quietly(&["target", "out", &(targets - 1).to_string()])?;
+                let patience = Duration::from_secs(60);
+                wait_until(&self.node, patience, "degraded", WatchedState::is_degraded_and_idle).map(drop)
+            }
+            NodeKind::Spare => {
+                let load = BenchSpec { mode: "read", object_size: "4MiB", in_flight: 8, seconds: 1 };
+                self.node.bench_with("ec", load, &["--objects", REBUILD_OBJECTS])?;
+                // From the first loss on, one target is empty. It receives the fragments of the next lost target.
+                self.rebuild().map(drop)
+            }
+        }
+    }
+
+    /// Loses the next target, waits until the node has rebuilt its fragments, and takes the target in again.
+    fn rebuild(&self) -> Result<CompareSample> {
+        let next = self.next.get().to_string();
+        self.next.set((self.next.get() + 1) % self.setup.targets);
+        let sample = counted(&self.node, || {
+            self.node.run_quietly(&["target", "out", &next])?;
+            wait_until_whole(&self.node)?;
+            Ok(1)
+        })?;
+        self.node.run_quietly(&["target", "in", &next])?;
+        // The node then removes the stale fragments of the target.
+        std::thread::sleep(Duration::from_secs(1));
+        wait_until_whole(&self.node)?;
+        Ok(sample)
     }
 }
 
@@ -205,28 +261,38 @@ fn is_host(role: &str) -> bool {
     ["store", "node"].contains(&role)
 }
 
-/// Runs `outboard put|get OBJECT FILE` again and again, and counts the CPU time of the commands and of the node.
+/// Runs `outboard put|get OBJECT FILE` repeatedly.
 fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<CompareSample> {
+    counted(node, || {
+        let started = Instant::now();
+        let mut ops = 0;
+        while started.elapsed() < Duration::from_secs(u64::from(seconds)) {
+            let name = small(ops % SMALL_OBJECTS);
+            let output = node.command(&[command, &name, file]).stdin(Stdio::null()).output()?;
+            if !output.status.success() {
+                return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned().into());
+            }
+            ops += 1;
+        }
+        Ok(ops)
+    })
+}
+
+/// Measures `operations`, which returns their number. Counts the CPU time of the node and of the
+/// commands that `operations` runs.
+fn counted(node: &Node, operations: impl FnOnce() -> Result<u64>) -> Result<CompareSample> {
     let processes: Vec<(bool, u32)> =
         node.status()?.processes.iter().filter_map(|p| Some((is_host(&p.role), p.pid?))).collect();
     let read = || processes.iter().map(|(_, pid)| Threads::of(*pid)).collect::<Vec<_>>();
     let (clients_before, before) = (children_cpu_seconds(), read());
     let started = Instant::now();
-    let mut ops = 0;
-    while started.elapsed() < Duration::from_secs(u64::from(seconds)) {
-        let name = small(ops % SMALL_OBJECTS);
-        let output = node.command(&[command, &name, file]).stdin(Stdio::null()).output()?;
-        if !output.status.success() {
-            return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned().into());
-        }
-        ops += 1;
-    }
+    let ops = operations()?;
     let elapsed = started.elapsed().as_secs_f64();
     let clients = children_cpu_seconds() - clients_before;
     let used: Vec<f64> =
         read().iter().zip(&before).map(|(now, before)| now.cpu_seconds_since(before)).collect();
     let host: f64 = processes.iter().zip(&used).filter(|((is_host, _), _)| *is_host).map(|(_, s)| s).sum();
-    let per_op = |seconds: f64| seconds * 1e6 / ops as f64;
+    let per_op = |seconds: f64| seconds * 1e6 / ops.max(1) as f64;
     Ok(CompareSample {
         ops_per_s: ops as f64 / elapsed,
         node_cpu_us: per_op(clients + used.iter().sum::<f64>()),
@@ -248,14 +314,17 @@ fn copied(program: &Path, dir: &Path, side: Side) -> Result<PathBuf> {
     Ok(copy)
 }
 
-fn check_space(dir: &Path) -> Result<()> {
+fn check_space(dir: &Path, needed_mib: u64) -> Result<()> {
     let free = rustix::fs::statvfs(dir)?;
-    let (free_gib, needed) = (free.f_bavail * free.f_frsize / (1 << 30), TARGETS_GIB + SPARE_GIB);
-    if free_gib >= needed {
+    let free_mib = free.f_bavail * free.f_frsize / (1 << 20);
+    if free_mib >= needed_mib {
         return Ok(());
     }
     let dir = dir.display();
-    Err(format!("{needed} GiB are needed at {dir}, {free_gib} are free; set OUTBOARD_BENCH_DIR").into())
+    Err(format!(
+        "{dir} has {free_mib} MiB free, the comparison needs {needed_mib} MiB; set OUTBOARD_BENCH_DIR"
+    )
+    .into())
 }
 
 #[cfg(test)]

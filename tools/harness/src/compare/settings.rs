@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::cases::CompareSuite;
 use crate::Result;
 
 /// Eleven rounds of three seconds take about 20 minutes.
@@ -22,18 +23,21 @@ pub struct CompareSettings {
     pub rounds: u32,
     /// Duration of each run, in seconds, 1 to 1000.
     pub seconds: u32,
+    /// The workloads.
+    pub suite: CompareSuite,
     /// Whether one JSON object is printed instead of tables.
     pub json: bool,
 }
 
 impl CompareSettings {
-    /// Reads `--compare OLD [--with NEW] [--rounds N] [--seconds N] [--json]`. None if nothing is to be compared.
+    /// Reads `--compare OLD [--with NEW] [--redundancy] [--rounds N] [--seconds N] [--json]`. None if nothing is to be compared.
     ///
     /// # Errors
     /// If an option is unknown, lacks its value, or has one that is out of range.
     pub fn from_args(args: impl IntoIterator<Item = String>) -> Result<Option<CompareSettings>> {
         let (mut old, mut new) = (None, None);
         let (mut rounds, mut seconds, mut json) = (None, None, false);
+        let mut suite = CompareSuite::Basic;
         let mut args = args.into_iter().peekable();
         let any = args.peek().is_some();
         while let Some(option) = args.next() {
@@ -43,6 +47,7 @@ impl CompareSettings {
                 "--with" => new = Some(PathBuf::from(value()?)),
                 "--rounds" => rounds = Some(number(&option, &value()?)?),
                 "--seconds" => seconds = Some(number(&option, &value()?)?),
+                "--redundancy" => suite = CompareSuite::Redundancy,
                 "--json" => json = true,
                 _ => return Err(format!("{option} is unknown; {USAGE}").into()),
             }
@@ -51,11 +56,11 @@ impl CompareSettings {
             return if any { Err(format!("--compare is missing; {USAGE}").into()) } else { Ok(None) };
         };
         let (rounds, seconds) = (rounds.unwrap_or(ROUNDS), seconds.unwrap_or(SECONDS));
-        Ok(Some(CompareSettings { old, new, rounds, seconds, json }))
+        Ok(Some(CompareSettings { old, new, rounds, seconds, suite, json }))
     }
 }
 
-const USAGE: &str = "use --compare OLD [--with NEW] [--rounds N] [--seconds N] [--json]";
+const USAGE: &str = "use --compare OLD [--with NEW] [--redundancy] [--rounds N] [--seconds N] [--json]";
 
 fn number(option: &str, text: &str) -> Result<u32> {
     let number = text.parse().ok().filter(|n| (1..=MOST).contains(n));
@@ -79,17 +84,20 @@ mod tests {
     fn defaults_give_a_95_percent_interval_in_20_minutes() {
         let settings = read("--compare /old").unwrap().unwrap();
         assert_eq!((settings.rounds, settings.seconds, settings.json), (11, 3, false));
+        assert_eq!(settings.suite, CompareSuite::Basic);
         assert_eq!((settings.old, settings.new), ("/old".into(), None));
     }
 
     #[test]
     fn every_option_is_read() {
-        let settings = read("--json --rounds 3 --with /new --seconds 1 --compare /old").unwrap().unwrap();
+        let settings =
+            read("--json --redundancy --rounds 3 --with /new --seconds 1 --compare /old").unwrap().unwrap();
         let expected = CompareSettings {
             old: "/old".into(),
             new: Some("/new".into()),
             rounds: 3,
             seconds: 1,
+            suite: CompareSuite::Redundancy,
             json: true,
         };
         assert_eq!(settings, expected);
