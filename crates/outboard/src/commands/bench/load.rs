@@ -163,11 +163,14 @@ impl BenchLoad {
         match self.workload {
             Workload::Write => self.write(index).await,
             Workload::Read | Workload::Randread => {
-                let data = self.pool.object(&self.name(index))?.get().await?;
-                if data.len() == self.size {
+                let mut reader = self.pool.object(&self.name(index))?.read_stream(0, u64::MAX);
+                let mut found = 0;
+                while let Some(chunk) = reader.next().await? {
+                    found += chunk.len();
+                }
+                if found == self.size {
                     return Ok(());
                 }
-                let found = data.len();
                 Err(client::Error::Protocol(format!(
                     "object {index} has {found} bytes instead of {}",
                     self.size
