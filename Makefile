@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma lint bench bench-redundancy report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,9 +53,12 @@ bench: setup-demo ## Measure a node against fio on the same drive, with ratios; 
 	@$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared)
 
 bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"): report/redundancy; COMPARE=OLD
-	$(CARGO) build --release --locked --bin outboard --bin outboard-bench --bin outboard-redundancy
+	$(CARGO) build --release --locked --bin outboard --bin outboard-bench --bin outboard-redundancy --bin outboard-layers
 	@$(if $(COMPARE),$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared) --redundancy,\
 	$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS))
+
+layers: setup ## Build target/release/outboard-layers, which measures single layers without a node (docs/benchmarks.md)
+	$(CARGO) build --release --locked --bin outboard-layers
 
 # A Ceph is good to have, not needed: without it the report leaves it out and says so. CEPH=0 does not even ask for it.
 setup-report: setup-demo
@@ -64,7 +67,7 @@ ifneq ($(CEPH),0)
 endif
 
 report: setup-report ## The papers' evaluations, the first beside a real Ceph: report/index.html (QUICK=1: 6 min; ROUNDS=7 SECONDS=3: 1 h)
-	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy --bin outboard-report
+	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy --bin outboard-report --bin outboard-layers
 	@QUICK=$(QUICK) $(CARGO) run -q --release --locked --bin outboard-redundancy -- coding:timeline coding:places
 	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) SECONDS=$(SECONDS) CEPH=$(CEPH) $(CARGO) run -q --release --locked --bin outboard-report
 

@@ -49,6 +49,9 @@ pub struct DebugAnswer {
     /// How the osd uses the channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<ChannelTuning>,
+    /// How the osd uses the channel according to the configuration.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub configured: Option<ChannelTuning>,
     /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
     #[serde(default)]
     pub chan_ns: Vec<(String, u64)>,
@@ -117,7 +120,14 @@ pub type Tune = Box<dyn Fn(ChannelTuning) + Send>;
 #[derive(Clone, Default)]
 pub struct Controls {
     faults: Faults,
-    tuned: Arc<Mutex<Option<(ChannelTuning, Tune)>>>,
+    tuned: Arc<Mutex<Option<Tunable>>>,
+}
+
+/// A channel that can be tuned.
+struct Tunable {
+    configured: ChannelTuning,
+    current: ChannelTuning,
+    tune: Tune,
 }
 
 impl std::fmt::Debug for Controls {
@@ -132,10 +142,11 @@ impl Controls {
         &self.faults
     }
 
-    /// Makes the role tunable from now on. `tuning` is the current tuning, and `tune` applies a new
-    /// one.
-    pub fn tune_with(&self, tuning: ChannelTuning, tune: Tune) {
-        *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some((tuning, tune));
+    /// Makes the role tunable from now on. The channel has the tuning `configured`, and `tune`
+    /// applies another tuning.
+    pub fn tune_with(&self, configured: ChannelTuning, tune: Tune) {
+        let tunable = Tunable { configured, current: configured, tune };
+        *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some(tunable);
     }
 
     fn answer(&self, request: DebugRequest) -> DebugAnswer {
@@ -156,16 +167,17 @@ impl Controls {
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let work = base::work::of_threads(ThreadClass::Channel);
         let chan_ns = ThreadClass::ALL.map(|class| (class.prefix().to_owned(), work.ns(class))).into();
-        DebugAnswer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning), chan_ns }
+        let (tuning, configured) = tuned.as_ref().map(|t| (t.current, t.configured)).unzip();
+        DebugAnswer { error, faults, tuning, configured, chan_ns }
     }
 
     fn tune(&self, wanted: ChannelTuning) -> Result<(), TuneError> {
         let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
-        let (tuning, tune) = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
+        let tunable = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
         wanted.check()?;
         tracing::warn!(?wanted, "the channel is tuned");
-        tune(wanted);
-        *tuning = wanted;
+        (tunable.tune)(wanted);
+        tunable.current = wanted;
         Ok(())
     }
 
@@ -324,7 +336,8 @@ mod tests {
         };
         controls.tune_with(tuning, Box::new(move |t| saw.lock().unwrap().push(t)));
         let wanted = ChannelTuning { region_cache: 0, ..tuning };
-        assert_eq!(controls.answer(DebugRequest::Tune(wanted)).tuning, Some(wanted));
+        let answer = controls.answer(DebugRequest::Tune(wanted));
+        assert_eq!((answer.tuning, answer.configured), (Some(wanted), Some(tuning)));
         assert_eq!(*seen.lock().unwrap(), [wanted]);
         for impossible in [
             ChannelTuning { region_cache: usize::MAX, ..tuning },

@@ -65,7 +65,7 @@ mod turnstile;
 mod upkeep;
 mod written;
 
-pub use array::{CodingConfig, NewObjects, StripesAt};
+pub use array::{CodingConfig, StripesAt};
 pub use audit::inspect_object;
 pub use clock::WallClock;
 pub use config::{OffloadSource, OsdConfig, TargetRetry};

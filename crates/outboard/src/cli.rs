@@ -1,6 +1,9 @@
-//! The command line. Scripts depend on it, so names and meanings must not change.
+//! The command line, and the dispatch to the commands. Scripts depend on the command line, so names
+//! and meanings must not change.
 
 use clap::{Parser, Subcommand};
+
+use node::failure::Result;
 
 use crate::args::NodeArgs;
 use crate::commands;
@@ -32,7 +35,7 @@ pub enum Command {
     Stat(commands::stat::StatArgs),
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
-    Bench(commands::bench::BenchCommand),
+    Bench(commands::bench::BenchArgs),
     #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
     Debug(commands::debug::DebugCommand),
     #[command(
@@ -44,4 +47,30 @@ pub enum Command {
     Osd(commands::osd::OsdArgs),
     Fsck(commands::fsck::FsckArgs),
     Doctor(commands::doctor::DoctorArgs),
+}
+
+/// Runs the selected command.
+pub fn run(cli: Cli) -> Result<()> {
+    let node = &cli.node;
+    match cli.command {
+        Command::Up(args) => commands::up::run(args, node),
+        Command::Down(args) => commands::down::run(args, node),
+        Command::Status(args) => commands::status::run(args, node),
+        Command::Pool(command) => commands::pool::run(command, node),
+        Command::Target(command) => commands::target::run(command, node),
+        Command::Scrub(args) => commands::scrub::run(args, node),
+        Command::Put(args) => commands::put::run(args, node),
+        Command::Get(args) => commands::get::run(args, node),
+        Command::Ls(args) => commands::ls::run(args, node),
+        Command::Stat(args) => commands::stat::run(args, node),
+        Command::Rm(args) => commands::rm::run(args, node),
+        Command::Cp(args) => commands::cp::run(args, node),
+        Command::Bench(args) => commands::bench::run(args, node),
+        Command::Debug(command) => commands::debug::run(command, node),
+        Command::Ec(command) => commands::ec::run(command, node),
+        Command::Store(args) => commands::store::run(args, node),
+        Command::Osd(args) => commands::osd::run(args, node),
+        Command::Fsck(args) => commands::fsck::run(args, node),
+        Command::Doctor(args) => commands::doctor::run(args, node),
+    }
 }

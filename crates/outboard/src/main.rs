@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     // Before there is any other thread.
     channel::ofi::prepare_process();
     let cli = cli::Cli::parse();
-    match commands::run(cli) {
+    match cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => report(&failure),
     }

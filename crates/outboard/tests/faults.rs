@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,10 +58,10 @@ impl Node {
     }
 
     /// Half a second of writes; returns how many there were.
-    fn load(&self, more: &[&str]) -> u64 {
+    fn load(&self) -> u64 {
         let args =
             ["bench", "write", "--pool", "p", "--object-size", "1MiB", "--objects", "24", "--seconds", "1"];
-        let report = self.json(&[&args[..], &["--in-flight", "8", "--json"], more].concat());
+        let report = self.json(&[&args[..], &["--in-flight", "8", "--json"]].concat());
         assert_eq!(report["errors"], 0, "{report:#}");
         report["ops"].as_u64().unwrap()
     }
@@ -105,7 +104,7 @@ fn descriptors(pid: u64) -> usize {
 fn faults_at_every_site_lose_nothing_and_dma_comes_back() {
     let node = Node::up();
     let mut kept = Vec::new();
-    node.load(&[]);
+    node.load();
     let before = node.status();
     let held = |status: &Value| ["store", "osd"].map(|role| descriptors(Node::process(status, role).0));
     for (n, fault) in [
@@ -121,7 +120,7 @@ fn faults_at_every_site_lose_nothing_and_dma_comes_back() {
         node.ok(&["debug", "fault", fault]);
         let name = format!("p/{n}");
         let bytes = noise(n as u64, 5_000_000 + n);
-        node.load(&[]);
+        node.load();
         node.put(&name, &bytes);
         let faults = node.json(&["debug", "faults", "--json"]);
         assert!(faults[0]["fired"].as_u64().unwrap() > 0, "{fault} did not fire: {faults}");
@@ -151,7 +150,7 @@ fn either_side_may_be_killed_in_the_middle_of_transfers() {
         node.put("p/x", &bytes);
         let (_, restarts) = Node::process(&node.status(), role);
         node.ok(&["debug", "fault", fault]);
-        assert!(node.load(&[]) > 0);
+        assert!(node.load() > 0);
         let up_again = |s: &Value| {
             Node::process(s, role).1 == restarts + 1 && s["problems"].as_array().unwrap().is_empty()
         };
@@ -161,51 +160,23 @@ fn either_side_may_be_killed_in_the_middle_of_transfers() {
 }
 
 #[test]
-fn a_measurement_that_is_interrupted_leaves_the_channel_as_it_was() {
+fn mechanisms_of_the_channel_can_be_switched_off_and_on_again() {
     let node = Node::up();
-    let log = || std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
-    let tuned = || log().lines().filter(|l| l.contains("the channel is tuned")).map(str::to_owned).collect();
-    let args = ["bench", "write", "--pool", "p", "--seconds", "600", "--no-pipeline", "--dma-queues", "1"];
-    let mut bench = Command::new(env!("CARGO_BIN_EXE_outboard"))
-        .args(args)
-        .args(["--object-size", "64KiB", "--objects", "16"])
-        .env("OUTBOARD_DIR", node.dir.path())
-        .env_remove("OUTBOARD_ENDPOINT")
-        .spawn()
-        .unwrap();
-    let deadline = Instant::now() + PATIENCE;
-    let during: Vec<String> = loop {
-        let lines: Vec<String> = tuned();
-        if !lines.is_empty() {
-            break lines;
-        }
-        assert!(Instant::now() < deadline, "it does not tune the channel: {}", log());
-        std::thread::sleep(Duration::from_millis(20));
-    };
-    assert!(during[0].contains("pipeline: false") && during[0].contains("dma_queues: 1,"), "{during:?}");
-    let pid = Pid::from_raw(bench.id() as i32).unwrap();
-    kill_process(pid, Signal::INT).unwrap();
-    assert_eq!(bench.wait().unwrap().code(), Some(130));
-    let after: Vec<String> = tuned();
-    assert_eq!(after.len(), 2, "{after:?}");
-    assert!(after[1].contains("pipeline: true") && after[1].contains("dma_queues: 5,"), "{after:?}");
-}
-
-#[test]
-fn mechanisms_can_be_measured_away_and_come_back() {
-    let node = Node::up();
-    for flags in [
-        &["--no-pipeline", "--no-region-cache"][..],
-        &["--max-transfer", "64KiB", "--dma-queues", "1", "--poll", "0"],
-    ] {
-        assert!(node.load(flags) > 0);
-    }
-    let refused = node.outboard(&["bench", "write", "--pool", "p", "--max-transfer", "5"]);
+    let tune = |options: &[&str]| node.json(&[&["debug", "tune", "--json"], options].concat());
+    let configured = tune(&[]);
+    assert_eq!((&configured["pipeline"], &configured["dma_queues"]), (&true.into(), &5.into()));
+    let tuned = tune(&["--no-pipeline", "--no-region-cache"]);
+    assert_eq!((&tuned["pipeline"], &tuned["region_cache"]), (&false.into(), &0.into()));
+    assert!(node.load() > 0);
+    // Each call begins with the configured settings.
+    let tuned = tune(&["--max-transfer", "64KiB", "--dma-queues", "1", "--poll", "0"]);
+    assert_eq!((&tuned["pipeline"], &tuned["region_cache"]), (&true.into(), &configured["region_cache"]));
+    assert_eq!((&tuned["dma_queues"], &tuned["poll_us"]), (&1.into(), &0.into()));
+    assert!(node.load() > 0);
+    let refused = node.outboard(&["debug", "tune", "--max-transfer", "5"]);
     assert_eq!(refused.status.code(), Some(2));
-    let plain =
-        node.json(&["bench", "write", "--pool", "p", "--object-size", "64KiB", "--seconds", "1", "--json"]);
-    assert!(plain.get("tuning").is_none());
+    assert_eq!(tune(&[]), configured);
     let log = std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
     let last = log.lines().rfind(|l| l.contains("the channel is tuned")).unwrap();
-    assert!(last.contains("pipeline: true") && last.contains("region_cache: 64"), "{last}");
+    assert!(last.contains("pipeline: true") && last.contains("dma_queues: 5,"), "{last}");
 }

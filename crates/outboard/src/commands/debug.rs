@@ -1,36 +1,39 @@
-//! `outboard debug`: injects faults.
+//! `outboard debug`: injects faults, and switches mechanisms of the channel off.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Site};
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use serde::Serialize;
 use wire::Placement;
 
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
-use node::debug::{self, ArmedFault, DebugRequest};
+use node::debug::{self, ArmedFault, ChannelTuning, DebugAnswer, DebugRequest};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::state::{NodeState, Role};
+use node::units::ByteSize;
 
 /// How long to wait for a role that restarts.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The operations on faults.
+/// The debugging commands.
 #[derive(Debug, Clone, Subcommand)]
 pub enum DebugCommand {
-    /// Arm a fault: something goes wrong on purpose in a running node
+    /// Arm a fault in a running node
     ///
-    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. Sites and what can happen there:
-    /// dma.transfer (fail, stall, corrupt), dma.doorbell (drop), dma.device (fail, engine ofi), store.doorbell (drop),
-    /// store.device (fail, engine ofi), store.call (kill), osd.reply (kill).
-    /// It passes N occasions (after), then fires at most N times (count; default: always) with a probability. A restart of
-    /// the role disarms it. Nothing acknowledged is lost whatever is armed.
+    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N].
+    /// The sites and their actions are: dma.transfer (fail, stall, corrupt), dma.doorbell (drop),
+    /// dma.device (fail; engine ofi only), store.doorbell (drop), store.device (fail; engine ofi only),
+    /// store.call (kill), osd.reply (kill), drive.write (fail), ec.offload (fail, stall). The fault skips the first N occasions
+    /// (after). Then it fires with the given probability (default: always), at most N times (count;
+    /// default: no limit). A restart of the role disarms the fault. No armed fault makes the node
+    /// lose an acknowledged change.
     #[command(after_help = "Examples:\n  \
         outboard debug fault dma.transfer=fail,after=100,count=1\n  \
         outboard debug fault dma.transfer=stall,late=500ms,probability=0.01\n  \
@@ -48,6 +51,51 @@ pub enum DebugCommand {
     },
     /// Disarm all faults
     Clear,
+    Tune(TuneArgs),
+}
+
+/// Switch mechanisms of the host-DPU channel off, to measure their benefit
+///
+/// Changes how the osd of a node in dpu placement uses the channel. Mechanisms that no option names
+/// work as configured, so the command without options undoes earlier changes. A restart of the
+/// osd undoes them too. Prints the resulting settings.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard debug tune --no-pipeline\n  \
+    outboard bench write --pool p --object-size 8MiB\n  \
+    outboard debug tune")]
+pub struct TuneArgs {
+    /// Receive, move and write the segments of a request one after the other
+    #[arg(long)]
+    no_pipeline: bool,
+    /// Negotiate and register host memory for every request
+    #[arg(long)]
+    no_region_cache: bool,
+    /// Maximum length of a DMA transfer, 4KiB to 2MiB; the engine's own limit also applies
+    #[arg(long, value_name = "S")]
+    max_transfer: Option<ByteSize>,
+    /// Number of queues of the DMA engine; with 1, short requests wait for long requests
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    dma_queues: Option<u16>,
+    /// How long the DPU's side polls for completions before it sleeps, in microseconds
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=10_000))]
+    poll: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl TuneArgs {
+    /// The configured tuning with the changes that the options name.
+    fn applied_to(&self, configured: ChannelTuning) -> ChannelTuning {
+        ChannelTuning {
+            pipeline: configured.pipeline && !self.no_pipeline,
+            region_cache: if self.no_region_cache { 0 } else { configured.region_cache },
+            max_transfer: self.max_transfer.unwrap_or(configured.max_transfer),
+            dma_queues: self.dma_queues.map_or(configured.dma_queues, usize::from),
+            poll_us: self.poll.unwrap_or(configured.poll_us),
+        }
+    }
 }
 
 /// A fault and its role.
@@ -94,7 +142,33 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
             }
             Ok(())
         }
+        DebugCommand::Tune(args) => tune(&args, node),
     }
+}
+
+/// Tunes the channel and prints the tuning.
+fn tune(args: &TuneArgs, node: &NodeArgs) -> Result<()> {
+    let doing = "tuning the channel";
+    if args.max_transfer.is_some_and(|size| size.0 < 4096 || !size.0.is_multiple_of(4096)) {
+        return Err(Failure::usage(doing, "--max-transfer must be a multiple of 4KiB"));
+    }
+    let configured = |answer: DebugAnswer| {
+        let why = "the osd uses no channel; start the node with placement dpu";
+        answer.configured.ok_or_else(|| Failure::new(doing, why))
+    };
+    let wanted = args.applied_to(configured(ask(Role::Osd, node, &DebugRequest::Show)?)?);
+    ask(Role::Osd, node, &DebugRequest::Tune(wanted))?;
+    if args.json {
+        output::json(&wanted);
+    } else {
+        let ChannelTuning { pipeline, region_cache, max_transfer, dma_queues, poll_us } = wanted;
+        output::line(format_args!("pipeline      {}", if pipeline { "on" } else { "off" }));
+        output::line(format_args!("region cache  {region_cache} windows"));
+        output::line(format_args!("max transfer  {max_transfer}"));
+        output::line(format_args!("DMA queues    {dma_queues}"));
+        output::line(format_args!("polling       {poll_us} µs"));
+    }
+    Ok(())
 }
 
 /// Returns the roles of the node; the role that owns the drives is first.
@@ -105,18 +179,14 @@ fn roles(node: &NodeArgs) -> Result<&'static [Role]> {
 }
 
 /// Returns the path of a role's debug socket.
-pub fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
+fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
     let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
     Ok(dir.debug_socket(role.as_str()))
 }
 
 /// Sends a request to a role's debug socket. While the node is up, it waits for a role that
 /// restarts.
-fn ask_patiently(
-    path: &Path,
-    node: &NodeArgs,
-    request: &DebugRequest,
-) -> std::io::Result<debug::DebugAnswer> {
+fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
     let began = Instant::now();
     loop {
         let error = match debug::ask(path, request) {
@@ -136,7 +206,7 @@ fn ask_patiently(
 }
 
 /// Sends a request to a role of the node. A refusal is an error.
-pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<debug::DebugAnswer> {
+pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<DebugAnswer> {
     let doing = format!("asking the {}", role.as_str());
     let path = socket(role, node)?;
     let answer = ask_patiently(&path, node, request).map_err(|e| {

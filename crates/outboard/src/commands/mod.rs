@@ -1,4 +1,4 @@
-//! The commands, one file each. This file dispatches to them.
+//! The commands, one file each.
 
 pub mod bench;
 pub mod cp;
@@ -21,35 +21,6 @@ pub mod status;
 pub mod store;
 pub mod target;
 pub mod up;
-
-use crate::cli::{Cli, Command};
-use node::failure::Result;
-
-/// Runs the selected command.
-pub fn run(cli: Cli) -> Result<()> {
-    let node = &cli.node;
-    match cli.command {
-        Command::Up(args) => up::run(args, node),
-        Command::Down(args) => down::run(args, node),
-        Command::Status(args) => status::run(args, node),
-        Command::Pool(command) => pool::run(command, node),
-        Command::Target(command) => target::run(command, node),
-        Command::Scrub(args) => scrub::run(args, node),
-        Command::Put(args) => put::run(args, node),
-        Command::Get(args) => get::run(args, node),
-        Command::Ls(args) => ls::run(args, node),
-        Command::Stat(args) => stat::run(args, node),
-        Command::Rm(args) => rm::run(args, node),
-        Command::Cp(args) => cp::run(args, node),
-        Command::Bench(args) => bench::run(args, node),
-        Command::Debug(command) => debug::run(command, node),
-        Command::Ec(command) => ec::run(command, node),
-        Command::Store(args) => store::run(args, node),
-        Command::Osd(args) => osd::run(args, node),
-        Command::Fsck(args) => fsck::run(args, node),
-        Command::Doctor(args) => doctor::run(args, node),
-    }
-}
 
 /// Client options of all commands. With them, a command survives the restart of any role of the
 /// node.

@@ -114,9 +114,18 @@ impl EvaluationRig {
             BenchSpec { mode: case.mode.name(), object_size: &size, in_flight: case.in_flight, seconds };
         let objects = objects.to_string();
         let mut more = vec!["--objects", &objects];
-        more.extend(case.ablation.iter().flat_map(|options| options.split(' ')));
         more.extend(case.network.iter().flat_map(|network| ["--network", network.name()]));
-        let result = node.bench_with(pool, workload, &more)?;
+        let tune = |options: &mut dyn Iterator<Item = &str>| {
+            node.run_quietly(&["debug", "tune"].into_iter().chain(options).collect::<Vec<_>>())
+        };
+        if let Some(options) = &case.ablation {
+            tune(&mut options.split(' '))?;
+        }
+        let outcome = node.bench_with(pool, workload, &more);
+        if case.ablation.is_some() {
+            tune(&mut std::iter::empty())?;
+        }
+        let result = outcome?;
         if result.errors > 0 {
             return Err(
                 format!("{} of {} operations failed", result.errors, result.ops + result.errors).into()
@@ -209,12 +218,12 @@ fn has_profiles(node: &Node) -> Result<bool> {
 
 /// Which parts of the design this build can switch off.
 fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<Ablation>> {
-    let help = node.command(&["bench", "--help"]).output()?;
+    let help = node.command(&["debug", "tune", "--help"]).output()?;
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
     let (has, has_not): (Vec<_>, Vec<_>) = ABLATIONS.into_iter().partition(|a| help.contains(a.name()));
     if !has_not.is_empty() {
         let names: Vec<&str> = has_not.iter().map(Ablation::name).collect();
-        missing.push(format!("ablations: `outboard bench` has no {}", names.join(", ")));
+        missing.push(format!("ablations: `outboard debug tune` has no {}", names.join(", ")));
     }
     Ok(has)
 }

@@ -126,8 +126,8 @@ pub struct Case {
     pub in_flight: u32,
     /// The objects.
     pub set: Set,
-    /// The option of `outboard bench` that switches a part of the design off; `None` in the main
-    /// series.
+    /// The options of `outboard debug tune` that switch a part of the design off during the run;
+    /// `None` in the main series.
     pub ablation: Option<String>,
     /// The ablation for which this run of the whole design is the control; `None` in the main
     /// series.
@@ -139,14 +139,15 @@ pub struct Case {
 /// A part of the design that can be switched off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ablation {
-    /// The option of `outboard bench` that switches the part off, with its value if it takes one.
+    /// The option of `outboard debug tune` that switches the part off, with its value if it has one.
     pub option: &'static str,
     /// Bytes per object at which the part has an effect.
     pub size: u64,
 }
 
-/// Everything that could be switched off. Up to 2 MiB are moved in one piece: only above is there a pipeline, and something in the queues
-/// that a transaction could have to wait for. The smallest writes go by rings, where looking for what has come is much of the work.
+/// All ablations. The channel moves up to 2 MiB of a request in one piece, so the pipeline and the
+/// number of queues matter only for larger requests. Requests of 4 KiB travel in rings, where
+/// polling is a large part of the cost.
 pub const ABLATIONS: [Ablation; 5] = [
     Ablation { option: "--no-pipeline", size: 8 * MIB },
     Ablation { option: "--no-region-cache", size: MIB },

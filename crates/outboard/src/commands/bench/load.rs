@@ -42,8 +42,8 @@ struct BenchLoad {
 
 /// Prepares the objects, measures, and computes the results.
 pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<BenchReport> {
-    let load = Rc::new(BenchLoad::new(session::pool(client, args.pool())?, args)?);
-    if args.workload() != Workload::Write {
+    let load = Rc::new(BenchLoad::new(session::pool(client, &args.pool)?, args)?);
+    if args.workload != Workload::Write {
         load.populate(args).await?;
     }
     // A node of another version, or one that is busy, may not say; the rest is measured all the same.
@@ -57,8 +57,7 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     let seconds = started.elapsed().as_secs_f64();
     let used = processes.read().since(&before);
     let osd_after = client.status().await.ok();
-    let window =
-        osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload()));
+    let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));
     if let Some(why) = load.first_error.borrow().as_ref() {
         output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
     }
@@ -92,7 +91,7 @@ impl BenchLoad {
         rng.fill_bytes(&mut noise);
         Ok(BenchLoad {
             pool,
-            workload: args.workload(),
+            workload: args.workload,
             size,
             objects: args.object_count(),
             noise: noise.into(),

@@ -1,20 +1,15 @@
 //! `outboard bench`: a closed loop of operations on one pool. It reports the CPU time of the
 //! operations by process and thread class.
 
-mod ablation;
 mod accounting;
 mod breakdown;
 mod load;
 mod report;
-mod rpc;
 
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, ValueEnum};
 use serde::Serialize;
-
-use ablation::Ablations;
-use report::BenchReport;
 
 use super::session;
 use crate::args::NodeArgs;
@@ -57,31 +52,14 @@ pub enum Workload {
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
-    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
-    outboard bench write --pool p --object-size 4MiB --no-pipeline\n  \
-    outboard bench rpc --stack ofi:tcp --size 4KiB")]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
-pub struct BenchCommand {
-    #[command(subcommand)]
-    what: Option<What>,
-    #[command(flatten)]
-    load: BenchArgs,
-}
-
-#[derive(Debug, Clone, Subcommand)]
-enum What {
-    Rpc(rpc::RpcArgs),
-}
-
-/// Arguments of a measurement.
-#[derive(Debug, Clone, Args)]
+    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json")]
 pub struct BenchArgs {
     /// Operation to measure
-    #[arg(value_enum, required = true)]
-    workload: Option<Workload>,
+    #[arg(value_enum)]
+    workload: Workload,
     /// Pool: POOL[:NAMESPACE]
-    #[arg(long, value_name = "P", required = true)]
-    pool: Option<String>,
+    #[arg(long, value_name = "P")]
+    pool: String,
     /// Size of each object
     #[arg(long, default_value = "4MiB", value_name = "S")]
     pub object_size: ByteSize,
@@ -97,20 +75,9 @@ pub struct BenchArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    #[command(flatten)]
-    pub ablations: Ablations,
 }
 
 impl BenchArgs {
-    /// Returns the operation to measure. It is set unless a subcommand is.
-    fn workload(&self) -> Workload {
-        self.workload.unwrap_or(Workload::Write)
-    }
-
-    fn pool(&self) -> &str {
-        self.pool.as_deref().unwrap_or_default()
-    }
-
     fn object_count(&self) -> u64 {
         self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384)).max(1)
     }
@@ -121,29 +88,18 @@ impl BenchArgs {
 }
 
 /// Runs the command.
-pub fn run(command: BenchCommand, node: &NodeArgs) -> Result<()> {
-    match command {
-        BenchCommand { what: Some(What::Rpc(args)), .. } => rpc::run(args),
-        BenchCommand { what: None, load } => measure(load, node),
-    }
-}
-
-fn measure(args: BenchArgs, node: &NodeArgs) -> Result<()> {
+pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     if args.object_size.0 > 128 << 20 {
         return Err(Failure::usage(
             "measuring",
             "objects above 128 MiB are striped; choose a smaller --object-size",
         ));
     }
-    let ablated = args.ablations.apply(node)?;
-    let tuning = ablated.as_ref().map(|ablated| ablated.during);
     let processes = accounting::Processes::of(node);
     let options = client::Options { requests_in_flight: args.in_flight as usize, ..super::options() };
     let json = args.json;
-    let measured =
-        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await);
-    drop(ablated);
-    let report = BenchReport { tuning, ..measured? };
+    let report =
+        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await)?;
     if json {
         output::json(&report);
     } else {

@@ -8,7 +8,6 @@ use serde::Serialize;
 use super::accounting::{self, ProcessCost};
 use super::breakdown::{OpBreakdown, OsdMeasurement};
 use super::{BenchArgs, Workload};
-use node::debug::ChannelTuning;
 use node::units::ByteSize;
 
 /// The results. The JSON form is stable: fields are never removed, but new fields may be added.
@@ -36,9 +35,6 @@ pub struct BenchReport {
     /// CPU time of all processes per operation, including this process and emulated hardware.
     pub node_cpu_us_per_op: f64,
     pub processes: Vec<ProcessCost>,
-    /// The tuning of the channel for the measurement, if it was changed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tuning: Option<ChannelTuning>,
 }
 
 /// Latency of the operations that succeeded.
@@ -77,7 +73,7 @@ impl BenchReport {
             seconds * 1e6 / ops.max(1) as f64
         };
         BenchReport {
-            workload: args.workload(),
+            workload: args.workload,
             object_size: args.object_size.0,
             in_flight: args.in_flight,
             placement: placement.unwrap_or("unknown").to_owned(),
@@ -97,7 +93,6 @@ impl BenchReport {
             host_cpu_us_per_op: cpu(&accounting::is_host),
             node_cpu_us_per_op: cpu(&|_| true),
             processes,
-            tuning: None,
         }
     }
 }
@@ -114,14 +109,6 @@ impl fmt::Display for BenchReport {
             self.placement,
             self.seconds
         )?;
-        if let Some(t) = &self.tuning {
-            let pipeline = if t.pipeline { "a pipeline" } else { "no pipeline" };
-            writeln!(
-                f,
-                "  channel tuned: {pipeline}, region cache {}, transfers up to {}, {} DMA queues, polling {} µs",
-                t.region_cache, t.max_transfer, t.dma_queues, t.poll_us
-            )?;
-        }
         writeln!(f, "  {} operations, {} errors", self.ops, self.errors)?;
         writeln!(f, "  {:.1} MB/s   {:.0} op/s", self.mb_per_s, self.iops)?;
         writeln!(

@@ -1,7 +1,6 @@
 //! `outboard ec`: cuts files into fragments with parity and restores them, without a node. It also
 //! controls where a node computes parity.
 
-mod bench;
 mod decode;
 mod encode;
 mod files;
@@ -17,7 +16,6 @@ use node::failure::Result;
 pub enum EcCommand {
     Encode(encode::EncodeArgs),
     Decode(decode::DecodeArgs),
-    Bench(bench::EcBenchArgs),
     Mode(mode::ModeArgs),
 }
 
@@ -26,7 +24,6 @@ pub fn run(command: EcCommand, node: &NodeArgs) -> Result<()> {
     match command {
         EcCommand::Encode(args) => encode::run(args),
         EcCommand::Decode(args) => decode::run(args),
-        EcCommand::Bench(args) => bench::run(args),
         EcCommand::Mode(args) => mode::run(args, node),
     }
 }

@@ -1,6 +1,8 @@
 //! The paper's figure 2: the time for coding in each place, by size of the data. One experiment
-//! encodes whole files in 128 data and 32 parity fragments as the paper did (`outboard ec bench`).
+//! encodes whole files in 128 data and 32 parity fragments as the paper did (`outboard-layers ec`).
 //! The other measures writes of a client to ec:4+2, one at a time.
+
+use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +22,7 @@ const PLACES: [(&str, &str, &str, &str); 3] = [
     ("DPU, cores", "dpu", "async", "memcpy"),
     ("DPU, accelerator (emulated)", "accelerator", "async", "bf3"),
 ];
-/// The same, as `outboard ec bench` calls them.
+/// The same, as `outboard-layers ec` calls them.
 const FILE_PLACES: [&str; 3] = ["host", "dpu (emulated)", "accelerator (emulated)"];
 const MIB: u64 = 1 << 20;
 const PATTERNS: [Pattern; 5] = [
@@ -31,9 +33,9 @@ const PATTERNS: [Pattern; 5] = [
     Pattern { name: "128 MiB", loads: &[("128MiB", 128 * MIB, 1)] },
 ];
 
-/// The parts of `outboard ec bench --json` that are drawn.
+/// The parts of `outboard-layers ec --json` that are drawn.
 #[derive(Debug, Default, Deserialize)]
-struct Bench {
+struct LayersOutput {
     experiment: ExperimentOutput,
 }
 
@@ -84,9 +86,17 @@ impl CodingRig {
     /// The paper's experiment; no node takes part.
     fn files(&self, rounds: u32) -> Result<Vec<PlaceRow>> {
         let rounds = rounds.to_string();
-        let bench: Bench =
-            self.node.json(&["ec", "bench", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])?;
-        Ok(bench.experiment.rows)
+        let layers = std::env::current_exe()?.with_file_name("outboard-layers");
+        let output = Command::new(layers)
+            .args(["ec", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])
+            .stderr(Stdio::inherit())
+            .output()
+            .map_err(|e| format!("cannot run outboard-layers: {e}; build it with this program"))?;
+        if !output.status.success() {
+            return Err(format!("outboard-layers ec failed: {}", output.status).into());
+        }
+        let report: LayersOutput = serde_json::from_slice(&output.stdout)?;
+        Ok(report.experiment.rows)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The results of `bench rpc` and their output.
+//! The results of `rpc` and their output.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! `outboard ec bench`: measures the speed of erasure coding on this machine.
+//! `outboard-layers ec`: measures the speed of erasure coding on this machine.
 
 mod coding;
 mod experiment;
@@ -40,9 +40,9 @@ use node::units::ByteSize;
 /// emulate the DPU does not count as the host's.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
-    outboard ec bench\n  \
-    outboard ec bench --k 4 --m 2 --rounds 21 --json")]
-pub struct EcBenchArgs {
+    outboard-layers ec\n  \
+    outboard-layers ec --k 4 --m 2 --rounds 21 --json")]
+pub struct EcArgs {
     /// Number of data fragments; with --m, measures this code only [default: 4+2, 8+3, 10+4 and
     /// 128+32]
     #[arg(long, requires = "m")]
@@ -69,7 +69,7 @@ pub struct EcBenchArgs {
 
 /// The results. The JSON form is stable: fields are never removed, but new fields may be added.
 #[derive(Serialize)]
-struct EcBenchReport {
+struct EcReport {
     /// Kernel of the write path.
     kernel: &'static str,
     rounds: u32,
@@ -82,7 +82,7 @@ struct EcBenchReport {
 }
 
 /// Runs the command.
-pub fn run(args: EcBenchArgs) -> Result<()> {
+pub fn run(args: EcArgs) -> Result<()> {
     let doing = "measuring";
     let kernel = args.kernel.load().doing(doing)?;
     let geometries = match (args.k, args.m) {
@@ -109,8 +109,7 @@ pub fn run(args: EcBenchArgs) -> Result<()> {
     let experiment = experiment::measure(&code, &sizes, args.rounds, &progress)?;
     drop(progress);
     let isal = KernelChoice::Isal.load().is_ok();
-    let report =
-        EcBenchReport { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
+    let report = EcReport { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
     if args.json {
         output::json(&report);
     } else {

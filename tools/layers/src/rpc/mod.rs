@@ -1,4 +1,4 @@
-//! `outboard bench rpc`: measures the messenger between two processes of this machine, compared
+//! `outboard-layers rpc`: measures the messenger between two processes of this machine, compared
 //! with other programs over the same network.
 
 mod bare;
@@ -52,9 +52,9 @@ pub enum RpcMode {
 /// provider and of the kernel are not included.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
-    outboard bench rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
-    outboard bench rpc --stack ofi:tcp --size 1MiB --in-flight 8 --mode bulk-read --json\n  \
-    outboard bench rpc --stack ofi:verbs --address 192.0.2.1")]
+    outboard-layers rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
+    outboard-layers rpc --stack ofi:tcp --size 1MiB --in-flight 8 --mode bulk-read --json\n  \
+    outboard-layers rpc --stack ofi:verbs --address 192.0.2.1")]
 pub struct RpcArgs {
     /// The network stack: tcp, ofi:tcp, ofi:verbs, …
     #[arg(long, default_value = "tcp", value_name = "STACK")]

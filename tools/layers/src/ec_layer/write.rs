@@ -5,14 +5,14 @@
 use std::fmt::Write as _;
 use std::time::Instant;
 
+use array::NewObjects;
 use base::block::Payload;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
-use client::Redundancy;
 use ec::{Geometry, KernelChoice, Matrix, Transform};
-use osd::NewObjects;
 use serde::Serialize;
+use wire::Redundancy;
 
 use super::{median, noise};
 use node::failure::{Doing, Result};

@@ -35,7 +35,7 @@ impl PeerProcess {
         let program = std::env::current_exe().doing(doing)?;
         let job = serde_json::to_string(job).doing(doing)?;
         let mut child = Command::new(program)
-            .args(["bench", "rpc", "--peer", &job])
+            .args(["rpc", "--peer", &job])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

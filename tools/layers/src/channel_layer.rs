@@ -1,0 +1,400 @@
+//! Measures the host–DPU channel: 4 KiB and 4 MiB writes and reads through `ProxyStore`, with the
+//! store in a process of its own. Compares them with the same calls made directly, and with memcpy.
+//!
+//! The store is `MemStore`, or a store that does nothing, so that only the cost of the channel
+//! remains.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::block::Payload;
+use base::mem::{Arena, ArenaBuf, DeviceMemory};
+use base::pool::BufferPool;
+use base::process::{ProcessUsage, Usage};
+use base::thread::{ThreadClass, spawn};
+use bytes::Bytes;
+use clap::{Args, ValueEnum};
+use futures::stream::{FuturesUnordered, StreamExt};
+use node::failure::{Doing, Failure, Result};
+use proxy::{
+    Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
+};
+use store::{
+    CollectionId, MemStore, MetadataQuery, ObjectId, ObjectStore, Op, QueryReply, ReadData, StageId, Stat,
+    StoreCalls, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
+};
+
+use crate::output;
+
+const DOING: &str = "measuring the channel";
+/// Number of objects of 4 KiB, and of 4 MiB.
+const OBJECTS: usize = 64;
+const LARGE_OBJECTS: usize = 16;
+const KIB4: usize = 4 << 10;
+const MIB4: usize = 4 << 20;
+
+/// Measure the host–DPU channel
+///
+/// Runs a store in a second process. "null" is a store that does nothing, "mem" a store in memory.
+/// "dma" moves data by the emulated DMA engine, "socket" by the control socket, and "direct" calls
+/// the store without a channel. CPU time and wake-ups are shown for the host's process, the OSD's
+/// threads, and the threads that stand in for the DMA engine.
+#[derive(Debug, Args)]
+pub struct ChannelLayerArgs {
+    /// Seconds of each measurement
+    #[arg(long, default_value = "2", value_name = "T", value_parser = crate::seconds)]
+    seconds: Duration,
+    /// Calls in flight
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=512))]
+    in_flight: u16,
+    /// Run as the second process, with this store
+    #[arg(long, hide = true, requires = "socket")]
+    serve: Option<ServedStore>,
+    /// Socket of the second process
+    #[arg(long, hide = true)]
+    socket: Option<PathBuf>,
+}
+
+/// The store of the second process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ServedStore {
+    /// `MemStore`.
+    Mem,
+    /// [`NullStore`].
+    Null,
+}
+
+impl ServedStore {
+    fn name(self) -> &'static str {
+        match self {
+            ServedStore::Mem => "mem",
+            ServedStore::Null => "null",
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum ChannelLoad {
+    Write(usize),
+    Read(usize),
+    Stat,
+}
+
+/// Runs the command.
+pub fn run(args: &ChannelLayerArgs) -> Result<()> {
+    if let (Some(store), Some(socket)) = (args.serve, &args.socket) {
+        return serve(store, socket);
+    }
+    let (time, in_flight) = (args.seconds, usize::from(args.in_flight));
+    let shard = spawn(ThreadClass::Osd, "0", move || measure_all(time, in_flight)).doing(DOING)?;
+    shard.join().unwrap_or_else(|_| Err(Failure::new(DOING, "it panicked; this is a bug")))
+}
+
+/// Serves a store until standard input ends.
+fn serve(store: ServedStore, socket: &Path) -> Result<()> {
+    let store: Arc<dyn ObjectStore> = match store {
+        ServedStore::Mem => Arc::new(MemStore::new()),
+        ServedStore::Null => Arc::new(NullStore),
+    };
+    let listener = StoreListener::unix(socket).doing("listening for the OSD")?;
+    let _server = Server::serve(listener, vec![ServedTarget { uuid: 1, store }], ServerOptions::default());
+    output::line("READY");
+    // The first process never writes; its end closes the pipe.
+    let _ = std::io::stdin().lines().next();
+    Ok(())
+}
+
+/// The second process. Dropping it ends the process.
+struct StoreProcess(Child);
+
+impl StoreProcess {
+    fn start(store: ServedStore, socket: &Path) -> Result<StoreProcess> {
+        let doing = "starting the store's process";
+        let mut child = Command::new(std::env::current_exe().doing(doing)?)
+            .args(["channel", "--serve", store.name(), "--socket"])
+            .arg(socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .doing(doing)?;
+        let output = child.stdout.take();
+        let process = StoreProcess(child);
+        match output.and_then(|output| BufReader::new(output).lines().next()) {
+            Some(Ok(_)) => Ok(process),
+            _ => Err(Failure::new(doing, "it has ended; see its error above")),
+        }
+    }
+}
+
+impl Drop for StoreProcess {
+    fn drop(&mut self) {
+        // The process may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn measure_all(time: Duration, in_flight: usize) -> Result<()> {
+    let dir = tempfile::tempdir().doing("making a directory for a socket")?;
+    let socket = dir.path().join("store");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
+    output::line(format_args!(
+        "{in_flight} in flight, {:.1} s each; CPU in µs per op, wake-ups per op",
+        time.as_secs_f64()
+    ));
+    output::line(format_args!(
+        "{:<26} {:>9} {:>8} | {:>7} {:>7} {:>7} | {:>6} {:>6} {:>6} | {:>6}",
+        "", "ops/s", "MB/s", "host", "osd", "dma", "host", "osd", "dma", "DMA/op"
+    ));
+    runtime.block_on(async {
+        for (store, by_dma) in
+            [ServedStore::Null, ServedStore::Mem].into_iter().flat_map(|s| [(s, true), (s, false)])
+        {
+            let process = StoreProcess::start(store, &socket)?;
+            let options = AttachmentOptions { socket_only: !by_dma, ..AttachmentOptions::default() };
+            let attaching = Attachment::connect(StoreEndpoint::Unix(socket.clone()), options).await;
+            let attachment = attaching.doing("attaching to the store's process")?;
+            let name = format!("{}, {}", store.name(), if by_dma { "dma" } else { "socket" });
+            let far = Some((&attachment, process.0.id()));
+            run_all(&name, attachment.store(0), attachment.pool(), time, in_flight, far).await?;
+        }
+        let pool = BufferPool::new(Arena::anonymous(128 << 20).doing(DOING)?, 0, MIB4);
+        run_all("mem, direct", Arc::new(MemStore::new()), &pool, time, in_flight, None).await
+    })?;
+    memcpy(time)
+}
+
+/// Runs every load on a store. `far` is the attachment and the pid of the store's process, if the
+/// store runs in the second process.
+async fn run_all(
+    path: &str,
+    store: Arc<dyn ObjectStore>,
+    pool: &BufferPool,
+    time: Duration,
+    in_flight: usize,
+    far: Option<(&Attachment, u32)>,
+) -> Result<()> {
+    let cid = CollectionId::new("bench").expect("a valid id");
+    // A store in memory that served another attachment already has the collection.
+    let _ = store.queue_transaction(Transaction::new(cid.clone()).with(Op::CreateCollection)).await;
+    populate(&store, &cid, pool).await.doing(DOING)?;
+    let loads = [
+        ("write 4 KiB", ChannelLoad::Write(KIB4), in_flight),
+        ("read 4 KiB", ChannelLoad::Read(KIB4), in_flight),
+        ("stat", ChannelLoad::Stat, in_flight),
+        ("write 4 MiB", ChannelLoad::Write(MIB4), in_flight),
+        ("read 4 MiB", ChannelLoad::Read(MIB4), in_flight),
+        ("write 4 KiB, one", ChannelLoad::Write(KIB4), 1),
+        ("read 4 KiB, one", ChannelLoad::Read(KIB4), 1),
+    ];
+    for (name, load, in_flight) in loads {
+        let usage = |pid| ProcessUsage::read(pid).doing("reading the CPU time of a process");
+        let us = std::process::id();
+        let (before, host_before) = (usage(us)?, far.map(|(_, pid)| usage(pid)).transpose()?);
+        let dma_before = far.map(|(attachment, _)| attachment.engine().counters());
+        let started = Instant::now();
+        let ops = measure(load, &store, &cid, pool, time, in_flight).await?;
+        let seconds = started.elapsed().as_secs_f64();
+        let here = usage(us)?.since(&before);
+        let host_after = far.map(|(_, pid)| usage(pid)).transpose()?;
+        let host = host_after.zip(host_before).map(|(now, then)| now.since(&then));
+        let dma = far.map(|(attachment, _)| attachment.engine().counters()).zip(dma_before);
+        let class = |class: ThreadClass| here.by_class.get(class.prefix()).copied().unwrap_or_default();
+        let sum = |classes: [ThreadClass; 2], of: &dyn Fn(Usage) -> f64| {
+            classes.map(|each| of(class(each))).iter().sum::<f64>()
+        };
+        // The software of the DPU, and the threads that emulate its hardware.
+        let [software, hardware] =
+            [[ThreadClass::Osd, ThreadClass::Coding], [ThreadClass::Dma, ThreadClass::CodingDevice]];
+        let (cpu, switches) =
+            (|used: Usage| used.cpu_seconds * 1e6, |used: Usage| used.context_switches as f64);
+        let host = host.map(|host| host.total).unwrap_or_default();
+        let per = |value: f64| value / ops as f64;
+        let bytes = match load {
+            ChannelLoad::Write(len) | ChannelLoad::Read(len) => len as f64,
+            ChannelLoad::Stat => 0.0,
+        };
+        let label = format!("{path}: {name}");
+        output::line(format_args!(
+            "{label:<26} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2}",
+            ops as f64 / seconds,
+            ops as f64 * bytes / seconds / 1e6,
+            per(host.cpu_seconds * 1e6),
+            per(sum(software, &cpu)),
+            per(sum(hardware, &cpu)),
+            per(host.context_switches as f64),
+            per(sum(software, &switches)),
+            per(sum(hardware, &switches)),
+            dma.map_or(0.0, |(now, then)| per((now.transfers - then.transfers) as f64)),
+        ));
+    }
+    Ok(())
+}
+
+/// The object of operation `n`, for operations of `len` bytes.
+fn object(n: usize, len: usize) -> ObjectId {
+    let objects = if len == MIB4 { LARGE_OBJECTS } else { OBJECTS };
+    ObjectId::new(format!("{len} {}", n % objects)).expect("a valid id")
+}
+
+/// Writes every object once, so that reads find the objects.
+async fn populate(
+    store: &Arc<dyn ObjectStore>,
+    cid: &CollectionId,
+    pool: &BufferPool,
+) -> Result<(), StoreError> {
+    for n in 0..OBJECTS {
+        let source = WriteSource::Inline(Payload::compute(0, vec![0x5a; KIB4].into()));
+        let op = Op::Write { oid: object(n, KIB4), offset: 0, source };
+        store.queue_transaction(Transaction::new(cid.clone()).with(op)).await?;
+    }
+    let checksums = Payload::compute(0, vec![0x5a; MIB4].into()).checksums().to_vec();
+    for n in 0..LARGE_OBJECTS {
+        write_large(store, cid.clone(), object(n, MIB4), pool, checksums.clone()).await?;
+    }
+    Ok(())
+}
+
+/// Runs one load, and returns the number of operations.
+async fn measure(
+    load: ChannelLoad,
+    store: &Arc<dyn ObjectStore>,
+    cid: &CollectionId,
+    pool: &BufferPool,
+    time: Duration,
+    in_flight: usize,
+) -> Result<u64> {
+    let small = Payload::compute(0, vec![0x5a; KIB4].into());
+    let checksums = Payload::compute(0, vec![0x5a; MIB4].into()).checksums().to_vec();
+    let one = |n: usize| {
+        let (store, cid, pool) = (Arc::clone(store), cid.clone(), pool.clone());
+        let (small, checksums) = (small.clone(), checksums.clone());
+        async move {
+            match load {
+                ChannelLoad::Write(len) if len == KIB4 => {
+                    let op = Op::Write { oid: object(n, len), offset: 0, source: WriteSource::Inline(small) };
+                    store.queue_transaction(Transaction::new(cid).with(op)).await?;
+                }
+                ChannelLoad::Write(len) => {
+                    write_large(&store, cid, object(n, len), &pool, checksums).await?;
+                }
+                ChannelLoad::Read(len) if len == KIB4 => {
+                    store.read(&cid, &object(n, len), 0, len as u64, None).await?;
+                }
+                ChannelLoad::Read(len) => {
+                    let oid = object(n, len);
+                    let windows = (0..len as u64).step_by(2 << 20);
+                    let reads: Vec<_> = windows.map(|at| store.read(&cid, &oid, at, 2 << 20, None)).collect();
+                    for read in reads {
+                        read.await?;
+                    }
+                }
+                ChannelLoad::Stat => {
+                    store.stat(&cid, &object(n, KIB4)).await?;
+                }
+            }
+            Ok::<(), StoreError>(())
+        }
+    };
+    let mut running: FuturesUnordered<_> = (0..in_flight).map(one).collect();
+    let started = Instant::now();
+    let mut ops = 0;
+    while let Some(outcome) = running.next().await {
+        outcome.doing(DOING)?;
+        ops += 1;
+        if started.elapsed() < time {
+            running.push(one(in_flight + ops as usize));
+        }
+    }
+    Ok(ops)
+}
+
+/// Writes 4 MiB as the OSD does: in staging buffers of 2 MiB.
+async fn write_large(
+    store: &Arc<dyn ObjectStore>,
+    cid: CollectionId,
+    oid: ObjectId,
+    pool: &BufferPool,
+    checksums: Vec<u32>,
+) -> Result<(), StoreError> {
+    let stage = store.stage(MIB4 as u64).await?;
+    let mut writes = Vec::new();
+    for half in 0..2 {
+        let buffer = pool.alloc(2 << 20).await.expect("the pool has buffers of this size");
+        let checksums = checksums[half * 512..(half + 1) * 512].to_vec();
+        let payload = Payload::from_parts(0, buffer.freeze(), checksums).expect("one checksum per block");
+        writes.push(store.stage_write(stage, (half as u64) << 21, payload));
+    }
+    for write in writes {
+        write.await?;
+    }
+    let source = WriteSource::Staged { stage, offset: 0, len: MIB4 as u64 };
+    let commit = store.queue_transaction(Transaction::new(cid).with(Op::Write { oid, offset: 0, source }));
+    store.stage_release(stage);
+    commit.await
+}
+
+/// Measures the limit of large transfers: one thread copies between two memories that are larger
+/// than its caches.
+fn memcpy(time: Duration) -> Result<()> {
+    const LEN: usize = 64 << 20;
+    let memory = || DeviceMemory::private(LEN).doing("measuring memcpy");
+    let (from, to) = (memory()?, memory()?);
+    // The first access to each page causes a page fault.
+    for _ in 0..2 {
+        assert!(to.copy_from(0, &from, 0, LEN) && from.copy_from(0, &to, 0, LEN));
+    }
+    let mut copied = 0usize;
+    let cpu = || -> Result<f64> {
+        let used = ProcessUsage::read(std::process::id()).doing("measuring memcpy")?;
+        Ok(used.by_class.get("osd").map_or(0.0, |u| u.cpu_seconds))
+    };
+    let (started, before) = (Instant::now(), cpu()?);
+    while started.elapsed() < time {
+        let at = copied % LEN;
+        assert!(to.copy_from(at, &from, at, 2 << 20));
+        copied += 2 << 20;
+    }
+    let (bytes, wall) = (copied as f64 / 1e6, started.elapsed().as_secs_f64());
+    let used = cpu()? - before;
+    output::line(format_args!(
+        "memcpy, one thread: {:.0} MB/s; {:.0} MB per second of CPU, {:.0} µs per 4 MiB",
+        bytes / wall,
+        bytes / used,
+        used / copied as f64 * MIB4 as f64 * 1e6
+    ));
+    Ok(())
+}
+
+/// A store that accepts all requests, stores nothing, and returns reads without filling their
+/// buffers.
+struct NullStore;
+
+impl Submit for NullStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        static ZEROS: [u8; MIB4] = [0; MIB4];
+        ready(Ok(match request {
+            StoreRequest::Stage { .. } => StageId(1).into(),
+            StoreRequest::Read { offset, len, dest, .. } => ReadData {
+                offset,
+                data: vec![dest.map_or(Bytes::from_static(&ZEROS[..len as usize]), ArenaBuf::freeze)],
+                checksums: vec![0; len.div_ceil(4096) as usize],
+                object_size: MIB4 as u64,
+                verified: false,
+            }
+            .into(),
+            StoreRequest::Query { query: MetadataQuery::Stat { .. }, .. } => {
+                QueryReply::Stat(Stat { size: 0, allocated: 0 }).into()
+            }
+            StoreRequest::Query { .. } | StoreRequest::Collections | StoreRequest::Space => {
+                return ready(Err(StoreError::InvalidArgument("this store does nothing".into())));
+            }
+            _ => StoreReply::Done,
+        }))
+    }
+}

@@ -1,0 +1,138 @@
+//! The commands of `outboard-layers`: each prints its results.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn run(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_outboard-layers")).args(args).output().unwrap()
+}
+
+/// Runs a command that must succeed; returns its standard output.
+fn ok(args: &[&str]) -> String {
+    let output = run(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&ok(args)).unwrap()
+}
+
+#[test]
+fn invalid_arguments_are_refused_with_status_2() {
+    for args in
+        [&["ec", "--unit", "100"][..], &["rpc", "--size", "0"], &["rpc", "--stack", "auto"], &["dma", "x"]]
+    {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(output.stdout.is_empty() || args[0] == "dma", "{args:?}");
+    }
+}
+
+#[test]
+fn rpc_measures_every_mode_between_two_processes() {
+    for mode in ["echo", "one-way", "bulk-read", "bulk-write"] {
+        let report = json(&["rpc", "--mode", mode, "--seconds", "1", "--rounds", "1", "--json"]);
+        let contenders = report["contenders"].as_array().unwrap();
+        assert!(!contenders.is_empty(), "{report}");
+        assert!(contenders.iter().all(|c| c["operations_per_second"].as_f64().unwrap() > 0.0), "{report}");
+    }
+}
+
+#[test]
+fn store_measures_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("target");
+    let text = ok(&["store", file.to_str().unwrap(), "--size", "512MiB", "--seconds", "0.2"]);
+    assert_eq!(text.matches(" op/s ").count(), 11, "{text}");
+    assert!(text.lines().last().unwrap().starts_with("mount: "), "{text}");
+}
+
+#[test]
+fn osd_measures_every_load() {
+    let text = ok(&["osd", "--seconds", "0.2"]);
+    assert_eq!(text.lines().count(), 6, "{text}");
+}
+
+#[test]
+fn channel_measures_both_paths_to_each_store() {
+    let text = ok(&["channel", "--seconds", "0.1", "--in-flight", "2"]);
+    assert_eq!(text.lines().count(), 2 + 5 * 7 + 1, "{text}");
+    let by_dma = text.lines().find(|line| line.starts_with("mem, dma: write 4 MiB")).unwrap();
+    assert_ne!(by_dma.rsplit(' ').next(), Some("0.00"), "large writes use the DMA engine: {text}");
+}
+
+#[test]
+fn dma_measures_the_emulated_engine_and_libfabric() {
+    let output = run(&["dma"]);
+    let (text, notes) =
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    let engines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let names: Vec<&str> = engines.iter().map(|e| e["engine"].as_str().unwrap()).collect();
+    if notes.contains("libfabric") {
+        assert_eq!(names, ["shm"], "{notes}");
+    } else {
+        assert_eq!(names, ["shm", "ofi:tcp"], "{notes}");
+    }
+    assert!(engines.iter().all(|e| e["ping_us"].as_f64().unwrap() > 0.0), "{text}");
+}
+
+#[test]
+fn ec_reports_all_codes_places_and_sizes() {
+    let report = json(&["ec", "--k", "4", "--m", "2", "--rounds", "1", "--sizes", "1MiB,3MB", "--json"]);
+    let places = report["coding"].as_array().unwrap();
+    assert_eq!(
+        places.iter().map(|p| p["data_in"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["cache", "memory"]
+    );
+    for coding in places {
+        let path = &coding["write_path"];
+        assert!(path.as_array().unwrap().iter().any(|p| p["kernel"] == "portable"));
+        assert!(
+            path[0]["gb_per_s"].as_f64().unwrap() > 0.0 && coding["decode_gb_per_s"].as_f64().unwrap() > 0.0
+        );
+        assert_eq!(path[0]["ratio"].is_number(), report["isal"] == true);
+    }
+    // Two sizes of objects, from the cache and from memory.
+    let write = report["write"].as_array().unwrap();
+    assert_eq!(write.iter().filter(|w| w["gb_per_s"].as_f64().unwrap() > 0.0).count(), 4);
+    assert_eq!(
+        (&write[0]["object_bytes"], &write[3]["object_bytes"]),
+        (&(2 << 20).into(), &(4 << 20).into())
+    );
+    let experiment = &report["experiment"];
+    let rows = experiment["rows"].as_array().unwrap();
+    let of = |row: &serde_json::Value| {
+        (row["place"].as_str().unwrap().to_owned(), row["encoded_bytes"].as_u64().unwrap())
+    };
+    let places = ["host", "dpu (emulated)", "accelerator (emulated)"];
+    // Whole blocks in 128 fragments.
+    let expected = [1 << 20, 128 * 24_576].map(|bytes| places.map(|place| (place.to_owned(), bytes)));
+    assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), expected.concat());
+    for (row, place) in rows.iter().zip(places.iter().cycle()) {
+        let number = |field: &str| row[field].as_f64().unwrap();
+        assert_eq!(row["emulated"], *place != "host");
+        assert!(number("seconds") > 0.0 && number("ratio_to_host") > 0.0, "{row}");
+        let cpu = ["host", "dpu", "emulated_device"].map(|of| number(&format!("{of}_cpu_seconds")));
+        let works = places.iter().position(|p| p == place).unwrap();
+        assert!(cpu[works] > 0.0, "{row}");
+        // A thread that waits uses hardly anything; the first time it is started.
+        let is_first = row["file_bytes"] == 1 << 20;
+        assert!(is_first || (1..3).all(|other| other == works || cpu[other] < cpu[works]), "{row}");
+    }
+    let batching = &experiment["batching"];
+    assert_eq!((&batching["files"], &batching["file_bytes"]), (&16.into(), &(1 << 20).into()));
+    let [one, together] =
+        ["one_by_one", "together"].map(|how| batching[format!("seconds_{how}")].as_f64().unwrap());
+    assert!(together < one, "a batch pays once: {batching}");
+}
+
+#[test]
+fn ec_compares_the_accelerator_with_the_paper() {
+    let args = ["ec", "--k", "2", "--m", "1", "--rounds", "1", "--sizes", "8MiB"];
+    let text = ok(&args);
+    let row = text.lines().find(|line| line.starts_with("accelerator (emulated)  ")).unwrap();
+    assert!(row.split_whitespace().any(|field| field == "13.3"), "{row}");
+    assert!(text.contains("16 files of 8388608 bytes handed over together"), "{text}");
+}
