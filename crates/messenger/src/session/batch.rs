@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_are_made_of_whole_frames_and_only_long_ones_are_cut() {
+    fn packets_hold_whole_frames_and_only_long_frames_are_divided() {
         let mut batch = Batch::default();
         let sizes = [100, 200, 5000, 300, 20_000, 50, 60];
         for size in sizes {
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn long_payloads_stay_where_they_are() {
+    fn long_payloads_are_sent_without_a_copy() {
         let mut batch = Batch::default();
         let payload = Payload::compute(0, vec![3; 4096].into());
         let message = Message { header: "h".into(), payload: payload.clone() };
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_has_no_more_parts_than_can_be_sent() {
+    fn a_packet_has_at_most_the_allowed_number_of_parts() {
         let mut batch = Batch::default();
         for size in [1000, 1000, 0, 1000, 0, 0, 1000, 1000, 1000] {
             let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; size].into()) };

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn credits_come_back_half_a_window_at_a_time_as_messages_are_taken() {
+    fn credit_is_granted_again_when_half_a_window_of_messages_is_taken() {
         let mut inbound = Inbound::new(10 * 5096);
         for _ in 0..10 {
             assert!(!inbound.push_message(message(1000)).expect("there is credit"));
@@ -207,14 +207,14 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_credit_is_a_violation() {
+    fn a_message_without_credit_is_a_protocol_violation() {
         let mut inbound = Inbound::new(5096);
         inbound.push_message(message(1000)).expect("there is credit");
         assert!(inbound.push_message(message(0)).is_err());
     }
 
     #[test]
-    fn frames_are_taken_once_and_without_gaps() {
+    fn a_repeated_frame_is_dropped_and_a_missing_frame_is_an_error() {
         let mut inbound = Inbound::new(1 << 20);
         assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Next)));
         assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Repeated)));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_told_again_and_again_and_news_nobody_takes_are_bounded() {
+    fn the_loss_is_returned_repeatedly_and_unread_events_are_bounded() {
         let mut inbound = Inbound::new(1 << 20);
         for _ in 0..1000 {
             inbound.push_info(ConnectionEvent::Interrupted);

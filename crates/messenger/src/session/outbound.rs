@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_acknowledged_goes_again_under_its_number_and_new_frames_come_after_it() {
+    fn unacknowledged_frames_are_repeated_with_their_numbers_before_new_frames() {
         let mut outbound = Outbound::new(1 << 20, 1 << 20);
         for text in ["a", "b"] {
             outbound.push_message(message(text));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn control_goes_first_and_bulk_last_a_chunk_at_a_time() {
+    fn control_frames_precede_messages_and_a_batch_ends_with_one_bulk_chunk() {
         let mut outbound = Outbound::new(1 << 20, 1 << 20);
         outbound.push_chunk(push(10));
         outbound.push_chunk(push(10));
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn credit_follows_the_lesser_of_the_grant_and_the_window() {
+    fn credit_is_limited_by_both_the_grant_and_the_window() {
         let mut outbound = Outbound::new(10_000, 50_000);
         assert_eq!(outbound.issue(), 10_000);
         outbound.on_granted(1 << 30).expect("a large grant is no crime");

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_used_again_when_its_parts_are_gone() {
+    fn a_block_is_reused_when_all_its_parts_are_dropped() {
         let mut buffer = ReadBuffer::new();
         let mut places = std::collections::HashSet::new();
         for _ in 0..50 {
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_kept_keep_their_bytes() {
+    fn parts_that_are_still_in_use_are_never_overwritten() {
         let mut buffer = ReadBuffer::new();
         let mut kept = Vec::new();
         for i in 0..50u8 {
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn room_follows_what_comes() {
+    fn the_read_size_adapts_to_the_received_amount() {
         let mut buffer = ReadBuffer::new();
         for _ in 0..10 {
             buffer.make_room(40);

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn two_transfers_of_a_size_go_at_a_time_and_sizes_do_not_wait_for_each_other() {
+    async fn two_transfers_per_size_class_are_active_and_classes_do_not_block_others() {
         let turns = TransferTurns::new();
         for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
             let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_oldest_offer_goes_first_whichever_transfer_asked_first() {
+    async fn a_transfer_of_an_older_offer_is_admitted_before_earlier_arrivals() {
         let turns = TransferTurns::new();
         let (old, other) = two_that_go(&turns).await;
         let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_offer_keeps_its_age_for_what_it_really_sends() {
+    async fn an_offer_keeps_its_age_until_it_has_sent_16_mib() {
         let turns = TransferTurns::new();
         let (mut long, mut other, mut next) =
             (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_goes_away_leaves_neither_a_gap_nor_a_trace() {
+    async fn cancelled_transfers_free_their_places_and_stop_waiting() {
         let turns = TransferTurns::new();
         let (first, second) = two_that_go(&turns).await;
         for offer in 10..20 {

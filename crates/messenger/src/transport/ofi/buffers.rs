@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_grows_to_its_limit_and_buffers_come_back() {
+    fn the_pool_grows_to_its_limit_and_reuses_returned_buffers() {
         let buffers = Buffers::new(2 * CHUNK_BYTES);
         let most = 2 * CHUNK_BYTES / PACKET_BYTES;
         let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take()).collect();

@@ -18,15 +18,16 @@ use super::link::{Link, Watcher};
 use super::port::Port;
 use crate::transport::{ConnectClaim, Road, Wire};
 
-/// Connections that are being accepted. One more replaces the oldest, first of an address above its fair share. Who is slower
-/// than [`SETTLING_TIME`] is dropped.
+/// Connections that are being accepted. One more replaces the oldest, first of an address above its
+/// fair share. Who is slower than [`SETTLING_TIME`] is dropped.
 const SETTLING_MAX: usize = 256;
 const SETTLING_TIME: Duration = Duration::from_secs(10);
 
 /// Events handled before others get a turn.
 const EVENTS: usize = 32;
 
-/// Fabric, queue of events, and the ports by tenant and network device: more than one where many connect.
+/// Fabric, queue of events, and the ports by tenant and network device: more than one where many
+/// connect.
 pub(super) struct Device {
     state: Mutex<State>,
     pub(super) events: EventQueue,
@@ -133,7 +134,8 @@ impl Device {
         self.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// A protection domain of a tenant on the network device that `info` names: one that has room, or a new one.
+    /// A protection domain of a tenant on the network device that `info` names: one that has room,
+    /// or a new one.
     fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port<Link>>> {
         let key = (tenant.to_owned(), info.domain_name());
         let known: Vec<Arc<Port<Link>>> =
@@ -271,7 +273,8 @@ impl Device {
         let accepted = state.accepted.clone();
         drop(state);
         match settled.role {
-            // Whoever dialed may have gone away, here and below; the link is closed when it is dropped.
+            // Whoever dialed may have gone away, here and below; the link is closed when it is
+            // dropped.
             SettlingOrigin::Dialed(done) => drop(done.send(Ok(data))),
             SettlingOrigin::Accepted(claim, peer) => {
                 let address = format!("{} over {}", claim.tenant, settled.link.provider());
@@ -406,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn claims_survive_padding_and_nonsense_is_refused() {
+    fn padded_claims_are_decoded_and_invalid_claims_are_refused() {
         for tenant in ["", "a", &"x".repeat(32)] {
             let claim = ConnectClaim { tenant: tenant.to_owned(), nonce: [7; 16] };
             let mut bytes = encode_claim(&claim);

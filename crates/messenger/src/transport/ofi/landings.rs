@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_memory_beyond_the_pool() {
+    fn buffers_beyond_the_pool_get_memory_of_their_own() {
         let landings = Landings::default();
         let taken: Vec<ArenaBuf> = (0..6).filter_map(|_| landings.take(LARGEST_BYTES - 1)).collect();
         assert_eq!(taken.len(), 6);

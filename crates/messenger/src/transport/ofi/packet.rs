@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_survive_and_short_packets_do_not_panic() {
+    fn encoded_headers_are_decoded_and_short_packets_are_rejected() {
         let header = PacketHeader { token: 0x0123_4567_89ab_cdef, granted: u32::MAX };
         assert_eq!(PacketHeader::decode(&header.encode()), Some(header));
         assert_eq!(PacketHeader::decode(&header.encode()[..15]), None);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn credits_wrap_and_nonsense_is_refused() {
+    fn credits_wrap_around_and_invalid_grants_are_refused() {
         let mut credits = PacketCredits { used: u32::MAX - 1, granted: u32::MAX };
         assert!(credits.take());
         assert!(!credits.take());
