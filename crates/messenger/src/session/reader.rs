@@ -3,7 +3,7 @@
 //!
 //! Small frames are parts of one read buffer. The payload of bulk data is read from the transport
 //! directly into its destination. After a bulk frame, the reader reads only a few bytes ahead,
-//! because it would have to copy more payload bytes out of the read buffer.
+//! because payload bytes in the read buffer would have to be copied.
 
 use std::io;
 use std::sync::Arc;

@@ -26,8 +26,8 @@ pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
 /// packet.
 pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
-/// Number of packets that each side may send before the first grant, and that an idle side may send
-/// ahead.
+/// Number of packets that each side may send before it receives a grant. A side whose peer sends
+/// few packets grants no more than this number in advance.
 pub(super) const FIRST_GRANT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub(super) struct PacketCredits {
     pub(super) granted: u32,
 }
 
-/// Upper bound of the credits that a valid peer grants.
+/// Maximum number of unused credits that a peer may have granted.
 const MOST: u32 = 1 << 16;
 
 impl PacketCredits {
@@ -112,7 +112,7 @@ mod tests {
         assert!(credits.on_granted(2));
         assert_eq!(credits.left(), 3);
         assert!(!credits.on_granted(1 << 30));
-        assert!(!credits.on_granted(u32::MAX - 1), "never back below what was used");
+        assert!(!credits.on_granted(u32::MAX - 1), "a grant is never below the used credits");
         assert_eq!(credits.left(), 3);
     }
 }
