@@ -1,5 +1,6 @@
-//! The conformance suite over the simulated network, where everything goes wrong at random but replayably:
-//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is paused, so hours of it take seconds.
+//! The conformance suite over the simulated network, where everything goes wrong at random but
+//! replayably: `OUTBOARD_SEED=… cargo test` repeats a run. The clock is paused, so hours of it take
+//! seconds.
 
 #![expect(clippy::print_stdout, reason = "seeds, for the report of a failed test")]
 
@@ -61,13 +62,13 @@ outboard_messenger::for_each_conformance_check!(simulated);
 
 /// The harshest check on the worst network, for several seeds; every fault must have fired.
 #[tokio::test(start_paused = true)]
-async fn exactly_once_on_a_hostile_network() {
+async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
     let first = conformance::seed();
     let mut fired = [0; 7];
     for seed in first..first + 4 {
         println!("seed {seed}");
         let (rig, control) = rig(HOSTILE, seed);
-        let check = conformance::exactly_once_across_broken_transports(&rig);
+        let check = conformance::messages_arrive_exactly_once_across_broken_transports(&rig);
         tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
         let c = &control.counts;
         let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
@@ -78,9 +79,10 @@ async fn exactly_once_on_a_hostile_network() {
     assert!(fired.iter().all(|n| *n > 0), "a fault never fired: {fired:?}");
 }
 
-/// Sides that want nothing of each other say ever less, and notice the other's end late; who wants something notices it as soon as ever.
+/// Sides that want nothing of each other say ever less, and notice the other's end late; who wants
+/// something notices it as soon as ever.
 #[tokio::test(start_paused = true)]
-async fn idle_sessions_rest_until_something_is_wanted() {
+async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
     let (rig, _) = rig(SLOW, conformance::seed());
     let rest = SessionConfig::default().rest;
     let mut listener = rig.listen().await;
@@ -116,7 +118,7 @@ async fn idle_sessions_rest_until_something_is_wanted() {
 
 /// The same seed is the same run, to the last byte.
 #[test]
-fn a_seed_replays_a_run() {
+fn the_same_seed_replays_the_same_run() {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -126,7 +128,7 @@ fn a_seed_replays_a_run() {
         runtime.block_on(async {
             let (rig, control) = rig(HOSTILE, 42);
             let began = tokio::time::Instant::now();
-            conformance::exactly_once_across_broken_transports(&rig).await;
+            conformance::messages_arrive_exactly_once_across_broken_transports(&rig).await;
             let c = &control.counts;
             let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
             (counts.map(|n| n.load(Ordering::Relaxed)), began.elapsed())

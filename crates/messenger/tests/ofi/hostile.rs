@@ -1,4 +1,5 @@
-//! A client that speaks to a server's endpoint by itself and means no good. Whatever it does costs its own connection.
+//! A client that speaks to a server's endpoint by itself and means no good. Whatever it does costs
+//! its own connection.
 
 use std::net::SocketAddr;
 
@@ -266,7 +267,7 @@ async fn interrupted(ends: &mut Ends) {
 
 /// Keys are guessed, addresses too: nothing of the server's can be reached.
 #[tokio::test]
-async fn nothing_of_a_servers_memory_can_be_reached() {
+async fn a_client_cannot_reach_the_memory_of_its_server() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let arena = Arena::anonymous(1 << 20).expect("memory");
     let (start, _) = arena.as_raw();
@@ -298,11 +299,12 @@ async fn nothing_of_a_servers_memory_can_be_reached() {
 }
 
 #[tokio::test]
-async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
+async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link() {
     for queue in [ReceiveQueueKind::Shared, ReceiveQueueKind::PerConnection] {
         let Some(mut victim) = Victim::new(queue).await else { return };
         let attacks: [fn(&mut Attacker); 4] = [
-            // More packets than were granted: the server takes no message, and its grants are not waited for.
+            // More packets than were granted: the server takes no message, and its grants are not
+            // waited for.
             |a| {
                 for seq in 1..400 {
                     let header = bytes::Bytes::from_static(b"flood");
@@ -344,7 +346,7 @@ async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
 
 /// Packets with a wrong token are nobody's.
 #[tokio::test]
-async fn packets_of_others_cannot_be_forged() {
+async fn packets_with_a_wrong_token_are_dropped() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (mut session, attack) = victim
         .attacked(|mut attacker| {
@@ -369,7 +371,7 @@ async fn packets_of_others_cannot_be_forged() {
 
 /// A client that claims one thing to connect and another when it shakes hands.
 #[tokio::test]
-async fn a_claim_that_is_not_kept_is_refused() {
+async fn a_hello_that_differs_from_the_connect_request_is_rejected() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
@@ -382,10 +384,10 @@ async fn a_claim_that_is_not_kept_is_refused() {
     victim.is_well().await;
 }
 
-/// A client that exposes memory and then does nothing more: over providers that need it, a read of its memory never ends. The
-/// server's buffer comes back all the same, and nobody else waits.
+/// A client that exposes memory and then does nothing more: over providers that need it, a read of
+/// its memory never ends. The server's buffer comes back all the same, and nobody else waits.
 #[tokio::test]
-async fn a_stalled_pull_gives_its_buffer_back() {
+async fn a_stalled_pull_returns_its_buffer() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let (tell, told) = std::sync::mpsc::channel();

@@ -45,7 +45,7 @@ struct Other(Child);
 impl Other {
     fn start(role: &str) -> Other {
         let child = Command::new(std::env::current_exe().expect("a program"))
-            .args(["--exact", "killed::is_the_other_process", "--nocapture"])
+            .args(["--exact", "killed::helper_process_that_the_other_tests_kill", "--nocapture"])
             .env(ROLE, role)
             .stdout(Stdio::piped())
             .spawn();
@@ -88,7 +88,7 @@ async fn offer(client: &Ends) -> outboard_messenger::BulkRegion {
 
 /// Not a test of its own: the process that is killed.
 #[tokio::test]
-async fn is_the_other_process() {
+async fn helper_process_that_the_other_tests_kill() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let (stack, _) = stack().expect("the other process has one");
     if let Some(endpoint) = role.strip_prefix("client ") {
@@ -115,9 +115,10 @@ fn tell(line: &str) {
     println!("{line}");
 }
 
-/// A client dies while its memory is read: the reads fail, their buffers come back, nothing is left, and the next client is served.
+/// A client dies while its memory is read: the reads fail, their buffers come back, nothing is
+/// left, and the next client is served.
 #[tokio::test]
-async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
+async fn a_client_killed_while_its_memory_is_read_leaves_no_buffer_and_no_link() {
     let Some((stack, control)) = stack() else { return };
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     let pool = conformance::pool();
@@ -158,7 +159,7 @@ async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
 
 /// A server dies while it reads: the client's session ends, and its memory is its own again.
 #[tokio::test]
-async fn a_server_killed_while_it_reads_leaves_nothing() {
+async fn a_server_killed_while_it_reads_leaves_no_link_at_its_client() {
     let Some((stack, control)) = stack() else { return };
     for _ in 0..ROUNDS {
         let mut other = Other::start("server");
@@ -168,7 +169,8 @@ async fn a_server_killed_while_it_reads_leaves_nothing() {
         let mut client = stack.connect(&endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
         assert!(region.descriptor.remote.is_some(), "it can be read by itself");
-        // At least one read is whole; then it is killed while others are under way. Over `tcp` this thread has to take part in them.
+        // At least one read is whole; then it is killed while others are under way. Over `tcp` this
+        // thread has to take part in them.
         let reading = tokio::task::spawn_blocking(move || {
             lines.any(|line| line.is_ok_and(|line| line.ends_with("READ whole"))).then_some(lines)
         });

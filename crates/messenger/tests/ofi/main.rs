@@ -1,6 +1,7 @@
-//! The conformance suite over libfabric: over its provider `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a network device that has RDMA. With receive buffers that connections
-//! share, and with such of their own.
+//! The conformance suite over libfabric: over its provider `tcp` on the loopback unless the
+//! environment says otherwise, e.g. `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a
+//! network device that has RDMA. With receive buffers that connections share, and with such of
+//! their own.
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
 mod hostile;
@@ -92,9 +93,10 @@ mod per_connection {
     outboard_messenger::for_each_conformance_check!(check);
 }
 
-/// Data that is in memory moves by itself: its source is never asked for it, and a sink has it when the offer is finished.
+/// Data that is in memory moves by itself: its source is never asked for it, and a sink has it when
+/// the offer is finished.
 #[tokio::test]
-async fn bulk_data_moves_by_itself() {
+async fn bulk_data_in_memory_moves_by_one_sided_transfers() {
     use outboard_messenger::{ConnectOptions, ConnectionEvent, Message};
     let Some(rig) = rig(ReceiveQueueKind::Shared) else { return };
     let mut listener = rig.listen().await;

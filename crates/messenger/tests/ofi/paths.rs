@@ -80,7 +80,7 @@ async fn is_well(client: &mut Ends, server: &mut Ends) {
 }
 
 #[tokio::test]
-async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_again() {
+async fn a_connection_leaves_a_failed_link_and_returns_to_it_after_a_probe() {
     let Some(network) = network(false) else { return };
     let (_listener, mut client, mut server) = network.pair().await;
     until(&client.0, true).await;
@@ -104,7 +104,7 @@ async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_ag
 }
 
 #[tokio::test]
-async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
+async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required() {
     let Some(optional) = network(false) else { return };
     optional.control.refuse(true);
     let (_listener, mut client, mut server) = optional.pair().await;
@@ -128,7 +128,7 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
 
 /// A path on which nothing comes is as bad as one that breaks.
 #[tokio::test]
-async fn a_path_that_falls_silent_is_left_alone_for_a_while() {
+async fn a_silent_path_cools_down_and_is_then_used_again() {
     let Some(network) = network(false) else { return };
     let (_listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
@@ -142,9 +142,10 @@ async fn a_path_that_falls_silent_is_left_alone_for_a_while() {
     is_well(&mut client, &mut server).await;
 }
 
-/// Queues that are overrun are opened anew, on both sides: sessions go on, and go over the link again.
+/// Queues that are overrun are opened anew, on both sides: sessions go on, and go over the link
+/// again.
 #[tokio::test]
-async fn queues_that_fail_are_opened_anew() {
+async fn failed_queues_are_opened_again() {
     let Some(network) = network(false) else { return };
     let (mut listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
@@ -163,10 +164,10 @@ async fn queues_that_fail_are_opened_anew() {
     }
 }
 
-/// Where no memory can be locked sessions go over TCP, and where it runs out on the way data goes by frames. With
-/// `OUTBOARD_TEST_MEMLOCK` in the environment this process has such a limit.
+/// Where no memory can be locked sessions go over TCP, and where it runs out on the way data goes
+/// by frames. With `OUTBOARD_TEST_MEMLOCK` in the environment this process has such a limit.
 #[tokio::test]
-async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
+async fn memory_that_cannot_be_registered_costs_only_the_link() {
     let Some(network) = network(false) else { return };
     if std::env::var_os("OUTBOARD_TEST_MEMLOCK").is_none() {
         let (_listener, mut client, mut server) = network.pair().await;
@@ -185,7 +186,7 @@ async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
 
 /// The checks that break transports, on sessions that change between TCP and a link all the time.
 #[tokio::test]
-async fn nothing_is_lost_while_sessions_change_between_transports() {
+async fn no_message_or_push_is_lost_while_connections_change_transports() {
     let Some(network) = network(false) else { return };
     let (cut, freeze) = (Arc::clone(&network.control), Arc::clone(&network.control));
     let turn = std::sync::atomic::AtomicU32::new(0);
@@ -203,7 +204,7 @@ async fn nothing_is_lost_while_sessions_change_between_transports() {
         seed: conformance::seed(),
     };
     let checks = async {
-        conformance::exactly_once_across_broken_transports(&rig).await;
+        conformance::messages_arrive_exactly_once_across_broken_transports(&rig).await;
         conformance::pushes_survive_broken_transports(&rig).await;
     };
     tokio::time::timeout(Duration::from_secs(200), checks).await.expect("the checks hang");

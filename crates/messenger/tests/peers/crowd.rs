@@ -41,7 +41,7 @@ async fn session(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, End
 }
 
 #[tokio::test]
-async fn silent_connections_of_one_address_do_not_keep_another_out() {
+async fn silent_handshakes_of_one_address_do_not_block_another_address() {
     let mut listener = listen(config()).await;
     let endpoint = listener.endpoint();
     let mut silent = Vec::new();
@@ -55,7 +55,7 @@ async fn silent_connections_of_one_address_do_not_keep_another_out() {
 }
 
 #[tokio::test]
-async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first() {
+async fn the_longest_silent_connections_lose_their_places_to_another_address() {
     let mut listener = listen(SessionConfig { max_sessions: 4, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..4 {
@@ -84,7 +84,7 @@ async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first
 }
 
 #[tokio::test]
-async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another() {
+async fn a_detached_connection_loses_its_place_to_another_address() {
     let mut listener = listen(SessionConfig { max_held: 2, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..2 {
@@ -103,14 +103,15 @@ async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another(
     lost(&mut *crowd[0].1).await;
 }
 
-/// Runs itself again as the listener, in a process that can open few files and was told that it can open many.
+/// Runs itself again as the listener, in a process that can open few files and was told that it can
+/// open many.
 #[tokio::test]
-async fn a_listener_without_descriptors_gives_up_the_silent_and_goes_on() {
+async fn a_listener_without_descriptors_ends_silent_peers_and_continues() {
     const STARVING: &str = "OUTBOARD_TEST_STARVING";
     if std::env::var_os(STARVING).is_some() {
         return starve().await;
     }
-    let this = "crowd::a_listener_without_descriptors_gives_up_the_silent_and_goes_on";
+    let this = "crowd::a_listener_without_descriptors_ends_silent_peers_and_continues";
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", this, "--nocapture"])
         .env(STARVING, "1")

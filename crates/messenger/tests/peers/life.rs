@@ -44,7 +44,7 @@ async fn an_expired_offer_is_refused() {
 }
 
 #[tokio::test]
-async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
+async fn a_listener_limits_its_connections_and_its_detached_connections() {
     let (heartbeat, grace) = (Duration::from_secs(1), Duration::from_secs(5));
     let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
     let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
@@ -69,9 +69,10 @@ async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
     TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("there is room again");
 }
 
-/// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed process.
+/// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed
+/// process.
 #[tokio::test]
-async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
+async fn a_client_killed_during_a_pull_ends_only_its_connection() {
     let stack = TcpStack::new(quick());
     let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
     let endpoint = listener.endpoint();
@@ -115,7 +116,7 @@ async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
 
 /// Handles are used by threads that are not the session's, while that serves them.
 #[test]
-fn handles_work_from_other_threads() {
+fn handles_can_be_used_from_other_threads() {
     let (give, take) = std::sync::mpsc::channel();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let config = SessionConfig { offer_ttl: PATIENCE, ..quick() };
@@ -171,9 +172,10 @@ fn handles_work_from_other_threads() {
     home.join().unwrap();
 }
 
-/// A server that is gone in the middle of a push: the client keeps trying for as long as it was told, and then fails.
+/// A server that is gone in the middle of a push: the client keeps trying for as long as it was
+/// told, and then fails.
 #[tokio::test]
-async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
+async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
     let (told, endpoint) = tokio::sync::oneshot::channel();
     let (kill, killed) = std::sync::mpsc::channel::<()>();
     let server = std::thread::spawn(move || {
@@ -217,7 +219,7 @@ impl BulkSource for Liar {
 }
 
 #[tokio::test]
-async fn wrong_checksums_and_failing_sources_fail_their_pull_only() {
+async fn wrong_checksums_of_a_source_fail_only_its_pull() {
     let (mut client, server) = pair(&TcpStack::new(SessionConfig { offer_ttl: PATIENCE, ..quick() })).await;
     let pool = conformance::pool();
     let liar = client.0.offer_source(Arc::new(Liar)).unwrap();
@@ -233,10 +235,10 @@ async fn wrong_checksums_and_failing_sources_fail_their_pull_only() {
 
 /// The only test here that counts file descriptors, and it runs in a process of its own.
 #[test]
-fn a_thousand_sessions_leave_no_file_descriptor() {
+fn a_thousand_connections_leave_no_file_descriptor() {
     if std::env::var_os("COUNT_DESCRIPTORS").is_none() {
         let program = std::env::current_exe().unwrap();
-        let args = ["--exact", "life::a_thousand_sessions_leave_no_file_descriptor"];
+        let args = ["--exact", "life::a_thousand_connections_leave_no_file_descriptor"];
         let status = std::process::Command::new(program).args(args).env("COUNT_DESCRIPTORS", "1").status();
         assert!(status.unwrap().success());
         return;
@@ -255,7 +257,7 @@ fn a_thousand_sessions_leave_no_file_descriptor() {
             slow: false,
             seed: 0,
         };
-        conformance::a_thousand_sessions_leave_nothing(&rig).await;
+        conformance::a_thousand_connections_leave_no_task(&rig).await;
         sleep(Duration::from_millis(50)).await;
         // The runtime registers its signal pipe and the like when first used.
         assert!(descriptors() <= with_runtime + 4, "{with_runtime} before, {} after", descriptors());
