@@ -1,5 +1,5 @@
-//! Peers that lie, stall and guess: each costs its own session, with a typed error, and nothing
-//! else.
+//! Peers that send false data, stall, or guess keys. Each peer loses its own connection with a
+//! typed error, and affects nothing else.
 
 use std::time::Duration;
 
@@ -80,7 +80,7 @@ async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
             other => panic!("{other:?}"),
         }
     }
-    panic!("the session goes on forever");
+    panic!("the connection never ends");
 }
 
 #[tokio::test]
@@ -102,7 +102,7 @@ async fn a_truncated_frame_is_dropped_and_its_connection_ends_after_the_hold_tim
     victim.is_well().await;
 }
 
-/// What a peer may say, with all checksums right, that ends its session.
+/// Frames with correct checksums that violate the protocol.
 #[tokio::test]
 async fn violations_of_the_protocol_end_the_connection() {
     let mut victim = Victim::new().await;
@@ -123,7 +123,7 @@ async fn violations_of_the_protocol_end_the_connection() {
         ("message without a number", forge(text.clone(), 16, &0u64.to_le_bytes())),
         ("gap in the numbers", forge(text.clone(), 16, &2u64.to_le_bytes())),
         ("last number", forge(text.clone(), 16, &u64::MAX.to_le_bytes())),
-        ("acknowledges what was not sent", forge(text.clone(), 24, &1u64.to_le_bytes())),
+        ("acknowledgement of an unsent frame", forge(text.clone(), 24, &1u64.to_le_bytes())),
         ("numbered window", forge(window(1), 16, &1u64.to_le_bytes())),
         ("window with a payload", forge(window(1), 12, &1u32.to_le_bytes())),
         ("absurd credit", window(u64::MAX)),
@@ -141,7 +141,7 @@ async fn violations_of_the_protocol_end_the_connection() {
         assert!(matches!(why, MessengerError::Protocol(_)), "{name}: {why}");
         raw.closed().await;
         let late = ends.0.send(Message::default()).await;
-        assert_eq!(late, Err(why), "{name}: calls say the same");
+        assert_eq!(late, Err(why), "{name}: later calls return the same error");
     }
     victim.is_well().await;
 }
@@ -234,13 +234,13 @@ async fn unrequested_data_is_dropped_or_refused_or_ends_the_connection() {
     let dest = pool.alloc(8192).await.unwrap();
     let pull = ends.0.bulk_read(&theirs, 0, dest, PATIENCE);
     let lie = async {
-        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("no pull request") };
         let elsewhere = Body::PullData(PullData { pull: request.pull, offset: 4096 });
         raw.write(&bytes(&elsewhere, 0, 0, &data)).await;
     };
     let (pulled, ()) = tokio::join!(pull, lie);
     assert!(matches!(pulled, Err(MessengerError::Protocol(_))), "{pulled:?}");
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     victim.is_well().await;
 }
 
@@ -254,7 +254,7 @@ async fn a_pull_that_stalls_inside_a_chunk_returns_its_buffer_at_the_deadline() 
     let limit = Duration::from_millis(200);
     let pull = ends.0.bulk_read(&region.descriptor, 0, dest, limit);
     let stall = async {
-        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("no pull request") };
         let data = Payload::compute(0, vec![1; 8192].into());
         let body = Body::PullData(PullData { pull: request.pull, offset: 0 });
         let frame = bytes(&body, 0, 0, &data);
@@ -264,7 +264,7 @@ async fn a_pull_that_stalls_inside_a_chunk_returns_its_buffer_at_the_deadline() 
     let (pulled, frame) = tokio::join!(pull, stall);
     assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit)));
     sleep(Duration::from_millis(20)).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back although its chunk is still on the way");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned although its chunk is still arriving");
     raw.write(&frame[5000..]).await;
     raw.send(&message("after"), 1).await;
     let (_connection, mut incoming) = ends;
@@ -326,7 +326,10 @@ async fn a_connection_is_resumed_only_with_its_secret() {
     let mut raw = Raw::connect(&victim.endpoint).await;
     raw.send(&Body::Hello(hello(Some(Resume { received: 5, ..good }))), 0).await;
     let why = lost(&mut *ends.1).await;
-    assert!(matches!(why, MessengerError::Protocol(_)), "it claims to have what was never sent: {why}");
+    assert!(
+        matches!(why, MessengerError::Protocol(_)),
+        "the client claimed to have received unsent frames: {why}"
+    );
     victim.is_well().await;
 }
 
@@ -391,7 +394,7 @@ async fn invalid_answers_of_a_server_give_the_client_typed_errors() {
         let options = ConnectOptions { timeout: Duration::from_millis(250), ..ConnectOptions::default() };
         tokio::select! {
             result = stack.connect(&endpoint, options) => {
-                let why = result.err().unwrap_or_else(|| panic!("{name}: a session"));
+                let why = result.err().unwrap_or_else(|| panic!("{name}: the client connected"));
                 let typed = matches!(why, MessengerError::Protocol(_) | MessengerError::Unreachable { .. });
                 assert!(typed, "{name}: {why}");
             }
@@ -419,7 +422,7 @@ async fn a_peer_that_grants_much_credit_and_reads_nothing_costs_bounded_memory()
             Err(_) => break,
         }
         sent += 60_000;
-        assert!(sent < 64 << 20, "queued without bound, because the peer grants without bound");
+        assert!(sent < 64 << 20, "the queue is not bounded");
     }
     drop(raw);
     lost(&mut *ends.1).await;

@@ -1,4 +1,4 @@
-//! What only happens to real processes: killed peers, file descriptors, offers that grow old.
+//! Tests with real time and real processes: killed peers, file descriptors, expired offers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,11 +66,10 @@ async fn a_listener_limits_its_connections_and_its_detached_connections() {
     kept.0.close().await;
     drop((kept, lost_at_once));
     sleep(Duration::from_millis(50)).await;
-    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("there is room again");
+    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("a place is free again");
 }
 
-/// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed
-/// process.
+/// The client runs on another thread. Its runtime ends during a pull, as in a killed process.
 #[tokio::test]
 async fn a_client_killed_during_a_pull_ends_only_its_connection() {
     let stack = TcpStack::new(quick());
@@ -91,7 +90,7 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
             (ends, region)
         });
         drop(runtime);
-        // Handles that outlive their runtime do not wait for it.
+        // Calls on handles that outlive their runtime do not block.
         let elsewhere = Builder::new_current_thread().build().unwrap();
         let late = elsewhere.block_on(ends.0.send(outboard_messenger::Message::default()));
         assert!(matches!(late, Err(MessengerError::SessionLost(_))), "{late:?}");
@@ -110,11 +109,11 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
     let (pulled, ()) = tokio::join!(pull, killer);
     assert!(matches!(pulled, Err(MessengerError::SessionLost(_))), "{pulled:?}");
     lost(&mut *server.1).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     client.join().unwrap();
 }
 
-/// Handles are used by threads that are not the session's, while that serves them.
+/// Three threads send and one thread receives, while a fourth thread serves the connection.
 #[test]
 fn handles_can_be_used_from_other_threads() {
     let (give, take) = std::sync::mpsc::channel();
@@ -155,7 +154,11 @@ fn handles_can_be_used_from_other_threads() {
             let event = timeout(PATIENCE, requests.next()).await.expect("a message");
             let ConnectionEvent::Message(message) = event else { panic!("{event:?}") };
             let sender = usize::from(message.header[0]);
-            assert_eq!(message.header[1..], next[sender].to_le_bytes(), "in the order of its sender");
+            assert_eq!(
+                message.header[1..],
+                next[sender].to_le_bytes(),
+                "the messages of a sender are in order"
+            );
             next[sender] += 1;
         }
         let pool = conformance::pool();
@@ -172,8 +175,8 @@ fn handles_can_be_used_from_other_threads() {
     home.join().unwrap();
 }
 
-/// A server that is gone in the middle of a push: the client keeps trying for as long as it was
-/// told, and then fails.
+/// After its server was killed, the client tries to resume until its timeout. Then the connection
+/// is lost.
 #[tokio::test]
 async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
     let (told, endpoint) = tokio::sync::oneshot::channel();
@@ -200,7 +203,7 @@ async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
     assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
 }
 
-/// A source whose checksums are wrong: its own pull fails, after a bounded number of attempts.
+/// A source whose checksums are wrong. A pull of its data fails after a bounded number of attempts.
 struct Liar;
 
 impl BulkSource for Liar {
@@ -230,10 +233,10 @@ async fn wrong_checksums_of_a_source_fail_only_its_pull() {
     let failed = server.0.bulk_read(&liar.descriptor, 0, dest, PATIENCE).await;
     assert!(matches!(failed, Err(MessengerError::Damaged(_))), "{failed:?}");
     let nothing_wrong = timeout(Duration::from_millis(50), client.1.next()).await;
-    assert!(nothing_wrong.is_err(), "the session suffers: {nothing_wrong:?}");
+    assert!(nothing_wrong.is_err(), "the connection reported {nothing_wrong:?}");
 }
 
-/// The only test here that counts file descriptors, and it runs in a process of its own.
+/// Counts the file descriptors of the process, so the test runs itself again in a separate process.
 #[test]
 fn a_thousand_connections_leave_no_file_descriptor() {
     if std::env::var_os("COUNT_DESCRIPTORS").is_none() {
@@ -259,7 +262,7 @@ fn a_thousand_connections_leave_no_file_descriptor() {
         };
         conformance::a_thousand_connections_leave_no_task(&rig).await;
         sleep(Duration::from_millis(50)).await;
-        // The runtime registers its signal pipe and the like when first used.
+        // The runtime opens a few descriptors when it is first used, for example its signal pipe.
         assert!(descriptors() <= with_runtime + 4, "{with_runtime} before, {} after", descriptors());
     });
     drop(runtime);
