@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_descriptors_are_divided_between_handshakes_and_sessions() {
+    fn few_descriptors_are_divided_between_handshakes_and_connections() {
         let config = SessionConfig::default();
         let limits = |descriptors| {
             let admissions = Admissions::new(&config, descriptors);

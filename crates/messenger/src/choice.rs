@@ -101,8 +101,8 @@ pub struct StackOptions {
     pub source: Option<IpAddr>,
     /// Whether the connections over libfabric share receive buffers.
     pub receive_queue: ReceiveQueueKind,
-    /// Time for which a libfabric stack polls for events before it sleeps. The stack stops polling
-    /// while polling finds no events.
+    /// Time for which a libfabric stack polls for events before it sleeps. After repeated polls
+    /// without events, the stack sleeps at once most of the time.
     pub spin: Duration,
     /// Time for which a failed path is not used.
     pub cool_down: Duration,

@@ -158,8 +158,10 @@ impl SessionConfig {
         assert!(self.window_bytes >= 2 * largest, "window_bytes must hold two messages of the largest size");
         assert!(self.window_bytes <= 1 << 30, "window_bytes must be at most 1 GiB");
         assert!(self.push_window_bytes as usize >= MAX_CHUNK, "push_window_bytes must be at least 256 KiB");
-        let fit = self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20;
-        assert!(fit, "max_header and max_inline must be at most 1 MiB each");
+        assert!(
+            self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20,
+            "max_header and max_inline must be at most 1 MiB each"
+        );
         let rests = self.heartbeat..=REST_MAX;
         assert!(rests.contains(&self.rest), "rest must be from the heartbeat to 5 min");
         assert!(self.grace >= self.heartbeat * 3, "grace must be at least three times the heartbeat");

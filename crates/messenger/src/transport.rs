@@ -1,9 +1,9 @@
 //! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
 //!
-//! [`tcp`] carries a byte stream between machines. [`memory`] carries one within a process, and
-//! [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries packets and
-//! one-sided transfers. A transport does not interpret the bytes. One connection may use several
-//! transports in turn, even of different kinds.
+//! [`tcp`] carries a byte stream between machines. [`memory`] carries a byte stream within a
+//! process, and [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries
+//! packets and one-sided transfers. A transport does not interpret the bytes. One connection may
+//! use several transports in turn, even of different kinds.
 
 pub mod faulty;
 pub mod memory;

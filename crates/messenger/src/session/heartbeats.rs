@@ -94,7 +94,8 @@ impl Shared {
         !state.is_idle() && state.heard_at.elapsed() >= self.config.grace / 2
     }
 
-    /// The time by which the peer's silence may exceed one heartbeat.
+    /// The time to add to the grace period, because an idle peer announced longer pauses than one
+    /// heartbeat.
     fn peer_quiet(&self, heartbeat: Duration) -> Duration {
         if !self.lock().is_idle() {
             return Duration::ZERO;

@@ -151,7 +151,7 @@ impl Shared {
         Ok(taken.map(|(filling, dest)| PullBuffer { shared: self, filling, dest: Some(dest) }))
     }
 
-    /// Whether the pull is still in progress. It is not after it was cancelled.
+    /// Whether the pull is still in progress: it has neither completed nor been cancelled.
     pub(super) fn wants_pull(&self, pull: u64) -> bool {
         self.lock().pulls.active.contains_key(&pull)
     }
@@ -172,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// Cancels a pull. Its buffer returns to its pool as soon as the reader does not write to it.
+    /// Cancels a pull. Its buffer returns to its pool as soon as the reader no longer writes to it.
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };

@@ -249,8 +249,8 @@ mod tests {
     /// Two active transfers of 2 MiB, from offers 1 and 2.
     async fn two_that_go(turns: &TransferTurns) -> (TransferTurn<'_>, TransferTurn<'_>) {
         let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
-        first.take(CHUNK).await.expect("open");
-        second.take(CHUNK).await.expect("open");
+        first.take(CHUNK).await.expect("the line is open");
+        second.take(CHUNK).await.expect("the line is open");
         (first, second)
     }
 
@@ -259,13 +259,13 @@ mod tests {
         let turns = TransferTurns::new();
         for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
             let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
-            first.take(CHUNK).await.expect("open");
-            second.take(CHUNK).await.expect("open");
+            first.take(CHUNK).await.expect("the line is open");
+            second.take(CHUNK).await.expect("the line is open");
             assert!(!goes(&turns, 3, len).await, "two transfers are already active");
             for other in [4096, MIB, 4 * MIB].into_iter().filter(|other| other.abs_diff(len) > MIB / 3) {
                 assert!(goes(&turns, 4, other).await, "{other} bytes beside {len}");
             }
-            first.take(CHUNK).await.expect("open");
+            first.take(CHUNK).await.expect("the line is open");
             assert!(!goes(&turns, 3, len).await, "a transfer stays active until its end");
             drop(first);
             assert!(goes(&turns, 3, len).await, "a place is free");
@@ -292,8 +292,8 @@ mod tests {
         let turns = TransferTurns::new();
         let (mut long, mut other, mut next) =
             (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
-        other.take(CHUNK).await.expect("open");
-        long.take(CHUNK).await.expect("open");
+        other.take(CHUNK).await.expect("the line is open");
+        long.take(CHUNK).await.expect("the line is open");
         let mut next = pin!(next.take(CHUNK));
         assert!(futures::poll!(&mut next).is_pending());
         for sent in 1..YOUTH_BYTES / CHUNK as u64 {

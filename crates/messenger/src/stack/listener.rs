@@ -317,7 +317,7 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
     }
 }
 
-/// Whether the process or the system has run out of file descriptors.
+/// Whether `e` says that the process or the system has run out of file descriptors.
 fn is_want_of_descriptors(e: &io::Error) -> bool {
     use rustix::io::Errno;
     [Errno::MFILE, Errno::NFILE].iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))

@@ -292,7 +292,7 @@ async fn a_client_cannot_reach_the_memory_of_its_server() {
             })
             .await;
         interrupted(&mut session).await;
-        attack.await.expect("the attack went as it should");
+        attack.await.expect("the attack ends without a panic");
         victim.is_well().await;
     }
     let mut content = vec![1; 4096];
@@ -339,7 +339,7 @@ async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link(
                 })
                 .await;
             interrupted(&mut session).await;
-            attack.await.expect("the attack went as it should");
+            attack.await.expect("the attack ends without a panic");
             victim.is_well().await;
         }
     }
@@ -366,7 +366,7 @@ async fn packets_with_a_wrong_token_are_dropped() {
         other => panic!("{other:?}"),
     }
     session.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
 }
 
@@ -381,7 +381,7 @@ async fn a_hello_that_differs_from_the_connect_request_is_rejected() {
         let answer = attacker.frame();
         assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
     });
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
 }
 
@@ -438,5 +438,5 @@ async fn a_stalled_pull_returns_its_buffer() {
     victim.is_well().await;
     drop(stop);
     drop(session);
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
 }

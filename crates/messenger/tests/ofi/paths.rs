@@ -55,7 +55,9 @@ async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, reached).await.unwrap_or_else(|_| panic!("one-sided is not {one_sided}"));
+    tokio::time::timeout(PATIENCE, reached)
+        .await
+        .unwrap_or_else(|_| panic!("`one_sided` never became {one_sided}"));
 }
 
 async fn message(incoming: &mut dyn Incoming) -> Message {

@@ -180,7 +180,7 @@ impl Victim {
         let (client, server) = &mut self.bystander;
         let message = Message { header: "well?".into(), payload: Payload::default() };
         client.0.send(message.clone()).await.unwrap();
-        match timeout(PATIENCE, server.1.next()).await.expect("the bystander's message") {
+        match timeout(PATIENCE, server.1.next()).await.expect("the other client's message") {
             ConnectionEvent::Message(got) => assert_eq!(got, message),
             other => panic!("the attack affected another client: {other:?}"),
         }

@@ -14,8 +14,8 @@ const LARGEST_BYTES: usize = 16 << 20;
 
 #[derive(Default)]
 pub(super) struct Landings {
-    /// Created at the first request, because servers expose no memory. `None` inside if the system
-    /// had no memory for the pool.
+    /// Created at the first request, because servers expose no memory. The inner value is `None` if
+    /// the system had no memory for the pool.
     pool: OnceLock<Option<BufferPool>>,
 }
 

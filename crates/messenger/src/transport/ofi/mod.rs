@@ -82,7 +82,8 @@ pub struct OfiConfig {
     /// The owner of receive buffers. If the provider does not support shared buffers, each
     /// connection gets its own.
     pub receive_queue: ReceiveQueueKind,
-    /// Time for which to poll before sleeping. Polling stops while it finds no events.
+    /// Time for which to poll for events before sleeping. After repeated polls without events, the
+    /// thread sleeps at once most of the time.
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
