@@ -49,7 +49,11 @@ impl Admissions {
         let max_sessions = config.max_sessions.min(descriptors.saturating_sub(max_handshakes)).max(1);
         if max_sessions < config.max_sessions {
             let (wanted, remedy) = (config.max_sessions, "raise the limit (ulimit -n, LimitNOFILE)");
-            tracing::warn!(wanted, max_sessions, "the limit on open files allows fewer sessions; {remedy}");
+            tracing::warn!(
+                wanted,
+                max_sessions,
+                "the limit on open files allows fewer connections than configured; {remedy}"
+            );
         }
         let admissions = Admissions {
             max_handshakes,
@@ -107,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_descriptors_are_divided_between_handshakes_and_sessions() {
+    fn few_descriptors_are_divided_between_handshakes_and_connections() {
         let config = SessionConfig::default();
         let limits = |descriptors| {
             let admissions = Admissions::new(&config, descriptors);

@@ -13,34 +13,35 @@ use wire::BulkDescriptor;
 
 use crate::Admissions;
 
-/// Result of a messenger's call.
+/// Result of a call to the messenger.
 pub type Result<T, E = MessengerError> = std::result::Result<T, E>;
 
-/// Why a message or transfer did not go through.
+/// The reason why a call to the messenger failed, or why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessengerError {
     /// The peer cannot be reached.
-    #[error("cannot reach {endpoint}: {reason}; check that the node is up and the address right")]
+    #[error("cannot reach {endpoint}: {reason}; check that the node is running and the address is correct")]
     Unreachable {
         /// The endpoint that was dialled.
         endpoint: String,
-        /// The system's or the stack's reason.
+        /// The reason that the system or the stack gave.
         reason: String,
     },
-    /// The peer supports no version or feature set that this side supports.
+    /// The handshake failed, for example because the two sides support no common version or because
+    /// the server has no place for another connection.
     #[error("peer refused the connection: {0}")]
     Refused(String),
     /// The connection has ended. Requests without an answer may or may not have taken effect.
-    #[error("session lost: {0}; reconnect and retry")]
+    #[error("connection lost: {0}; reconnect and retry")]
     SessionLost(String),
     /// The peer violated the protocol, so this side ended the connection.
     #[error("protocol violation: {0}")]
     Protocol(String),
-    /// A message is larger than the connection's [`Limits`] allow.
-    #[error("message of {size} bytes exceeds the limit of {limit}; offer it as bulk data")]
+    /// A message or bulk transfer is larger than the connection's [`Limits`] allow.
+    #[error("{size} bytes exceed the limit of {limit} bytes; divide the data, or offer it as bulk data")]
     TooLarge {
-        /// Size of the message, in bytes.
+        /// Size of the message's header or payload, or of the bulk transfer, in bytes.
         size: usize,
         /// The limit, in bytes.
         limit: usize,
@@ -49,8 +50,8 @@ pub enum MessengerError {
     /// offer.
     #[error("bulk transfer refused: {0}")]
     BulkRefused(String),
-    /// A bulk transfer did not end in time. Its owner has its buffers back.
-    #[error("bulk transfer took longer than {0:?}; the peer is stalled or the network too slow")]
+    /// A bulk transfer exceeded its time limit. Its buffer has been released.
+    #[error("bulk transfer took longer than {0:?}; the peer is stalled or the network is too slow")]
     TimedOut(Duration),
     /// Bulk data arrived damaged.
     #[error("bulk data arrived damaged: {0}")]
@@ -66,7 +67,7 @@ pub struct Message {
     /// Bytes that the messenger does not interpret, at most [`Limits::max_header`].
     pub header: Bytes,
     /// Data that travels in the message, with its checksums, at most [`Limits::max_inline`] bytes.
-    /// The messenger verifies it on arrival.
+    /// The receiving messenger verifies the data.
     pub payload: Payload,
 }
 
@@ -82,8 +83,8 @@ pub struct Limits {
     /// Payloads of up to this length, in bytes, are cheaper inline. Longer ones are cheaper as bulk
     /// data.
     pub eager: usize,
-    /// Whether bulk data moves by one-sided transfers. Sources should then be held in memory
-    /// ([`BulkSource::memory`]).
+    /// Whether bulk data moves by one-sided transfers. If true, sources should hold their data in
+    /// memory ([`BulkSource::memory`]).
     pub one_sided: bool,
 }
 
@@ -92,9 +93,10 @@ pub struct Limits {
 pub struct PeerInfo {
     /// Transport address, for display.
     pub address: String,
-    /// Transport address at which the connection began, for budgets.
+    /// The peer's address on the first transport of the connection. Limited resources are divided
+    /// fairly between these addresses ([`base::budget`]).
     pub peer: PeerAddress,
-    /// The name that the peer gave in [`ConnectOptions::tenant`].
+    /// The name that the client gave in [`ConnectOptions::tenant`].
     pub tenant: String,
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
@@ -106,12 +108,12 @@ pub struct PeerInfo {
 /// Options for connecting.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// Name presented to the peer, at most 32 bytes. It travels in the connect request, so that the
-    /// peer can choose a protection domain before an endpoint exists.
+    /// Name presented to the peer, at most 32 bytes. libfabric's connect request contains the name,
+    /// so that the peer can choose a protection domain before it creates an endpoint.
     pub tenant: String,
     /// Requested features, as bits. The connection gets those that both sides support.
     pub features: u64,
-    /// How long to try to reach the peer, at first and whenever the connection has to resume.
+    /// Time limit for reaching the peer: for the first handshake, and again for each resumption.
     pub timeout: Duration,
 }
 
@@ -132,7 +134,8 @@ pub trait BulkSource: Send + Sync {
         self.len() == 0
     }
 
-    /// Object offset of the first byte modulo 4096. It determines where the checksum pieces begin.
+    /// Object offset of the first byte modulo 4096. It determines the boundaries of the pieces that
+    /// have checksums.
     fn phase(&self) -> u64;
 
     /// Reads the bytes `offset..offset + len` with the checksums of their pieces. The range starts
@@ -146,8 +149,8 @@ pub trait BulkSource: Send + Sync {
     }
 }
 
-/// Memory that a peer may fill once. The ranges arrive in any order and do not overlap. Some may
-/// arrive only when the offer is [finished](BulkRegion::finish).
+/// Memory that a peer may fill once. The ranges arrive in any order and do not overlap. Some ranges
+/// may arrive only when the offer is [finished](BulkRegion::finish).
 pub trait BulkSink: Send + Sync {
     /// Capacity, in bytes.
     fn len(&self) -> u64;
@@ -157,8 +160,9 @@ pub trait BulkSink: Send + Sync {
         self.len() == 0
     }
 
-    /// Stores `payload` at byte `offset` of the transfer. The messenger has verified the checksums.
-    /// Must not block. Returns `false` to refuse the data, for example because ranges overlap.
+    /// Stores `payload` at byte `offset` of the sink. The messenger has verified the checksums. The
+    /// implementation must not block. It returns `false` to refuse the data, for example because
+    /// ranges overlap.
     fn write(&self, offset: u64, payload: Payload) -> bool;
 }
 
@@ -169,20 +173,20 @@ pub struct BulkRegion {
     end: Option<EndOffer>,
 }
 
-/// Ends an offer. The argument is true if the peer is known to be done with the memory.
+/// Ends an offer. The argument is true if the peer has said that it no longer uses the memory.
 type EndOffer = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl BulkRegion {
     /// Creates an offer that calls `end` with `true` when it is finished, or with `false` when it
-    /// is dropped. For implementations of network stacks.
+    /// is dropped. Only implementations of network stacks need this.
     #[must_use]
     pub fn new(descriptor: BulkDescriptor, end: EndOffer) -> BulkRegion {
         BulkRegion { descriptor, end: Some(end) }
     }
 
-    /// Ends the offer after the peer has said that it is done. A sink has all its data when this
-    /// returns. If an offer is dropped instead, its exposed memory stays unused until the peer can
-    /// no longer access it.
+    /// Ends the offer after the peer has said that its transfers are complete. A sink has all its
+    /// data when this returns. If an offer is dropped instead, its exposed memory is not reused
+    /// until the peer can no longer access it.
     pub fn finish(mut self) {
         if let Some(end) = self.end.take() {
             end(true);
@@ -213,8 +217,8 @@ pub struct Pulled {
     pub checksums: Vec<u32>,
 }
 
-/// One end of a connection. It is cheap to share, and any thread may call it. The thread that
-/// created it does the work.
+/// The sending half of one end of a connection. Threads can share it, and any thread may call it.
+/// Its I/O runs on the thread that created the connection, or on the stack's own thread.
 pub trait Connection: Send + Sync {
     /// The peer of the connection.
     fn peer(&self) -> &PeerInfo;
@@ -222,9 +226,9 @@ pub trait Connection: Send + Sync {
     /// The limits of the connection.
     fn limits(&self) -> Limits;
 
-    /// Queues a message behind all messages queued before. Resolves when the message is queued, and
-    /// waits while the bounded queue is full. The message then arrives exactly once, unless the
-    /// connection is lost.
+    /// Queues a message behind all messages that are already queued. The future resolves when the
+    /// message is queued; it waits while the bounded queue is full. A queued message arrives
+    /// exactly once, unless the connection is lost.
     fn send(&self, message: Message) -> BoxFuture<'_, Result<()>>;
 
     /// Offers data that the peer may pull.
@@ -246,10 +250,10 @@ pub trait Connection: Send + Sync {
     ) -> BoxFuture<'a, Result<Pulled>>;
 
     /// Pushes `payload` to byte `offset` of the peer's offer. `offset` must be at a piece boundary.
-    /// Resolves when the place of the data in the send order is fixed: the data arrives before any
-    /// message that is queued later. The payload's memory is released when the peer has the data. A
-    /// range outside the descriptor is refused here. If the offer was withdrawn, the data is
-    /// dropped and later pushes are refused.
+    /// The future resolves when the position of the data in the send order is fixed. The data then
+    /// arrives before any message that is queued later. The payload's memory is released when the
+    /// peer has the data. This call refuses a range outside the descriptor. If the peer has
+    /// withdrawn the offer, the peer drops the data, and later pushes to the offer are refused.
     fn bulk_write<'a>(
         &'a self,
         to: &'a BulkDescriptor,
@@ -267,10 +271,10 @@ pub trait Connection: Send + Sync {
 pub enum ConnectionEvent {
     /// A message arrived.
     Message(Message),
-    /// The transport broke, and the connection is being resumed. Nothing is lost so far. For
-    /// information.
+    /// The transport broke, and the connection is being resumed. Nothing is lost so far, and the
+    /// user need not act.
     Interrupted,
-    /// The connection continues over a new transport. For information.
+    /// The connection continues over a new transport. The user need not act.
     Resumed,
     /// The connection has ended. No other event follows.
     Lost(MessengerError),
@@ -279,13 +283,13 @@ pub enum ConnectionEvent {
 /// The receiving half of a connection. Messages that the user has not taken use up the peer's
 /// credit, which provides backpressure.
 pub trait Incoming: Send {
-    /// Waits for the next event. After [`ConnectionEvent::Lost`], every call returns that event again. Cancel
-    /// safe.
+    /// Waits for the next event. After [`ConnectionEvent::Lost`], every call returns that event
+    /// again. No event is lost if the returned future is dropped.
     fn next(&mut self) -> BoxFuture<'_, ConnectionEvent>;
 }
 
-/// The two halves of a connection's end: sending and receiving. The connection is closed when both
-/// are dropped.
+/// The sending and the receiving half of one end of a connection. The connection is closed when
+/// both halves are dropped.
 pub type Ends = (Arc<dyn Connection>, Box<dyn Incoming>);
 
 /// Accepts connections from clients.
@@ -293,21 +297,23 @@ pub trait Listener: Send {
     /// The address of the listener, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
-    /// The other paths that connections can use: the kind, such as `ofi:verbs`, and the address.
+    /// The paths besides the base transport that connections can use. Each has a name, such as
+    /// `ofi:verbs`, and the address at which the listener listens on it.
     fn paths(&self) -> Vec<(String, String)>;
 
-    /// Live counters of refused peers and reclaimed places.
+    /// Live counters of refused peers, and of handshakes and connections that lost their place.
     fn admissions(&self) -> Arc<Admissions>;
 
-    /// Waits for the next new connection. (Resumed connections do not appear here.) An error
-    /// reports one failed attempt of one peer; the listener continues.
+    /// Waits for the next new connection. A resumed connection is not returned again. An error
+    /// reports that one attempt of one peer failed; the listener continues.
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;
 }
 
-/// A way to make connections. Calls must be made on a tokio runtime, whose thread serves the
-/// connection.
+/// Creates connections and listeners. Each call must run on a tokio runtime. The thread of this
+/// runtime serves the connection, unless the stack has its own thread.
 pub trait NetworkStack: Send + Sync {
-    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port.
+    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port. `features` are the
+    /// supported features, as bits.
     fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
 
     /// Opens a connection to the peer at `endpoint`.

@@ -1,4 +1,4 @@
-//! The choice of a network stack. Only here do stacks have names.
+//! Chooses a network stack by name. No other module parses the names of stacks.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -21,11 +21,11 @@ const RDMA_PROVIDER: &str = "verbs";
 /// address: `ofi:verbs@192.0.2.1:7701`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum StackChoice {
-    /// RDMA if both sides have it.
+    /// RDMA if both sides have it, and otherwise TCP.
     #[default]
     Auto,
-    /// These paths, besides TCP. A client fails to connect if it cannot use the best of them that
-    /// its server offers.
+    /// These paths, besides TCP. A client uses the first of them that its server offers. The client
+    /// fails to connect if the server offers none of the paths, or if the chosen path fails.
     Paths(Vec<PathName>),
 }
 
@@ -45,7 +45,7 @@ impl StackChoice {
 
 /// Error: the text names no stack.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no network stack; use `auto`, `tcp`, or `ofi:PROVIDER`, e.g. `ofi:verbs` or `ofi:tcp`")]
+#[error("`{0}` is not a network stack; use `auto`, `tcp`, or `ofi:PROVIDER`, e.g. `ofi:verbs` or `ofi:tcp`")]
 pub struct NoSuchStack(String);
 
 impl FromStr for StackChoice {
@@ -95,15 +95,16 @@ impl fmt::Display for StackChoice {
 /// Options of a stack.
 #[derive(Debug, Clone)]
 pub struct StackOptions {
-    /// Configuration of its connections.
+    /// Configuration of the stack's connections.
     pub session: SessionConfig,
     /// Local address from which clients connect over TCP. `None` lets the system choose.
     pub source: Option<IpAddr>,
-    /// The owner of receive buffers, on stacks that post such buffers.
+    /// Whether the connections over libfabric share receive buffers.
     pub receive_queue: ReceiveQueueKind,
-    /// How long to poll before sleeping, while this pays.
+    /// Time for which a libfabric stack polls for events before it sleeps. After repeated polls
+    /// without events, the stack sleeps at once most of the time.
     pub spin: Duration,
-    /// How long a failed path is not used.
+    /// Time for which a failed path is not used.
     pub cool_down: Duration,
 }
 
@@ -119,11 +120,11 @@ impl Default for StackOptions {
     }
 }
 
-/// Opens a stack for a server or for clients. If a path requires it, a thread of the stack serves
-/// the clients' connections.
+/// Opens a stack for a server or for clients. If a client's stack has a path besides TCP, the stack
+/// starts a thread that serves the connections.
 ///
 /// # Errors
-/// If the machine lacks a path that `choice` names.
+/// If the machine lacks a path that `choice` names, or if the thread cannot be started.
 pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Result<Arc<dyn NetworkStack>> {
     let transport = Tcp { source: options.source };
     let mut stack = TcpStack::over(transport, options.session.clone());
@@ -149,7 +150,7 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
             Err(e) if is_required => {
                 return Err(MessengerError::Unreachable { endpoint: name, reason: e.to_string() });
             }
-            Err(e) => tracing::debug!(path = name, reason = %e, "not used"),
+            Err(e) => tracing::debug!(path = name, reason = %e, "the network path is not used"),
         }
     }
     if has_paths && use_as == UseAs::Client {
@@ -169,9 +170,10 @@ fn has_rdma_device() -> bool {
 /// The purpose for which a stack is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UseAs {
-    /// To connect. Connections are served even while the user's thread is busy.
+    /// To connect. If the stack has a path besides TCP, a separate thread serves the connections,
+    /// even while the user's thread is busy.
     Client,
-    /// To listen. The listening thread serves the connections.
+    /// To listen. The thread that listens serves the connections.
     Server,
 }
 
@@ -180,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_are_read_as_they_are_written() {
+    fn a_stack_choice_is_parsed_from_its_displayed_text() {
         for text in ["auto", "tcp", "ofi:verbs", "ofi:verbs@192.0.2.1:7701,ofi:tcp"] {
             assert_eq!(text.parse::<StackChoice>().map(|choice| choice.to_string()).as_deref(), Ok(text));
         }

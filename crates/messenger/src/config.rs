@@ -10,7 +10,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::Limits;
 
-/// Cost of a message besides its content, in bytes of credit and of memory.
+/// Credit and memory that a message costs in addition to its content, in bytes.
 pub(crate) const MESSAGE_OVERHEAD: u64 = 4096;
 
 /// Maximum size of the bulk data in one frame, in bytes.
@@ -22,7 +22,7 @@ pub(crate) const MAX_PULLS: usize = 256;
 /// Maximum number of bulk chunks queued for one transport.
 pub(crate) const BULK_SLOTS: usize = 4;
 
-/// Maximum credit that a peer may have granted and that is unused, in bytes.
+/// Maximum amount of unused credit that a peer may grant, in bytes.
 pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 
 /// Longest silence that a peer may announce.
@@ -33,16 +33,15 @@ pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 /// **Memory of one connection** is bounded by the sum of these:
 ///
 /// - Received messages that the user has not taken: `window_bytes`.
-/// - Sent messages without acknowledgement: `window_bytes`, whatever the peer grants.
-/// - Pushed data without acknowledgement: `push_window_bytes`, counted while its [`bytes::Bytes`]
-///   live.
+/// - Sent messages without acknowledgement: `window_bytes`, even if the peer grants more credit.
+/// - Pushed data without acknowledgement: `push_window_bytes`.
 /// - Queued bulk chunks: 1 MiB.
-/// - Chunks that the sources of pulls hold ready: one of 256 KiB for each of at most 256 pulls, and
-///   none if a source returns parts of data that is in memory.
+/// - Chunks that sources have read for the peer's pulls: one chunk of 256 KiB for each of at most
+///   256 pulls. A source that returns slices of data in memory needs no memory for chunks.
 /// - Read buffers: up to 1.5 MiB, which shrink to 16 KiB while little data arrives.
 ///
-/// Messages are parts of read buffers, so one message that is kept may keep up to 256 KiB around
-/// it.
+/// A received message is a slice of a read buffer. A user that keeps one message may therefore keep
+/// up to 256 KiB of memory.
 #[derive(Debug, Clone)]
 pub struct SessionConfig {
     /// The longest silence of a busy connection: a side that has sent nothing for this long sends a
@@ -51,14 +50,16 @@ pub struct SessionConfig {
     /// The longest silence of an idle connection, from `heartbeat` to 5 min. While neither side has
     /// anything outstanding, the pauses between heartbeats double up to this limit.
     pub rest: Duration,
-    /// A peer counts as gone when it was silent for this long, beyond any longer silence that it
-    /// announced. Its transport is then closed. At least three times `heartbeat`.
+    /// After this time, a silent peer counts as lost, and its transport is closed. If an idle peer
+    /// announced a longer pause than `heartbeat`, the difference is added. At least three times
+    /// `heartbeat`.
     pub grace: Duration,
-    /// Time limit for dialling a transport, and again for its handshake. The client then tries
-    /// again, as long as its own timeout permits.
+    /// Time limit for dialling a transport, and again for its handshake. After the limit, the
+    /// client tries again until [`ConnectOptions::timeout`](crate::ConnectOptions::timeout).
     pub handshake_timeout: Duration,
-    /// Maximum number of handshakes of one listener at a time. Another handshake replaces the
-    /// oldest one, first that of an address above its fair share.
+    /// Maximum number of handshakes of one listener at a time. When all places are taken, a new
+    /// handshake replaces the oldest handshake of its own address, or of an address above its fair
+    /// share ([`base::budget`]).
     pub max_handshakes: usize,
     /// How long a server keeps a connection whose transport broke.
     pub hold: Duration,
@@ -66,15 +67,16 @@ pub struct SessionConfig {
     /// replaces the longest-silent connection of an address above its fair share
     /// ([`base::budget`]). It is refused if its own address holds its fair share and uses it.
     pub max_sessions: usize,
-    /// Maximum number of detached connections of one listener. Another one replaces an existing
-    /// one, or is lost at once, by the same rule.
+    /// Maximum number of detached connections of one listener. When all places are taken, a
+    /// connection that loses its transport replaces another detached connection, or is lost at
+    /// once. The rule is that of `max_sessions`.
     pub max_held: usize,
     /// Maximum number of file descriptors that a listener's handshakes and connections use. A value
     /// below their limits lowers these limits. `None` asks the system when the listener starts
     /// ([`base::budget::spare_descriptors`]).
     pub max_descriptors: Option<usize>,
-    /// Limit for received messages that the user has not taken, and for queued or unacknowledged
-    /// sent messages. In bytes, with 4 KiB added per message.
+    /// Limit for received messages that the user has not taken. The same limit applies to messages
+    /// to send that are queued or unacknowledged. In bytes, with 4 KiB added per message.
     pub window_bytes: u64,
     /// Maximum amount of pushed bulk data without acknowledgement, in bytes.
     pub push_window_bytes: u32,
@@ -95,7 +97,7 @@ pub struct SessionConfig {
 pub struct Entropy(Option<Arc<Mutex<StdRng>>>);
 
 impl Entropy {
-    /// A generator for tests. Its numbers are predictable for everyone who knows the seed.
+    /// Creates a generator for tests. Its numbers are predictable from the seed.
     #[must_use]
     pub fn seeded(seed: u64) -> Entropy {
         Entropy(Some(Arc::new(Mutex::new(StdRng::seed_from_u64(seed)))))
@@ -154,9 +156,12 @@ impl SessionConfig {
     pub(crate) fn assert_sound(&self) {
         let largest = self.limits.max_header as u64 + self.limits.max_inline as u64 + MESSAGE_OVERHEAD;
         assert!(self.window_bytes >= 2 * largest, "window_bytes must hold two messages of the largest size");
-        assert!(self.window_bytes <= 1 << 30, "window_bytes is at most 1 GiB");
-        assert!(self.push_window_bytes as usize >= MAX_CHUNK, "push_window_bytes must hold a chunk");
-        assert!(self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20, "at most 1 MiB each");
+        assert!(self.window_bytes <= 1 << 30, "window_bytes must be at most 1 GiB");
+        assert!(self.push_window_bytes as usize >= MAX_CHUNK, "push_window_bytes must be at least 256 KiB");
+        assert!(
+            self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20,
+            "max_header and max_inline must be at most 1 MiB each"
+        );
         let rests = self.heartbeat..=REST_MAX;
         assert!(rests.contains(&self.rest), "rest must be from the heartbeat to 5 min");
         assert!(self.grace >= self.heartbeat * 3, "grace must be at least three times the heartbeat");

@@ -9,38 +9,43 @@ mod resume;
 mod rig;
 
 pub use bulk::{
-    bulk_both_ways, given_up_pulls_never_write_late, large_transfers_go_one_after_the_other,
-    lies_about_memory_are_harmless, many_transfers_at_once, offers_are_guarded, slow_source_times_out,
+    a_pull_from_a_slow_source_times_out, bulk_transfers_deliver_the_right_bytes,
+    cancelled_pulls_never_write_to_reused_buffers, concurrent_transfers_and_messages_all_complete,
+    invalid_uses_of_offers_are_refused, large_transfers_finish_one_after_the_other,
+    wrong_descriptions_of_memory_lose_no_data,
 };
-pub use order::{messages_keep_their_order, sizes_over_the_limits, unread_messages_hold_the_sender_back};
+pub use order::{
+    messages_keep_their_order, messages_over_the_limits_are_refused, unread_messages_block_the_sender,
+};
 pub use resume::{
-    a_lost_session_fails_its_transfers, a_restarted_server_ends_the_session,
-    a_thousand_sessions_leave_nothing, closing_sends_what_is_queued, exactly_once_across_broken_transports,
-    heartbeats_keep_the_transport, pushes_survive_broken_transports, silence_is_noticed,
+    a_lost_connection_fails_its_transfers, a_restarted_server_ends_the_connection, a_silent_peer_is_detected,
+    a_thousand_connections_leave_no_task, closing_sends_queued_messages_first, heartbeats_keep_the_transport,
+    messages_arrive_exactly_once_across_broken_transports, pushes_survive_broken_transports,
 };
 pub use rig::{Buffer, Rig, pool, random_bytes, seed};
 
-/// Calls the macro `run` with the name of every check, so that a stack's tests write one test for each.
+/// Calls the macro `run` with the name of every check. A stack's tests use it to define one test
+/// per check.
 #[macro_export]
 macro_rules! for_each_conformance_check {
     ($run:ident) => {
         $run!(messages_keep_their_order);
-        $run!(sizes_over_the_limits);
-        $run!(unread_messages_hold_the_sender_back);
-        $run!(bulk_both_ways);
-        $run!(many_transfers_at_once);
-        $run!(large_transfers_go_one_after_the_other);
-        $run!(offers_are_guarded);
-        $run!(lies_about_memory_are_harmless);
-        $run!(slow_source_times_out);
-        $run!(given_up_pulls_never_write_late);
-        $run!(exactly_once_across_broken_transports);
+        $run!(messages_over_the_limits_are_refused);
+        $run!(unread_messages_block_the_sender);
+        $run!(bulk_transfers_deliver_the_right_bytes);
+        $run!(concurrent_transfers_and_messages_all_complete);
+        $run!(large_transfers_finish_one_after_the_other);
+        $run!(invalid_uses_of_offers_are_refused);
+        $run!(wrong_descriptions_of_memory_lose_no_data);
+        $run!(a_pull_from_a_slow_source_times_out);
+        $run!(cancelled_pulls_never_write_to_reused_buffers);
+        $run!(messages_arrive_exactly_once_across_broken_transports);
         $run!(pushes_survive_broken_transports);
-        $run!(silence_is_noticed);
+        $run!(a_silent_peer_is_detected);
         $run!(heartbeats_keep_the_transport);
-        $run!(a_restarted_server_ends_the_session);
-        $run!(closing_sends_what_is_queued);
-        $run!(a_lost_session_fails_its_transfers);
-        $run!(a_thousand_sessions_leave_nothing);
+        $run!(a_restarted_server_ends_the_connection);
+        $run!(closing_sends_queued_messages_first);
+        $run!(a_lost_connection_fails_its_transfers);
+        $run!(a_thousand_connections_leave_no_task);
     };
 }

@@ -1,5 +1,5 @@
-//! The encoding of frames. All functions are pure: they do not wait, they allocate no more than
-//! their input justifies, and no input makes them panic.
+//! The encoding of frames. All functions are pure. They do not wait, no input makes them panic, and
+//! they allocate no more memory than the actual length of their input requires.
 //!
 //! A frame is a fixed header, a body, and a payload:
 //!
@@ -14,10 +14,11 @@
 //!   +---------------------------------------------------------------------------------+
 //! ```
 //!
-//! All integers are little endian. `crc` covers bytes 0..36, and `body_crc` covers the body. The
-//! payload is covered by its piece checksums (see [`base::block`]), whose first piece begins
-//! `phase` bytes into a 4 KiB block. So a flipped bit is detected before the affected data is used,
-//! and each side computes the payload's checksums only once.
+//! `v` is the version and `typ` the kind of the frame. All integers are little endian. `crc` covers
+//! bytes 0..36, and `body_crc` covers the body. The payload has one checksum per piece, which is
+//! the part of the payload inside one 4 KiB block (see [`base::block`]). The first piece begins
+//! `phase` bytes into its block. So a flipped bit is detected before the affected data is used, and
+//! each side computes the payload's checksums only once.
 
 mod body;
 
@@ -41,11 +42,12 @@ pub const HEADER_LEN: usize = 40;
 /// Maximum length of the header part of a frame that is not a message, in bytes.
 pub const MAX_CONTROL: usize = 1024;
 
-/// The kind of a frame.
+/// The kind of a frame. A *sequenced* frame has a number, is acknowledged, and is sent again on a
+/// new transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// First frame of a client.
+    /// The first frame that a client sends.
     Hello = 1,
     /// The server's answer that accepts a connection.
     Welcome = 2,
@@ -55,7 +57,8 @@ pub enum FrameKind {
     Message = 16,
     /// Bulk data for an offered sink. Sequenced.
     Push = 17,
-    /// Bulk data was written to an offered sink by a one-sided transfer. Sequenced.
+    /// Reports that the sender wrote bulk data to an offered sink by a one-sided transfer.
+    /// Sequenced.
     Wrote = 18,
     /// Grants credit. Also carries acknowledgements and serves as heartbeat.
     Window = 32,
@@ -116,10 +119,10 @@ impl FrameKind {
 #[non_exhaustive]
 pub enum FrameError {
     /// The first bytes are not [`MAGIC`].
-    #[error("not a frame: it starts with {0:02x?}")]
+    #[error("not a frame: the first bytes are {0:02x?}")]
     Magic([u8; 4]),
     /// This side does not support the frame's version.
-    #[error("frame version {0} is unknown; this side speaks {VERSION}")]
+    #[error("frame version {0} is unknown; this side supports version {VERSION}")]
     Version(u8),
     /// The fixed header is damaged.
     #[error("frame header damaged: checksum {found:#010x}, expected {expected:#010x}")]
@@ -147,8 +150,8 @@ pub enum FrameError {
         /// The limit, in bytes.
         limit: usize,
     },
-    /// A sequenced frame has no number, or another frame has one.
-    #[error("{0:?} frame with sequence number {1}")]
+    /// A sequenced frame has no number, or a frame that is not sequenced has a number.
+    #[error("{0:?} frame has the invalid sequence number {1}")]
     Sequence(FrameKind, u64),
     /// The body is damaged.
     #[error("frame body damaged: checksum {found:#010x}, expected {expected:#010x}")]
@@ -159,7 +162,7 @@ pub enum FrameError {
         found: u32,
     },
     /// The body is undamaged but malformed.
-    #[error("{0:?} frame with a malformed body")]
+    #[error("{0:?} frame has a malformed body")]
     Body(FrameKind),
     /// The payload is damaged.
     #[error("frame payload damaged: {0}")]
@@ -187,7 +190,7 @@ pub struct FrameHeader {
     pub header_len: u32,
     /// Length of the payload, in bytes.
     pub payload_len: u32,
-    /// Number of a sequenced frame, from 1; 0 for others.
+    /// Number of a sequenced frame, from 1. For frames that are not sequenced, 0.
     pub seq: u64,
     /// Number of the last sequenced frame that the sender of this frame has received.
     pub ack: u64,
@@ -286,10 +289,11 @@ impl FrameHeader {
     }
 }
 
-/// Appends the fixed header and the body of a frame to `out`. The caller appends the payload, if
-/// any, after them.
+/// Appends the fixed header and the body of a frame to `out`. The caller then appends the payload,
+/// if the frame has one.
 ///
-/// `header` writes the header part. The caller ensures that the frame respects the reader's limits.
+/// `header` writes the header part of the body. The caller ensures that the frame respects the
+/// limits of its receiver.
 pub fn encode_head(
     out: &mut Vec<u8>,
     kind: FrameKind,
@@ -324,7 +328,7 @@ pub struct Frame {
     pub header: FrameHeader,
     /// The header part.
     pub body: Body,
-    /// The payload, verified.
+    /// The payload, which matches its checksums.
     pub payload: Payload,
 }
 
@@ -332,7 +336,7 @@ pub struct Frame {
 /// frame is incomplete.
 ///
 /// # Errors
-/// As soon as the bytes cannot become a frame that `limits` permit.
+/// If no further bytes could complete `bytes` to a valid frame within `limits`.
 pub fn decode(bytes: &Bytes, limits: &Limits) -> Result<Option<(Frame, usize)>, FrameError> {
     let Some(fixed) = bytes.first_chunk::<HEADER_LEN>() else { return Ok(None) };
     let header = FrameHeader::decode(fixed, limits)?;
@@ -375,7 +379,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_headers_with_right_checksums_never_panic(
+        fn arbitrary_headers_with_correct_checksums_never_panic(
             mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..13,
             header_len in 0u32..1200, payload_len in 0u32..6000,
         ) {
@@ -397,7 +401,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_encoded_is_decoded_and_every_prefix_is_incomplete(
+        fn an_encoded_frame_is_decoded_and_every_prefix_is_incomplete(
             header in proptest::collection::vec(any::<u8>(), 0..300), phase in 0u64..4096,
             data in proptest::collection::vec(any::<u8>(), 0..10_000), cut: usize,
         ) {
@@ -411,7 +415,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_always_found(
+        fn a_flipped_bit_is_always_detected(
             header in proptest::collection::vec(any::<u8>(), 0..100),
             data in proptest::collection::vec(any::<u8>(), 0..9_000), bit: usize,
         ) {
@@ -424,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_over_the_limits_are_refused_before_anything_is_read() {
+    fn a_frame_header_with_a_length_over_the_limits_is_refused() {
         let bytes = message(&[0; 4097], 0, b"");
         let wrong = decode(&Bytes::from(bytes), &LIMITS).unwrap_err();
         assert!(

@@ -52,7 +52,7 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
     let limits = Limits { max_header: MAX_CONTROL, max_inline: 0, max_bulk: 0, eager: 0, one_sided: false };
     let check = |header: &FrameHeader| match header.kind {
         FrameKind::Hello | FrameKind::Welcome | FrameKind::Reject => Ok(()),
-        kind => Err(HandshakeError::Protocol(format!("a {kind:?} frame before the handshake"))),
+        kind => Err(HandshakeError::Protocol(format!("the peer sent a {kind:?} frame before the handshake"))),
     };
     match &mut wire.road {
         Road::Stream(reader, _) => {
@@ -68,7 +68,7 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
             let packet = link.receive().await.map_err(|e| transport(e.0))?;
             match frame::decode(&packet, &limits).map_err(broken)? {
                 Some((frame, len)) if len == packet.len() => check(&frame.header).map(|()| frame.body),
-                _ => Err(HandshakeError::Protocol("a packet that is not one frame".into())),
+                _ => Err(HandshakeError::Protocol("a packet of the handshake must hold one frame".into())),
             }
         }
     }
@@ -93,19 +93,20 @@ pub(crate) async fn write(wire: &mut Wire, body: &Body) -> std::io::Result<()> {
 pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError> {
     match read(wire).await? {
         Body::Hello(hello) => Ok(hello),
-        other => Err(HandshakeError::Protocol(format!("{:?} instead of Hello", other.kind()))),
+        other => Err(HandshakeError::Protocol(format!("the peer sent {:?} instead of Hello", other.kind()))),
     }
 }
 
-/// Whether this side can accept the hello, over a transport whose connect request made `claim`.
+/// Checks whether this side can accept the [`Hello`]. `claim` is the identity in the transport's
+/// connect request, if the transport has such a request.
 pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
     if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
-        return no("the handshake is not that of who asked to connect".to_owned());
+        return no("the tenant or the nonce differs from the connect request".to_owned());
     }
     if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
         return no(format!(
-            "no common version: the client speaks {:?}, the server {VERSIONS:?}",
+            "no common version: the client supports {:?}, the server supports {VERSIONS:?}",
             hello.versions
         ));
     }
@@ -113,7 +114,7 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
         return no(format!("the tenant's name is longer than {} bytes", ConnectClaim::MAX_TENANT));
     }
     if hello.resume.is_none() && hello.granted > crate::config::MAX_CREDIT_BYTES {
-        return no("more credit than any window has".to_owned());
+        return no("the client grants more than 2 GiB of credit".to_owned());
     }
     Ok(())
 }
@@ -167,7 +168,7 @@ fn welcome(
 pub(crate) struct Dialer {
     transport: Arc<dyn Transport>,
     paths: Vec<Arc<Path>>,
-    /// The best path that the server also has. Known once the connection exists.
+    /// The best path that the server also has. `None` before the first handshake.
     path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
@@ -227,7 +228,7 @@ impl Dialer {
         let required = self.paths.iter().find(|path| path.is_required);
         let Some(path) = self.path.clone() else {
             return match required {
-                Some(path) => Err(self.no_path(&path.name, "the server does not offer it")),
+                Some(path) => Err(self.no_path(&path.name, "the server does not offer this path")),
                 None => Ok(wire),
             };
         };
@@ -246,7 +247,7 @@ impl Dialer {
     }
 
     fn no_path(&self, name: &str, why: &str) -> MessengerError {
-        let reason = format!("{name} cannot be used: {why}");
+        let reason = format!("the required path {name} cannot be used: {why}");
         MessengerError::Unreachable { endpoint: self.endpoint.clone(), reason }
     }
 
@@ -267,13 +268,14 @@ impl Dialer {
 
     fn go_on(&self, shared: &Shared, welcome: &Welcome) -> Result<(), MessengerError> {
         if welcome.session != shared.session_id() {
-            return Err(MessengerError::Protocol("the server went on with another session".into()));
+            return Err(MessengerError::Protocol("the server resumed a different connection".into()));
         }
         shared.resume(welcome.received, welcome.granted)
     }
 
     /// Waits until a better transport than the current one is available and dials it. Never returns
-    /// if none exists.
+    /// if no better transport exists. `is_base` says whether the current transport is the base
+    /// transport.
     pub(crate) async fn upgrade(&self, is_base: bool) -> (Wire, ConnectClaim) {
         match &self.path {
             Some(path) if is_base => path.upgrade(|| self.claim()).await,
@@ -338,7 +340,7 @@ impl Dialer {
     }
 
     fn too_slow(&self) -> HandshakeError {
-        let reason = "no answer in time".to_owned();
+        let reason = "the peer did not answer in time".to_owned();
         HandshakeError::Transport { endpoint: self.endpoint.clone(), reason }
     }
 
@@ -406,15 +408,20 @@ impl Dialer {
                     || welcome.paths.len() > MAX_PATHS
                     || welcome.paths.iter().any(|path| path.name.len() > MAX_PATH_NAME)
                 {
-                    return Err(HandshakeError::Protocol("the answer is not to this request".into()));
+                    return Err(HandshakeError::Protocol("the Welcome does not match the Hello".into()));
                 }
                 if !resumes && welcome.granted > crate::config::MAX_CREDIT_BYTES {
-                    return Err(HandshakeError::Protocol("more credit than any window has".into()));
+                    return Err(HandshakeError::Protocol(
+                        "the server grants more than 2 GiB of credit".into(),
+                    ));
                 }
                 Ok((welcome, wire))
             }
             Body::Reject(reject) => Err(HandshakeError::Rejected(reject)),
-            other => Err(HandshakeError::Protocol(format!("{:?} instead of Welcome", other.kind()))),
+            other => Err(HandshakeError::Protocol(format!(
+                "the server sent {:?} instead of Welcome",
+                other.kind()
+            ))),
         }
     }
 }
@@ -422,7 +429,7 @@ impl Dialer {
 fn lost(e: MessengerError) -> MessengerError {
     match e {
         MessengerError::Refused(reason) => {
-            MessengerError::SessionLost(format!("the peer does not know it (any more): {reason}"))
+            MessengerError::SessionLost(format!("the peer refused to resume the connection: {reason}"))
         }
         MessengerError::Unreachable { endpoint, reason } => {
             MessengerError::SessionLost(format!("{endpoint} cannot be reached: {reason}"))

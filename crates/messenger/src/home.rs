@@ -8,8 +8,8 @@ use base::thread::ThreadClass;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// The thread. It ends when this value is dropped. The connections that it serves keep this value
-/// alive.
+/// A thread that serves connections. It ends when this value is dropped. The connections that it
+/// serves keep this value alive.
 pub(crate) struct Home {
     handle: Handle,
     /// Dropping the sender stops the thread. The mutex only makes the type `Sync`.
@@ -29,7 +29,8 @@ impl Home {
         Ok(Home { handle, _stop: Mutex::new(stop) })
     }
 
-    /// Runs `work` on the thread. Dropping the future cancels the work.
+    /// Runs `work` on the thread. Dropping the returned future cancels the work. Returns `None` if
+    /// the work panicked or the thread ended.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,

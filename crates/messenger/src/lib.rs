@@ -1,12 +1,14 @@
 //! Messages and bulk transfers between two processes, over interchangeable network stacks.
 //!
-//! A [`NetworkStack`] makes [`Connection`]s. A connection carries ordered messages both ways. Each
-//! message arrives exactly once, even if the transport below breaks and is replaced. A connection
-//! also moves *bulk* data: one side offers memory by sending a [`BulkDescriptor`](wire::BulkDescriptor) in a message. The
-//! **receiver of the descriptor** drives the transfer: it pulls from the memory or pushes into it.
-//! So the server controls the flow, and heartbeats never wait behind data.
+//! A [`NetworkStack`] creates [`Connection`]s. A connection carries ordered messages in both
+//! directions. Each message arrives exactly once, even if the transport below breaks and is
+//! replaced. A connection also moves *bulk* data: one side offers memory by sending a
+//! [`BulkDescriptor`](wire::BulkDescriptor) in a message. The **receiver of the descriptor** drives
+//! the transfer: it pulls data from the memory or pushes data into it. Clients offer memory and the
+//! server drives the transfers, so the server controls the flow of bulk data. Heartbeats are sent
+//! before queued bulk data.
 //!
-//! The messenger knows nothing of objects. Only its users interpret the header of a message.
+//! The messenger does not know objects. Only its users interpret the header of a message.
 //!
 //! ```
 //! use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack, TcpStack};
@@ -31,7 +33,7 @@
 //! The layers, from the bottom up: [`transport`] moves bytes between machines (TCP, libfabric, or a
 //! simulation with faults). [`frame`] encodes frames by pure functions. `session` keeps a
 //! connection's message order, credits, offers and unacknowledged frames. `stack` creates
-//! connections by a handshake. `docs/protocol.md` draws the frames.
+//! connections by a handshake. `docs/protocol.md` describes the format of frames.
 
 #![forbid(unsafe_code)]
 
@@ -60,7 +62,8 @@ pub use paths::Path;
 pub use stack::{SimStack, StreamStack, TcpStack};
 pub use transport::ofi::ReceiveQueueKind;
 
-/// Starts a task of the messenger's. Its thread may do other work, too, so what it costs is booked.
+/// Starts a task of the messenger on the current runtime. The runtime's thread may also do other
+/// work, so the CPU time of the task is recorded separately, as that of a messenger thread.
 fn spawn(task: impl Future<Output = ()> + Send + 'static) -> tokio::task::JoinHandle<()> {
     tokio::spawn(base::work::booked(base::thread::ThreadClass::Messenger, task))
 }

@@ -1,4 +1,4 @@
-//! The counters of connections. All connections of a process share them.
+//! The metrics of connections. All connections of a process share them.
 
 use metrics::{Counter, Gauge, counter, gauge};
 
@@ -8,19 +8,19 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) sent_bytes: Counter,
     /// Bytes read from transports, headers included.
     pub(crate) received_bytes: Counter,
-    /// Messages sent on connections, without repetitions.
+    /// Messages sent, not counting repetitions.
     pub(crate) sent_messages: Counter,
     /// Messages received.
     pub(crate) received_messages: Counter,
     /// Pulls begun by this side.
     pub(crate) pulls: Counter,
-    /// Pulls and pushes refused, by this side or the peer.
+    /// Pulls and pushes that this side or the peer refused.
     pub(crate) refusals: Counter,
-    /// Sessions that went on over a new transport.
+    /// Resumptions of connections over new transports.
     pub(crate) resumes: Counter,
-    /// Transports given up because the peer was silent.
+    /// Transports that were closed because the peer was silent.
     pub(crate) heartbeats_missed: Counter,
-    /// Sessions that are there.
+    /// Connections that exist now.
     pub(crate) sessions: Gauge,
     /// Messages that are queued and not yet written, over all connections.
     pub(crate) queue_depth: Gauge,

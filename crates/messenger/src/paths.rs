@@ -1,4 +1,4 @@
-//! Faster paths to a peer than the base transport, which always works.
+//! Paths to a peer that are faster than the base transport. The base transport is always available.
 //!
 //! A connection begins over the base transport. The server's answer to the handshake lists its
 //! other [paths](PathOffer). A client that also supports one of them moves the connection there, by
@@ -72,7 +72,7 @@ pub(crate) struct CommonPath {
 }
 
 impl CommonPath {
-    /// Chooses the best of `paths` that the server offers. `dialed` is the address at which the
+    /// Chooses the first of `paths` that the server offers. `dialed` is the address at which the
     /// client reached the server.
     pub(crate) fn choose(paths: &[Arc<Path>], offers: &[PathOffer], dialed: &str) -> Option<CommonPath> {
         paths.iter().find_map(|path| {
@@ -114,14 +114,17 @@ impl CommonPath {
                     return (wire, claim);
                 }
                 Ok(Err(e)) => probe.end(Err(&e.to_string())),
-                Err(_) => probe.end(Err("no connection in time")),
+                Err(_) => probe.end(Err("the connection was not established in time")),
             }
         }
     }
 }
 
+/// An attempt to connect over a path. Its outcome is reported to the path's health, even if the
+/// attempt is dropped.
 struct Probe<'a> {
     path: &'a Path,
+    /// Whether the path's health waits for the outcome of this attempt.
     is_pending: bool,
 }
 
@@ -138,7 +141,7 @@ impl Probe<'_> {
 impl Drop for Probe<'_> {
     fn drop(&mut self) {
         if self.is_pending {
-            self.path.health.probed(Err("given up"), Instant::now());
+            self.path.health.probed(Err("the attempt to connect was cancelled"), Instant::now());
         }
     }
 }
@@ -163,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_at_every_address_is_found_where_it_was_dialed() {
+    fn an_unspecified_server_address_is_replaced_by_the_dialed_address() {
         assert_eq!(reachable("192.0.2.1:5", "node:7700").as_deref(), Some("192.0.2.1:5"));
         assert_eq!(reachable("0.0.0.0:5", "node:7700").as_deref(), Some("node:5"));
         assert_eq!(reachable("[::]:5", "[2001:db8::1]:7700").as_deref(), Some("[2001:db8::1]:5"));

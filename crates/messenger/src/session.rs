@@ -41,7 +41,7 @@ use outbound::Outbound;
 use pulls::Pulls;
 use turns::TransferTurns;
 
-/// What both sides agreed on in the handshake.
+/// The values that both sides agreed on in the handshake.
 pub(crate) struct Negotiated {
     pub(crate) peer: PeerInfo,
     pub(crate) secret: [u8; 16],
@@ -95,30 +95,32 @@ pub(crate) struct Shared {
     wake_writer: Notify,
     /// Credit for messages that the peer granted, in bytes.
     message_credit: Semaphore,
-    /// How many more bytes of pushed data may be sent before the peer acknowledges earlier ones.
+    /// Number of bytes of pushed data that may still be sent before the peer acknowledges earlier
+    /// pushes.
     push_room: Semaphore,
-    /// Free places in the queue of bulk chunks. Tokio's semaphore is fair, so the transfers whose
-    /// turn it is alternate.
+    /// Free places in the queue of bulk chunks. Tokio's semaphore is fair, so the active transfers
+    /// alternate.
     bulk_slots: Semaphore,
     turns: TransferTurns,
     pull_slots: Semaphore,
-    /// A pull was cancelled. Wakes the reader, because it may be writing to the pull's buffer.
+    /// Wakes the reader when a pull was cancelled, because the reader may be writing to the pull's
+    /// buffer.
     pull_dropped: Notify,
-    /// The user wants to close the connection.
+    /// True once this side has asked to close the connection.
     close_wanted: watch::Sender<bool>,
-    /// The connection is being closed because another connection needs its place.
+    /// Whether the connection is being closed because another connection needs its place.
     reclaimed: AtomicBool,
-    /// The connection's task has ended.
+    /// True once the connection's task has ended.
     ended: watch::Sender<bool>,
-    /// Bytes were received since the last heartbeat was due.
+    /// Whether bytes were received since the last heartbeat was due.
     heard: AtomicBool,
-    /// Bytes were sent since the last heartbeat was due.
+    /// Whether bytes were sent since the last heartbeat was due.
     spoke: AtomicBool,
-    /// How long the peer may be silent, as the peer announced it, in milliseconds.
+    /// The longest silence that the peer has announced for itself, in milliseconds.
     peer_quiet_ms: AtomicU32,
-    /// Work began while this side made longer pauses between heartbeats.
+    /// Ends a long pause between heartbeats when work begins.
     stirred: Notify,
-    /// A received frame needs an acknowledgement, and the acknowledgement timer is not running yet.
+    /// Starts the acknowledgement timer when a received frame needs an acknowledgement.
     ack_wanted: Notify,
 }
 
@@ -182,15 +184,17 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics with the state half changed, so a poisoned mutex is safe to use.
+        // No code panics in the middle of a change, so a poisoned mutex is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns an error if nothing more can be sent.
+    /// Returns an error if the connection is closing or lost, so that nothing more can be sent.
     fn check_open(state: &State) -> Result<(), MessengerError> {
         match &state.status {
             ConnectionState::Open => Ok(()),
-            ConnectionState::Closing => Err(MessengerError::SessionLost("closed by this side".into())),
+            ConnectionState::Closing => {
+                Err(MessengerError::SessionLost("this side closed the connection".into()))
+            }
             ConnectionState::Lost(why) => Err(why.clone()),
         }
     }
@@ -199,7 +203,7 @@ impl Shared {
     fn loss(&self) -> MessengerError {
         Self::check_open(&self.lock())
             .err()
-            .unwrap_or_else(|| MessengerError::SessionLost("the session ends".into()))
+            .unwrap_or_else(|| MessengerError::SessionLost("the connection is ending".into()))
     }
 
     /// Asks the connection's task to send the queued frames and to end. May be called more than
@@ -238,8 +242,8 @@ impl Shared {
         }
         state.status = ConnectionState::Lost(why.clone());
         state.link = None;
-        // These are dropped after the lock is released, because dropping the users' objects may
-        // call back into the connection.
+        // Drop these parts after releasing the mutex, because the destructors of the users' objects
+        // may call back into the connection.
         let (outbound, pulls, offers) = (
             std::mem::replace(&mut state.outbound, Outbound::new(0, 0)),
             std::mem::take(&mut state.pulls),

@@ -1,4 +1,4 @@
-//! Network stacks over byte streams: connecting, listening, and the connections of a listener.
+//! Network stacks over any [`Transport`]: connecting, listening, and the connections of a listener.
 
 mod listener;
 
@@ -19,13 +19,13 @@ use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result
 pub(crate) use listener::RegistryPlace;
 use listener::StreamListener;
 
-/// A network stack over a [`Transport`] that always works, with optional faster [`Path`]s.
+/// A network stack over a base [`Transport`], with optional faster [`Path`]s.
 ///
 /// The thread that called `listen` serves a listener's connections. The thread that called
 /// `connect` serves a client's connection, unless [`on_own_thread`](StreamStack::on_own_thread)
-/// gave the stack its own thread. All these threads must be in a tokio runtime with time and I/O.
-/// Other threads may use the handles. They must be in a runtime with time, because transfers have
-/// deadlines.
+/// gave the stack its own thread. All these threads must run a tokio runtime with timers and I/O
+/// enabled. Other threads may use the connections' handles. They need a runtime with timers,
+/// because transfers have deadlines.
 pub struct StreamStack<T> {
     transport: Arc<T>,
     paths: Vec<Arc<Path>>,
@@ -39,7 +39,7 @@ pub struct StreamStack<T> {
 /// the stack runs on one current-thread runtime with a paused clock.
 pub type SimStack = StreamStack<Faulty<MemoryNetwork>>;
 
-/// The TCP stack, which always works. Its endpoints are `host:port`.
+/// The TCP stack. Its endpoints are `host:port`.
 pub type TcpStack = StreamStack<Tcp>;
 
 impl StreamStack<Tcp> {
@@ -88,8 +88,8 @@ impl<T: Transport> StreamStack<T> {
         StreamStack { transport: Arc::new(transport), paths: Vec::new(), home: None, config }
     }
 
-    /// Adds a path that is preferred to the base transport. Paths added before it are preferred to
-    /// it.
+    /// Adds a path, which the stack prefers to the base transport. The stack prefers paths that
+    /// were added earlier to paths that were added later.
     #[must_use]
     pub fn with_path(mut self, path: Path) -> StreamStack<T> {
         self.paths.push(Arc::new(path));
@@ -118,7 +118,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
         Box::pin(async move {
             let acceptor = self.transport.bind(address).await.map_err(|e| MessengerError::Unreachable {
                 endpoint: address.to_owned(),
-                reason: format!("cannot listen there: {e}"),
+                reason: format!("cannot listen at this address: {e}"),
             })?;
             let base = acceptor.endpoint();
             let mut others = Vec::new();
@@ -128,10 +128,12 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                 match path.transport.bind(&address).await {
                     Ok(other) => others.push((path.name.clone(), other)),
                     Err(e) if path.is_required => {
-                        let reason = format!("cannot listen there over {}: {e}", path.name);
+                        let reason = format!("cannot listen at this address over {}: {e}", path.name);
                         return Err(MessengerError::Unreachable { endpoint: address, reason });
                     }
-                    Err(e) => tracing::info!(path = path.name, address, error = %e, "not listening there"),
+                    Err(e) => {
+                        tracing::info!(path = path.name, address, error = %e, "not listening on the path")
+                    }
                 }
             }
             let listener = StreamListener::start(acceptor, others, features, self.config.clone());

@@ -1,9 +1,9 @@
 //! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
 //!
-//! [`tcp`] is the real stream. [`memory`] works within one process, and [`faulty`] adds faults to
-//! another transport. [`ofi`] has no stream: it carries packets and one-sided transfers. A
-//! transport does not interpret the bytes. One connection may use several transports in turn, even
-//! of different kinds.
+//! [`tcp`] carries a byte stream between machines. [`memory`] carries a byte stream within a
+//! process, and [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries
+//! packets and one-sided transfers. A transport does not interpret the bytes. One connection may
+//! use several transports in turn, even of different kinds.
 
 pub mod faulty;
 pub mod memory;
@@ -26,14 +26,15 @@ pub type TransportWriter = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// One transport of a connection.
 pub struct Wire {
-    /// The way in which bytes move.
+    /// The way in which bytes move: a stream or packets.
     pub road: Road,
     /// The peer's address, for display.
     pub address: String,
-    /// The peer's address, for the budgets of the accepting side.
+    /// The peer's address. The accepting side divides its limited resources between these
+    /// addresses.
     pub peer: PeerAddress,
-    /// The peer's claim about itself in the connect request, if the transport supports one. The
-    /// handshake must prove it.
+    /// The identity that the peer claimed in the connect request, if the transport has such a
+    /// request. The handshake must state the same identity.
     pub claim: Option<ConnectClaim>,
 }
 
@@ -46,7 +47,8 @@ pub enum Road {
 }
 
 impl Wire {
-    /// Creates a wire from two streams, to a peer without an address.
+    /// Creates a wire from the two halves of a stream. The peer's address for budgets is
+    /// [`PeerAddress::Local`].
     #[must_use]
     pub fn stream(reader: TransportReader, writer: TransportWriter, address: String) -> Wire {
         Wire { road: Road::Stream(reader, writer), address, peer: PeerAddress::Local, claim: None }
@@ -60,7 +62,7 @@ impl fmt::Debug for Wire {
 }
 
 /// The identity that a client claims in the connect request. With it, a server can choose a
-/// protection domain before an endpoint exists. It proves nothing.
+/// protection domain before it creates an endpoint. The claim is not authenticated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectClaim {
     /// The tenant, at most [`ConnectClaim::MAX_TENANT`] bytes.
@@ -74,7 +76,7 @@ impl ConnectClaim {
     pub const MAX_TENANT: usize = 32;
 }
 
-/// A way to create [`Wire`]s.
+/// Creates [`Wire`]s: dials peers and accepts them.
 pub trait Transport: Send + Sync + 'static {
     /// Starts to listen at `address`.
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
@@ -88,8 +90,8 @@ pub trait Acceptor: Send {
     /// The address of the acceptor.
     fn endpoint(&self) -> String;
 
-    /// Waits for the next transport. Cancel safe. Skips transports that end before they are
-    /// accepted, so an error concerns the acceptor or the process, for example a lack of file
-    /// descriptors.
+    /// Waits for the next transport. No transport is lost if the returned future is dropped. Skips
+    /// transports that end before they are accepted. An error therefore concerns the acceptor or
+    /// the process, for example a lack of file descriptors.
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>>;
 }

@@ -1,7 +1,7 @@
-//! The conformance suite over the simulated network, where everything goes wrong at random but replayably:
-//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is paused, so hours of it take seconds.
+//! The conformance suite over the simulated network, which produces random faults from a seed.
+//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is simulated, so hours take only seconds.
 
-#![expect(clippy::print_stdout, reason = "seeds, for the report of a failed test")]
+#![expect(clippy::print_stdout, reason = "the report of a failed test needs the seeds")]
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,11 +30,11 @@ fn rig(faults: StreamFaults, seed: u64) -> (Rig, Arc<FaultControl>) {
     (rig, control)
 }
 
-/// Delays only: what the suite expects of a network that is slow, but well.
+/// Faults of a slow network: only delays. The whole suite runs over this network.
 const SLOW: StreamFaults =
     StreamFaults { delay_max: Duration::from_millis(2), piece_max: 20_000, ..StreamFaults::NONE };
 
-/// Everything at once.
+/// All kinds of faults together.
 const HOSTILE: StreamFaults = StreamFaults {
     delay_max: Duration::from_millis(3),
     piece_max: 30_000,
@@ -59,15 +59,16 @@ macro_rules! simulated {
 
 outboard_messenger::for_each_conformance_check!(simulated);
 
-/// The harshest check on the worst network, for several seeds; every fault must have fired.
+/// Runs the check with the most transfers and broken transports on the network with all faults, for
+/// several seeds. Every kind of fault must have occurred.
 #[tokio::test(start_paused = true)]
-async fn exactly_once_on_a_hostile_network() {
+async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
     let first = conformance::seed();
     let mut fired = [0; 7];
     for seed in first..first + 4 {
         println!("seed {seed}");
         let (rig, control) = rig(HOSTILE, seed);
-        let check = conformance::exactly_once_across_broken_transports(&rig);
+        let check = conformance::messages_arrive_exactly_once_across_broken_transports(&rig);
         tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
         let c = &control.counts;
         let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
@@ -75,12 +76,13 @@ async fn exactly_once_on_a_hostile_network() {
             *sum += count.load(Ordering::Relaxed);
         }
     }
-    assert!(fired.iter().all(|n| *n > 0), "a fault never fired: {fired:?}");
+    assert!(fired.iter().all(|n| *n > 0), "a kind of fault never occurred: {fired:?}");
 }
 
-/// Sides that want nothing of each other say ever less, and notice the other's end late; who wants something notices it as soon as ever.
+/// While neither side has outstanding work, the pauses between heartbeats grow, and the loss of the
+/// peer is detected late. A side with outstanding work detects it within the usual grace period.
 #[tokio::test(start_paused = true)]
-async fn idle_sessions_rest_until_something_is_wanted() {
+async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
     let (rig, _) = rig(SLOW, conformance::seed());
     let rest = SessionConfig::default().rest;
     let mut listener = rig.listen().await;
@@ -90,10 +92,10 @@ async fn idle_sessions_rest_until_something_is_wanted() {
     let ((client, mut from_server), (_server, mut from_client)) = (client.unwrap(), server.unwrap());
     for wants in [true, false] {
         let idle = timeout(20 * rest, from_server.next()).await;
-        assert!(idle.is_err(), "an idle session got {idle:?}");
+        assert!(idle.is_err(), "an idle connection reported {idle:?}");
         (rig.freeze)(true);
         let still = timeout(2 * GRACE, from_server.next()).await;
-        assert!(still.is_err(), "at rest it was noticed at once: {still:?}");
+        assert!(still.is_err(), "the silence was detected too early: {still:?}");
         let most = if wants {
             client.send(Message::default()).await.unwrap();
             GRACE + 2 * SessionConfig::default().heartbeat
@@ -114,9 +116,9 @@ async fn idle_sessions_rest_until_something_is_wanted() {
     }
 }
 
-/// The same seed is the same run, to the last byte.
+/// Two runs with the same seed have the same number of faults and the same duration.
 #[test]
-fn a_seed_replays_a_run() {
+fn the_same_seed_replays_the_same_run() {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -126,7 +128,7 @@ fn a_seed_replays_a_run() {
         runtime.block_on(async {
             let (rig, control) = rig(HOSTILE, 42);
             let began = tokio::time::Instant::now();
-            conformance::exactly_once_across_broken_transports(&rig).await;
+            conformance::messages_arrive_exactly_once_across_broken_transports(&rig).await;
             let c = &control.counts;
             let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
             (counts.map(|n| n.load(Ordering::Relaxed)), began.elapsed())

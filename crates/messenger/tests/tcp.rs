@@ -1,4 +1,5 @@
-//! The conformance suite over TCP. Its transports run through a pump that can break and freeze them.
+//! The conformance suite over TCP. The bytes of its transports pass through a pump that can break
+//! and freeze them.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -14,13 +14,13 @@ use crate::{BulkRegion, BulkSource, Ends, MessengerError};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Sizes around every boundary there is: pieces, chunks, segments.
+/// Sizes of transfers around the boundaries of pieces and chunks.
 const SIZES: [usize; 13] =
     [0, 1, 7, 4095, 4096, 4097, 65_536, 262_143, 262_144, 262_145, 600_001, 2 << 20, (3 << 20) + 5];
 
-/// Pulls and pushes of all odd sizes and phases bring the right bytes and checksums; a push comes before the message
-/// sent after it.
-pub async fn bulk_both_ways(rig: &Rig) {
+/// Pulls and pushes of many sizes and phases deliver the right bytes and checksums. A
+/// push arrives before the message that is sent after it.
+pub async fn bulk_transfers_deliver_the_right_bytes(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
     let (pool, mut random) = (pool(), rig.random());
@@ -83,8 +83,9 @@ async fn ranges_of(
     assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "{refused:?}");
 }
 
-/// Many transfers at a time in both directions, messages between them.
-pub async fn many_transfers_at_once(rig: &Rig) {
+/// Many pulls and pushes at a time complete with the right data, and so do the messages between
+/// them.
+pub async fn concurrent_transfers_and_messages_all_complete(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
     let (pool, mut random) = (pool(), rig.random());
@@ -115,13 +116,13 @@ pub async fn many_transfers_at_once(rig: &Rig) {
         assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"done");
     }
     while let Some(done) = tasks.join_next().await {
-        let (sink, room) = done.expect("the transfer went well");
+        let (sink, room) = done.expect("the transfers complete");
         sink.finish();
         assert!(room.content() == data[..]);
     }
 }
 
-/// A source that gives its first chunk, and then nothing.
+/// A source that returns its first chunk, and never returns another one.
 struct Stuck(usize);
 
 impl BulkSource for Stuck {
@@ -141,9 +142,10 @@ impl BulkSource for Stuck {
     }
 }
 
-/// Large transfers that begin together go one after the other: when the first has ended the last has hardly begun. Small
-/// ones pass them, and sources that get stuck while it is their turn hold up nobody.
-pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
+/// Large transfers that begin together finish one after the other: when the first ends, the last
+/// has sent one chunk at most. A small transfer passes the large ones. A source that stalls while
+/// its transfer is active does not block other transfers.
+pub async fn large_transfers_finish_one_after_the_other(rig: &Rig) {
     const LARGE: usize = 8;
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
@@ -167,21 +169,21 @@ pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
             let dest = pool_.alloc(len).await.expect("a buffer");
             let pulled = server_.bulk_read(&from, 0, dest, LONG).await.expect("pulled");
             assert!(pulled.buf.iter().all(|b| *b == 3));
-            ends.send((i, last.taken())).expect("somebody listens");
+            ends.send((i, last.taken())).expect("the receiver exists");
         }
     };
     let mut pulls: Vec<_> =
         sources.iter().enumerate().map(|(i, s)| pull(i, &s.descriptor, data.len())).collect();
     pulls.push(pull(LARGE, &small.descriptor, 5000));
     tokio::select! {
-        _ = stuck_ones => panic!("a source without data was read"),
+        _ = stuck_ones => panic!("a pull from a stuck source ended"),
         _ = futures::future::join_all(pulls) => {}
     }
     let order: Vec<(usize, u64)> = std::iter::from_fn(|| ended.try_recv().ok()).collect();
-    let small_at = order.iter().position(|(i, _)| *i == LARGE).expect("it ended");
-    assert!(small_at < LARGE / 2, "the small one waited for most: {order:?}");
-    let (_, last_taken) = order.iter().find(|(i, _)| *i < LARGE).expect("they ended");
-    assert!(*last_taken <= 256 << 10, "pulls, and what the last one had sent: {order:?}");
+    let small_at = order.iter().position(|(i, _)| *i == LARGE).expect("the small pull ended");
+    assert!(small_at < LARGE / 2, "the small pull waited for most large pulls: {order:?}");
+    let (_, last_taken) = order.iter().find(|(i, _)| *i < LARGE).expect("a large pull ended");
+    assert!(*last_taken <= 256 << 10, "the last pull sent too early (pull, bytes of the last): {order:?}");
 
     let rooms: Vec<_> = (0..LARGE).map(|_| Buffer::new(0, &vec![0; data.len()])).collect();
     let sink = |room: &Arc<Buffer>| client.offer_sink(Arc::clone(room) as _, 0).expect("offered");
@@ -196,7 +198,7 @@ pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
         }
     });
     let mut pushes: FuturesUnordered<_> = pushes.collect();
-    let (first, last_filled) = pushes.next().await.expect("there are some");
+    let (first, last_filled) = pushes.next().await.expect("a push ends");
     assert_eq!(last_filled, 0, "the last push had begun when number {first} was sent");
     while pushes.next().await.is_some() {}
     for _ in 0..LARGE {
@@ -204,11 +206,12 @@ pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
     }
     drop(pushes);
     sinks.into_iter().for_each(BulkRegion::finish);
-    assert!(rooms.iter().all(|room| room.content() == data), "all is there");
+    assert!(rooms.iter().all(|room| room.content() == data), "a sink lacks data");
 }
 
-/// Offers that were withdrawn, never made, exceeded or meant for something else are refused, and only that.
-pub async fn offers_are_guarded(rig: &Rig) {
+/// Transfers are refused if their offer was withdrawn or never existed, if they exceed the offer,
+/// or if the descriptor was altered. The connection continues.
+pub async fn invalid_uses_of_offers_are_refused(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
     let pool = pool();
@@ -217,7 +220,7 @@ pub async fn offers_are_guarded(rig: &Rig) {
     let in_memory = client.offer_source(Buffer::in_memory(0, &[1; 10_000])).expect("offered");
     let stale = in_memory.descriptor.clone();
     let dest = pool.alloc(10_000).await.expect("a buffer");
-    server.bulk_read(&stale, 0, dest, LONG).await.expect("it is not stale yet");
+    server.bulk_read(&stale, 0, dest, LONG).await.expect("the offer is still valid");
     in_memory.finish();
     let dest = pool.alloc(10_000).await.expect("a buffer");
     let refused = server.bulk_read(&stale, 0, dest, LONG).await;
@@ -237,7 +240,8 @@ pub async fn offers_are_guarded(rig: &Rig) {
         ("no phase", altered(&|d| d.phase = 5000)),
     ];
     for (name, lie) in lies {
-        // Only the lie about the length asks for more than the offer has: the others must be found by themselves.
+        // Only the lie about the length requests more bytes than were offered. The other lies must
+        // be detected with a valid length.
         let len = if name == "longer" { 20_000 } else { 10_000 };
         let dest = pool.alloc(len).await.expect("a buffer");
         let refused = server.bulk_read(&lie, 0, dest, LONG).await;
@@ -245,12 +249,12 @@ pub async fn offers_are_guarded(rig: &Rig) {
     }
     let as_sink = altered(&|d| d.direction = BulkDirection::Write);
     let payload = Payload::compute(0, vec![9; 10].into());
-    server.bulk_write(&as_sink, 0, payload.clone(), LONG).await.expect("queued; its refusal comes later");
+    server.bulk_write(&as_sink, 0, payload.clone(), LONG).await.expect("queued; the peer refuses it later");
     server.send(message(b"1")).await.expect("sent");
     next_message(&mut *from_server).await;
     client.send(message(b"2")).await.expect("sent");
     let dest = pool.alloc(10_000).await.expect("a buffer");
-    let pulled = server.bulk_read(&good, 0, dest, LONG).await.expect("the session is well");
+    let pulled = server.bulk_read(&good, 0, dest, LONG).await.expect("the connection still works");
     assert!(pulled.buf.iter().all(|b| *b == 1));
     drop(pulled);
     let refused = server.bulk_write(&as_sink, 0, payload, LONG).await;
@@ -259,12 +263,13 @@ pub async fn offers_are_guarded(rig: &Rig) {
     let dest = pool.alloc(10_000).await.expect("a buffer");
     let refused = server.bulk_read(&good, 0, dest, LONG).await;
     assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "withdrawn: {refused:?}");
-    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer returned to the pool");
 }
 
-/// Descriptors that lie about where memory is cost their session at most its transport: what was offered is still there, no
-/// buffer is lost, and other sessions notice nothing.
-pub async fn lies_about_memory_are_harmless(rig: &Rig) {
+/// A descriptor with wrong addresses, keys or checksums of remote memory ends at most the transport
+/// of its connection. The offered data still arrives, no buffer is lost, and other connections
+/// continue.
+pub async fn wrong_descriptions_of_memory_lose_no_data(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let ((other, _in), (other_server, mut from_other)) = rig.pair(&mut *listener).await;
@@ -291,7 +296,7 @@ pub async fn lies_about_memory_are_harmless(rig: &Rig) {
             descriptor
         });
         let dest = pool.alloc(data.len()).await.expect("a buffer");
-        let pulled = server.bulk_read(&from, 0, dest, LONG).await.expect("it goes another way");
+        let pulled = server.bulk_read(&from, 0, dest, LONG).await.expect("the data arrives in frames");
         assert!(pulled.buf[..] == data[..], "lie {i}");
         drop(pulled);
         let payload = Payload::compute(0, data.clone().into());
@@ -311,15 +316,16 @@ pub async fn lies_about_memory_are_harmless(rig: &Rig) {
     drop(pulled);
     other.send(message(b"well")).await.expect("sent");
     next_message(&mut *from_other).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer returned to the pool");
 }
 
-/// Pulls that are given up at any moment: their buffers go to others at once, and nothing late is ever written there.
-pub async fn given_up_pulls_never_write_late(rig: &Rig) {
+/// Pulls may be cancelled at any moment. Their buffers are reused at once, and no late data is
+/// written to the buffers.
+pub async fn cancelled_pulls_never_write_to_reused_buffers(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, _in), (server, _in2)) = rig.pair(&mut *listener).await;
     let mut random = rig.random();
-    // Room for three buffers only, so that each is used again at once.
+    // The pool has room for only three buffers, so each buffer is reused at once.
     let arena = base::mem::Arena::anonymous(3 << 20).expect("3 MiB of memory");
     let pool = base::pool::BufferPool::new(arena, 0, 1 << 20);
     let mut tasks = tokio::task::JoinSet::new();
@@ -352,15 +358,15 @@ pub async fn given_up_pulls_never_write_late(rig: &Rig) {
     }
     let (mut whole, mut given_up) = (0, 0);
     while let Some(done) = tasks.join_next().await {
-        let done = done.expect("the pulls went well");
+        let done = done.expect("the pulls end without a panic");
         (whole, given_up) = (whole + done.0, given_up + done.1);
     }
-    assert!(whole > 0 && given_up > 0, "{whole} pulls were whole, {given_up} given up");
-    assert_eq!(pool.free_bytes().0, 3 << 20, "every buffer came back");
+    assert!(whole > 0 && given_up > 0, "{whole} pulls completed, {given_up} were cancelled");
+    assert_eq!(pool.free_bytes().0, 3 << 20, "every buffer returned to the pool");
 }
 
-/// A pull whose source is slow ends in time, and its buffer goes back.
-pub async fn slow_source_times_out(rig: &Rig) {
+/// A pull from a slow source ends at its deadline, and its buffer returns to the pool.
+pub async fn a_pull_from_a_slow_source_times_out(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, _in), (server, _in2)) = rig.pair(&mut *listener).await;
     let pool = pool();
@@ -370,8 +376,8 @@ pub async fn slow_source_times_out(rig: &Rig) {
     let limit = Duration::from_millis(50);
     let late = server.bulk_read(&source.descriptor, 0, dest, limit).await;
     assert_eq!(late.err(), Some(MessengerError::TimedOut(limit)));
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     let quick = client.offer_source(Buffer::new(0, &[2; 10])).expect("offered");
     let dest = pool.alloc(10).await.expect("a buffer");
-    server.bulk_read(&quick.descriptor, 0, dest, LONG).await.expect("the session is well");
+    server.bulk_read(&quick.descriptor, 0, dest, LONG).await.expect("the connection still works");
 }

@@ -9,13 +9,13 @@ use tokio::time::timeout;
 use super::rig::{Rig, message, next_message, random_bytes};
 use crate::{Message, MessengerError};
 
-/// Messages of mixed sizes arrive in order and complete, both ways at a time. Both sides see the
-/// connection's features and names.
+/// Messages of mixed sizes arrive complete and in order, in both directions at the same time. Both
+/// sides see the connection's features, tenant and number.
 pub async fn messages_keep_their_order(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
-    assert_eq!(client.peer().features, 0b101, "features that both sides have");
-    assert_eq!(server.peer().features, 0b101, "features that both sides have");
+    assert_eq!(client.peer().features, 0b101, "the features that both sides support");
+    assert_eq!(server.peer().features, 0b101, "the features that both sides support");
     assert_eq!(server.peer().tenant, "conformance");
     assert_eq!(client.peer().session, server.peer().session);
     let mut random = rig.random();
@@ -45,8 +45,9 @@ pub async fn messages_keep_their_order(rig: &Rig) {
     tokio::join!(send(client), send(server), receive(&mut *from_server), receive(&mut *from_client));
 }
 
-/// A header or payload over the limits is refused where it is sent, and costs nothing else.
-pub async fn sizes_over_the_limits(rig: &Rig) {
+/// The sending side refuses a header or payload over the limits. The connection continues, and a
+/// message of the maximum size arrives.
+pub async fn messages_over_the_limits_are_refused(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, _in), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     let limits = client.limits();
@@ -59,12 +60,13 @@ pub async fn sizes_over_the_limits(rig: &Rig) {
         header: vec![1; limits.max_header].into(),
         payload: Payload::compute(4095, vec![2; limits.max_inline].into()),
     };
-    client.send(largest.clone()).await.expect("the largest message is possible");
+    client.send(largest.clone()).await.expect("a message of the maximum size is accepted");
     assert_eq!(next_message(&mut *from_client).await, largest);
 }
 
-/// A receiver that takes nothing stops the sender after a bounded number of bytes, and nothing is lost by it.
-pub async fn unread_messages_hold_the_sender_back(rig: &Rig) {
+/// A receiver that takes no message blocks the sender after a bounded number of bytes. No message
+/// is lost.
+pub async fn unread_messages_block_the_sender(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, _in), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     let payload = Payload::compute(0, vec![7; 60_000].into());
@@ -76,12 +78,12 @@ pub async fn unread_messages_hold_the_sender_back(rig: &Rig) {
             Err(_) => break,
         }
         sent += 1;
-        assert!(sent < 2000, "120 MB were taken without anybody reading");
+        assert!(sent < 2000, "120 MB were accepted although the receiver reads nothing");
     }
-    assert!(sent > 10, "so few as {sent} messages stopped the sender");
+    assert!(sent > 10, "only {sent} messages blocked the sender");
     for i in 0..sent {
         assert_eq!(next_message(&mut *from_client).await.header.as_ref(), i.to_le_bytes());
     }
-    client.send(message(b"again")).await.expect("credits are back");
+    client.send(message(b"again")).await.expect("the sender has credit again");
     assert_eq!(next_message(&mut *from_client).await.header.as_ref(), b"again");
 }

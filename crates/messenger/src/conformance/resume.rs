@@ -1,4 +1,4 @@
-//! Checks that a connection's users do not notice failures of its transports.
+//! Checks that failures of transports do not affect the users of a connection.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -13,12 +13,14 @@ use crate::{Connection, ConnectionEvent, Ends, Incoming, Message, MessengerError
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// Messages each way in [`exactly_once_across_broken_transports`].
+/// Number of messages in each direction in
+/// [`messages_arrive_exactly_once_across_broken_transports`].
 const COUNT: u32 = 400;
 
-/// Messages both ways, pulls and pushes go on while transports break again and again, at random moments: every message
-/// comes exactly once and in order, every push before the message after it, every pull whole.
-pub async fn exactly_once_across_broken_transports(rig: &Rig) {
+/// Messages in both directions, pulls and pushes continue while transports break repeatedly at
+/// random moments. Every message arrives exactly once and in order, and every pull and push
+/// completes with the right data.
+pub async fn messages_arrive_exactly_once_across_broken_transports(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let done = Cell::new(false);
@@ -46,7 +48,7 @@ pub async fn exactly_once_across_broken_transports(rig: &Rig) {
     };
     let (cuts, ()) = tokio::join!(biased; cut, work);
     assert!(cuts > 0, "no transport was cut");
-    assert!(interrupted.get() > 0, "nobody noticed that transports were cut");
+    assert!(interrupted.get() > 0, "no side reported an interruption");
 }
 
 async fn send_numbered(connection: &dyn Connection) {
@@ -72,7 +74,7 @@ async fn receive_numbered(incoming: &mut dyn Incoming, interrupted: &Cell<u32>) 
             }
             ConnectionEvent::Interrupted => interrupted.set(interrupted.get() + 1),
             ConnectionEvent::Resumed => {}
-            ConnectionEvent::Lost(why) => panic!("session lost after {expected} messages: {why}"),
+            ConnectionEvent::Lost(why) => panic!("connection lost after {expected} messages: {why}"),
         }
     }
 }
@@ -101,7 +103,8 @@ async fn transfers(rig: &Rig, client: &Arc<dyn Connection>, server: &Arc<dyn Con
     }
 }
 
-/// What is pushed to a client is all there when the message after it comes, also while transports break.
+/// All data that was pushed to a client has arrived when the next message arrives, even while
+/// transports break.
 pub async fn pushes_survive_broken_transports(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
@@ -136,29 +139,29 @@ pub async fn pushes_survive_broken_transports(rig: &Rig) {
     assert!(cuts > 0, "no transport was cut");
 }
 
-/// A silent peer is detected, and the connection resumes when the peer is back. `freeze` stops
-/// every byte.
-pub async fn silence_is_noticed(rig: &Rig) {
+/// A silent peer is detected, and the connection resumes when the peer is back. [`Rig::freeze`]
+/// makes the peer silent.
+pub async fn a_silent_peer_is_detected(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     client.send(message(b"before")).await.expect("sent");
     (rig.freeze)(true);
-    assert!(matches!(from_server.next().await, ConnectionEvent::Interrupted), "the silence was not noticed");
+    assert!(matches!(from_server.next().await, ConnectionEvent::Interrupted), "the silence was not detected");
     client.send(message(b"during")).await.expect("queued");
     (rig.freeze)(false);
-    assert!(matches!(from_server.next().await, ConnectionEvent::Resumed), "the session does not go on");
+    assert!(matches!(from_server.next().await, ConnectionEvent::Resumed), "the connection is not resumed");
     for expected in [b"before".as_slice(), b"during"] {
         assert_eq!(next_message(&mut *from_client).await.header.as_ref(), expected);
     }
 }
 
-/// Heartbeats keep an idle connection on the same transport, and also one that is busy with bulk
-/// data.
+/// Heartbeats keep an idle connection on its transport, and also a connection that is busy with
+/// bulk data.
 pub async fn heartbeats_keep_the_transport(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
     let idle = tokio::time::timeout(rig.grace * 3, from_server.next()).await;
-    assert!(idle.is_err(), "an idle session got {idle:?}");
+    assert!(idle.is_err(), "an idle connection reported {idle:?}");
     let pool = pool();
     let source = client.offer_source(Buffer::new(0, &vec![3; 8 << 20])).expect("offered");
     let began = tokio::time::Instant::now();
@@ -170,16 +173,16 @@ pub async fn heartbeats_keep_the_transport(rig: &Rig) {
     }
     server.send(message(b"end")).await.expect("sent");
     let event = from_server.next().await;
-    assert!(matches!(event, ConnectionEvent::Message(_)), "a busy session got {event:?}");
+    assert!(matches!(event, ConnectionEvent::Message(_)), "a busy connection reported {event:?}");
 }
 
 /// If a server no longer knows a connection, the connection ends on the client's side.
-pub async fn a_restarted_server_ends_the_session(rig: &Rig) {
+pub async fn a_restarted_server_ends_the_connection(rig: &Rig) {
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
     let ((client, mut from_server), old_server) = rig.pair(&mut *listener).await;
     drop(listener);
-    // The listener's task ends when the runtime next turns.
+    // The listener's task ends when the runtime polls it again.
     sleep(Duration::from_millis(50)).await;
     let _new = rig.stack.listen(&endpoint, 0).await.expect("the address is free again");
     assert!((rig.cut)() > 0);
@@ -187,13 +190,14 @@ pub async fn a_restarted_server_ends_the_session(rig: &Rig) {
     assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
     assert_eq!(client.send(message(b"late")).await, Err(why.clone()));
     let pull = client.offer_source(Buffer::new(0, &[1])).map(|_| ());
-    assert_eq!(pull, Err(why), "every call says why");
+    assert_eq!(pull, Err(why), "every call returns the reason of the loss");
     let (_, mut from_client) = old_server;
     lost(&mut *from_client).await;
 }
 
-/// Closing sends what was queued; the peer gets it, and then learns of the end; calls fail afterwards.
-pub async fn closing_sends_what_is_queued(rig: &Rig) {
+/// A closing connection first sends its queued messages. The peer receives them and then the end of
+/// the connection. Later calls fail.
+pub async fn closing_sends_queued_messages_first(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     for i in 0..50u8 {
@@ -215,7 +219,7 @@ pub async fn closing_sends_what_is_queued(rig: &Rig) {
 }
 
 /// If a connection is lost during transfers, they fail at once and all buffers are returned.
-pub async fn a_lost_session_fails_its_transfers(rig: &Rig) {
+pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let pool = pool();
@@ -235,10 +239,10 @@ pub async fn a_lost_session_fails_its_transfers(rig: &Rig) {
         assert!(matches!(result, Err(MessengerError::SessionLost(_))), "{result:?}");
     }
     lost(&mut *from_client).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer returned to the pool");
 }
 
-/// Waits for all of four futures.
+/// Waits for all `futures`. Returns their results in order.
 async fn futures_of<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
     let mut futures: Vec<_> = futures.map(Box::pin).collect();
     let mut results: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
@@ -260,8 +264,9 @@ async fn futures_of<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Outpu
     results.into_iter().flatten().collect()
 }
 
-/// A thousand sessions (150 where that takes too long), one after the other and some at a time, leave nothing behind in the runtime.
-pub async fn a_thousand_sessions_leave_nothing(rig: &Rig) {
+/// A thousand connections (150 on a slow rig), of which ten exist at a time, leave no task in the
+/// runtime.
+pub async fn a_thousand_connections_leave_no_task(rig: &Rig) {
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let mut listener = rig.listen().await;
     let before = tasks();
@@ -288,7 +293,7 @@ pub async fn a_thousand_sessions_leave_nothing(rig: &Rig) {
         }
         sleep(Duration::from_millis(20)).await;
     }
-    panic!("{} tasks were there before, {} are there now", before, tasks());
+    panic!("the number of tasks grew from {} to {}", before, tasks());
 }
 
 async fn lost(incoming: &mut dyn Incoming) -> MessengerError {

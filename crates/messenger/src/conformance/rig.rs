@@ -20,27 +20,31 @@ use crate::{
 pub struct Rig {
     /// The stack of both ends.
     pub stack: Arc<dyn NetworkStack>,
-    /// Where to listen; must work several times.
+    /// The address at which to listen. It must be possible to listen there several times.
     pub address: String,
-    /// Breaks every transport there is, in the middle of whatever it does. Returns how many it broke.
+    /// Breaks all transports at once, even in the middle of a frame. Returns their number.
     pub cut: Box<dyn Fn() -> usize>,
-    /// Lets no byte pass on any transport while it is set.
+    /// Called with `true`: stops all bytes on all transports. Called with `false`: lets them move
+    /// again.
     pub freeze: Box<dyn Fn(bool)>,
-    /// The grace that the stack gives silent peers.
+    /// The grace period of the stack: [`SessionConfig::grace`](crate::SessionConfig::grace).
     pub grace: Duration,
-    /// Connections take long: fewer are made where many are.
+    /// Whether connecting is slow. If so, checks create fewer connections and move less data.
     pub slow: bool,
     /// Seed of the random choices.
     pub seed: u64,
 }
 
 impl Rig {
-    /// A listener.
+    /// Listens at the rig's address.
+    ///
+    /// # Panics
+    /// If the stack cannot listen.
     pub async fn listen(&self) -> Box<dyn Listener> {
         self.stack.listen(&self.address, 0b101).await.expect("the stack listens")
     }
 
-    /// A client's end to `listener`, and the server's.
+    /// Opens a connection to `listener`. Returns the client's end and the server's end.
     pub(super) async fn pair(&self, listener: &mut dyn Listener) -> (Ends, Ends) {
         let options = ConnectOptions {
             tenant: "conformance".into(),
@@ -51,7 +55,8 @@ impl Rig {
         let mut connecting = self.stack.connect(&endpoint, options);
         let mut client: Option<Ends> = None;
         let mut accepted: Vec<Ends> = Vec::new();
-        // On a bad network an attempt may fail, or its answer get lost, which leaves a session that nobody wants.
+        // On a faulty network, an attempt may fail or its answer may be lost. The server then has a
+        // connection that no client uses, so only the one with the client's number is returned.
         loop {
             let session = client.as_ref().map(|(client, _)| client.peer().session);
             let ours = accepted.iter().position(|(server, _)| Some(server.peer().session) == session);
@@ -68,25 +73,25 @@ impl Rig {
         }
     }
 
-    /// Random numbers from the seed.
+    /// Creates a random number generator from the seed.
     #[must_use]
     pub fn random(&self) -> StdRng {
         StdRng::seed_from_u64(self.seed)
     }
 }
 
-/// The next message; skips what is only for information.
+/// Waits for the next message. Skips interruptions and resumptions.
 pub(super) async fn next_message(incoming: &mut dyn Incoming) -> Message {
     loop {
         match incoming.next().await {
             ConnectionEvent::Message(message) => return message,
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
-            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Lost(why) => panic!("connection lost: {why}"),
         }
     }
 }
 
-/// A message with a short header.
+/// A message without a payload.
 #[must_use]
 pub(super) fn message(header: &[u8]) -> Message {
     Message { header: Bytes::copy_from_slice(header), payload: Payload::default() }
@@ -95,7 +100,7 @@ pub(super) fn message(header: &[u8]) -> Message {
 /// A pool of 64 MiB with buffers of up to 16 MiB.
 ///
 /// # Panics
-/// Without that much memory.
+/// If the system lacks this much memory.
 #[must_use]
 pub fn pool() -> BufferPool {
     BufferPool::new(Arena::anonymous(64 << 20).expect("64 MiB of memory"), 0, 16 << 20)
@@ -109,7 +114,7 @@ pub fn random_bytes(random: &mut StdRng, len: usize) -> Bytes {
     data.into()
 }
 
-/// Memory as a source and as a sink.
+/// A buffer that can be offered as a source and as a sink.
 pub struct Buffer {
     phase: u64,
     data: Mutex<Vec<u8>>,
@@ -117,24 +122,24 @@ pub struct Buffer {
     taken: AtomicU64,
     len: u64,
     in_memory: bool,
-    /// How long reading takes.
+    /// The time that each read takes.
     pub delay: Duration,
 }
 
 impl Buffer {
-    /// A buffer whose first byte is at object offset `phase` of a block.
+    /// Creates a buffer with `data`. The object offset of its first byte modulo 4096 is `phase`.
     #[must_use]
     pub fn new(phase: u64, data: &[u8]) -> Arc<Buffer> {
         Arc::new(Buffer::slow(phase, data, Duration::ZERO))
     }
 
-    /// One that peers may read by themselves, where the stack can do that.
+    /// Creates a buffer that peers may read by one-sided transfers, if the stack supports this.
     #[must_use]
     pub fn in_memory(phase: u64, data: &[u8]) -> Arc<Buffer> {
         Arc::new(Buffer { in_memory: true, ..Buffer::slow(phase, data, Duration::ZERO) })
     }
 
-    /// One that takes `delay` for every read.
+    /// Creates a buffer whose reads take the time `delay` each.
     #[must_use]
     pub fn slow(phase: u64, data: &[u8], delay: Duration) -> Buffer {
         let len = data.len() as u64;
@@ -149,19 +154,19 @@ impl Buffer {
         }
     }
 
-    /// What is in it.
+    /// The current content of the buffer.
     #[must_use]
     pub fn content(&self) -> Vec<u8> {
         self.data.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// How many bytes were read from it.
+    /// Number of bytes read from this source. One-sided reads are not counted.
     #[must_use]
     pub fn taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
 
-    /// How many bytes were written into it.
+    /// Number of bytes written to this sink.
     #[must_use]
     pub fn filled(&self) -> u64 {
         self.filled.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|(s, e)| e - s).sum()
@@ -185,14 +190,14 @@ impl BulkSource for Buffer {
             self.taken.fetch_add(len as u64, Ordering::Relaxed);
             let start = offset as usize;
             let data = self.content().get(start..start + len).map(Bytes::copy_from_slice);
-            let data = data.ok_or_else(|| "asked for a range outside the source".to_owned())?;
+            let data = data.ok_or_else(|| "the requested range is outside the source".to_owned())?;
             let boundary = piece_lengths(self.phase, offset)
                 .last()
                 .is_none_or(|_| offset == 0 || (self.phase + offset).is_multiple_of(4096));
             if boundary {
                 Ok(Payload::compute(self.phase + offset, data))
             } else {
-                Err("not at a piece".into())
+                Err("the requested range does not start at a piece boundary".into())
             }
         })
     }
@@ -220,11 +225,12 @@ impl BulkSink for Buffer {
     }
 }
 
-/// The seed of this run: `OUTBOARD_SEED`, or a new one. It is printed, so that a failed run can be repeated.
+/// Returns the seed of this run: `OUTBOARD_SEED`, or else a random one. Prints the seed, so that a
+/// failed run can be repeated.
 ///
 /// # Panics
-/// If `OUTBOARD_SEED` is no number.
-#[expect(clippy::print_stdout, reason = "for the report of a failed test")]
+/// If `OUTBOARD_SEED` is not a number.
+#[expect(clippy::print_stdout, reason = "the report of a failed test needs the seed")]
 pub fn seed() -> u64 {
     let seed = std::env::var("OUTBOARD_SEED").map_or_else(
         |_| rand::random::<u32>().into(),

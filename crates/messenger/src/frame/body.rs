@@ -14,7 +14,8 @@ pub struct Hello {
     pub features: u64,
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
-    /// A random number that identifies this attempt in logs. The answer repeats it.
+    /// A random number that identifies this attempt. The answer repeats it. Over libfabric, it
+    /// equals the nonce of the connect request.
     pub nonce: [u8; 16],
     /// Maximum length of a message's header and payload that the client accepts, in bytes.
     pub limits: (u32, u32),
@@ -55,25 +56,27 @@ pub struct Welcome {
     pub granted: u64,
     /// Number of the last sequenced frame that the server has received.
     pub received: u64,
-    /// Other transports on which the client may resume the connection, at most 8.
+    /// Transports besides the base transport on which the client may resume the connection, at most
+    /// 8.
     pub paths: Vec<PathOffer>,
 }
 
-/// Another transport that the server offers.
+/// A transport besides the base transport that the server offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathOffer {
     /// The transport's kind, such as `ofi:verbs`; at most 32 bytes.
     pub name: String,
-    /// The address at which it listens.
+    /// The address at which the server listens on this transport.
     pub endpoint: String,
 }
 
 /// The reason why a server rejects a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RejectCode {
-    /// The two sides have no common version, or the [`Hello`] is malformed.
+    /// The two sides have no common version, or a value in the [`Hello`] is not allowed.
     Incompatible,
-    /// The server has reached its maximum number of connections.
+    /// The server has reached its maximum number of connections, and the client's address has its
+    /// fair share of them.
     Full,
     /// The connection to resume does not exist, or the secret is wrong.
     UnknownSession,
@@ -132,9 +135,9 @@ pub enum Refusal {
 pub struct PullRefused {
     /// Number of the pull.
     pub pull: u64,
-    /// The cause of the refusal.
+    /// The cause of the refusal, for programs.
     pub refusal: Refusal,
-    /// The reason, for people; at most 200 bytes.
+    /// The reason, for people; at most 100 characters.
     pub reason: String,
 }
 
@@ -163,7 +166,7 @@ pub struct Wrote {
     pub offer: u64,
     /// First byte, within the offer.
     pub offset: u64,
-    /// Number of bytes, at most that of a [`FrameKind::Push`] frame's payload.
+    /// Number of bytes, at most the maximum payload of a [`FrameKind::Push`] frame: 256 KiB.
     pub len: u32,
     /// Checksums of the pieces, 4 bytes each, little endian.
     pub checksums: Vec<u8>,
@@ -174,14 +177,14 @@ pub struct Wrote {
 pub struct PushRefused {
     /// Key of the offer.
     pub offer: u64,
-    /// The reason, for people; at most 200 bytes.
+    /// The reason, for people.
     pub reason: String,
 }
 
 /// Ends the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
-    /// The reason, for people; at most 200 bytes.
+    /// The reason, for people; at most 100 characters.
     pub reason: String,
 }
 

@@ -15,7 +15,7 @@ use crate::Message;
 use crate::frame::{self, Body, Close, FrameKind, Push, Wrote};
 use crate::transport::ofi::{Link, PacketContent};
 
-/// Payloads of up to this many bytes are copied next to their headers, because a separate slice
+/// Payloads of up to this many bytes are copied behind their headers, because a separate slice
 /// would cost more than the copy.
 const COPY_MAX_BYTES: usize = 512;
 
@@ -68,12 +68,12 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// An empty batch for frames that `link` sends.
+    /// Creates an empty batch for frames that `link` sends.
     pub(super) fn over(link: &Arc<Link>) -> Batch {
         Batch { link: Some(Arc::clone(link)), ..Batch::default() }
     }
 
-    /// A batch that tells the peer that the connection ends.
+    /// Creates a batch with a frame that tells the peer that the connection ends.
     pub(super) fn closing(reason: &str) -> Batch {
         let mut batch = Batch::default();
         batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
@@ -146,9 +146,9 @@ impl Batch {
         self.ends.push((self.bytes, !copied));
     }
 
-    /// Divides the frames into packets of at most `room` bytes, each gathered from at most `most`
-    /// memory areas. A packet holds whole frames. A frame longer than `room` is divided over
-    /// several packets.
+    /// Divides the frames into packets of at most `room` bytes. Each packet is gathered from at
+    /// most `most` memory areas. A packet holds whole frames, but a frame longer than `room` is
+    /// divided over several packets. Returns the range of bytes of each packet.
     pub(super) fn packets(&self, room: usize, most: usize) -> Vec<Range<usize>> {
         let mut packets = Vec::new();
         let mut start = 0;
@@ -167,7 +167,8 @@ impl Batch {
                 packets.push(start..start + room);
                 start += room;
             }
-            // A frame that was divided ends its last packet: the next frame begins a new one.
+            // The last packet of a divided frame holds nothing else: the next frame begins a new
+            // packet.
             if start > last {
                 packets.push(start..end);
                 start = end;
@@ -227,7 +228,7 @@ impl Batch {
         }
     }
 
-    /// Writes the whole batch. Sets `spoke` whenever bytes were written.
+    /// Writes the whole batch. Sets `spoke` each time bytes were written.
     pub(super) async fn write(
         &self,
         writer: &mut (dyn AsyncWrite + Send + Unpin),
@@ -263,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_are_made_of_whole_frames_and_only_long_ones_are_cut() {
+    fn packets_hold_whole_frames_and_only_long_frames_are_divided() {
         let mut batch = Batch::default();
         let sizes = [100, 200, 5000, 300, 20_000, 50, 60];
         for size in sizes {
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn long_payloads_stay_where_they_are() {
+    fn long_payloads_are_sent_without_a_copy() {
         let mut batch = Batch::default();
         let payload = Payload::compute(0, vec![3; 4096].into());
         let message = Message { header: "h".into(), payload: payload.clone() };
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_has_no_more_parts_than_can_be_sent() {
+    fn a_packet_has_at_most_the_allowed_number_of_parts() {
         let mut batch = Batch::default();
         for size in [1000, 1000, 0, 1000, 0, 0, 1000, 1000, 1000] {
             let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; size].into()) };

@@ -96,7 +96,7 @@ impl Shared {
         Ok(guard)
     }
 
-    /// Pulls by one-sided reads of the peer's memory if possible, and otherwise by frames.
+    /// Pulls by one-sided reads of the peer's memory if possible, and otherwise in frames.
     async fn pull_any(
         &self,
         from: &BulkDescriptor,
@@ -264,7 +264,7 @@ impl Connection for SessionConnection {
                 });
             }
             if !payload.is_empty() && payload.phase() != range.phase {
-                let why = "the payload is cut at other piece boundaries than the offer";
+                let why = "the payload and the offer have different piece boundaries";
                 return Err(MessengerError::BulkRefused(why.into()));
             }
             timeout(limit, self.shared.push(to, range, payload))

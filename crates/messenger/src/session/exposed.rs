@@ -12,8 +12,8 @@ use crate::frame::Wrote;
 use crate::transport::ofi::Link;
 use crate::{BulkSink, BulkSource};
 
-/// The object that a user offers to the peer. A sink comes with its phase: its offset within a 4
-/// KiB block.
+/// The source or sink that a user offers to the peer. The number is the phase of the sink: the
+/// object offset of its first byte modulo 4096.
 pub(super) enum Offered {
     Source(Arc<dyn BulkSource>),
     Sink(Arc<dyn BulkSink>, u16),
@@ -54,7 +54,7 @@ impl ExposedOffer {
         };
         let region = link.expose(memory).inspect_err(|e| {
             metrics::counter!("outboard_messenger_not_exposed").increment(1);
-            tracing::debug!(error = %e, "memory cannot be exposed; it goes by frames");
+            tracing::debug!(error = %e, "memory cannot be exposed; its data is sent in frames instead");
         });
         let region = region.ok()?;
         let fabric::RemoteRegion { key, base, len } = region.remote();
@@ -71,13 +71,13 @@ impl ExposedOffer {
         self.remote.transport
     }
 
-    /// Ends the peer's access.
+    /// Takes the registration of the memory. The peer's access ends when the caller drops it.
     pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
         self.region.take()
     }
 
-    /// Ends the offer. Unless `is_done`, the peer may still use the memory, which is then kept
-    /// until the transport ends.
+    /// Ends the offer. If `is_done` is false, the peer may still use the memory, so the memory is
+    /// kept until the transport ends.
     pub(super) fn end(mut self, is_done: bool) {
         if let (Some(region), true) = (self.region.take(), is_done) {
             region.settle();
@@ -96,7 +96,7 @@ impl ExposedOffer {
             let taken = Payload::from_parts(payload_phase, part, checksums)
                 .is_ok_and(|payload| sink.write(offset, payload));
             if !taken {
-                tracing::debug!(offset, len, "a sink refused what was written for it");
+                tracing::debug!(offset, len, "a sink refused data that the peer had written");
             }
         }
     }
@@ -112,11 +112,11 @@ impl ExposedOffer {
     }
 
     fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
-        let room = self.room.as_ref().ok_or("it is not for writing")?;
+        let room = self.room.as_ref().ok_or("the offer is not for writing")?;
         check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
         let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
-            return Err("it was written there before".into());
+            return Err("the range overlaps a range that was written before".into());
         }
         Ok(Arc::clone(room))
     }
@@ -128,7 +128,7 @@ impl PeerWrite {
         let (sums, rest) = wrote.checksums.as_chunks::<4>();
         let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
         if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
-            return Err("it has not a checksum for each piece".into());
+            return Err("the number of checksums differs from the number of pieces".into());
         }
         Ok(PeerWrite { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
     }

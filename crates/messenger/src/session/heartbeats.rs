@@ -1,10 +1,11 @@
-//! Detection of a dead peer.
+//! Detection of a lost peer.
 //!
-//! A side that has something outstanding sends a frame at least once per
-//! [`heartbeat`](SessionConfig::heartbeat). A side that waits for the peer treats a silence of
-//! [`grace`](SessionConfig::grace) as the peer's death. When neither side has anything outstanding,
-//! the pauses double, up to [`rest`](SessionConfig::rest), so that an idle connection costs almost
-//! nothing. Each heartbeat announces how long its sender may be silent from now on.
+//! A side with outstanding work (an unacknowledged frame, a pull, an offer or a one-sided read)
+//! sends a frame at least once per [`heartbeat`](SessionConfig::heartbeat). It treats the peer as
+//! lost after a silence of [`grace`](SessionConfig::grace). While neither side has outstanding
+//! work, the pauses between heartbeats double, up to [`rest`](SessionConfig::rest), so that an idle
+//! connection costs almost nothing. Each heartbeat announces how long its sender may be silent from
+//! now on.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -51,7 +52,8 @@ impl Shared {
         loop {
             let stirred = self.pause(pause, heartbeat).await;
             let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
-            // While this side was idle, the peer owed it nothing. Its silence counts from now.
+            // While this side was idle, the peer owed no answer. If work has just begun, the peer's
+            // silence counts from now.
             let silent = {
                 let mut state = self.lock();
                 if heard || stirred {
@@ -79,19 +81,21 @@ impl Shared {
         }
     }
 
-    /// Whether the peer is sending bulk data.
+    /// Whether this side is pulling data from the peer.
     fn is_fed(&self, link: Option<&Link>) -> bool {
         link.is_some_and(Link::is_reading) || !self.lock().pulls.is_empty()
     }
 
-    /// Whether the peer owes an answer and was silent for half of the grace period. This side
-    /// prefers to break the transport before the other side gives up.
+    /// Whether the peer owes an answer and was silent for half of the grace period. If the
+    /// transport ends in this state, the silence counts as the reason, even if the peer ended the
+    /// transport.
     pub(super) fn is_missing_peer(&self) -> bool {
         let state = self.lock();
         !state.is_idle() && state.heard_at.elapsed() >= self.config.grace / 2
     }
 
-    /// How much longer than one heartbeat the peer may be silent.
+    /// The time to add to the grace period, because an idle peer announced longer pauses than one
+    /// heartbeat.
     fn peer_quiet(&self, heartbeat: Duration) -> Duration {
         if !self.lock().is_idle() {
             return Duration::ZERO;
@@ -100,8 +104,8 @@ impl Shared {
         quiet.min(REST_MAX).saturating_sub(heartbeat)
     }
 
-    /// Sends a heartbeat if no other frame was sent. If `must_know`, sends one in any case, because
-    /// the peer must learn the length of the next pause.
+    /// Sends a heartbeat if no other frame was sent. If `must_know` is true, always sends one,
+    /// because the peer must learn the length of the next pause.
     fn beat(&self, must_know: bool, pause: Duration) {
         let spoke = self.spoke.swap(false, Ordering::Relaxed);
         let mut state = self.lock();
@@ -115,7 +119,7 @@ impl Shared {
     }
 
     /// Waits for the length of `pause`. A pause longer than a heartbeat ends early when work
-    /// begins. Returns whether this happened.
+    /// begins. Returns whether the pause ended early.
     async fn pause(&self, pause: Duration, heartbeat: Duration) -> bool {
         if pause <= heartbeat {
             sleep(pause).await;
@@ -136,14 +140,14 @@ impl Shared {
         stirred
     }
 
-    /// Must be called when something is sent.
+    /// Ends a long pause if this side has outstanding work. Must be called after frames are sent.
     pub(super) fn stir_if_busy(&self, state: &mut State) {
         if state.is_resting && !state.is_idle() {
             self.stir(state);
         }
     }
 
-    /// Ends a long pause, because work began: from now on the peer owes an answer.
+    /// Ends a long pause, because work has begun and the peer now owes an answer.
     pub(super) fn stir(&self, state: &mut State) {
         if std::mem::take(&mut state.is_resting) {
             self.stirred.notify_one();

@@ -11,7 +11,7 @@ use crate::{ConnectionEvent, Message, MessengerError};
 /// sent without waiting for its timer.
 const ACK_BYTES: u64 = 512 << 10;
 
-/// Maximum number of queued events that are not messages. Further ones are dropped.
+/// Maximum number of queued events that are not messages. Further events are dropped.
 const MAX_INFO: usize = 64;
 
 /// The credit that a message uses, in bytes.
@@ -24,18 +24,21 @@ pub(super) struct Inbound {
     events: VecDeque<ConnectionEvent>,
     info: usize,
     waker: Option<Waker>,
-    /// The user has dropped the receiving handle. Messages are discarded.
+    /// Whether the user has dropped the receiving handle. If so, messages are discarded.
     deaf: bool,
+    /// Maximum credit of the peer, in bytes.
     window: u64,
-    /// Bytes of credit since the connection began: used by the peer, returned by the user, and
-    /// granted to the peer.
+    /// Credit that the peer has used since the connection began, in bytes.
     used: u64,
+    /// Credit of the messages that the user has taken since the connection began, in bytes.
     taken: u64,
+    /// Credit granted to the peer since the connection began, in bytes.
     granted: u64,
-    /// Number of the last sequenced frame that was received, and of the last one that was
-    /// acknowledged.
+    /// Number of the last sequenced frame that was received.
     received: u64,
+    /// Number of the last sequenced frame that was acknowledged to the peer.
     reported: u64,
+    /// Bytes of received frames that were not acknowledged yet.
     unreported_bytes: u64,
 }
 
@@ -83,7 +86,7 @@ impl Inbound {
         }
         if seq != self.received + 1 {
             let expected = self.received + 1;
-            return Err(MessengerError::Protocol(format!("frame {seq} came, frame {expected} was expected")));
+            return Err(MessengerError::Protocol(format!("frame {seq} arrived instead of frame {expected}")));
         }
         self.received = seq;
         self.unreported_bytes += len as u64 + MESSAGE_OVERHEAD;
@@ -98,7 +101,7 @@ impl Inbound {
         let charge = charge(&message);
         self.used += charge;
         if self.used > self.granted {
-            return Err(MessengerError::Protocol("a message came for which there was no credit".into()));
+            return Err(MessengerError::Protocol("the peer sent a message without credit".into()));
         }
         if self.deaf {
             return Ok(self.give_back(charge));
@@ -115,8 +118,8 @@ impl Inbound {
         }
     }
 
-    /// Takes the next event. Also returns whether to send new credit to the peer. [`Event::Lost`]
-    /// stays in the queue, so every later call returns it again.
+    /// Takes the next event. Also returns whether to send new credit to the peer.
+    /// [`ConnectionEvent::Lost`] stays in the queue, so every later call returns it again.
     pub(super) fn pop(&mut self) -> Option<(ConnectionEvent, bool)> {
         match self.events.pop_front()? {
             ConnectionEvent::Message(message) => {
@@ -134,6 +137,7 @@ impl Inbound {
         }
     }
 
+    /// Records that the user has taken a message. Returns whether to send new credit to the peer.
     fn give_back(&mut self, charge: u64) -> bool {
         self.taken += charge;
         let possible = self.taken + self.window;
@@ -195,10 +199,10 @@ mod tests {
     }
 
     #[test]
-    fn credits_come_back_half_a_window_at_a_time_as_messages_are_taken() {
+    fn credit_is_granted_again_when_half_a_window_of_messages_is_taken() {
         let mut inbound = Inbound::new(10 * 5096);
         for _ in 0..10 {
-            assert!(!inbound.push_message(message(1000)).expect("there is credit"));
+            assert!(!inbound.push_message(message(1000)).expect("the peer has credit"));
         }
         let grants: Vec<bool> = (0..10).map_while(|_| inbound.pop().map(|(_, grant)| grant)).collect();
         let expected = [false, false, false, false, true, false, false, false, false, true];
@@ -207,14 +211,14 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_credit_is_a_violation() {
+    fn a_message_without_credit_is_a_protocol_violation() {
         let mut inbound = Inbound::new(5096);
-        inbound.push_message(message(1000)).expect("there is credit");
+        inbound.push_message(message(1000)).expect("the peer has credit");
         assert!(inbound.push_message(message(0)).is_err());
     }
 
     #[test]
-    fn frames_are_taken_once_and_without_gaps() {
+    fn a_repeated_frame_is_dropped_and_a_missing_frame_is_an_error() {
         let mut inbound = Inbound::new(1 << 20);
         assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Next)));
         assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Repeated)));
@@ -225,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_told_again_and_again_and_news_nobody_takes_are_bounded() {
+    fn the_loss_is_returned_repeatedly_and_unread_events_are_bounded() {
         let mut inbound = Inbound::new(1 << 20);
         for _ in 0..1000 {
             inbound.push_info(ConnectionEvent::Interrupted);

@@ -1,5 +1,5 @@
-//! Offers of this side: memory that the peer may pull from or push into. Also serves the peer's
-//! pulls.
+//! Offers of this side: memory that the peer may pull from or push into. This module also serves
+//! the peer's pulls.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -25,8 +25,8 @@ const MAX_REFUSED: usize = 64;
 /// Maximum number of offers of one connection at a time.
 const MAX_OFFERS: usize = 65_536;
 
-/// If a source takes longer than this to read a chunk, its transfer leaves its place to other
-/// transfers.
+/// If a source takes longer than this to read a chunk, its transfer gives its active place to
+/// another transfer.
 const SOURCE_PATIENCE: Duration = Duration::from_millis(10);
 
 struct Offer {
@@ -41,8 +41,7 @@ struct Offer {
 pub(super) struct Offers {
     active: HashMap<u64, Offer>,
     serving: BTreeMap<u64, AbortHandle>,
-    /// The peer's offers that recently refused pushed data, each with the reason. The latest comes
-    /// first.
+    /// The peer's offers that recently refused pushed data, each with the reason, latest first.
     refused: VecDeque<(u64, String)>,
 }
 
@@ -57,9 +56,9 @@ impl Offers {
         self.active.is_empty()
     }
 
-    /// Ends the peer's access to memory that was exposed on a transport that is gone. The memory
-    /// may be reused at once, because only that transport's peer had the keys. Data that the peer
-    /// wrote stays valid.
+    /// Ends the peer's access to memory that was exposed on a transport that has ended. The memory
+    /// may be reused at once, because only the peer on that transport had the keys. Data that the
+    /// peer wrote stays valid.
     pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
         let hidden = self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide());
         hidden.inspect(MemoryRegion::settle).collect()
@@ -72,14 +71,14 @@ impl Offers {
         expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
     }
 
-    /// Finds an exposed sink that the peer has written to. Also returns the sink's phase.
+    /// Finds the exposed sink with the key `offer`. Also returns the sink's phase.
     pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut ExposedOffer, u64), String> {
         self.live(offer)?;
         match self.active.get_mut(&offer) {
             Some(Offer { what: Offered::Sink(_, phase), exposed: Some(exposed), .. }) => {
                 Ok((exposed, u64::from(*phase)))
             }
-            _ => Err("it was not exposed for writing".into()),
+            _ => Err("the offer was not exposed for writing".into()),
         }
     }
 
@@ -92,19 +91,19 @@ impl Offers {
     fn source(&self, request: &PullRequest) -> Result<Arc<dyn BulkSource>, String> {
         match &self.live(request.offer)?.what {
             Offered::Source(source) => Ok(Arc::clone(source)),
-            Offered::Sink(..) => Err("it is offered for pushing only".into()),
+            Offered::Sink(..) => Err("the offer is for pushing only".into()),
         }
     }
 
     fn sink(&self, push: &Push) -> Result<(Arc<dyn BulkSink>, u16), String> {
         match &self.live(push.offer)?.what {
             Offered::Sink(sink, phase) => Ok((Arc::clone(sink), *phase)),
-            Offered::Source(_) => Err("it is offered for pulling only".into()),
+            Offered::Source(_) => Err("the offer is for pulling only".into()),
         }
     }
 
     fn live(&self, offer: u64) -> Result<&Offer, String> {
-        let offer = self.active.get(&offer).ok_or("there is no such offer, or it was withdrawn")?;
+        let offer = self.active.get(&offer).ok_or("the offer does not exist or was withdrawn")?;
         if offer.expires <= Instant::now() { Err("the offer has expired".into()) } else { Ok(offer) }
     }
 
@@ -140,11 +139,11 @@ impl Shared {
         let state = self.lock();
         Self::check_open(&state)?;
         if state.offers.active.len() >= MAX_OFFERS {
-            return Err(MessengerError::BulkRefused("too many offers at a time in this session".into()));
+            return Err(MessengerError::BulkRefused("the connection has too many offers at a time".into()));
         }
         let link = state.link.clone();
         drop(state);
-        // Memory is registered without holding the mutex, because registration is slow.
+        // The mutex is not held while memory is registered, because registration is slow.
         let exposed = link
             .filter(|_| self.side == ConnectionSide::Client)
             .and_then(|link| ExposedOffer::of(&what, &link));
@@ -179,7 +178,7 @@ impl Shared {
         let mut state = self.lock();
         let source = state.offers.source(&request).and_then(|source| {
             check_range(request.offset, request.len, source.len(), source.phase())?;
-            if request.len == 0 { Err("nothing was asked for".into()) } else { Ok(source) }
+            if request.len == 0 { Err("the requested length is 0".into()) } else { Ok(source) }
         });
         let source = match source {
             Ok(source) => source,
@@ -189,7 +188,7 @@ impl Shared {
             }
         };
         if state.offers.serving.contains_key(&request.pull) || state.offers.serving.len() >= MAX_PULLS {
-            let wrong = format!("pull {} is under way already, or one too many", request.pull);
+            let wrong = format!("pull {} is a duplicate, or the peer has too many pulls", request.pull);
             return Err(MessengerError::Protocol(wrong));
         }
         // The task is spawned while the mutex is held, so that its entry exists when the task ends.
@@ -220,9 +219,9 @@ impl Shared {
             let phase = u64::from(phase);
             check_range(push.offset, payload.len() as u64, sink.len(), phase)?;
             if (phase + push.offset % BLOCK) % BLOCK != payload.phase() {
-                return Err("the data is cut at other piece boundaries than the offer".into());
+                return Err("the data and the offer have different piece boundaries".into());
             }
-            if sink.write(push.offset, payload) { Ok(()) } else { Err("the sink refused it".into()) }
+            if sink.write(push.offset, payload) { Ok(()) } else { Err("the sink refused the data".into()) }
         });
         let Err(reason) = taken else { return Ok(()) };
         self.metrics.refusals.increment(1);
@@ -242,7 +241,7 @@ impl Shared {
     }
 
     /// Queues a chunk of a pull that this side serves. Returns `false` if the peer has cancelled
-    /// the pull.
+    /// the pull or the connection is lost.
     fn queue_data(&self, offer: u64, data: PullData, payload: Payload) -> Result<bool, String> {
         let mut state = self.lock();
         if matches!(state.status, ConnectionState::Lost(_)) || !state.offers.serving.contains_key(&data.pull)
@@ -269,7 +268,8 @@ fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
     }
 }
 
-/// Reads the source chunk by chunk, and sends each chunk when it is the transfer's turn.
+/// Serves a pull: reads the source chunk by chunk, and sends each chunk when the transfer is
+/// active.
 async fn serve(session: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
     let failed = send_all(&session, &request, &*source).await;
     session.lock().offers.serving.remove(&request.pull);
@@ -301,7 +301,7 @@ async fn send_all(
         };
         let payload = read.map_err(|reason| (Refusal::Source, reason))?;
         if payload.len() != len || payload.phase() != phase {
-            return Err((Refusal::Source, "it gave another range than asked for".into()));
+            return Err((Refusal::Source, "the source returned a different range than requested".into()));
         }
         let Ok(()) = turn.take(len).await else { return Ok(()) };
         let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };

@@ -1,7 +1,7 @@
 //! One-sided transfers: the server reads and writes memory that the client has exposed.
 //!
-//! The server decides which data moves and when. A transfer that is impossible or fails this way is
-//! done by frames instead, which always work.
+//! The server decides which data moves and when. If a one-sided transfer is impossible or fails,
+//! the data is sent in frames instead, which is always possible.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,13 +26,13 @@ const READ_BYTES: u64 = 512 << 10;
 /// Maximum number of reads of one pull at a time.
 const READS_AT_A_TIME: usize = 4;
 
-/// Limit of the memory in quarantine, in bytes: memory that was withdrawn while the peer could
-/// still use it. The end of the transport frees it.
+/// Maximum amount of memory in quarantine, in bytes. An offer that is withdrawn while the peer can
+/// still use its memory leaves the memory in quarantine until the transport ends.
 const QUARANTINE_MAX_BYTES: usize = 64 << 20;
 
 impl Shared {
-    /// Returns a reason if the transport has to end, because only its end can reclaim memory of this
-    /// side.
+    /// Ends the peer's access to expired offers. Returns a reason if the transport has to end,
+    /// because only its end can reclaim memory of this side.
     pub(super) fn overstayed(&self, link: &Link) -> Option<String> {
         let expired = self.lock().offers.hide_expired();
         drop(expired);
@@ -41,7 +41,7 @@ impl Shared {
         }
         let kept = link.quarantined_bytes();
         (kept > QUARANTINE_MAX_BYTES)
-            .then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
+            .then(|| format!("{kept} bytes of withdrawn memory can be reclaimed only by a new transport"))
     }
 
     /// Handles the peer's statement that it has written to a sink. The peer must not change these
@@ -60,10 +60,10 @@ impl Shared {
             }
         };
         let verified = written.verify(&room);
-        // Release the buffer here, because the caller that finishes the offer needs to be its only
+        // Release the buffer here, because the caller that finishes the offer must be its only
         // owner.
         drop(room);
-        // The peer sends damaged data again, by frames.
+        // Damage ends the transport. The peer then sends the data again, in frames.
         verified.map_err(FrameError::Payload)?;
         if let Ok((exposed, _)) = self.lock().offers.exposed_sink(wrote.offer) {
             exposed.keep(written);
@@ -87,7 +87,7 @@ impl Shared {
     }
 
     /// Pulls data by one-sided reads of the peer's memory. Returns [`NotPulled::Framed`] with the
-    /// buffer if the pull has to be done by frames.
+    /// buffer if the peer has to send the data in frames.
     pub(super) async fn pull_one_sided(
         &self,
         offer: &BulkDescriptor,
@@ -105,7 +105,7 @@ impl Shared {
         let landing = match link.land(dest) {
             Ok(landing) => landing,
             Err((dest, why)) => {
-                tracing::debug!(why, "memory cannot be read into; it goes by frames");
+                tracing::debug!(why, "cannot register the buffer of a pull; the data is sent in frames");
                 return Err(NotPulled::Framed(dest));
             }
         };
@@ -117,12 +117,13 @@ impl Shared {
             Ok(()) => match landing.into_buffer() {
                 Some(buf) => Ok(Pulled { buf, checksums }),
                 None => {
-                    Err(NotPulled::Lost(MessengerError::SessionLost("its memory is still in use".into())))
+                    let why = "the buffer of a completed pull is still in use".into();
+                    Err(NotPulled::Lost(MessengerError::SessionLost(why)))
                 }
             },
             Err(why) => {
                 metrics::counter!("outboard_messenger_one_sided_failures").increment(1);
-                tracing::debug!(why, "a one-sided read failed; it goes by frames");
+                tracing::debug!(why, "a one-sided read failed; the data is sent in frames");
                 match landing.into_buffer() {
                     Some(dest) => Err(NotPulled::Framed(dest)),
                     None => Err(NotPulled::Lost(self.loss())),
@@ -134,7 +135,7 @@ impl Shared {
 
 /// The reason why a one-sided pull failed.
 pub(super) enum NotPulled {
-    /// The pull has to be done by frames, into this buffer.
+    /// The peer has to send the data in frames, into this buffer.
     Framed(ArenaBuf),
     Lost(MessengerError),
 }
@@ -181,7 +182,7 @@ impl PullReads<'_> {
             while at < len && under_way.len() < READS_AT_A_TIME && result.is_ok() {
                 let chunk = chunk_len((self.at.phase + at as u64) % BLOCK, (len - at) as u64);
                 if turn.take(chunk).await.is_err() {
-                    result = Err("the session is over".to_owned());
+                    result = Err("the connection has ended".to_owned());
                     break;
                 }
                 under_way.push(self.one(at, chunk, deadline));
@@ -195,8 +196,8 @@ impl PullReads<'_> {
     }
 
     async fn one(&self, at: usize, len: usize, deadline: Instant) -> Result<(), String> {
-        let (region, offset) =
-            region_of(self.remote, self.at.offset + at as u64, len as u64).ok_or("it is not in one range")?;
+        let (region, offset) = region_of(self.remote, self.at.offset + at as u64, len as u64)
+            .ok_or("no segment holds the data")?;
         let read = self.link.read(self.landing, at, region, (offset, len), deadline).await;
         read.map_err(|LinkFailed(why)| why)?;
         self.shared.metrics.received_bytes.increment(len as u64);

@@ -17,7 +17,7 @@ use crate::{Message, MessengerError};
 /// answers reaches it.
 const MAX_CONTROL_FRAMES: usize = 1024;
 
-/// A batch of this many bytes takes no more messages.
+/// No more messages are added to a batch of this size, in bytes.
 const BATCH_BYTES: usize = 256 << 10;
 
 /// Maximum number of frames in one batch.
@@ -44,17 +44,18 @@ pub(super) struct Outbound {
     acked: u64,
     /// How many of `unacked` were written to the current transport.
     written: usize,
-    /// Bytes of credit since the connection began: granted by the peer, used by messages that the
-    /// peer has acknowledged, and given to senders on this side.
+    /// Credit that the peer has granted since the connection began, in bytes.
     granted: u64,
+    /// Credit that acknowledged messages have used since the connection began, in bytes.
     freed: u64,
+    /// Credit that senders on this side have received since the connection began, in bytes.
     issued: u64,
     /// Maximum number of bytes that wait to be sent or acknowledged, however much credit the peer
     /// grants.
     window: u64,
 }
 
-/// Data about the receiving half that outgoing frames carry.
+/// State of the receiving half that outgoing frames report to the peer.
 pub(super) struct Piggyback {
     pub(super) received: u64,
     pub(super) granted: u64,
@@ -81,10 +82,10 @@ impl Outbound {
     /// Queues a control frame.
     ///
     /// # Errors
-    /// If too many are queued, because the peer does not read them.
+    /// If too many control frames are queued, because the peer does not read them.
     pub(super) fn push_control(&mut self, body: Body) -> Result<(), MessengerError> {
         if self.control.len() >= MAX_CONTROL_FRAMES {
-            return Err(MessengerError::Protocol("the peer asks and does not read the answers".into()));
+            return Err(MessengerError::Protocol("the peer sends requests but reads no answers".into()));
         }
         self.control.push_back(body);
         Ok(())
@@ -132,7 +133,7 @@ impl Outbound {
     pub(super) fn on_ack(&mut self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
         let newly = ack.saturating_sub(self.acked);
         if newly > self.unacked.len() as u64 {
-            return Err(MessengerError::Protocol(format!("frame {ack} acknowledged, which was not sent")));
+            return Err(MessengerError::Protocol(format!("the peer acknowledged the unsent frame {ack}")));
         }
         for frame in self.unacked.drain(..newly as usize) {
             if let Sequenced::Message(message) = &frame {
@@ -152,12 +153,12 @@ impl Outbound {
     pub(super) fn on_granted(&mut self, granted: u64) -> Result<(), MessengerError> {
         self.granted = self.granted.max(granted);
         if self.granted - self.issued > MAX_CREDIT_BYTES {
-            return Err(MessengerError::Protocol(format!("{granted} bytes of credit were granted")));
+            return Err(MessengerError::Protocol(format!("the peer granted {granted} bytes of credit")));
         }
         Ok(())
     }
 
-    /// Returns how much more credit senders may use now, in bytes.
+    /// Issues credit to senders. Returns the additional credit that they may use now, in bytes.
     pub(super) fn issue(&mut self) -> usize {
         let allowed = self.granted.min(self.freed + self.window);
         let more = allowed.saturating_sub(self.issued);
@@ -165,9 +166,9 @@ impl Outbound {
         more as usize
     }
 
-    /// Prepares for a new transport. Sent frames without acknowledgement will be sent again. The
-    /// peer will ask again for the data of its pulls, so this returns the queued data chunks to be
-    /// dropped.
+    /// Prepares for a new transport: sent frames without acknowledgement will be sent again.
+    /// Returns the queued chunks of the peer's pulls. The caller drops them, because the peer will
+    /// request the data again.
     pub(super) fn rewind(&mut self) -> Vec<Chunk> {
         self.written = 0;
         self.control.clear();
@@ -177,7 +178,7 @@ impl Outbound {
         Vec::from(data)
     }
 
-    /// Removes the data of a cancelled pull from the queue of bulk data.
+    /// Removes the chunks of a cancelled pull from the queue of bulk data, and returns them.
     pub(super) fn drop_data(&mut self, pull: u64) -> Vec<Chunk> {
         let (dropped, kept) =
             self.bulk.drain(..).partition(|c| matches!(c, Chunk::Data(data, _) if data.pull == pull));
@@ -229,7 +230,7 @@ impl Outbound {
     }
 
     fn push_new(&mut self, batch: &mut Batch, frame: Sequenced, ack: u64) {
-        debug_assert_eq!(self.written, self.unacked.len(), "new frames come after those to be repeated");
+        debug_assert_eq!(self.written, self.unacked.len(), "a new frame follows all repeated frames");
         let seq = self.acked + self.unacked.len() as u64 + 1;
         batch.push_sequenced(&frame, seq, ack);
         self.unacked.push_back(frame);
@@ -260,7 +261,7 @@ mod tests {
         let limits = crate::SessionConfig::default().limits;
         let mut frames = Vec::new();
         while let Some((frame, len)) = frame::decode(&bytes, &limits).expect("good frames") {
-            assert_eq!(frame.header.ack, HERE.received, "every frame acknowledges");
+            assert_eq!(frame.header.ack, HERE.received, "every frame carries the acknowledgement");
             frames.push(frame);
             bytes = bytes.slice(len..);
         }
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_acknowledged_goes_again_under_its_number_and_new_frames_come_after_it() {
+    fn unacknowledged_frames_are_repeated_with_their_numbers_before_new_frames() {
         let mut outbound = Outbound::new(1 << 20, 1 << 20);
         for text in ["a", "b"] {
             outbound.push_message(message(text));
@@ -294,12 +295,12 @@ mod tests {
         );
         assert!(outbound.on_ack(6, &mut freed).is_err(), "frame 6 was never sent");
         outbound.on_ack(5, &mut freed).expect("it was sent");
-        outbound.on_ack(3, &mut freed).expect("an old acknowledgement says nothing");
+        outbound.on_ack(3, &mut freed).expect("an old acknowledgement has no effect");
         assert_eq!(freed.len(), 5);
     }
 
     #[test]
-    fn control_goes_first_and_bulk_last_a_chunk_at_a_time() {
+    fn control_frames_precede_messages_and_a_batch_ends_with_one_bulk_chunk() {
         let mut outbound = Outbound::new(1 << 20, 1 << 20);
         outbound.push_chunk(push(10));
         outbound.push_chunk(push(10));
@@ -315,16 +316,16 @@ mod tests {
     }
 
     #[test]
-    fn credit_follows_the_lesser_of_the_grant_and_the_window() {
+    fn credit_is_limited_by_both_the_grant_and_the_window() {
         let mut outbound = Outbound::new(10_000, 50_000);
         assert_eq!(outbound.issue(), 10_000);
-        outbound.on_granted(1 << 30).expect("a large grant is no crime");
-        assert_eq!(outbound.issue(), 40_000, "the window bounds what waits here");
+        outbound.on_granted(1 << 30).expect("a large grant is allowed");
+        assert_eq!(outbound.issue(), 40_000, "the window limits the unacknowledged bytes");
         outbound.push_message(message("four"));
         gathered(&mut outbound);
         outbound.on_ack(1, &mut Vec::new()).expect("it was sent");
-        assert_eq!(outbound.issue(), 4 + 4096, "what was acknowledged makes room");
-        outbound.on_granted(5).expect("an old grant says nothing");
+        assert_eq!(outbound.issue(), 4 + 4096, "an acknowledgement frees the message's credit");
+        outbound.on_granted(5).expect("an old grant has no effect");
         assert!(outbound.on_granted(u64::MAX).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! A connection over a link, which carries packets in place of a byte stream, and one-sided
-//! transfers of bulk data.
+//! Sends and receives the frames of a connection over a link. A link carries packets in place of a
+//! byte stream, and one-sided transfers of bulk data.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,8 +29,9 @@ impl From<LinkFailed> for ReadFailure {
 pub(super) struct PacketReader<'a> {
     shared: &'a Arc<Shared>,
     link: &'a Link,
-    /// The received part of a frame that is longer than a packet, and the frame's full length.
+    /// The received part of a frame that is longer than a packet.
     partial: BytesMut,
+    /// Full length of this frame, in bytes; 0 if no frame is incomplete.
     expected: usize,
     last_ack: u64,
     freed: Vec<Sequenced>,
@@ -83,7 +84,7 @@ impl<'a> PacketReader<'a> {
     /// Stores the first part of a frame that continues in the next packet.
     fn begin(&mut self, packet: &Bytes) -> Result<(), ReadFailure> {
         let Some(fixed) = packet.first_chunk::<HEADER_LEN>() else {
-            let wrong = "a packet that ends inside a frame's header".to_owned();
+            let wrong = "a packet ends inside the header of a frame".to_owned();
             return Err(ReadFailure::Fatal(MessengerError::Protocol(wrong)));
         };
         let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
@@ -93,8 +94,8 @@ impl<'a> PacketReader<'a> {
         Ok(())
     }
 
-    /// Adds the next part to such a frame. Returns the rest of the packet once the frame is
-    /// complete.
+    /// Adds the next packet to the incomplete frame. Returns the rest of the packet once the frame
+    /// is complete.
     fn more(&mut self, mut packet: Bytes) -> Result<Option<Bytes>, ReadFailure> {
         let missing = self.expected - self.partial.len();
         self.partial.extend_from_slice(&packet.split_to(missing.min(packet.len())));
@@ -106,7 +107,7 @@ impl<'a> PacketReader<'a> {
         let whole = self.partial.split().freeze();
         match frame::decode(&whole, &self.shared.config.limits)? {
             Some((frame, _)) => self.frame(frame)?,
-            None => unreachable!("it has the length that its header says"),
+            None => unreachable!("the frame has the length that its header states"),
         }
         Ok(Some(packet))
     }
@@ -127,7 +128,8 @@ impl<'a> PacketReader<'a> {
         }
     }
 
-    /// Handles data of a pull that is done by frames although a link exists. The data is copied.
+    /// Handles data of a pull that the peer sends in frames although a link exists. The data is
+    /// copied.
     fn pull_data(
         &mut self,
         header: &FrameHeader,

@@ -18,13 +18,13 @@ use crate::{MessengerError, Pulled};
 /// Delivers the outcome of a pull to the caller that waits for it.
 pub(super) type PullWaiter = oneshot::Sender<Result<Pulled, MessengerError>>;
 
-/// Maximum number of attempts at a pull, including the first. On the wire, an attempt is named by
-/// the sum of the pull's number and the attempt's. So the receiver recognizes and drops late data
-/// of an earlier attempt.
+/// Maximum number of attempts at a pull, including the first. On the wire, an attempt is identified
+/// by the sum of the pull's number and the attempt's number. So the receiver recognizes and drops
+/// late data of an earlier attempt.
 const ATTEMPTS: u64 = 8;
 
 struct Pull {
-    /// How often damaged data arrived and was requested again.
+    /// Number of times that damaged data arrived and was requested again.
     attempt: u64,
     offer: u64,
     /// First byte within the offer.
@@ -111,7 +111,7 @@ impl Pulls {
         if !fits || u64::from(phase) != object_phase || !whole_pieces {
             let range = format!("{}+{len} of pull {}", data.offset, data.pull);
             return Err(MessengerError::Protocol(format!(
-                "data came for {range}, which is not its next part"
+                "the peer sent data for {range}, which is not the next part"
             )));
         }
         let dest = pull.dest.take();
@@ -151,7 +151,7 @@ impl Shared {
         Ok(taken.map(|(filling, dest)| PullBuffer { shared: self, filling, dest: Some(dest) }))
     }
 
-    /// Whether the pull has not been cancelled.
+    /// Whether the pull is still in progress: it has neither completed nor been cancelled.
     pub(super) fn wants_pull(&self, pull: u64) -> bool {
         self.lock().pulls.active.contains_key(&pull)
     }
@@ -172,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// Cancels a pull. Its buffer returns to its pool as soon as nothing writes to it.
+    /// Cancels a pull. Its buffer returns to its pool as soon as the reader no longer writes to it.
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };
@@ -204,7 +204,7 @@ impl PullBuffer<'_> {
     /// The part of the buffer to fill.
     pub(super) fn bytes(&mut self) -> &mut [u8] {
         let Filling { at, len, .. } = self.filling;
-        let dest = self.dest.as_mut().expect("the buffer is here until this is dropped");
+        let dest = self.dest.as_mut().expect("the buffer is present until this value is dropped");
         &mut dest[at..at + len]
     }
 
@@ -217,9 +217,9 @@ impl PullBuffer<'_> {
         if pull.filled < pull.len {
             return drop(state);
         }
-        let pull = state.pulls.active.remove(&self.filling.pull).expect("it was just seen");
+        let pull = state.pulls.active.remove(&self.filling.pull).expect("the pull was just found");
         drop(state);
-        let buf = self.dest.take().expect("the buffer is here until this is dropped");
+        let buf = self.dest.take().expect("the buffer is present until this value is dropped");
         let _ = pull.done.send(Ok(Pulled { buf, checksums: pull.checksums }));
     }
 
@@ -237,7 +237,7 @@ impl PullBuffer<'_> {
             outbound.push_control(Body::PullRequest(pull.request(id)))?;
             return Ok(());
         }
-        let pull = pulls.active.remove(&id).expect("it was just seen");
+        let pull = pulls.active.remove(&id).expect("the pull was just found");
         drop(state);
         let _ = pull.done.send(Err(MessengerError::Damaged(how.to_string())));
         Ok(())

@@ -1,4 +1,4 @@
-//! Ranges of offers: checks them, and divides transfers into chunks.
+//! Checks ranges of offers, and divides transfers into chunks.
 
 use base::block::BLOCK;
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
@@ -15,7 +15,8 @@ pub(super) struct OfferRange {
     pub(super) phase: u64,
 }
 
-/// Finds bytes `offset..offset + len` of a descriptor that the connection's peer made.
+/// Checks a descriptor that the connection's peer created, and returns the place of its bytes
+/// `offset..offset + len` in the peer's offer.
 pub(super) fn locate(
     descriptor: &BulkDescriptor,
     wanted: BulkDirection,
@@ -24,24 +25,24 @@ pub(super) fn locate(
 ) -> Result<OfferRange> {
     let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
     if descriptor.owner != BulkOwner::Session {
-        return refused("it names memory of a third party, which this stack cannot reach");
+        return refused("the descriptor names memory of a third party, which this stack cannot reach");
     }
     if descriptor.memory != MemoryKind::Host {
-        return refused("it names memory of an accelerator, which this stack cannot reach");
+        return refused("the descriptor names memory of an accelerator, which this stack cannot reach");
     }
     if descriptor.direction != wanted {
-        return refused("it is offered for the other direction");
+        return refused("the offer is for transfers in the opposite direction");
     }
     let [segment] = descriptor.segments.as_slice() else {
-        return refused("this stack takes descriptors of exactly one segment");
+        return refused("the descriptor must have exactly one segment");
     };
     let phase = u64::from(descriptor.phase);
     if phase >= BLOCK {
-        return refused("its phase is not below 4096");
+        return refused("the phase of the descriptor is not below 4096");
     }
     check_range(offset, len, segment.len, phase).map_err(MessengerError::BulkRefused)?;
     let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
-        return refused("its address overflows");
+        return refused("the address of the range overflows");
     };
     Ok(OfferRange { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
 }

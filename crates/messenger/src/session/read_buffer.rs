@@ -1,8 +1,8 @@
 //! A buffer for received bytes, which hands out parts of its memory without copying.
 //!
-//! A block of memory is reused when all its parts have been dropped, because fresh memory costs as
-//! much as copying (page faults). The size of a read adapts to the traffic, so an idle connection
-//! holds only a small block.
+//! A block of memory is reused when all its parts have been dropped, because the page faults of
+//! fresh memory cost as much as copying. The size of a read adapts to the traffic, so an idle
+//! connection holds only a small block.
 
 use bytes::{Bytes, BytesMut};
 
@@ -18,7 +18,9 @@ pub(super) struct ReadBuffer {
     pub(super) bytes: BytesMut,
     /// The previous block, which is reused once all its parts have been dropped.
     spare: BytesMut,
+    /// Number of bytes to read at a time, which adapts to the traffic.
     ahead: usize,
+    /// Blocks of earlier payloads, which are reused once their parts have been dropped.
     payloads: Vec<BytesMut>,
 }
 
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_used_again_when_its_parts_are_gone() {
+    fn a_block_is_reused_when_all_its_parts_are_dropped() {
         let mut buffer = ReadBuffer::new();
         let mut places = std::collections::HashSet::new();
         for _ in 0..50 {
@@ -85,18 +87,18 @@ mod tests {
             places.insert(buffer.bytes.as_ptr() as usize / (64 << 10));
             drop(buffer.bytes.split_to(8000).freeze());
         }
-        assert!(places.len() <= 4, "50 reads went to {} places", places.len());
+        assert!(places.len() <= 4, "50 reads used {} blocks", places.len());
     }
 
     #[test]
-    fn parts_that_are_kept_keep_their_bytes() {
+    fn parts_that_are_still_in_use_are_never_overwritten() {
         let mut buffer = ReadBuffer::new();
         let mut kept = Vec::new();
         for i in 0..50u8 {
             buffer.make_room(8000);
             buffer.bytes.extend_from_slice(&[i; 8000]);
             kept.push(buffer.bytes.split_to(7000).freeze());
-            assert!(buffer.bytes.iter().all(|b| *b == i), "what was not used is carried over");
+            assert!(buffer.bytes.iter().all(|b| *b == i), "unused bytes are kept");
             buffer.bytes.clear();
             let mut payload = buffer.payload(100_000);
             payload.extend_from_slice(&vec![i; 100_000]);
@@ -108,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn room_follows_what_comes() {
+    fn the_read_size_adapts_to_the_received_amount() {
         let mut buffer = ReadBuffer::new();
         for _ in 0..10 {
             buffer.make_room(40);
@@ -118,7 +120,8 @@ mod tests {
             drop(buffer.bytes.split());
         }
         buffer.make_room(40);
-        assert!(buffer.bytes.capacity() >= BLOCK.1 / 2, "much comes: {}", buffer.bytes.capacity());
+        let room = buffer.bytes.capacity();
+        assert!(room >= BLOCK.1 / 2, "the room is only {room} bytes after large reads");
         for _ in 0..10 {
             buffer.make_room(40);
             buffer.on_read(44, buffer.bytes.capacity());
@@ -126,6 +129,6 @@ mod tests {
         buffer.make_room(40);
         buffer.make_room(40);
         let held = buffer.bytes.capacity() + buffer.spare.capacity();
-        assert!(held <= 4 * BLOCK.0, "little comes, but {held} bytes are held");
+        assert!(held <= 4 * BLOCK.0, "{held} bytes are held after small reads");
     }
 }

@@ -1,9 +1,9 @@
-//! The receiving side of a stream transport: decodes frames and hands each to its part of the
-//! connection.
+//! The receiving side of a stream transport: decodes frames, and passes each frame to the part of
+//! the connection that handles it.
 //!
 //! Small frames are parts of one read buffer. The payload of bulk data is read from the transport
-//! directly into its destination. After a bulk frame, the reader reads only a little ahead, so that
-//! it has to copy little.
+//! directly into its destination. After a bulk frame, the reader reads only a few bytes ahead,
+//! because payload bytes in the read buffer would have to be copied.
 
 use std::io;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ use super::read_buffer::ReadBuffer;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData, Push, Wrote};
 use crate::{Message, MessengerError};
 
-/// Payloads longer than this, in bytes, are read into memory of their own, unless they were already
-/// read.
+/// Payloads longer than this, in bytes, are read into separate memory, unless the read buffer
+/// already holds them.
 const READ_AHEAD_MAX: usize = 16 << 10;
 
-/// Number of bytes to read ahead of bulk data, which is enough for the head of one bulk frame.
+/// Number of bytes to read ahead after a bulk frame, which is enough for the head of the next one.
 const BULK_AHEAD: usize = 512;
 
 /// Number of bytes after which the reader yields to the connection's writer and to other tasks.
@@ -114,7 +114,7 @@ impl<'a> FrameReader<'a> {
 
     async fn frame(&mut self) -> Result<(), ReadFailure> {
         self.fill(HEADER_LEN).await?;
-        let fixed = self.buf.bytes.first_chunk::<HEADER_LEN>().expect("it was just filled");
+        let fixed = self.buf.bytes.first_chunk::<HEADER_LEN>().expect("the buffer holds a header");
         let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
         self.fill(HEADER_LEN + header.body_len()).await?;
         self.buf.bytes.advance(HEADER_LEN);
@@ -268,7 +268,7 @@ impl<'a> FrameReader<'a> {
 }
 
 impl Shared {
-    /// Handles the acknowledgement of all frames up to `ack`.
+    /// Handles the acknowledgement of all frames up to `ack`. Moves these frames to `freed`.
     pub(super) fn on_ack(&self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
         let mut state = self.lock();
         state.outbound.on_ack(ack, freed)?;
@@ -312,7 +312,7 @@ impl Shared {
             }
             Body::Close(close) => Err(ReadFailure::Closed(close.reason)),
             other => {
-                let wrong = format!("a {:?} frame where none belongs", other.kind());
+                let wrong = format!("the peer sent an unexpected {:?} frame", other.kind());
                 Err(ReadFailure::Fatal(MessengerError::Protocol(wrong)))
             }
         }

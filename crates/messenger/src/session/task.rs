@@ -22,13 +22,14 @@ use crate::{ConnectionEvent, MessengerError};
 /// Time that a closing connection has to send its queued frames.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
-/// The same limit for a connection whose place is needed: enough to tell the peer the reason.
+/// Time that a closing connection has if another connection needs its place. It suffices to tell
+/// the peer the reason.
 const RECLAIM_TIME: Duration = Duration::from_millis(100);
 
 /// How long an acknowledgement waits for another frame that can carry it.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
-/// A transport that lived for less than this and delivered nothing counts as a failed attempt,
+/// A transport that ended sooner than this and delivered no new frame counts as a failed attempt,
 /// which lengthens the backoff.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 
@@ -70,7 +71,7 @@ pub(super) enum TransportEnd {
 pub(crate) async fn run(shared: Arc<Shared>, mut role: TransportSupply, wire: Wire) {
     let end = EndGuard(Arc::clone(&shared));
     let why = live(&shared, &mut role, wire).await;
-    tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "session ended");
+    tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "connection ended");
     shared.lose(why);
     drop(role);
     drop(end);
@@ -82,7 +83,7 @@ struct EndGuard(Arc<Shared>);
 
 impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.0.lose(MessengerError::SessionLost("the runtime that served it has ended".into()));
+        self.0.lose(MessengerError::SessionLost("the connection's runtime has ended".into()));
         self.0.ended.send_replace(true);
     }
 }
@@ -102,11 +103,13 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
         let (reason, resumption) = match end {
             TransportEnd::Upgraded(wire, claim) => {
                 better = Some((wire, claim));
-                ("there is a better one".to_owned(), None)
+                ("a better transport is available".to_owned(), None)
             }
             TransportEnd::Closed => return MessengerError::SessionLost(shared.close_reason().into()),
             TransportEnd::Fatal(why) => return why,
-            TransportEnd::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
+            TransportEnd::Replaced(resumption) => {
+                ("the client resumed on a new transport".to_owned(), Some(resumption))
+            }
             TransportEnd::Broken(reason) => (reason, None),
             TransportEnd::Silent(reason) => {
                 is_silent = true;
@@ -115,7 +118,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
             TransportEnd::Damaged(reason) => {
                 damaged += 1;
                 if damaged > shared.config.max_damaged_transports {
-                    let why = format!("{reason}; {damaged} transports in a row were damaged");
+                    let why = format!("{reason}; {damaged} transports in a row delivered damaged frames");
                     return MessengerError::Protocol(why);
                 }
                 (reason, None)
@@ -167,7 +170,8 @@ impl TransportSupply {
                         None => match timeout_at(deadline, resumptions.recv()).await {
                             Ok(Some(next)) => next,
                             _ => {
-                                return Err(MessengerError::SessionLost("the peer did not come back".into()));
+                                let why = "the client did not resume the connection in time";
+                                return Err(MessengerError::SessionLost(why.into()));
                             }
                         },
                     };
@@ -206,7 +210,7 @@ impl TransportSupply {
 }
 
 impl Shared {
-    /// Reads and writes one transport for as long as it lasts.
+    /// Reads from and writes to one transport until it ends.
     async fn use_transport(self: &Arc<Self>, role: &mut TransportSupply, wire: Wire) -> TransportEnd {
         self.heard.store(true, Ordering::Relaxed);
         let end = match wire.road {
@@ -222,7 +226,7 @@ impl Shared {
                 let writing = Box::pin(async { self.send_packets(&link).await.map_err(|e| e.0) });
                 let end = self.until_end(role, reading, writing, Some(&link)).await;
                 // From here on the peer cannot reach memory of this side over the link.
-                link.fail("the session has ended it");
+                link.fail("the connection no longer uses this transport");
                 end
             }
         };
@@ -239,8 +243,10 @@ impl Shared {
         }
     }
 
-    /// The futures are boxed because each `async` function that passes them on would hold them
-    /// twice. Thousands of idle connections would use much memory.
+    /// Runs the transport until one of its tasks reports an end.
+    ///
+    /// The futures are boxed, because each `async` function that passes a future on would hold it
+    /// twice. With thousands of idle connections, this would use much memory.
     async fn until_end(
         self: &Arc<Self>,
         role: &mut TransportSupply,
@@ -290,7 +296,8 @@ impl Shared {
         sleep(if self.is_reclaimed() { RECLAIM_TIME } else { CLOSE_TIME }).await;
     }
 
-    /// Numbers of the last sequenced frame received and of the last one acknowledged by the peer.
+    /// Number of the last sequenced frame that this side received, and of the last sequenced frame
+    /// that the peer acknowledged.
     pub(super) fn progress(&self) -> (u64, u64) {
         let state = self.lock();
         (state.inbound.received(), state.outbound.acked())
@@ -313,8 +320,8 @@ impl Shared {
         }
     }
 
-    /// Number of the last frame that this side received, and the credit that it has granted, in
-    /// bytes.
+    /// Number of the last sequenced frame that this side received, and the total credit that this
+    /// side has granted, in bytes.
     pub(crate) fn resume_point(&self) -> (u64, u64) {
         let state = self.lock();
         (state.inbound.received(), state.inbound.granted())
@@ -350,8 +357,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Answers a client that resumes its connection. Returns `None` if the new transport broke
-    /// meanwhile.
+    /// Answers a client that resumes its connection. Returns `None` if the answer could not be
+    /// written to the new transport in time.
     async fn accept_resumption(&self, next: Box<Resumption>) -> Result<Option<Wire>, MessengerError> {
         let Resumption { mut wire, nonce, received, granted } = *next;
         let welcome = handshake::welcome_back(self, nonce);
@@ -373,7 +380,8 @@ impl From<ReadFailure> for TransportEnd {
             ReadFailure::Damaged(error) => TransportEnd::Damaged(error.to_string()),
             ReadFailure::Fatal(why) => TransportEnd::Fatal(why),
             ReadFailure::Closed(reason) => {
-                TransportEnd::Fatal(MessengerError::SessionLost(format!("the peer ended it: {reason}")))
+                let why = format!("the peer closed the connection: {reason}");
+                TransportEnd::Fatal(MessengerError::SessionLost(why))
             }
         }
     }

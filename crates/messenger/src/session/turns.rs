@@ -2,8 +2,9 @@
 //!
 //! All transfers share one connection. If large transfers alternated chunk by chunk, transfers that
 //! begin together would also end together. The drive would then be idle while the network is busy,
-//! and the other way round. So transfers wait in a queue, called a line, ordered by the age of
-//! their offers. Two transfers of a line are active at a time, so that requests finish one by one.
+//! and the network would be idle while the drive is busy. So transfers wait in a queue, called a
+//! line, ordered by the age of their offers. Two transfers of a line are active at a time, so that
+//! requests finish one by one.
 //! Small, middle and large transfers have a line each. The three lines alternate chunk by chunk, so
 //! that a small transfer does not wait for large ones, and a large transfer does not wait for many
 //! small ones.
@@ -22,11 +23,11 @@ const MIDDLE_MAX_BYTES: u64 = 1 << 20;
 /// is not idle between them.
 const AT_A_TIME: usize = 2;
 
-/// A transfer that has sent this many bytes joins its line again.
+/// An active transfer that has sent this many bytes returns to its line.
 const TURN_BYTES: u64 = 4 << 20;
 
-/// An offer of which a line has sent this many bytes counts as new. So the largest offer cannot
-/// make all others wait.
+/// After a line has sent this many bytes for an offer, the offer counts as new. So a large offer
+/// cannot keep its place ahead of all others.
 const YOUTH_BYTES: u64 = 16 << 20;
 
 /// Maximum number of offers whose age a line remembers. A forgotten offer counts as new.
@@ -48,13 +49,13 @@ impl TransferTurns {
         TransferTurns { small: Line::new(), middle: Line::new(), large: Line::new() }
     }
 
-    /// Ends all waiting with an error, because the connection has ended.
+    /// Fails all waiting transfers, because the connection has ended.
     pub(super) fn close(&self) {
         [&self.small, &self.middle, &self.large].into_iter().for_each(Line::close);
     }
 
-    /// Creates the turn of a transfer of `len` bytes from or to `offer`. It has no place in its
-    /// line yet.
+    /// Creates the turn of a transfer of `len` bytes from or to `offer`. The transfer does not wait
+    /// in its line before [`TransferTurn::take`].
     pub(super) fn turn(&self, offer: u64, len: u64) -> TransferTurn<'_> {
         let line = match len {
             _ if len <= MAX_CHUNK as u64 => &self.small,
@@ -65,7 +66,7 @@ impl TransferTurns {
     }
 }
 
-/// The turn of one transfer, with or without an active place.
+/// The right of one transfer to send. The transfer may send only while it has an active place.
 pub(super) struct TransferTurn<'a> {
     line: &'a Line,
     offer: u64,
@@ -92,7 +93,7 @@ impl TransferTurn<'_> {
         Ok(())
     }
 
-    /// Gives up the place, so that other transfers can go first.
+    /// Gives up the active place, so that another transfer becomes active.
     pub(super) fn leave(&mut self) {
         self.place = None;
     }
@@ -167,7 +168,7 @@ impl Line {
     }
 
     fn lock(&self) -> MutexGuard<'_, TransferWaiters> {
-        // No code panics with the line half changed, so a poisoned mutex is safe to use.
+        // No code panics in the middle of a change, so a poisoned mutex is safe to use.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -240,7 +241,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const CHUNK: usize = MAX_CHUNK;
 
-    /// Whether a transfer could send at once. The transfer is then dropped in any case.
+    /// Whether a new transfer would become active at once. The transfer is dropped afterwards.
     async fn goes(turns: &TransferTurns, offer: u64, len: u64) -> bool {
         matches!(futures::poll!(pin!(turns.turn(offer, len).take(CHUNK))), Poll::Ready(Ok(())))
     }
@@ -248,31 +249,31 @@ mod tests {
     /// Two active transfers of 2 MiB, from offers 1 and 2.
     async fn two_that_go(turns: &TransferTurns) -> (TransferTurn<'_>, TransferTurn<'_>) {
         let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
-        first.take(CHUNK).await.expect("open");
-        second.take(CHUNK).await.expect("open");
+        first.take(CHUNK).await.expect("the line is open");
+        second.take(CHUNK).await.expect("the line is open");
         (first, second)
     }
 
     #[tokio::test]
-    async fn two_transfers_of_a_size_go_at_a_time_and_sizes_do_not_wait_for_each_other() {
+    async fn two_transfers_per_size_class_are_active_and_classes_do_not_block_others() {
         let turns = TransferTurns::new();
         for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
             let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
-            first.take(CHUNK).await.expect("open");
-            second.take(CHUNK).await.expect("open");
-            assert!(!goes(&turns, 3, len).await, "two go already");
+            first.take(CHUNK).await.expect("the line is open");
+            second.take(CHUNK).await.expect("the line is open");
+            assert!(!goes(&turns, 3, len).await, "two transfers are already active");
             for other in [4096, MIB, 4 * MIB].into_iter().filter(|other| other.abs_diff(len) > MIB / 3) {
                 assert!(goes(&turns, 4, other).await, "{other} bytes beside {len}");
             }
-            first.take(CHUNK).await.expect("open");
-            assert!(!goes(&turns, 3, len).await, "a turn lasts to the transfer's end");
+            first.take(CHUNK).await.expect("the line is open");
+            assert!(!goes(&turns, 3, len).await, "a transfer stays active until its end");
             drop(first);
-            assert!(goes(&turns, 3, len).await, "one has left");
+            assert!(goes(&turns, 3, len).await, "a place is free");
         }
     }
 
     #[tokio::test]
-    async fn the_oldest_offer_goes_first_whichever_transfer_asked_first() {
+    async fn a_transfer_of_an_older_offer_is_admitted_before_earlier_arrivals() {
         let turns = TransferTurns::new();
         let (old, other) = two_that_go(&turns).await;
         let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
@@ -287,17 +288,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_offer_keeps_its_age_for_what_it_really_sends() {
+    async fn an_offer_keeps_its_age_until_it_has_sent_16_mib() {
         let turns = TransferTurns::new();
         let (mut long, mut other, mut next) =
             (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
-        other.take(CHUNK).await.expect("open");
-        long.take(CHUNK).await.expect("open");
+        other.take(CHUNK).await.expect("the line is open");
+        long.take(CHUNK).await.expect("the line is open");
         let mut next = pin!(next.take(CHUNK));
         assert!(futures::poll!(&mut next).is_pending());
         for sent in 1..YOUTH_BYTES / CHUNK as u64 {
-            // The transfer stays first even if it joins the line for each chunk, as a transfer with
-            // a slow source does.
+            // The transfer stays active even if it returns to the line between chunks, as a
+            // transfer with a slow source does.
             if sent % 7 == 0 {
                 long.sent = TURN_BYTES;
             }
@@ -312,13 +313,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_goes_away_leaves_neither_a_gap_nor_a_trace() {
+    async fn cancelled_transfers_free_their_places_and_stop_waiting() {
         let turns = TransferTurns::new();
         let (first, second) = two_that_go(&turns).await;
         for offer in 10..20 {
             assert!(!goes(&turns, offer, 2 * MIB).await);
         }
-        assert!(turns.large.lock().waiting.is_empty(), "they are forgotten");
+        assert!(turns.large.lock().waiting.is_empty(), "a dropped transfer still waits");
         {
             let mut gone = turns.turn(3, 2 * MIB);
             let mut gone = pin!(gone.take(CHUNK));

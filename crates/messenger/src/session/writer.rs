@@ -8,7 +8,7 @@ use super::batch::Batch;
 use super::outbound::Piggyback;
 use super::{ConnectionState, Shared};
 
-/// Releases the bulk slots of a batch, even if its write is cancelled half way.
+/// Releases the bulk slots of a batch, even if the write of the batch is cancelled.
 pub(super) struct SlotGuard<'a>(&'a Shared, usize);
 
 impl Drop for SlotGuard<'_> {

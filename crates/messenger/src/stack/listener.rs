@@ -1,5 +1,5 @@
-//! The serving side: accepts transports and performs handshakes. Each transport becomes a new
-//! connection or resumes the connection that it belongs to.
+//! The server's side: accepts transports and performs handshakes. Each transport begins a new
+//! connection or resumes an existing one.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,8 +32,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Minimum time between two warnings that transports cannot be accepted.
 const WARNING_PAUSE: Duration = Duration::from_secs(10);
 
-/// A connection that was silent for this long loses its place to a new one from its own address, if
-/// all places are taken.
+/// A connection that was silent for this long loses its place to a new connection from the same
+/// address, if all places are taken.
 const SESSION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A listener over a byte stream transport.
@@ -124,7 +124,11 @@ impl Registry {
         if let Some(victim) = victim {
             self.admissions.add_reclaimed(shortage, 1);
             let peer = victim.peer();
-            tracing::debug!(address = peer.address, ?shortage, "a session loses its place to another client");
+            tracing::debug!(
+                address = peer.address,
+                ?shortage,
+                "a connection loses its place to another client"
+            );
             victim.reclaim();
         }
     }
@@ -174,7 +178,7 @@ impl Registry {
 impl RegistryPlace {
     /// Marks the connection as detached, because it has lost its transport.
     pub(crate) fn hold(&self) -> Result<()> {
-        let gone = || MessengerError::SessionLost("its listener is gone".into());
+        let gone = || MessengerError::SessionLost("the connection's listener has been closed".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut sessions = registry.lock();
         let now = Instant::now().into_std();
@@ -182,7 +186,7 @@ impl RegistryPlace {
         let Ok(victim) = admitted else {
             drop(sessions);
             registry.admissions.add_refused(Shortage::Detached, 1);
-            return Err(MessengerError::SessionLost("too many sessions wait for their peers".into()));
+            return Err(MessengerError::SessionLost("too many connections wait for their clients".into()));
         };
         self.held.store(true, Ordering::Relaxed);
         sessions.places.left(self.session, now);
@@ -222,8 +226,8 @@ impl Drop for RegistryPlace {
 }
 
 impl StreamListener {
-    /// Accepts connections over `acceptor`. Clients may also resume them over the other transports,
-    /// which have names.
+    /// Accepts connections over `acceptor`, the base transport. Clients may also resume connections
+    /// over `others`, each of which has the name of its path.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
@@ -313,7 +317,7 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
     }
 }
 
-/// Whether the process or the system has run out of file descriptors.
+/// Whether `e` says that the process or the system has run out of file descriptors.
 fn is_want_of_descriptors(e: &io::Error) -> bool {
     use rustix::io::Errno;
     [Errno::MFILE, Errno::NFILE].iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
@@ -358,7 +362,7 @@ impl Reception {
         }
         drop(handshakes);
         if !self.registry.shed() {
-            tracing::debug!("there is no connection whose descriptor could be had");
+            tracing::debug!("no handshake or connection can be ended to free a file descriptor");
         }
     }
 
@@ -371,8 +375,8 @@ impl Reception {
             Ok(HandshakeOutcome::Resume(session, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
-                // If the connection already has a transport waiting, this one is dropped; its
-                // client will try again.
+                // If another transport already waits for the connection, this one is dropped, and
+                // its client tries again.
                 let _ = session.try_send(resumption);
             }
             Err(why) => {
@@ -392,7 +396,7 @@ impl Reception {
             return match self.registry.find(&resume) {
                 Some(session) => Ok(HandshakeOutcome::Resume(session, hello, resume)),
                 None => {
-                    let reason = "no such session".to_owned();
+                    let reason = "the server has no such connection with this secret".to_owned();
                     self.reject(wire, Reject { code: RejectCode::UnknownSession, reason }).await
                 }
             };
@@ -401,7 +405,7 @@ impl Reception {
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_sessions();
-            let reason = format!("the server has {max} sessions, and this address its fair share of them");
+            let reason = format!("all {max} connections are in use, and this address has its fair share");
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
         };
         handshake::write(wire, &welcome).await.map_err(|e| MessengerError::Unreachable {
@@ -416,7 +420,7 @@ impl Reception {
 
     async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<HandshakeOutcome> {
         let reason = reject.reason.clone();
-        // The peer is rejected even if it is already gone; ignore the error.
+        // The peer may have disconnected already; ignore the error.
         let _ = handshake::write(wire, &Body::Reject(reject)).await;
         Err(MessengerError::Refused(reason))
     }
@@ -424,7 +428,7 @@ impl Reception {
     async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
         let handles = shared.handles();
         crate::spawn(session::run(shared, role, wire));
-        // If the listener is gone, the handles are dropped, which ends the connection.
+        // If the listener has been closed, the handles are dropped, which ends the connection.
         let _ = self.accepted.send(Ok(handles)).await;
     }
 }

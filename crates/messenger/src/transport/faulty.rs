@@ -30,15 +30,15 @@ pub struct StreamFaults {
     pub piece_max: usize,
     /// Average number of bytes after which a stream breaks, in each direction; 0 for never.
     pub break_after_bytes: u64,
-    /// One in this many pieces is held for `stall`; 0 for none.
+    /// On average, one in this many pieces stalls; 0 for none.
     pub stall_one_in: u32,
     /// Duration of a stall.
     pub stall: Duration,
-    /// One in this many pieces has a bit flipped; 0 for none.
+    /// On average, one bit is flipped in one of this many pieces; 0 for none.
     pub flip_one_in: u32,
-    /// One in this many attempts to connect is refused; 0 for none.
+    /// On average, one in this many attempts to connect is refused; 0 for none.
     pub refuse_one_in: u32,
-    /// One in this many attempts to connect is never answered; 0 for none.
+    /// On average, one in this many attempts to connect is never answered; 0 for none.
     pub ignore_one_in: u32,
 }
 
@@ -80,8 +80,9 @@ pub struct FaultControl {
     /// Number of injected faults of each kind.
     pub counts: StreamFaultCounts,
     faults: StreamFaults,
+    /// Whether random faults have ended.
     quiet: AtomicBool,
-    /// Counts up; streams break when it does.
+    /// Number of calls of [`FaultControl::cut`]. A change breaks all streams.
     cuts: watch::Sender<u64>,
     frozen: watch::Sender<bool>,
     random: Mutex<StdRng>,
@@ -95,7 +96,8 @@ impl FaultControl {
         live
     }
 
-    /// Freezes or unfreezes all streams. While frozen, no byte moves and no stream breaks.
+    /// Freezes or unfreezes all streams. While streams are frozen, no byte moves and no stream
+    /// breaks at random.
     pub fn freeze(&self, frozen: bool) {
         self.frozen.send_replace(frozen);
     }
@@ -105,6 +107,7 @@ impl FaultControl {
         self.quiet.store(true, Ordering::Relaxed);
     }
 
+    /// Decides whether a fault with the probability `1 / n` occurs, and counts it.
     fn one_in(&self, random: &mut StdRng, n: u32, count: &AtomicU64) -> bool {
         let hit = n > 0 && !self.quiet.load(Ordering::Relaxed) && random.random_ratio(1, n);
         if hit {
@@ -189,7 +192,7 @@ async fn stream(
     let there = Pump::new(&control, &mut random);
     let back = Pump::new(&control, &mut random);
     let both = async {
-        // An error of one direction ends both; that is what a broken connection does.
+        // An error in one direction ends both directions, as in a broken connection.
         let _ = tokio::try_join!(biased; there.run(near.0, far.1), back.run(far.0, near.1));
     };
     tokio::select! {

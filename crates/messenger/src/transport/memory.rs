@@ -18,8 +18,8 @@ const BACKLOG: usize = 128;
 
 type Endpoints = Arc<Mutex<HashMap<String, mpsc::Sender<Wire>>>>;
 
-/// A separate network. Its clones are the same network. Any string is an address; `*` chooses a
-/// free one.
+/// A network within this process. Its clones are the same network. Any string is an address; `*`
+/// chooses a free address.
 #[derive(Clone, Default)]
 pub struct MemoryNetwork {
     endpoints: Endpoints,

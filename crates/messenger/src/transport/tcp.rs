@@ -12,8 +12,9 @@ use super::{Acceptor, ConnectClaim, Transport, Wire};
 /// in flight.
 const UNSENT_MAX_BYTES: u32 = 256 << 10;
 
-/// How a connection within one machine is controlled: it has no network that could be congested, so it needs no timer that
-/// paces it (as BBR's does, for a fifth of a bulk transfer's CPU: docs/evaluation.md). Every Linux has it, and every user may choose it.
+/// Congestion control of connections within one machine. No network can be congested there, so
+/// these connections need no pacing. The pacing timer of BBR costs a fifth of the CPU time of a
+/// bulk transfer (docs/evaluation.md). Every Linux kernel has `reno`, and every user may choose it.
 const LOOPBACK_CONGESTION_CONTROL: &[u8] = b"reno";
 
 /// The TCP transport. Addresses are `host:port`.
@@ -50,7 +51,7 @@ impl Transport for Tcp {
 async fn connect_from(source: IpAddr, endpoint: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::new(
         io::ErrorKind::AddrNotAvailable,
-        format!("it has no address that can be reached from {source}"),
+        format!("the endpoint has no address of the same family as {source}"),
     );
     for address in lookup_host(endpoint).await?.filter(|a| a.is_ipv4() == source.is_ipv4()) {
         let socket = if source.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
@@ -86,8 +87,8 @@ impl Acceptor for TcpAcceptor {
     }
 }
 
-/// Whether the error of an `accept` concerns only that one stream (accept(2): network errors of the
-/// new socket).
+/// Whether the error of an `accept` concerns only the accepted stream: a network error of the new
+/// socket, as in accept(2).
 fn ended_early(e: &io::Error) -> bool {
     use io::ErrorKind::{
         ConnectionAborted, ConnectionReset, HostUnreachable, NetworkDown, NetworkUnreachable,
@@ -101,7 +102,7 @@ fn wire(stream: TcpStream, peer: SocketAddr) -> io::Result<Wire> {
     let socket = socket2::SockRef::from(&stream);
     socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
     if peer.ip() == stream.local_addr()?.ip() {
-        // Refused, it is the system's choice as before, only slower.
+        // If the system refuses, its own choice stays in force, which is only slower.
         let _ = socket.set_tcp_congestion(LOOPBACK_CONGESTION_CONTROL);
     }
     let address = peer.to_string();

@@ -1,4 +1,5 @@
-//! A client that speaks to a server's endpoint by itself and means no good. Whatever it does costs its own connection.
+//! Attacks on a server's endpoint by a client that calls libfabric directly. Each attack ends only
+//! the attacker's own connection.
 
 use std::net::SocketAddr;
 
@@ -24,14 +25,14 @@ const RECEIVES: usize = 32;
 const LIMITS: Limits =
     Limits { max_header: 65_536, max_inline: 65_536, max_bulk: 1 << 20, eager: 4096, one_sided: true };
 
-/// One side of a connection, driven by hand: nothing moves but in [`Attacker::poll`].
+/// The attacker's side of a connection. Packets move only in [`Attacker::poll`].
 struct Attacker {
     endpoint: Endpoint,
     events: EventQueue,
     completions: CompletionQueue,
     memory: MemoryRegion,
     domain: Domain,
-    /// What packets to the server must bear.
+    /// The token that packets to the server must carry.
     token: u64,
     nonce: [u8; 16],
     frames: Vec<Frame>,
@@ -42,7 +43,7 @@ struct Attacker {
 }
 
 impl Attacker {
-    /// Connects, as `tenant`, and shakes hands.
+    /// Connects as the tenant "victim" and performs the handshake.
     fn connect(address: &str) -> Attacker {
         let mut attacker = Attacker::dial(address, "victim");
         attacker.send(&hello(attacker.nonce), 0, &Payload::default());
@@ -52,7 +53,7 @@ impl Attacker {
     }
 
     fn dial(address: &str, tenant: &str) -> Attacker {
-        // Over iWARP the kernel may choose a port that TCP has in use.
+        // Over iWARP, the kernel may choose a port that a TCP socket already uses.
         (0..10).find_map(|_| Attacker::try_dial(address, tenant)).expect("a connection")
     }
 
@@ -85,7 +86,7 @@ impl Attacker {
                 {
                     return None;
                 }
-                Some(other) => panic!("{other:?} instead of a connection"),
+                Some(other) => panic!("the event is {other:?} instead of Connected"),
                 None => completions.poll(&mut Vec::new()).expect("completions"),
             }
             assert!(Instant::now() < deadline, "no connection");
@@ -108,7 +109,7 @@ impl Attacker {
         })
     }
 
-    /// Takes what has come.
+    /// Handles all events and completions that have arrived.
     fn poll(&mut self) {
         if let Some(FabricEvent::Closed { .. } | FabricEvent::Failed { .. }) =
             self.events.read().expect("events")
@@ -130,7 +131,7 @@ impl Attacker {
         let mut packet = vec![0; len];
         assert!(self.memory.arena().expect("an arena").copy_out(slot * PACKET, &mut packet));
         self.received += 1;
-        assert_eq!(packet[..8], self.nonce[..8], "packets to this side bear its token");
+        assert_eq!(packet[..8], self.nonce[..8], "packets to this side carry its token");
         let mut content = bytes::Bytes::from(packet).slice(16..);
         while let Ok(Some((frame, len))) = frame::decode(&content, &LIMITS) {
             self.frames.push(frame);
@@ -172,7 +173,7 @@ impl Attacker {
         assert!(self.memory.arena().expect("an arena").copy_in(at, &packet));
         self.endpoint.send(self.memory.slice(at, packet.len()).expect("inside"), 99)?;
         let sent = Instant::now();
-        // The memory is used again for the next one.
+        // Wait until the packet is sent, because the next packet reuses its memory.
         while sent.elapsed() < Duration::from_millis(5) {
             self.poll();
         }
@@ -185,7 +186,7 @@ impl Attacker {
     }
 }
 
-/// What a client of the tenant "victim" says first.
+/// The first frame of a client of the tenant "victim".
 fn hello(nonce: [u8; 16]) -> Body {
     Body::Hello(Hello {
         versions: (2, 2),
@@ -203,7 +204,7 @@ fn info(target: EndpointAddress) -> Info {
     Library::load().and_then(|library| library.query(&query)).expect("a provider").swap_remove(0)
 }
 
-/// A server with a session that is to notice nothing.
+/// A server under attack, and a connection of another client, which the attack must not affect.
 struct Victim {
     endpoint: String,
     listener: Box<dyn outboard_messenger::Listener>,
@@ -214,7 +215,7 @@ struct Victim {
 
 impl Victim {
     async fn new(queue: ReceiveQueueKind) -> Option<Victim> {
-        // A busy machine is not to look like an attack that works.
+        // A long grace period, so that a busy machine does not look like a successful attack.
         let rig = super::patient_rig(queue, 3)?;
         let mut listener = rig.listen().await;
         let endpoint = listener.endpoint();
@@ -225,7 +226,7 @@ impl Victim {
         Some(Victim { endpoint, listener, client, server, _rig: rig })
     }
 
-    /// Lets an attacker work on a thread of its own, and gives the session that it made.
+    /// Runs `attack` on a separate thread. Returns the server's end of the attacker's connection.
     async fn attacked(
         &mut self,
         attack: impl FnOnce(Attacker) + Send + 'static,
@@ -233,15 +234,15 @@ impl Victim {
         let endpoint = self.endpoint.clone();
         let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(&endpoint)));
         let session = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
-        (session.expect("in time").expect("a session"), attack)
+        (session.expect("in time").expect("a connection"), attack)
     }
 
-    /// The other session goes on, over the transport that it had.
+    /// Checks that the other client's connection still works, on the same transport.
     async fn is_well(&mut self) {
         self.client.0.send(Message { header: "well".into(), ..Message::default() }).await.expect("sent");
         match tokio::time::timeout(PATIENCE, self.server.1.next()).await.expect("in time") {
             ConnectionEvent::Message(message) => assert_eq!(message.header, "well"),
-            other => panic!("the other session noticed: {other:?}"),
+            other => panic!("the attack affected another client: {other:?}"),
         }
         let data = vec![3; 100_000];
         let source = self.client.0.offer_source(Buffer::in_memory(0, &data)).expect("offered");
@@ -252,6 +253,7 @@ impl Victim {
     }
 }
 
+/// Waits until the connection has lost its transport.
 async fn interrupted(ends: &mut Ends) {
     let ended = async {
         loop {
@@ -261,12 +263,13 @@ async fn interrupted(ends: &mut Ends) {
             }
         }
     };
-    tokio::time::timeout(PATIENCE, ended).await.expect("the attacker's connection ends");
+    tokio::time::timeout(PATIENCE, ended).await.expect("the attacker's transport ends");
 }
 
-/// Keys are guessed, addresses too: nothing of the server's can be reached.
+/// The attacker guesses keys of memory regions. The addresses are those of the server's process,
+/// which is also the test's process.
 #[tokio::test]
-async fn nothing_of_a_servers_memory_can_be_reached() {
+async fn a_client_cannot_reach_the_memory_of_its_server() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let arena = Arena::anonymous(1 << 20).expect("memory");
     let (start, _) = arena.as_raw();
@@ -285,24 +288,24 @@ async fn nothing_of_a_servers_memory_can_be_reached() {
                 };
                 posted.expect("posted");
                 attacker.is_ended();
-                assert!(!attacker.reads.contains(&true) || i % 2 == 1, "key {key} opened something");
+                assert!(!attacker.reads.contains(&true) || i % 2 == 1, "key {key} gave access to memory");
             })
             .await;
         interrupted(&mut session).await;
-        attack.await.expect("the attack went as it should");
+        attack.await.expect("the attack ends without a panic");
         victim.is_well().await;
     }
     let mut content = vec![1; 4096];
     assert!(arena.copy_out(0, &mut content));
-    assert!(content.iter().all(|byte| *byte == 0), "something was written");
+    assert!(content.iter().all(|byte| *byte == 0), "an attack changed the memory");
 }
 
 #[tokio::test]
-async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
+async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link() {
     for queue in [ReceiveQueueKind::Shared, ReceiveQueueKind::PerConnection] {
         let Some(mut victim) = Victim::new(queue).await else { return };
         let attacks: [fn(&mut Attacker); 4] = [
-            // More packets than were granted: the server takes no message, and its grants are not waited for.
+            // More packets than the server granted: the attacker does not wait for grants.
             |a| {
                 for seq in 1..400 {
                     let header = bytes::Bytes::from_static(b"flood");
@@ -317,7 +320,7 @@ async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
             },
             |a| {
                 a.granted = a.granted.wrapping_sub(1000);
-                a.message(1, b"grants go back");
+                a.message(1, b"the grant decreases");
             },
             |a| a.send(&Body::Message(bytes::Bytes::new()), 77, &Payload::default()),
             |a| {
@@ -336,15 +339,15 @@ async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
                 })
                 .await;
             interrupted(&mut session).await;
-            attack.await.expect("the attack went as it should");
+            attack.await.expect("the attack ends without a panic");
             victim.is_well().await;
         }
     }
 }
 
-/// Packets with a wrong token are nobody's.
+/// The server delivers only the packet with the right token.
 #[tokio::test]
-async fn packets_of_others_cannot_be_forged() {
+async fn packets_with_a_wrong_token_are_dropped() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (mut session, attack) = victim
         .attacked(|mut attacker| {
@@ -358,18 +361,18 @@ async fn packets_of_others_cannot_be_forged() {
         .await;
     match tokio::time::timeout(PATIENCE, session.1.next()).await.expect("in time") {
         ConnectionEvent::Message(message) => {
-            assert_eq!(message.header, "mine", "a forged packet got through")
+            assert_eq!(message.header, "mine", "a forged packet was delivered")
         }
         other => panic!("{other:?}"),
     }
     session.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
 }
 
-/// A client that claims one thing to connect and another when it shakes hands.
+/// The client states one tenant in the connect request and another tenant in the Hello.
 #[tokio::test]
-async fn a_claim_that_is_not_kept_is_refused() {
+async fn a_hello_that_differs_from_the_connect_request_is_rejected() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
@@ -378,14 +381,15 @@ async fn a_claim_that_is_not_kept_is_refused() {
         let answer = attacker.frame();
         assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
     });
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
 }
 
-/// A client that exposes memory and then does nothing more: over providers that need it, a read of its memory never ends. The
-/// server's buffer comes back all the same, and nobody else waits.
+/// The client exposes memory and then polls no more. Over a provider that needs the client's
+/// polling, a read of this memory never ends. The server's buffer still returns to its pool, and
+/// other clients do not wait.
 #[tokio::test]
-async fn a_stalled_pull_gives_its_buffer_back() {
+async fn a_stalled_pull_returns_its_buffer() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let (tell, told) = std::sync::mpsc::channel();
@@ -393,12 +397,12 @@ async fn a_stalled_pull_gives_its_buffer_back() {
         .attacked(move |attacker| {
             let source = ExposedMemory::Bytes(vec![9; 1 << 20].into());
             let source = MemoryRegion::expose(&attacker.domain, source, Access::RemoteRead).expect("exposed");
-            tell.send((source.remote(), attacker.nonce)).expect("somebody listens");
-            // It polls no more.
+            tell.send((source.remote(), attacker.nonce)).expect("the receiver exists");
+            // The client polls no more from here on.
             let _ = stopped.recv();
         })
         .await;
-    let (remote, nonce) = told.recv_timeout(PATIENCE).expect("it exposes something");
+    let (remote, nonce) = told.recv_timeout(PATIENCE).expect("the attacker exposes memory");
     let RemoteRegion { key, base, len } = remote;
     let checksums = Payload::compute(0, vec![9; 1 << 20].into());
     let descriptor = BulkDescriptor {
@@ -420,9 +424,9 @@ async fn a_stalled_pull_gives_its_buffer_back() {
     let limit = Duration::from_millis(200);
     let pulled = session.0.bulk_read(&descriptor, 0, dest, limit).await;
     match super::provider().0.as_str() {
-        // Nothing moves unless both sides poll.
+        // Over `tcp`, data moves only while both sides poll.
         "tcp" => assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit))),
-        // A device needs nobody.
+        // An RDMA device moves data without the client's polling.
         _ => drop(pulled),
     }
     let came_back = async {
@@ -430,9 +434,9 @@ async fn a_stalled_pull_gives_its_buffer_back() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, came_back).await.expect("the buffer comes back");
+    tokio::time::timeout(PATIENCE, came_back).await.expect("the buffer returns to the pool");
     victim.is_well().await;
     drop(stop);
     drop(session);
-    attack.await.expect("the attack went as it should");
+    attack.await.expect("the attack ends without a panic");
 }

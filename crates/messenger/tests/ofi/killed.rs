@@ -18,14 +18,15 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LEN: usize = 8 << 20;
 const ROUNDS: u32 = 6;
 
-/// What the other process is: `client ENDPOINT` or `server`.
+/// Environment variable with the role of the helper process: `client ENDPOINT` or `server`.
 const ROLE: &str = "OUTBOARD_TEST_KILLED";
 
 fn data() -> Vec<u8> {
     (0..LEN).map(|i| (i >> 5) as u8).collect()
 }
 
-/// Over links only. Sessions are given up soon after they lost their transport.
+/// Creates a stack that uses only links. Its server ends a connection soon after the transport
+/// broke.
 fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<OfiControl>)> {
     let (provider, _) = super::provider();
     let ofi = super::load(OfiConfig::new(&provider))?;
@@ -40,12 +41,13 @@ fn patient() -> ConnectOptions {
     ConnectOptions { timeout: PATIENCE, ..ConnectOptions::default() }
 }
 
+/// The helper process, which a test kills.
 struct Other(Child);
 
 impl Other {
     fn start(role: &str) -> Other {
         let child = Command::new(std::env::current_exe().expect("a program"))
-            .args(["--exact", "killed::is_the_other_process", "--nocapture"])
+            .args(["--exact", "killed::helper_process_that_the_other_tests_kill", "--nocapture"])
             .env(ROLE, role)
             .stdout(Stdio::piped())
             .spawn();
@@ -53,14 +55,14 @@ impl Other {
     }
 
     fn kill(&mut self) {
-        self.0.kill().expect("it is ours");
-        self.0.wait().expect("it ends");
+        self.0.kill().expect("the child can be killed");
+        self.0.wait().expect("the child ends");
     }
 }
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // It may be gone already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -72,9 +74,9 @@ async fn offered(incoming: &mut dyn Incoming) -> BulkDescriptor {
             ConnectionEvent::Message(offer) => {
                 return postcard::from_bytes(&offer.header).expect("a descriptor");
             }
-            // Where everything is slow a silence may have been too long.
+            // On a slow machine, a silence may have exceeded the grace period.
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
-            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Lost(why) => panic!("connection lost: {why}"),
         }
     }
 }
@@ -86,11 +88,12 @@ async fn offer(client: &Ends) -> outboard_messenger::BulkRegion {
     region
 }
 
-/// Not a test of its own: the process that is killed.
+/// Not a test: the program of the helper process. Without its environment variable, it does
+/// nothing.
 #[tokio::test]
-async fn is_the_other_process() {
+async fn helper_process_that_the_other_tests_kill() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    let (stack, _) = stack().expect("the other process has one");
+    let (stack, _) = stack().expect("libfabric works, as in the process that started this one");
     if let Some(endpoint) = role.strip_prefix("client ") {
         let client = stack.connect(endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
@@ -110,14 +113,15 @@ async fn is_the_other_process() {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "it is read by the process that started this one")]
+#[expect(clippy::print_stdout, reason = "the process that started this one reads the output")]
 fn tell(line: &str) {
     println!("{line}");
 }
 
-/// A client dies while its memory is read: the reads fail, their buffers come back, nothing is left, and the next client is served.
+/// A client is killed while the server reads its memory. The reads fail, their buffers return to
+/// the pool, no link is left, and the server serves the next client.
 #[tokio::test]
-async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
+async fn a_client_killed_while_its_memory_is_read_leaves_no_buffer_and_no_link() {
     let Some((stack, control)) = stack() else { return };
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     let pool = conformance::pool();
@@ -127,8 +131,8 @@ async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
         let mut other = Other::start(&format!("client {}", listener.endpoint()));
         let mut server = timeout(PATIENCE, listener.accept()).await.expect("a client").expect("accepts");
         let from = offered(&mut *server.1).await;
-        assert!(from.remote.is_some(), "it can be read by itself");
-        // At least one is whole; then it is killed while others are under way.
+        assert!(from.remote.is_some(), "the offer allows one-sided reads");
+        // After at least one complete read, the client is killed while other reads are in progress.
         let (read, mut go) = tokio::sync::mpsc::channel(1);
         let reading = async {
             loop {
@@ -142,50 +146,53 @@ async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
             }
         };
         let killing = async {
-            go.recv().await.expect("it reads");
+            go.recv().await.expect("a read completes");
             tokio::time::sleep(Duration::from_micros(rand::rng().random_range(0..20_000))).await;
             other.kill();
         };
-        let (why, ()) = timeout(PATIENCE, async { tokio::join!(reading, killing) }).await.expect("it ends");
+        let (why, ()) =
+            timeout(PATIENCE, async { tokio::join!(reading, killing) }).await.expect("the reads end");
         tracing::debug!(%why, "the read failed");
         server.0.close().await;
         drop(server);
-        assert_eq!(pool.free_bytes().0, free, "all buffers are back");
+        assert_eq!(pool.free_bytes().0, free, "all buffers returned to the pool");
     }
-    assert!(whole >= ROUNDS, "reads came through before");
+    assert!(whole >= ROUNDS, "each client served a complete read");
     assert_eq!(control.cut(), 0, "no link is left");
 }
 
-/// A server dies while it reads: the client's session ends, and its memory is its own again.
+/// A server is killed while it reads a client's memory. The client detects this, and gets its
+/// memory back.
 #[tokio::test]
-async fn a_server_killed_while_it_reads_leaves_nothing() {
+async fn a_server_killed_while_it_reads_leaves_no_link_at_its_client() {
     let Some((stack, control)) = stack() else { return };
     for _ in 0..ROUNDS {
         let mut other = Other::start("server");
         let mut lines = BufReader::new(other.0.stdout.take().expect("piped")).lines();
         let endpoint = lines.find_map(|line| Some(line.ok()?.split_once("ENDPOINT ")?.1.to_owned()));
-        let endpoint = endpoint.expect("it listens");
+        let endpoint = endpoint.expect("the server listens");
         let mut client = stack.connect(&endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
-        assert!(region.descriptor.remote.is_some(), "it can be read by itself");
-        // At least one read is whole; then it is killed while others are under way. Over `tcp` this thread has to take part in them.
+        assert!(region.descriptor.remote.is_some(), "the offer allows one-sided reads");
+        // After at least one complete read, the server is killed while other reads are in progress.
+        // Over `tcp`, reads progress only while this thread polls.
         let reading = tokio::task::spawn_blocking(move || {
             lines.any(|line| line.is_ok_and(|line| line.ends_with("READ whole"))).then_some(lines)
         });
-        let lines = timeout(PATIENCE, reading).await.expect("it reads").expect("no panic");
-        assert!(lines.is_some(), "it has ended before it read anything");
+        let lines = timeout(PATIENCE, reading).await.expect("a read completes").expect("no panic");
+        assert!(lines.is_some(), "the server ended before its first read");
         tokio::time::sleep(Duration::from_micros(rand::rng().random_range(0..20_000))).await;
         other.kill();
         let lost = async {
             loop {
                 match client.1.next().await {
                     ConnectionEvent::Interrupted => return,
-                    ConnectionEvent::Lost(why) => panic!("lost before it was interrupted: {why}"),
+                    ConnectionEvent::Lost(why) => panic!("lost without an interruption: {why}"),
                     ConnectionEvent::Message(_) | ConnectionEvent::Resumed => {}
                 }
             }
         };
-        timeout(PATIENCE, lost).await.expect("it is noticed");
+        timeout(PATIENCE, lost).await.expect("the client detects the loss");
         region.finish();
         client.0.close().await;
     }

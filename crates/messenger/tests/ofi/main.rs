@@ -1,7 +1,8 @@
-//! The conformance suite over libfabric: over its provider `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a network device that has RDMA. With receive buffers that connections
-//! share, and with such of their own.
-#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+//! The conformance suite over libfabric, with shared receive buffers and with receive buffers per
+//! connection. The default is the provider `tcp` on the loopback interface. The environment
+//! variable `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` chooses another provider and address, here those
+//! of an RDMA device.
+#![allow(clippy::print_stderr, reason = "a skipped test reports this")]
 
 mod hostile;
 mod killed;
@@ -14,20 +15,21 @@ use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
 use outboard_messenger::{SessionConfig, StreamStack};
 
-/// The provider, and where to listen.
+/// The provider, and the address at which to listen.
 fn provider() -> (String, String) {
     let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
     let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
     (provider.to_owned(), format!("{address}:0"))
 }
 
-/// Heartbeat and grace: an emulated machine needs more.
+/// The heartbeat and the grace period. RDMA is tested in an emulated machine, which needs longer
+/// times.
 fn patience(provider: &str) -> (Duration, Duration) {
     let grace = Duration::from_millis(if provider == "tcp" { 900 } else { 3000 });
     (grace / 6, grace)
 }
 
-/// `None`, said loudly, where there is no libfabric. In CI that is a failure.
+/// Loads libfabric. If it is missing, prints this and returns `None`, or panics in CI.
 fn load(config: OfiConfig) -> Option<Ofi> {
     match Ofi::new(config) {
         Ok(ofi) => Some(ofi),
@@ -43,7 +45,7 @@ fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
     patient_rig(receive_queue, 1)
 }
 
-/// A rig whose sessions bear so many times as long a silence.
+/// Creates a rig whose grace period is `times` as long as usual.
 fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
@@ -68,7 +70,7 @@ macro_rules! with_queue {
         async fn $check() {
             let Some(rig) = super::rig($queue) else { return };
             let check = super::conformance::$check(&rig);
-            // A thousand connections take their time in an emulated machine.
+            // A thousand connections take long in an emulated machine.
             tokio::time::timeout(std::time::Duration::from_secs(400), check).await.expect("the check hangs");
         }
     };
@@ -92,9 +94,10 @@ mod per_connection {
     outboard_messenger::for_each_conformance_check!(check);
 }
 
-/// Data that is in memory moves by itself: its source is never asked for it, and a sink has it when the offer is finished.
+/// If a source has its data in memory, a pull does not call the source. A sink receives pushed data
+/// when its offer is finished.
 #[tokio::test]
-async fn bulk_data_moves_by_itself() {
+async fn bulk_data_in_memory_moves_by_one_sided_transfers() {
     use outboard_messenger::{ConnectOptions, ConnectionEvent, Message};
     let Some(rig) = rig(ReceiveQueueKind::Shared) else { return };
     let mut listener = rig.listen().await;
@@ -109,7 +112,11 @@ async fn bulk_data_moves_by_itself() {
     let source = client.offer_source(Arc::clone(&from) as _).expect("offered");
     let dest = pool.alloc(data.len()).await.expect("a buffer");
     let pulled = server.bulk_read(&source.descriptor, 0, dest, patience).await.expect("pulled");
-    assert!(pulled.buf[..] == data[..] && from.taken() == 0, "{} bytes were asked for", from.taken());
+    assert!(
+        pulled.buf[..] == data[..] && from.taken() == 0,
+        "the pull read {} bytes through the source",
+        from.taken()
+    );
     source.finish();
 
     let room = conformance::Buffer::new(0, &vec![0; data.len()]);
@@ -118,10 +125,10 @@ async fn bulk_data_moves_by_itself() {
     server.bulk_write(&sink.descriptor, 0, payload, patience).await.expect("pushed");
     server.send(Message { header: "pushed".into(), ..Message::default() }).await.expect("sent");
     assert!(matches!(replies.next().await, ConnectionEvent::Message(_)));
-    assert_eq!(room.filled(), 0, "it did not come by frames");
+    assert_eq!(room.filled(), 0, "the data did not arrive in frames");
     sink.finish();
     assert!(room.content() == data);
-    // Whoever offers to its client is a server, whose memory nobody reaches.
+    // A server's offer is never exposed, so that no client can reach the server's memory.
     let own = server.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
     assert!(own.descriptor.remote.is_none());
 }

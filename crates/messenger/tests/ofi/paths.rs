@@ -1,4 +1,4 @@
-//! Sessions that begin over TCP, move to a link, and come back when it fails.
+//! Connections that begin over TCP, move to a link, and return to TCP when the link fails.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,8 @@ struct Network {
     address: String,
 }
 
-/// TCP, and a link beside it. `None`, said loudly, where there is no libfabric.
+/// Creates a network with TCP as the base transport and a link as a path. Returns `None` if
+/// libfabric is missing.
 fn network(required: bool) -> Option<Network> {
     let (provider, address) = super::provider();
     let ofi = super::load(OfiConfig::new(&provider))?;
@@ -43,31 +44,33 @@ impl Network {
     }
 
     fn state(&self) -> HealthState {
-        self.stack.paths().next().expect("there is a path").1.state
+        self.stack.paths().next().expect("the stack has a path").1.state
     }
 }
 
-/// Waits until the session goes over a link, or does not.
+/// Waits until the connection uses a link if `one_sided` is true, and otherwise until it does not.
 async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
     let reached = async {
         while connection.limits().one_sided != one_sided {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, reached).await.unwrap_or_else(|_| panic!("one-sided is not {one_sided}"));
+    tokio::time::timeout(PATIENCE, reached)
+        .await
+        .unwrap_or_else(|_| panic!("`one_sided` never became {one_sided}"));
 }
 
 async fn message(incoming: &mut dyn Incoming) -> Message {
     loop {
         match tokio::time::timeout(PATIENCE, incoming.next()).await.expect("a message") {
             ConnectionEvent::Message(message) => return message,
-            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Lost(why) => panic!("connection lost: {why}"),
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }
 }
 
-/// A message there and a transfer back.
+/// Checks that a message to the server and a pull from the client succeed.
 async fn is_well(client: &mut Ends, server: &mut Ends) {
     let data = vec![5; 600_000];
     let source = client.0.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
@@ -80,7 +83,7 @@ async fn is_well(client: &mut Ends, server: &mut Ends) {
 }
 
 #[tokio::test]
-async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_again() {
+async fn a_connection_leaves_a_failed_link_and_returns_to_it_after_a_probe() {
     let Some(network) = network(false) else { return };
     let (_listener, mut client, mut server) = network.pair().await;
     until(&client.0, true).await;
@@ -97,14 +100,14 @@ async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_ag
     network.control.refuse(false);
     until(&client.0, true).await;
     until(&server.0, true).await;
-    assert_eq!(network.state(), HealthState::Active, "a probe brought it back");
+    assert_eq!(network.state(), HealthState::Active, "a probe made the path active again");
     is_well(&mut client, &mut server).await;
-    let report = network.stack.paths().next().expect("there is a path").1;
+    let report = network.stack.paths().next().expect("the stack has a path").1;
     assert!(report.failures >= 1 && report.recoveries >= 1, "{report:?}");
 }
 
 #[tokio::test]
-async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
+async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required() {
     let Some(optional) = network(false) else { return };
     optional.control.refuse(true);
     let (_listener, mut client, mut server) = optional.pair().await;
@@ -115,10 +118,10 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
     required.control.refuse(true);
     let listener = required.stack.listen(&required.address, 0).await.expect("listens");
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
-    let why = refused.err().expect("it says so").to_string();
+    let why = refused.err().expect("the client cannot connect").to_string();
     assert!(why.contains("ofi:"), "{why}");
 
-    // A server that has no such path is no server for a client that wants one.
+    // A client that requires a path cannot connect to a server without this path.
     let plain = StreamStack::over(Tcp::default(), SessionConfig::default());
     let listener = plain.listen(&required.address, 0).await.expect("listens");
     required.control.refuse(false);
@@ -126,30 +129,31 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
     assert!(refused.is_err());
 }
 
-/// A path on which nothing comes is as bad as one that breaks.
+/// A path on which no data arrives counts as failed, like a path that breaks.
 #[tokio::test]
-async fn a_path_that_falls_silent_is_left_alone_for_a_while() {
+async fn a_silent_path_cools_down_and_is_then_used_again() {
     let Some(network) = network(false) else { return };
     let (_listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
     network.control.freeze(true);
     client.0.send(Message { header: "lost?".into(), ..Message::default() }).await.expect("queued");
     until(&client.0, false).await;
-    assert_ne!(network.state(), HealthState::Active, "it cools down");
+    assert_ne!(network.state(), HealthState::Active, "the path cools down");
     assert_eq!(message(&mut *server.1).await.header, "lost?");
     network.control.freeze(false);
     until(&client.0, true).await;
     is_well(&mut client, &mut server).await;
 }
 
-/// Queues that are overrun are opened anew, on both sides: sessions go on, and go over the link again.
+/// Queues that have failed are opened again on both sides. Connections continue, and return to the
+/// link.
 #[tokio::test]
-async fn queues_that_fail_are_opened_anew() {
+async fn failed_queues_are_opened_again() {
     let Some(network) = network(false) else { return };
     let (mut listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
     for of_events in [true, false] {
-        assert!(network.control.fail_queues(of_events) >= 2, "the client's and the server's");
+        assert!(network.control.fail_queues(of_events) >= 2, "both the client and the server have a queue");
         is_well(&mut client, &mut server).await;
         until(&client.0, true).await;
         until(&server.0, true).await;
@@ -163,19 +167,23 @@ async fn queues_that_fail_are_opened_anew() {
     }
 }
 
-/// Where no memory can be locked sessions go over TCP, and where it runs out on the way data goes by frames. With
-/// `OUTBOARD_TEST_MEMLOCK` in the environment this process has such a limit.
+/// If no memory can be locked, connections use TCP. If lockable memory runs out later, bulk data is
+/// sent in frames. The environment variable `OUTBOARD_TEST_MEMLOCK` says that this process has a
+/// low limit on locked memory.
 #[tokio::test]
-async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
+async fn memory_that_cannot_be_registered_costs_only_the_link() {
     let Some(network) = network(false) else { return };
     if std::env::var_os("OUTBOARD_TEST_MEMLOCK").is_none() {
         let (_listener, mut client, mut server) = network.pair().await;
         until(&server.0, true).await;
         network.control.refuse_memory(true);
         is_well(&mut client, &mut server).await;
-        assert!(client.0.limits().one_sided && server.0.limits().one_sided, "its packets have their memory");
+        assert!(
+            client.0.limits().one_sided && server.0.limits().one_sided,
+            "the link still works, because its packets have memory"
+        );
     }
-    // Now not even packets get any.
+    // From here on, even packets get no memory.
     network.control.cut();
     let (_listener, mut client, mut server) = network.pair().await;
     assert!(!client.0.limits().one_sided);
@@ -183,9 +191,10 @@ async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
     assert_ne!(network.state(), HealthState::Active);
 }
 
-/// The checks that break transports, on sessions that change between TCP and a link all the time.
+/// Runs the checks that break transports on connections that repeatedly change between TCP and a
+/// link.
 #[tokio::test]
-async fn nothing_is_lost_while_sessions_change_between_transports() {
+async fn no_message_or_push_is_lost_while_connections_change_transports() {
     let Some(network) = network(false) else { return };
     let (cut, freeze) = (Arc::clone(&network.control), Arc::clone(&network.control));
     let turn = std::sync::atomic::AtomicU32::new(0);
@@ -193,7 +202,7 @@ async fn nothing_is_lost_while_sessions_change_between_transports() {
         stack: network.stack.clone(),
         address: network.address.clone(),
         cut: Box::new(move || {
-            // Of four cuts one is followed by a time without the link.
+            // After one in four cuts, the link cannot be established until the next cut.
             cut.refuse(turn.fetch_add(1, std::sync::atomic::Ordering::Relaxed).is_multiple_of(4));
             cut.cut()
         }),
@@ -203,10 +212,10 @@ async fn nothing_is_lost_while_sessions_change_between_transports() {
         seed: conformance::seed(),
     };
     let checks = async {
-        conformance::exactly_once_across_broken_transports(&rig).await;
+        conformance::messages_arrive_exactly_once_across_broken_transports(&rig).await;
         conformance::pushes_survive_broken_transports(&rig).await;
     };
     tokio::time::timeout(Duration::from_secs(200), checks).await.expect("the checks hang");
-    let report = network.stack.paths().next().expect("there is a path").1;
-    assert!(report.failures > 0, "the link was never without use: {report:?}");
+    let report = network.stack.paths().next().expect("the stack has a path").1;
+    assert!(report.failures > 0, "the link never failed: {report:?}");
 }

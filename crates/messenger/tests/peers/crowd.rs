@@ -1,4 +1,4 @@
-//! One address takes what it can get; clients at other addresses are served all the same.
+//! One address opens as many connections as it can. Clients at other addresses are still served.
 
 use std::io::Write;
 use std::time::Duration;
@@ -12,7 +12,8 @@ use tokio::time::timeout;
 const CROWD: &str = "127.0.0.1";
 const OTHER: &str = "127.0.0.2";
 
-/// Handshakes that time out later than the test does: nothing but a budget makes room.
+/// Handshakes and detached connections that time out later than the test. So only a budget can free
+/// their places.
 fn config() -> SessionConfig {
     SessionConfig { handshake_timeout: 6 * PATIENCE, hold: 6 * PATIENCE, ..SessionConfig::default() }
 }
@@ -21,27 +22,27 @@ async fn listen(config: SessionConfig) -> Box<dyn Listener> {
     TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap()
 }
 
-/// The next session; failed handshakes are passed over.
+/// Waits for the next accepted connection. Skips failed handshakes.
 async fn accepted(listener: &mut dyn Listener) -> Ends {
     loop {
-        if let Ok(ends) = timeout(PATIENCE, listener.accept()).await.expect("a session") {
+        if let Ok(ends) = timeout(PATIENCE, listener.accept()).await.expect("a connection") {
             return ends;
         }
     }
 }
 
-/// A session from `source`, and the server's end of it.
+/// Begins a connection from the address `source`. Also returns the server's end of it.
 async fn session(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, Ends) {
     let endpoint = listener.endpoint();
     let began = async { Raw::connect_from(source, &endpoint).await.begin(None).await };
     let (began, ends) = tokio::join!(timeout(PATIENCE, began), accepted(listener));
-    let (raw, welcome) = began.expect("a session in time");
+    let (raw, welcome) = began.expect("a connection in time");
     let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
     (raw, resume, ends)
 }
 
 #[tokio::test]
-async fn silent_connections_of_one_address_do_not_keep_another_out() {
+async fn silent_handshakes_of_one_address_do_not_block_another_address() {
     let mut listener = listen(config()).await;
     let endpoint = listener.endpoint();
     let mut silent = Vec::new();
@@ -50,12 +51,12 @@ async fn silent_connections_of_one_address_do_not_keep_another_out() {
     }
     let (_raw, _, _ends) = session(OTHER, &mut *listener).await;
     let (_raw, _, _ends) = session(CROWD, &mut *listener).await;
-    // The longest silent were given up for it.
-    timeout(PATIENCE, silent[0].closed()).await.expect("the first one is closed");
+    // The longest-silent handshakes lost their places.
+    timeout(PATIENCE, silent[0].closed()).await.expect("the oldest handshake is ended");
 }
 
 #[tokio::test]
-async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first() {
+async fn the_longest_silent_connections_lose_their_places_to_another_address() {
     let mut listener = listen(SessionConfig { max_sessions: 4, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..4 {
@@ -73,7 +74,7 @@ async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first
         assert!(reason.contains("another client"), "{reason}");
         lost(&mut *ends.1).await;
     }
-    // Each has its fair share now: none loses a session to the other.
+    // Each address has its fair share now, so neither loses a connection to the other.
     let mut refused = Raw::connect_from(OTHER, &listener.endpoint()).await;
     refused.send(&Body::Hello(crate::raw::hello(None)), 0).await;
     assert!(matches!(refused.next().await.map(|f| f.body), Some(Body::Reject(_))));
@@ -84,7 +85,7 @@ async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first
 }
 
 #[tokio::test]
-async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another() {
+async fn a_detached_connection_loses_its_place_to_another_address() {
     let mut listener = listen(SessionConfig { max_held: 2, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..2 {
@@ -103,14 +104,15 @@ async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another(
     lost(&mut *crowd[0].1).await;
 }
 
-/// Runs itself again as the listener, in a process that can open few files and was told that it can open many.
+/// Runs itself again as the listener, in a process with a low limit on open files and a
+/// configuration that expects a high limit.
 #[tokio::test]
-async fn a_listener_without_descriptors_gives_up_the_silent_and_goes_on() {
+async fn a_listener_without_descriptors_ends_silent_peers_and_continues() {
     const STARVING: &str = "OUTBOARD_TEST_STARVING";
     if std::env::var_os(STARVING).is_some() {
         return starve().await;
     }
-    let this = "crowd::a_listener_without_descriptors_gives_up_the_silent_and_goes_on";
+    let this = "crowd::a_listener_without_descriptors_ends_silent_peers_and_continues";
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", this, "--nocapture"])
         .env(STARVING, "1")
@@ -121,8 +123,8 @@ async fn a_listener_without_descriptors_gives_up_the_silent_and_goes_on() {
         .unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let mut said = async |what: &str| loop {
-        let line = timeout(PATIENCE, lines.next_line()).await.expect("the child says something").unwrap();
-        let line = line.expect("the child goes on");
+        let line = timeout(PATIENCE, lines.next_line()).await.expect("the child prints a line").unwrap();
+        let line = line.expect("the child still runs");
         if let Some((_, rest)) = line.split_once(what) {
             break rest.to_owned();
         }
@@ -134,15 +136,15 @@ async fn a_listener_without_descriptors_gives_up_the_silent_and_goes_on() {
     }
     for _ in 0..3 {
         let began = async { Raw::connect_from(OTHER, &endpoint).await.begin(None).await };
-        timeout(PATIENCE, began).await.expect("a session in time");
+        timeout(PATIENCE, began).await.expect("a connection in time");
     }
     drop(child.stdin.take());
     let refused: u64 = said("refused=").await.parse().unwrap();
-    assert!(refused > 0, "descriptors were never short");
+    assert!(refused > 0, "the listener never ran out of descriptors");
     assert!(child.wait().await.unwrap().success());
 }
 
-/// Listens until standard input ends.
+/// Limits the process to 48 open files and listens until standard input ends.
 async fn starve() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
@@ -150,7 +152,7 @@ async fn starve() {
     let many = SessionConfig { max_descriptors: Some(100_000), max_handshakes: 10_000, ..config() };
     let mut listener = listen(many).await;
     let admissions = listener.admissions();
-    #[allow(clippy::explicit_write, reason = "the test harness keeps what println! prints")]
+    #[allow(clippy::explicit_write, reason = "the test harness captures the output of println!")]
     let say = |what: String| writeln!(std::io::stdout(), "{what}").unwrap();
     say(format!("endpoint={}", listener.endpoint()));
     let mut kept = Vec::new();

@@ -1,4 +1,5 @@
-//! Peers that lie, stall and guess: each costs its own session, with a typed error, and nothing else.
+//! Peers that send false data, stall, or guess keys. Each peer loses its own connection with a
+//! typed error, and affects nothing else.
 
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ fn message(text: &str) -> Body {
 }
 
 #[tokio::test]
-async fn every_flipped_bit_of_a_hello_is_found() {
+async fn every_flipped_bit_of_a_hello_is_detected() {
     let mut victim = Victim::new().await;
     let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
     for bit in 0..good.len() * 8 {
@@ -39,7 +40,7 @@ async fn every_flipped_bit_of_a_hello_is_found() {
 }
 
 #[tokio::test]
-async fn every_flipped_bit_of_a_message_breaks_the_transport_only() {
+async fn a_flipped_bit_of_a_message_breaks_only_the_transport() {
     let mut victim = Victim::new().await;
     let payload = Payload::compute(5, vec![1; 20].into());
     let good = bytes(&message("text"), 1, 0, &payload);
@@ -59,7 +60,7 @@ async fn every_flipped_bit_of_a_message_breaks_the_transport_only() {
 }
 
 #[tokio::test]
-async fn a_session_whose_transports_are_all_damaged_is_given_up() {
+async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
     let mut victim = Victim::new().await;
     let (mut raw, welcome, mut ends) = victim.attack().await;
     let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
@@ -79,11 +80,11 @@ async fn a_session_whose_transports_are_all_damaged_is_given_up() {
             other => panic!("{other:?}"),
         }
     }
-    panic!("the session goes on forever");
+    panic!("the connection never ends");
 }
 
 #[tokio::test]
-async fn a_truncated_frame_is_not_a_message_and_the_session_is_not_kept_forever() {
+async fn a_truncated_frame_is_dropped_and_its_connection_ends_after_the_hold_time() {
     let mut victim = Victim::new().await;
     let frame = bytes(&message("text"), 1, 0, &Payload::compute(0, vec![1; 9000].into()));
     let mut sessions = Vec::new();
@@ -101,9 +102,9 @@ async fn a_truncated_frame_is_not_a_message_and_the_session_is_not_kept_forever(
     victim.is_well().await;
 }
 
-/// What a peer may say, with all checksums right, that ends its session.
+/// Frames with correct checksums that violate the protocol.
 #[tokio::test]
-async fn violations_of_the_protocol_end_the_session() {
+async fn violations_of_the_protocol_end_the_connection() {
     let mut victim = Victim::new().await;
     let empty = Payload::default();
     let text = bytes(&message("text"), 1, 0, &empty);
@@ -122,7 +123,7 @@ async fn violations_of_the_protocol_end_the_session() {
         ("message without a number", forge(text.clone(), 16, &0u64.to_le_bytes())),
         ("gap in the numbers", forge(text.clone(), 16, &2u64.to_le_bytes())),
         ("last number", forge(text.clone(), 16, &u64::MAX.to_le_bytes())),
-        ("acknowledges what was not sent", forge(text.clone(), 24, &1u64.to_le_bytes())),
+        ("acknowledgement of an unsent frame", forge(text.clone(), 24, &1u64.to_le_bytes())),
         ("numbered window", forge(window(1), 16, &1u64.to_le_bytes())),
         ("window with a payload", forge(window(1), 12, &1u32.to_le_bytes())),
         ("absurd credit", window(u64::MAX)),
@@ -140,13 +141,13 @@ async fn violations_of_the_protocol_end_the_session() {
         assert!(matches!(why, MessengerError::Protocol(_)), "{name}: {why}");
         raw.closed().await;
         let late = ends.0.send(Message::default()).await;
-        assert_eq!(late, Err(why), "{name}: calls say the same");
+        assert_eq!(late, Err(why), "{name}: later calls return the same error");
     }
     victim.is_well().await;
 }
 
 #[tokio::test]
-async fn a_flood_beyond_the_credits_ends_the_session() {
+async fn messages_beyond_the_credit_end_the_connection() {
     let mut victim = Victim::new().await;
     let (mut raw, welcome, mut ends) = victim.attack().await;
     let payload = Payload::compute(0, vec![1; 60_000].into());
@@ -160,7 +161,7 @@ async fn a_flood_beyond_the_credits_ends_the_session() {
 }
 
 #[tokio::test]
-async fn pulls_of_what_was_not_offered_are_refused() {
+async fn pulls_of_ranges_that_are_not_offered_are_refused() {
     let mut victim = Victim::new().await;
     let (mut raw, _, ends) = victim.attack().await;
     let (region, offer) = offer(&ends, 10_000);
@@ -197,7 +198,7 @@ async fn pulls_of_what_was_not_offered_are_refused() {
 }
 
 #[tokio::test]
-async fn questions_without_end_from_a_peer_that_reads_no_answers_end_the_session() {
+async fn endless_requests_of_a_peer_that_reads_no_answers_end_the_connection() {
     let mut victim = Victim::new().await;
     let (mut raw, _, mut ends) = victim.attack().await;
     let request = PullRequest { pull: 1, offer: 1, offset: 0, len: 1 };
@@ -216,7 +217,7 @@ async fn questions_without_end_from_a_peer_that_reads_no_answers_end_the_session
 }
 
 #[tokio::test]
-async fn data_that_was_not_asked_for_is_dropped_or_ends_the_session() {
+async fn unrequested_data_is_dropped_or_refused_or_ends_the_connection() {
     let mut victim = Victim::new().await;
     let (mut raw, _, ends) = victim.attack().await;
     let data = Payload::compute(0, vec![1; 5000].into());
@@ -233,18 +234,18 @@ async fn data_that_was_not_asked_for_is_dropped_or_ends_the_session() {
     let dest = pool.alloc(8192).await.unwrap();
     let pull = ends.0.bulk_read(&theirs, 0, dest, PATIENCE);
     let lie = async {
-        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("no pull request") };
         let elsewhere = Body::PullData(PullData { pull: request.pull, offset: 4096 });
         raw.write(&bytes(&elsewhere, 0, 0, &data)).await;
     };
     let (pulled, ()) = tokio::join!(pull, lie);
     assert!(matches!(pulled, Err(MessengerError::Protocol(_))), "{pulled:?}");
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     victim.is_well().await;
 }
 
 #[tokio::test]
-async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
+async fn a_pull_that_stalls_inside_a_chunk_returns_its_buffer_at_the_deadline() {
     let mut victim = Victim::new().await;
     let (mut raw, _, ends) = victim.attack().await;
     let (region, _) = offer(&ends, 8192);
@@ -253,7 +254,7 @@ async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
     let limit = Duration::from_millis(200);
     let pull = ends.0.bulk_read(&region.descriptor, 0, dest, limit);
     let stall = async {
-        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("no pull request") };
         let data = Payload::compute(0, vec![1; 8192].into());
         let body = Body::PullData(PullData { pull: request.pull, offset: 0 });
         let frame = bytes(&body, 0, 0, &data);
@@ -263,7 +264,7 @@ async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
     let (pulled, frame) = tokio::join!(pull, stall);
     assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit)));
     sleep(Duration::from_millis(20)).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back although its chunk is still on the way");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned although its chunk is still arriving");
     raw.write(&frame[5000..]).await;
     raw.send(&message("after"), 1).await;
     let (_connection, mut incoming) = ends;
@@ -275,7 +276,7 @@ async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
 }
 
 #[tokio::test]
-async fn slow_handshakes_time_out_and_keep_nobody_waiting() {
+async fn slow_handshakes_time_out_and_do_not_delay_other_peers() {
     let mut victim = Victim::new().await;
     let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
     let mut slow = Vec::new();
@@ -296,7 +297,7 @@ async fn slow_handshakes_time_out_and_keep_nobody_waiting() {
 }
 
 #[tokio::test]
-async fn a_session_is_resumed_only_with_its_secret() {
+async fn a_connection_is_resumed_only_with_its_secret() {
     let mut victim = Victim::new().await;
     let (_first, welcome, mut ends) = victim.attack().await;
     let good = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
@@ -325,12 +326,15 @@ async fn a_session_is_resumed_only_with_its_secret() {
     let mut raw = Raw::connect(&victim.endpoint).await;
     raw.send(&Body::Hello(hello(Some(Resume { received: 5, ..good }))), 0).await;
     let why = lost(&mut *ends.1).await;
-    assert!(matches!(why, MessengerError::Protocol(_)), "it claims to have what was never sent: {why}");
+    assert!(
+        matches!(why, MessengerError::Protocol(_)),
+        "the client claimed to have received unsent frames: {why}"
+    );
     victim.is_well().await;
 }
 
 #[tokio::test]
-async fn hellos_that_do_not_fit_are_rejected() {
+async fn hellos_with_unsupported_values_are_rejected() {
     let mut victim = Victim::new().await;
     let bad = [
         outboard_messenger::frame::Hello { versions: (3, 9), ..hello(None) },
@@ -351,7 +355,7 @@ async fn hellos_that_do_not_fit_are_rejected() {
 }
 
 #[tokio::test]
-async fn servers_that_talk_nonsense_give_clients_typed_errors() {
+async fn invalid_answers_of_a_server_give_the_client_typed_errors() {
     let config = SessionConfig { handshake_timeout: Duration::from_millis(100), ..SessionConfig::default() };
     let stack = TcpStack::new(config);
     let welcome = |nonce| Welcome {
@@ -390,7 +394,7 @@ async fn servers_that_talk_nonsense_give_clients_typed_errors() {
         let options = ConnectOptions { timeout: Duration::from_millis(250), ..ConnectOptions::default() };
         tokio::select! {
             result = stack.connect(&endpoint, options) => {
-                let why = result.err().unwrap_or_else(|| panic!("{name}: a session"));
+                let why = result.err().unwrap_or_else(|| panic!("{name}: the client connected"));
                 let typed = matches!(why, MessengerError::Protocol(_) | MessengerError::Unreachable { .. });
                 assert!(typed, "{name}: {why}");
             }
@@ -404,7 +408,7 @@ async fn servers_that_talk_nonsense_give_clients_typed_errors() {
 }
 
 #[tokio::test]
-async fn a_peer_that_grants_much_and_reads_nothing_costs_bounded_memory() {
+async fn a_peer_that_grants_much_credit_and_reads_nothing_costs_bounded_memory() {
     let mut victim = Victim::new().await;
     let (mut raw, _, mut ends) = victim.attack().await;
     raw.write(&bytes(&Body::Window(Window { granted: 1 << 30, quiet_ms: 0 }), 0, 0, &Payload::default()))
@@ -418,7 +422,7 @@ async fn a_peer_that_grants_much_and_reads_nothing_costs_bounded_memory() {
             Err(_) => break,
         }
         sent += 60_000;
-        assert!(sent < 64 << 20, "queued without bound, because the peer grants without bound");
+        assert!(sent < 64 << 20, "the queue is not bounded");
     }
     drop(raw);
     lost(&mut *ends.1).await;

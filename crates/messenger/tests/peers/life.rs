@@ -1,4 +1,4 @@
-//! What only happens to real processes: killed peers, file descriptors, offers that grow old.
+//! Tests with real time and real processes: killed peers, file descriptors, expired offers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,7 +44,7 @@ async fn an_expired_offer_is_refused() {
 }
 
 #[tokio::test]
-async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
+async fn a_listener_limits_its_connections_and_its_detached_connections() {
     let (heartbeat, grace) = (Duration::from_secs(1), Duration::from_secs(5));
     let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
     let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
@@ -66,12 +66,12 @@ async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
     kept.0.close().await;
     drop((kept, lost_at_once));
     sleep(Duration::from_millis(50)).await;
-    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("there is room again");
+    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("a place is free again");
 }
 
-/// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed process.
+/// The client runs on another thread. Its runtime ends during a pull, as in a killed process.
 #[tokio::test]
-async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
+async fn a_client_killed_during_a_pull_ends_only_its_connection() {
     let stack = TcpStack::new(quick());
     let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
     let endpoint = listener.endpoint();
@@ -90,7 +90,7 @@ async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
             (ends, region)
         });
         drop(runtime);
-        // Handles that outlive their runtime do not wait for it.
+        // Calls on handles that outlive their runtime do not block.
         let elsewhere = Builder::new_current_thread().build().unwrap();
         let late = elsewhere.block_on(ends.0.send(outboard_messenger::Message::default()));
         assert!(matches!(late, Err(MessengerError::SessionLost(_))), "{late:?}");
@@ -109,13 +109,13 @@ async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
     let (pulled, ()) = tokio::join!(pull, killer);
     assert!(matches!(pulled, Err(MessengerError::SessionLost(_))), "{pulled:?}");
     lost(&mut *server.1).await;
-    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     client.join().unwrap();
 }
 
-/// Handles are used by threads that are not the session's, while that serves them.
+/// Three threads send and one thread receives, while a fourth thread serves the connection.
 #[test]
-fn handles_work_from_other_threads() {
+fn handles_can_be_used_from_other_threads() {
     let (give, take) = std::sync::mpsc::channel();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let config = SessionConfig { offer_ttl: PATIENCE, ..quick() };
@@ -154,7 +154,11 @@ fn handles_work_from_other_threads() {
             let event = timeout(PATIENCE, requests.next()).await.expect("a message");
             let ConnectionEvent::Message(message) = event else { panic!("{event:?}") };
             let sender = usize::from(message.header[0]);
-            assert_eq!(message.header[1..], next[sender].to_le_bytes(), "in the order of its sender");
+            assert_eq!(
+                message.header[1..],
+                next[sender].to_le_bytes(),
+                "the messages of a sender are in order"
+            );
             next[sender] += 1;
         }
         let pool = conformance::pool();
@@ -171,9 +175,10 @@ fn handles_work_from_other_threads() {
     home.join().unwrap();
 }
 
-/// A server that is gone in the middle of a push: the client keeps trying for as long as it was told, and then fails.
+/// After its server was killed, the client tries to resume until its timeout. Then the connection
+/// is lost.
 #[tokio::test]
-async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
+async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
     let (told, endpoint) = tokio::sync::oneshot::channel();
     let (kill, killed) = std::sync::mpsc::channel::<()>();
     let server = std::thread::spawn(move || {
@@ -198,7 +203,7 @@ async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
     assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
 }
 
-/// A source whose checksums are wrong: its own pull fails, after a bounded number of attempts.
+/// A source whose checksums are wrong. A pull of its data fails after a bounded number of attempts.
 struct Liar;
 
 impl BulkSource for Liar {
@@ -217,7 +222,7 @@ impl BulkSource for Liar {
 }
 
 #[tokio::test]
-async fn wrong_checksums_and_failing_sources_fail_their_pull_only() {
+async fn wrong_checksums_of_a_source_fail_only_its_pull() {
     let (mut client, server) = pair(&TcpStack::new(SessionConfig { offer_ttl: PATIENCE, ..quick() })).await;
     let pool = conformance::pool();
     let liar = client.0.offer_source(Arc::new(Liar)).unwrap();
@@ -228,15 +233,15 @@ async fn wrong_checksums_and_failing_sources_fail_their_pull_only() {
     let failed = server.0.bulk_read(&liar.descriptor, 0, dest, PATIENCE).await;
     assert!(matches!(failed, Err(MessengerError::Damaged(_))), "{failed:?}");
     let nothing_wrong = timeout(Duration::from_millis(50), client.1.next()).await;
-    assert!(nothing_wrong.is_err(), "the session suffers: {nothing_wrong:?}");
+    assert!(nothing_wrong.is_err(), "the connection reported {nothing_wrong:?}");
 }
 
-/// The only test here that counts file descriptors, and it runs in a process of its own.
+/// Counts the file descriptors of the process, so the test runs itself again in a separate process.
 #[test]
-fn a_thousand_sessions_leave_no_file_descriptor() {
+fn a_thousand_connections_leave_no_file_descriptor() {
     if std::env::var_os("COUNT_DESCRIPTORS").is_none() {
         let program = std::env::current_exe().unwrap();
-        let args = ["--exact", "life::a_thousand_sessions_leave_no_file_descriptor"];
+        let args = ["--exact", "life::a_thousand_connections_leave_no_file_descriptor"];
         let status = std::process::Command::new(program).args(args).env("COUNT_DESCRIPTORS", "1").status();
         assert!(status.unwrap().success());
         return;
@@ -255,9 +260,9 @@ fn a_thousand_sessions_leave_no_file_descriptor() {
             slow: false,
             seed: 0,
         };
-        conformance::a_thousand_sessions_leave_nothing(&rig).await;
+        conformance::a_thousand_connections_leave_no_task(&rig).await;
         sleep(Duration::from_millis(50)).await;
-        // The runtime registers its signal pipe and the like when first used.
+        // The runtime opens a few descriptors when it is first used, for example its signal pipe.
         assert!(descriptors() <= with_runtime + 4, "{with_runtime} before, {} after", descriptors());
     });
     drop(runtime);

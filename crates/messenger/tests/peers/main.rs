@@ -1,4 +1,4 @@
-//! Peers as they are: hostile ones over raw sockets, and processes that die.
+//! Tests with badly behaved peers: hostile peers over raw sockets, and processes that are killed.
 
 mod crowd;
 mod hostile;

@@ -1,4 +1,4 @@
-//! A peer that writes whatever bytes it wants.
+//! A peer that writes arbitrary bytes to a raw socket.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,17 +14,17 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
-/// Longest wait for anything in these tests; none of them hangs.
+/// Time limit for each step of these tests, so that no test hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A raw connection.
+/// A raw socket that is connected to a messenger.
 pub(crate) struct Raw {
     stream: TcpStream,
     read: BytesMut,
     limits: Limits,
 }
 
-/// The bytes of a frame.
+/// Encodes a frame.
 pub(crate) fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u8> {
     let mut out = Vec::new();
     frame::encode_head(&mut out, body.kind(), seq, ack, payload, |o| body.encode(o));
@@ -32,7 +32,8 @@ pub(crate) fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u
     out
 }
 
-/// Changes bytes of a frame's fixed header and makes its checksum right again.
+/// Changes bytes of a frame's fixed header, starting at byte `at`, and corrects the header's
+/// checksum.
 pub(crate) fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
     frame[at..at + with.len()].copy_from_slice(with);
     let crc = crc32c(&frame[..36]);
@@ -57,7 +58,7 @@ impl Raw {
         Raw::over(TcpStream::connect(endpoint).await.unwrap())
     }
 
-    /// A connection from an address of this machine, such as 127.0.0.2.
+    /// Connects from an address of this machine, such as 127.0.0.2.
     pub(crate) async fn connect_from(source: &str, endpoint: &str) -> Raw {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind(format!("{source}:0").parse().unwrap()).unwrap();
@@ -69,12 +70,12 @@ impl Raw {
         Raw { stream, read: BytesMut::new(), limits }
     }
 
-    /// A connection with a session.
+    /// Connects a socket and begins a messenger connection on it.
     pub(crate) async fn session(endpoint: &str) -> (Raw, Welcome) {
         Raw::connect(endpoint).await.begin(None).await
     }
 
-    /// Begins a session, or resumes one.
+    /// Begins a messenger connection, or resumes one.
     pub(crate) async fn begin(mut self, resume: Option<Resume>) -> (Raw, Welcome) {
         self.send(&Body::Hello(hello(resume)), 0).await;
         match self.next().await.map(|f| f.body) {
@@ -87,30 +88,30 @@ impl Raw {
         self.write(&bytes(body, seq, 0, &Payload::default())).await;
     }
 
-    /// Writes; the peer may have closed already.
+    /// Writes `bytes`. Ignores errors, because the peer may have closed the socket already.
     pub(crate) async fn write(&mut self, bytes: &[u8]) {
-        let _ = timeout(PATIENCE, self.stream.write_all(bytes)).await.expect("the peer reads, or closes");
+        let _ = timeout(PATIENCE, self.stream.write_all(bytes)).await.expect("the peer reads or closes");
     }
 
-    /// The next frame; `None` when the peer has closed.
+    /// Reads the next frame. Returns `None` if the peer has closed the socket.
     pub(crate) async fn next(&mut self) -> Option<Frame> {
         loop {
             let now = Bytes::copy_from_slice(&self.read);
             if let Some((frame, len)) =
-                frame::decode(&now, &self.limits).expect("our side writes good frames")
+                frame::decode(&now, &self.limits).expect("the peer writes valid frames")
             {
                 let _ = self.read.split_to(len);
                 return Some(frame);
             }
             let read = self.stream.read_buf(&mut self.read);
-            match timeout(PATIENCE, read).await.expect("the peer answers, or closes") {
+            match timeout(PATIENCE, read).await.expect("the peer answers or closes") {
                 Ok(0) | Err(_) => return None,
                 Ok(_) => {}
             }
         }
     }
 
-    /// The next frame that is not about credits.
+    /// Reads the next frame that is not a window. Returns `None` if the peer has closed the socket.
     pub(crate) async fn next_answer(&mut self) -> Option<Body> {
         loop {
             match self.next().await?.body {
@@ -120,13 +121,14 @@ impl Raw {
         }
     }
 
-    /// Waits until the peer has closed.
+    /// Waits until the peer has closed the socket.
     pub(crate) async fn closed(&mut self) {
         while self.next().await.is_some() {}
     }
 }
 
-/// A server and one session with a client that behaves, to be looked at after every attack.
+/// A server under attack. It also has one connection with a client that follows the protocol. Each
+/// test checks that this connection still works after the attack.
 pub(crate) struct Victim {
     pub(crate) listener: Box<dyn Listener>,
     pub(crate) endpoint: String,
@@ -150,7 +152,7 @@ impl Victim {
         Victim { listener, endpoint, bystander: (client.unwrap(), server.unwrap()) }
     }
 
-    /// A raw session, and the server's end of it.
+    /// Begins a raw connection. Also returns the server's end of it.
     pub(crate) async fn attack(&mut self) -> (Raw, Welcome, Ends) {
         let endpoint = self.endpoint.clone();
         let (session, server) = tokio::join!(Raw::session(&endpoint), self.accepted());
@@ -159,44 +161,44 @@ impl Victim {
 
     async fn accepted(&mut self) -> Ends {
         loop {
-            if let Ok(ends) = timeout(PATIENCE, self.listener.accept()).await.expect("a session") {
+            if let Ok(ends) = timeout(PATIENCE, self.listener.accept()).await.expect("a connection") {
                 return ends;
             }
         }
     }
 
-    /// The error of the next failed handshake.
+    /// Waits for the error of the next failed handshake.
     pub(crate) async fn refused(&mut self) -> MessengerError {
         match timeout(PATIENCE, self.listener.accept()).await.expect("an error") {
-            Ok((connection, _)) => panic!("a session with {:?}", connection.peer()),
+            Ok((connection, _)) => panic!("the server accepted {:?}", connection.peer()),
             Err(e) => e,
         }
     }
 
-    /// The session that behaves is as well as ever.
+    /// Checks that the connection of the other client still works.
     pub(crate) async fn is_well(&mut self) {
         let (client, server) = &mut self.bystander;
         let message = Message { header: "well?".into(), payload: Payload::default() };
         client.0.send(message.clone()).await.unwrap();
-        match timeout(PATIENCE, server.1.next()).await.expect("the bystander's message") {
+        match timeout(PATIENCE, server.1.next()).await.expect("the other client's message") {
             ConnectionEvent::Message(got) => assert_eq!(got, message),
-            other => panic!("the bystander suffers: {other:?}"),
+            other => panic!("the attack affected another client: {other:?}"),
         }
     }
 }
 
-/// Why the session was lost; there may be messages before.
+/// Waits until the connection is lost, and returns the reason. Skips other events.
 pub(crate) async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
     loop {
         if let ConnectionEvent::Lost(why) =
-            timeout(PATIENCE, incoming.next()).await.expect("the session ends")
+            timeout(PATIENCE, incoming.next()).await.expect("the connection ends")
         {
             return why;
         }
     }
 }
 
-/// Data to be offered.
+/// A source with this number of zero bytes.
 pub(crate) struct Zeros(pub(crate) u64);
 
 impl outboard_messenger::BulkSource for Zeros {
@@ -213,7 +215,7 @@ impl outboard_messenger::BulkSource for Zeros {
     }
 }
 
-/// The offered region must be kept for as long as the offer is to hold.
+/// Offers `len` zero bytes. Returns the offer and its key. Dropping the offer withdraws it.
 pub(crate) fn offer(ends: &Ends, len: u64) -> (outboard_messenger::BulkRegion, u64) {
     let region = ends.0.offer_source(Arc::new(Zeros(len))).unwrap();
     let key = region.descriptor.segments[0].key;

@@ -1,5 +1,5 @@
 //! Memory for packets. All connections of a stack share one pool, which grows as needed. Each
-//! domain that uses the pool registers it.
+//! protection domain that uses the pool registers its memory.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,10 +8,10 @@ use base::pool::BufferPool;
 
 use super::packet::PACKET_BYTES;
 
-/// Bytes by which the pool grows.
+/// Number of bytes by which the pool grows.
 const CHUNK_BYTES: usize = 2 << 20;
 
-/// Buffers of [`PACKET_BYTES`].
+/// A pool of buffers of [`PACKET_BYTES`] each.
 pub(super) struct Buffers {
     state: Mutex<State>,
     max_chunks: usize,
@@ -20,17 +20,17 @@ pub(super) struct Buffers {
 #[derive(Default)]
 struct State {
     chunks: Vec<BufferPool>,
-    /// The one that had a buffer last.
+    /// Index of the chunk that supplied the last buffer.
     last: usize,
 }
 
 impl Buffers {
-    /// A pool of at most `max_bytes`, rounded up.
+    /// Creates a pool of at most `max_bytes`, rounded up to whole chunks.
     pub(super) fn new(max_bytes: usize) -> Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
-    /// A buffer; `None` if all are in use.
+    /// Takes a buffer. Returns `None` if all are in use or the system has no memory for more.
     pub(super) fn take(&self) -> Option<ArenaBuf> {
         let mut state = self.lock();
         let State { chunks, last } = &mut *state;
@@ -43,9 +43,9 @@ impl Buffers {
         if chunks.len() == self.max_chunks {
             return None;
         }
-        // The packets of idle connections fill one page of two.
+        // Small pages, because the packets of idle connections use only a part of each buffer.
         let arena = Arena::by_pages(CHUNK_BYTES);
-        let arena = arena.inspect_err(|e| tracing::warn!("no memory for more packets: {e}")).ok()?;
+        let arena = arena.inspect_err(|e| tracing::warn!("cannot allocate memory for packets: {e}")).ok()?;
         let chunk = BufferPool::new(arena, 0, PACKET_BYTES);
         let buf = chunk.try_alloc(PACKET_BYTES).ok()?;
         *last = chunks.len();
@@ -53,20 +53,20 @@ impl Buffers {
         buf
     }
 
-    /// Whether more than half of what there may ever be is free.
+    /// Whether more than half of the pool's maximum size is free.
     pub(super) fn are_plenty(&self) -> bool {
         let chunks = &self.lock().chunks;
         let free: usize = chunks.iter().map(|chunk| chunk.free_bytes().0).sum();
         free + (self.max_chunks - chunks.len()) * CHUNK_BYTES > self.max_chunks * CHUNK_BYTES / 2
     }
 
-    /// Whether `arena` is part of it.
+    /// Whether `arena` is part of the pool.
     pub(super) fn own(&self, arena: &Arc<Arena>) -> bool {
         self.lock().chunks.iter().any(|chunk| Arc::ptr_eq(chunk.arena(), arena))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock with the list half changed.
+        // No code panics in the middle of a change, so a poisoned mutex is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_grows_to_its_limit_and_buffers_come_back() {
+    fn the_pool_grows_to_its_limit_and_reuses_returned_buffers() {
         let buffers = Buffers::new(2 * CHUNK_BYTES);
         let most = 2 * CHUNK_BYTES / PACKET_BYTES;
         let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take()).collect();

@@ -7,15 +7,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// The descriptor of a queue, which stays open as long as this.
+/// A queue with its file descriptor. The descriptor stays open as long as this value exists.
 pub(super) struct Descriptor<Q>(Q);
 
 impl<Q: Waitable> Descriptor<Q> {
-    /// Has this thread's runtime watch the queue.
+    /// Registers the queue's descriptor with this thread's runtime, which then reports when it
+    /// becomes readable.
     pub(super) fn register(queue: Q) -> std::io::Result<AsyncFd<Descriptor<Q>>> {
         #[expect(
             deprecated,
-            reason = "its replacement is unsafe; a queue always gives the same descriptor, which is open as long as it"
+            reason = "the replacement is unsafe; a queue's descriptor never changes and stays open as long as the queue"
         )]
         AsyncFd::with_interest(Descriptor(queue), Interest::READABLE)
     }
@@ -33,8 +34,8 @@ impl<Q: Waitable> AsFd for Descriptor<Q> {
     }
 }
 
-/// Whether a descriptor can be read now. The runtime's own notification tells of changes only, and what the provider has not
-/// taken from the system makes none.
+/// Whether a descriptor is readable now. The runtime reports only changes. Events that the provider
+/// has not yet read from the system cause no change, so the runtime does not report them.
 pub(super) fn is_readable(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -18,36 +18,43 @@ use super::link::{Link, Watcher};
 use super::port::Port;
 use crate::transport::{ConnectClaim, Road, Wire};
 
-/// Connections that are being accepted. One more replaces the oldest, first of an address above its fair share. Who is slower
-/// than [`SETTLING_TIME`] is dropped.
+/// Maximum number of links that are being accepted at a time. When all places are taken, a new link
+/// replaces the oldest one of its own address, or of an address above its fair share.
 const SETTLING_MAX: usize = 256;
+
+/// Time after which a link that is still being accepted is dropped.
 const SETTLING_TIME: Duration = Duration::from_secs(10);
 
-/// Events handled before others get a turn.
+/// Number of connection events after which the task yields to other tasks.
 const EVENTS: usize = 32;
 
-/// Fabric, queue of events, and the ports by tenant and network device: more than one where many connect.
+/// One network at one local address: its fabric, its event queue and its ports.
 pub(super) struct Device {
     state: Mutex<State>,
     pub(super) events: EventQueue,
     fabric: Fabric,
     common: Arc<Common>,
+    /// Wakes the watching task when a link has ended or the device is closed.
     over: Notify,
-    /// Its queue of events has failed: it is of no more use.
+    /// Whether the event queue has failed, so that the device cannot be used any more.
     failed: AtomicBool,
 }
 
 struct State {
+    /// The ports by tenant and network device. A tenant with many connections has several ports.
     ports: HashMap<(String, String), Vec<Weak<Port<Link>>>>,
+    /// Links that are not connected yet.
     settling: HashMap<u64, Settling>,
-    /// Places of the accepted ones among `settling`.
+    /// Places of the links in `settling` that this side accepts.
     accepting: Budget<u64>,
+    /// Connected links.
     links: HashMap<u64, Weak<Link>>,
     last_id: u64,
+    /// Receives accepted links. `None` if this side does not accept links.
     accepted: Option<mpsc::Sender<io::Result<Wire>>>,
 }
 
-/// A connection that does not stand yet.
+/// A link that is not connected yet.
 struct Settling {
     link: Arc<Link>,
     since: Instant,
@@ -55,13 +62,15 @@ struct Settling {
 }
 
 enum SettlingOrigin {
-    /// Told what the peer gave on accepting.
+    /// This side dialled. The channel receives the data with which the peer accepted, or the reason
+    /// of a failure.
     Dialed(oneshot::Sender<Result<Vec<u8>, String>>),
+    /// The peer dialled.
     Accepted(ConnectClaim, PeerAddress),
 }
 
 impl Device {
-    /// Opens the network that `info` belongs to, and watches it in the background of this runtime.
+    /// Opens the network of `info`, and starts a task on this runtime that handles its events.
     pub(super) fn open(info: &Info, common: Arc<Common>) -> io::Result<Arc<Device>> {
         let fabric = Fabric::open(info).map_err(io::Error::other)?;
         let events = EventQueue::open(&fabric).map_err(io::Error::other)?;
@@ -80,18 +89,18 @@ impl Device {
         Ok(device)
     }
 
-    /// Whoever connects from now on goes there.
+    /// Starts to accept peers. Their links are sent to `accepted`.
     pub(super) fn accept_into(&self, accepted: mpsc::Sender<io::Result<Wire>>) {
         self.lock().accepted = Some(accepted);
     }
 
-    /// Nobody is accepted any more.
+    /// Stops accepting peers.
     pub(super) fn close(&self) {
         self.lock().accepted = None;
         self.is_less_used();
     }
 
-    /// The device as its links know it.
+    /// This device as a [`Watcher`] for its links.
     fn watcher(self: &Arc<Self>) -> Arc<dyn Watcher> {
         Arc::<Self>::clone(self)
     }
@@ -101,19 +110,20 @@ impl Device {
         !self.failed.load(Ordering::Relaxed)
     }
 
-    /// Has its queue of events, or the queues of its ports, fail. Returns how many.
+    /// Makes the event queue fail if `of_events` is true, and otherwise the completion queues of
+    /// all ports. Returns the number of queues.
     pub(super) fn fail_queues(&self, of_events: bool) -> usize {
         if of_events {
-            self.fail("its queue of connection events was made to fail");
+            self.fail("a test made the queue of connection events fail");
             return 1;
         }
         let ports: Vec<Arc<Port<Link>>> =
             self.lock().ports.values().flatten().filter_map(Weak::upgrade).collect();
-        ports.iter().for_each(|port| port.fail("its completion queue was made to fail"));
+        ports.iter().for_each(|port| port.fail("a test made the completion queue fail"));
         ports.len()
     }
 
-    /// The device is of no more use: its links end, and who accepts hears of it.
+    /// Marks the device as failed: ends its links, and closes the channel of accepted links.
     fn fail(&self, why: &str) {
         self.failed.store(true, Ordering::Relaxed);
         self.fail_dialed(why);
@@ -124,16 +134,17 @@ impl Device {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock with the state half changed.
+        // No code panics in the middle of a change, so a poisoned mutex is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Links that stand.
+    /// The connected links.
     pub(super) fn links(&self) -> Vec<Arc<Link>> {
         self.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// A protection domain of a tenant on the network device that `info` names: one that has room, or a new one.
+    /// Finds a port of the tenant on the network device that `info` names. Opens a new port if no
+    /// existing port has room for another link.
     fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port<Link>>> {
         let key = (tenant.to_owned(), info.domain_name());
         let known: Vec<Arc<Port<Link>>> =
@@ -159,7 +170,7 @@ impl Device {
         state.last_id
     }
 
-    /// Connects to the address that `info` was queried for.
+    /// Connects to the address for which `info` was queried.
     pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &ConnectClaim) -> io::Result<Arc<Link>> {
         let port = self.port(&claim.tenant, info)?;
         let id = self.next_id();
@@ -178,26 +189,26 @@ impl Device {
         let answer = answer.map_err(io::Error::other)?;
         drop(guard);
         let token = answer.first_chunk::<8>().map(|token| u64::from_le_bytes(*token));
-        let token = token.ok_or_else(|| io::Error::other("the peer does not speak this protocol"))?;
+        let token = token.ok_or_else(|| io::Error::other("the peer's answer has no packet token"))?;
         link.set_peer_token(token);
         Ok(link)
     }
 
-    /// Handles one event; `false` if there was none.
+    /// Handles one connection event. Returns `false` if the queue was empty or failed.
     fn handle_event(self: &Arc<Self>) -> bool {
         let event = match self.events.read() {
             Ok(Some(event)) => event,
             Ok(None) => return false,
             Err(e) => {
                 tracing::warn!(error = %e, "a queue of connection events has failed");
-                self.fail("its queue of connection events has failed");
+                self.fail("the queue of connection events has failed");
                 return false;
             }
         };
         match event {
             FabricEvent::ConnectionRequest(request) => {
                 if let Err(why) = self.answer(request) {
-                    tracing::debug!(%why, "a connection is refused");
+                    tracing::debug!(%why, "a connect request is refused");
                 }
             }
             FabricEvent::Connected { endpoint, data } => self.on_connected(endpoint, data),
@@ -209,13 +220,14 @@ impl Device {
         true
     }
 
-    /// Accepts a peer: it gets an endpoint in the domain of the tenant that it claims to be.
+    /// Begins to accept a peer. Its endpoint is created in the domain of the tenant that the peer
+    /// claims to be.
     fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
-        let claim =
-            decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
+        let claim = decode_claim(request.data())
+            .ok_or_else(|| io::Error::other("the connect request is malformed"))?;
         self.drop_late();
         if self.lock().accepted.is_none() {
-            return Err(io::Error::other("nobody accepts connections any more"));
+            return Err(io::Error::other("the listener is closed"));
         }
         let peer = request.info().peer_address().map_or(PeerAddress::Local, |address| address.ip().into());
         let port = self.port(&claim.tenant, request.info())?;
@@ -237,7 +249,10 @@ impl Device {
         })
     }
 
-    /// Counts a connection among those that are being accepted, perhaps instead of another one.
+    /// Gives a link a place among the links that are being accepted. The link may replace another.
+    ///
+    /// # Errors
+    /// If all places are taken and `peer` holds its fair share of them.
     fn admit(&self, id: u64, peer: PeerAddress, settling: Settling) -> io::Result<()> {
         let mut state = self.lock();
         let victim = state.accepting.admit(id, peer, settling.since).map_err(io::Error::other)?;
@@ -252,14 +267,15 @@ impl Device {
         Ok(())
     }
 
-    /// Drops accepted connections that do not come about; whether some may yet become late.
+    /// Drops links that took too long to be accepted. Returns whether other links are not connected
+    /// yet.
     fn drop_late(&self) -> bool {
         let mut state = self.lock();
         let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
         let late: Vec<Settling> = late.iter().filter_map(|id| state.take_settling(*id)).collect();
         let has_others = !state.settling.is_empty();
         drop(state);
-        late.iter().for_each(|s| s.link.fail("it took too long to connect"));
+        late.iter().for_each(|s| s.link.fail("the peer took too long to connect"));
         has_others
     }
 
@@ -271,7 +287,8 @@ impl Device {
         let accepted = state.accepted.clone();
         drop(state);
         match settled.role {
-            // Whoever dialed may have gone away, here and below; the link is closed when it is dropped.
+            // The dialling caller may have been cancelled; ignore the error, here and below. The
+            // link is closed when it is dropped.
             SettlingOrigin::Dialed(done) => drop(done.send(Ok(data))),
             SettlingOrigin::Accepted(claim, peer) => {
                 let address = format!("{} over {}", claim.tenant, settled.link.provider());
@@ -279,7 +296,7 @@ impl Device {
                 if let Some(accepted) = accepted
                     && accepted.try_send(Ok(wire)).is_err()
                 {
-                    tracing::debug!("a connection is dropped: too many wait to be accepted");
+                    tracing::debug!("a link is dropped, because too many links wait to be accepted");
                 }
             }
         }
@@ -298,7 +315,8 @@ impl Device {
         }
     }
 
-    /// A connection of this side did not come about, and it is not known which.
+    /// Fails all links that this side is dialling. Called if the device fails, or if a link fails
+    /// and libfabric does not report which one.
     fn fail_dialed(&self, why: &str) {
         let mut state = self.lock();
         let dialed = |s: &Settling| matches!(s.role, SettlingOrigin::Dialed(_));
@@ -310,7 +328,7 @@ impl Device {
 }
 
 impl Watcher for Device {
-    /// The task that watches the device looks whether there is a link or an acceptor left.
+    /// Wakes the task that watches the device. The task ends if the device has been dropped.
     fn is_less_used(&self) {
         self.over.notify_one();
     }
@@ -331,13 +349,13 @@ impl Settling {
     fn fail(self, why: &str) {
         self.link.fail(why);
         if let SettlingOrigin::Dialed(done) = self.role {
-            // Whoever dialed may have gone away.
+            // The dialling caller may have been cancelled; ignore the error.
             let _ = done.send(Err(why.to_owned()));
         }
     }
 }
 
-/// Forgets a connection that is being made when whoever dials gives it up.
+/// Removes a link that is not connected yet when the dialling caller is cancelled.
 struct SettlingGuard<'a> {
     device: &'a Device,
     id: u64,
@@ -350,7 +368,7 @@ impl Drop for SettlingGuard<'_> {
     }
 }
 
-/// Token of the dialing side, and number of the transport.
+/// Divides a nonce into the packet token of the dialling side and the number of the transport.
 fn parts_of(nonce: &[u8; 16]) -> (u64, u64) {
     let (token, transport_number) = nonce.split_at(8);
     let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
@@ -361,7 +379,7 @@ fn encode_claim(claim: &ConnectClaim) -> Vec<u8> {
     [&claim.nonce[..], claim.tenant.as_bytes()].concat()
 }
 
-/// Reads a claim; providers may have appended zeros.
+/// Decodes a claim. Providers may have appended zeros to it.
 fn decode_claim(data: &[u8]) -> Option<ConnectClaim> {
     let (nonce, name) = data.split_first_chunk::<16>()?;
     let len = name.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
@@ -372,7 +390,8 @@ fn decode_claim(data: &[u8]) -> Option<ConnectClaim> {
     Some(ConnectClaim { tenant, nonce: *nonce })
 }
 
-/// Handles what happens to connections, sleeping in between, until the device is gone.
+/// Handles the connection events of a device until the device is dropped or has failed. Sleeps
+/// while the event queue is empty.
 async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
     loop {
         let Some(this) = device.upgrade().filter(|device| device.is_good()) else { return };
@@ -383,7 +402,7 @@ async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
         let may_sleep = this.fabric.may_sleep(&[&this.events]);
         if handled > 0 || !matches!(may_sleep, Ok(true)) || is_readable(this.events.wait_fd()) {
             if let Err(e) = may_sleep {
-                return tracing::warn!(error = %e, "connection events cannot be waited for");
+                return tracing::warn!(error = %e, "cannot wait for connection events");
             }
             drop(this);
             tokio::task::yield_now().await;
@@ -393,7 +412,7 @@ async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
         tokio::select! {
             readable = fd.readable() => match readable {
                 Ok(mut guard) => guard.clear_ready(),
-                Err(e) => return tracing::warn!(error = %e, "connection events cannot be waited for"),
+                Err(e) => return tracing::warn!(error = %e, "cannot wait for connection events"),
             },
             () = this.over.notified() => {}
             () = tokio::time::sleep(SETTLING_TIME), if has_settling => {}
@@ -406,11 +425,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn claims_survive_padding_and_nonsense_is_refused() {
+    fn padded_claims_are_decoded_and_invalid_claims_are_refused() {
         for tenant in ["", "a", &"x".repeat(32)] {
             let claim = ConnectClaim { tenant: tenant.to_owned(), nonce: [7; 16] };
             let mut bytes = encode_claim(&claim);
-            assert!(bytes.len() <= 48, "rdma_cm has room for that everywhere");
+            assert!(bytes.len() <= 48, "a connect request of rdma_cm has room for 48 bytes");
             bytes.extend_from_slice(&[0; 30]);
             assert_eq!(decode_claim(&bytes), Some(claim));
         }

@@ -1,23 +1,26 @@
-//! Memory that peers write to. One pool reuses pages; a request that does not fit gets memory of
-//! its own.
+//! Memory that peers write to by one-sided transfers. One pool reuses its pages. A request that
+//! does not fit into the pool gets separate memory.
 
 use std::sync::OnceLock;
 
 use base::mem::{Arena, ArenaBuf};
 use base::pool::BufferPool;
 
-/// Bytes of the pool, and of its largest buffer.
+/// Size of the pool, in bytes.
 const POOL_BYTES: usize = 64 << 20;
+
+/// Maximum size of a buffer from the pool, in bytes.
 const LARGEST_BYTES: usize = 16 << 20;
 
 #[derive(Default)]
 pub(super) struct Landings {
-    /// Made when it is first needed: servers expose no memory.
+    /// Created at the first request, because servers expose no memory. The inner value is `None` if
+    /// the system had no memory for the pool.
     pool: OnceLock<Option<BufferPool>>,
 }
 
 impl Landings {
-    /// A buffer of `len` bytes; `None` if the system has not that much memory.
+    /// Takes a buffer of `len` bytes. Returns `None` if the system lacks this much memory.
     pub(super) fn take(&self, len: usize) -> Option<ArenaBuf> {
         let pool = self.pool.get_or_init(|| {
             let arena = Arena::anonymous(POOL_BYTES).ok()?;
@@ -37,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_memory_beyond_the_pool() {
+    fn buffers_beyond_the_pool_get_memory_of_their_own() {
         let landings = Landings::default();
         let taken: Vec<ArenaBuf> = (0..6).filter_map(|_| landings.take(LARGEST_BYTES - 1)).collect();
         assert_eq!(taken.len(), 6);

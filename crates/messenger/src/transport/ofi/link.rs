@@ -18,36 +18,41 @@ use super::packet::{FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketCredits, Pack
 use super::port::Port;
 use super::reads::RmaReads;
 
-/// Credits that only a packet without content may use: it brings the peer credits, so that the two never wait for each other.
+/// Number of credits that are reserved for packets without content. Such a packet only grants
+/// credits to the peer, so the two sides never deadlock.
 const RESERVE: u32 = 1;
 
-/// Most packets that a peer may send ahead. The window of a link grows to that while it is used up, and shrinks when little comes.
+/// Maximum number of packets that a peer may send ahead. The window of a link doubles while the
+/// peer uses it up, and halves while few packets arrive.
 const WINDOW_MAX: u32 = 64;
 
-/// So many packets between two [rests](Link::rest) are little: heartbeats.
+/// Up to this number of packets between two [rests](Link::rest), a link counts as idle: the packets
+/// are heartbeats.
 const LITTLE: u32 = 2;
 
-/// A completion is asked for after that many operations, or for one that holds that many bytes with those before it.
+/// One in this many operations requests a completion.
 const QUIET_OPERATIONS: u32 = 8;
+
+/// Operations that hold this many bytes together also request a completion.
 const QUIET_BYTES: usize = 32 << 10;
 
-/// The provider's queue was full: completions make room, or time.
+/// Pause before another attempt when the provider's queue is full or no buffer is free.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// Shorter parts are copied next to what is before them, in bytes.
+/// Parts of a packet up to this length, in bytes, are copied into the packet's own buffer.
 const COPY_MAX_BYTES: usize = 512;
 
-/// Tells a link what happens to its connection, and is kept for that as long as the link.
+/// The device that handles a link's connection events. The link keeps it alive.
 pub(super) trait Watcher: Send + Sync {
-    /// A link has ended.
+    /// Reports that a link has ended.
     fn is_less_used(&self);
 }
 
-/// A connection. Packets that wait to be read are at most as many as its window is long: more are the peer's fault, and found by
-/// its credits.
+/// One connected endpoint. The peer may send only as many packets as it has credits. A peer that
+/// sends more packets loses the link.
 pub struct Link {
     id: u64,
-    /// What packets to this side must bear.
+    /// The token that packets to this side must carry.
     own_token: u64,
     /// Number of this transport within its connection. Both sides know it.
     transport_number: u64,
@@ -55,11 +60,12 @@ pub struct Link {
     watcher: Arc<dyn Watcher>,
     endpoint: Mutex<Option<Endpoint>>,
     state: Mutex<State>,
-    /// Credits came. For the one that sends packets.
+    /// Wakes the task that sends packets when the peer has granted credits.
     credits: Notify,
-    /// An operation has ended. Who waits for that looks again after a while in any case.
+    /// Wakes a task that waits for room in the provider's queue when an operation has completed.
+    /// The task also tries again after [`RETRY`].
     room: Notify,
-    /// Something came in since this was last asked.
+    /// Whether a packet or a completion arrived since the last [`take_heard`](Link::take_heard).
     heard: AtomicBool,
 }
 
@@ -70,17 +76,17 @@ struct State {
     reader: Option<Waker>,
     sending: PacketCredits,
     receiving: PacketCredits,
-    /// Packets that the peer may be ahead.
+    /// Number of packets that the peer may send ahead.
     window: u32,
-    /// Packets with content since the last rest.
+    /// Number of packets with content that arrived since the last [`rest`](Link::rest).
     busy: u32,
-    /// The last packet had content.
+    /// Whether the last packet that arrived had content.
     was_content: bool,
-    /// What the peer has been told.
+    /// Number of granted packets that the peer knows of.
     told: u32,
-    /// The port will tell it more.
+    /// Whether the port will call [`grant`](Link::grant).
     is_due: bool,
-    /// Receive buffers of this link alone, by token.
+    /// Receive buffers in the link's own receive queue, by token.
     posted: HashMap<u64, ArenaBuf>,
     next_token: u64,
     quiet_operations: u32,
@@ -89,10 +95,11 @@ struct State {
 }
 
 impl State {
-    /// Whether the peer should be told of further credits although nothing else is sent. A packet that only grants is not
-    /// answered by another one as long as its sender can still send content; otherwise that would go on for ever.
+    /// Whether to send the peer its new credits although no other packet is sent. After a packet
+    /// that only granted credits, this is true only if the peer cannot send content. Otherwise the
+    /// two sides would exchange packets without content forever.
     fn owes_credits(&self) -> bool {
-        const { assert!(FIRST_GRANT >= RESERVE + 2, "a packet that only grants leaves the peer one with content") };
+        const { assert!(FIRST_GRANT >= RESERVE + 2, "the first grant allows two packets with content") };
         let left = self.told.wrapping_sub(self.receiving.used);
         let few = if self.was_content { RESERVE.max(self.window / 2) } else { RESERVE };
         self.receiving.granted != self.told && left <= few
@@ -102,9 +109,10 @@ impl State {
 /// A part of a packet's content.
 #[derive(Debug, Clone)]
 pub(crate) enum PacketContent<'a> {
-    /// To be copied into the packet.
+    /// Bytes that are copied into the packet's buffer.
     Copied(&'a [u8]),
-    /// To be sent from where it is, if it is long enough and the device can do that.
+    /// Bytes that are sent from their own memory, if they are long enough and the device supports
+    /// it.
     Shared(Bytes),
 }
 
@@ -117,7 +125,7 @@ impl PacketContent<'_> {
     }
 }
 
-/// Why a link is of no more use.
+/// The reason why a link can no longer be used.
 #[derive(Debug, Clone)]
 pub(crate) struct LinkFailed(pub(crate) String);
 
@@ -162,7 +170,7 @@ impl Link {
         link
     }
 
-    /// Posts the buffers that the peer may send to from the start.
+    /// Posts the buffers for the packets that the peer may send before the first grant.
     pub(super) fn post_first(self: &Arc<Self>) -> Result<(), String> {
         for _ in 0..FIRST_GRANT {
             let buf = self.port.common.buffers.take().ok_or("no receive buffers are left")?;
@@ -175,11 +183,12 @@ impl Link {
     pub(super) fn establish(&self, data: &[u8]) -> Result<(), String> {
         match &*self.endpoint() {
             Some(endpoint) => endpoint.establish(data).map_err(|e| e.to_string()),
-            None => Err("it was given up".into()),
+            None => Err("the link is closed".into()),
         }
     }
 
-    /// What packets to the peer must bear, as it said when the connection was made.
+    /// Sets the token that packets to the peer must carry. The peer states it when the endpoints
+    /// connect.
     pub(super) fn set_peer_token(&self, token: u64) {
         self.state().peer_token = token;
     }
@@ -190,7 +199,7 @@ impl Link {
     }
 
     pub(super) fn endpoint(&self) -> MutexGuard<'_, Option<Endpoint>> {
-        // Nothing panics while it holds the lock; here and below.
+        // No code panics while it holds the mutex, here and below.
         self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -207,12 +216,12 @@ impl Link {
         &self.port.common.config.provider
     }
 
-    /// Something came in since this was last asked.
+    /// Whether a packet or a completion arrived since the last call.
     pub(crate) fn take_heard(&self) -> bool {
         self.heard.swap(false, Ordering::Relaxed)
     }
 
-    /// Why the link is of no more use, if that is so.
+    /// The reason of the failure, if the link has failed.
     pub(crate) fn failure(&self) -> Option<LinkFailed> {
         self.state().why_failed.clone().map(LinkFailed)
     }
@@ -221,7 +230,8 @@ impl Link {
         self.failure().unwrap_or_else(|| LinkFailed("the connection is closed".into()))
     }
 
-    /// Closes the endpoint: nothing touches memory of this side by it any more when this returns. What is under way has failed.
+    /// Closes the endpoint, so that all operations in progress fail. When this returns, the
+    /// endpoint no longer accesses memory of this side.
     pub(crate) fn fail(&self, why: &str) {
         let endpoint = self.endpoint().take();
         let mut state = self.state();
@@ -229,7 +239,7 @@ impl Link {
         drop(state);
         let Some(endpoint) = endpoint else { return };
         drop(endpoint);
-        // Only now is the memory free.
+        // The memory may be released only after the endpoint is closed.
         let mut state = self.state();
         let posted = std::mem::take(&mut state.posted);
         let reads = std::mem::take(&mut state.reads);
@@ -246,7 +256,7 @@ impl Link {
         }
     }
 
-    /// The content of the next packet, in the buffer that it arrived in.
+    /// Waits for the next packet. Returns its content in the buffer in which it arrived.
     pub(crate) async fn receive(&self) -> Result<Bytes, LinkFailed> {
         poll_fn(|cx| {
             let mut state = self.state();
@@ -264,14 +274,14 @@ impl Link {
         .await
     }
 
-    /// A packet came. Returns how many buffers are to be posted.
+    /// Handles a packet from the peer. Returns the number of receive buffers to post.
     pub(super) fn on_packet(self: &Arc<Self>, header: PacketHeader, content: Bytes) -> u32 {
         self.heard.store(true, Ordering::Relaxed);
         let mut state = self.state();
         let used_up = state.receiving.left() <= RESERVE + 1;
         if !state.receiving.take() || !state.sending.on_granted(header.granted) {
             drop(state);
-            self.fail("the peer does not keep to its credits");
+            self.fail("the peer violated its packet credits");
             return 0;
         }
         state.was_content = !content.is_empty();
@@ -296,7 +306,8 @@ impl Link {
         wanted
     }
 
-    /// To be called now and then: a link to which little comes lets buffers go. The peer may use what it was granted all the same.
+    /// Halves the window of a link that counts as idle, so that the link needs fewer buffers. Must
+    /// be called periodically. The peer may still use the credits that it has.
     pub(crate) fn rest(&self) {
         let mut state = self.state();
         if std::mem::take(&mut state.busy) <= LITTLE {
@@ -304,7 +315,7 @@ impl Link {
         }
     }
 
-    /// A buffer was posted for the peer's packets.
+    /// Records that a buffer was posted for the peer's packets.
     pub(super) fn on_posted(self: &Arc<Self>) {
         let mut state = self.state();
         state.receiving.granted = state.receiving.granted.wrapping_add(1);
@@ -315,7 +326,8 @@ impl Link {
         }
     }
 
-    /// Posts one buffer for packets: to the shared queue of the port, if it has one.
+    /// Posts one receive buffer: to the shared queue of the port if the port has one, and otherwise
+    /// to the link's own queue.
     pub(super) fn post_receive(&self, buf: ArenaBuf) -> Result<(), String> {
         let region = self.port.region(buf.arena(), Access::Messages)?;
         match self.port.shared_receives() {
@@ -343,14 +355,15 @@ impl Link {
         self.state().posted.remove(&token)
     }
 
-    /// An operation of the endpoint has ended.
+    /// Handles the completion of an operation of the endpoint.
     pub(super) fn on_completion(&self, completion: Completion) {
         self.heard.store(true, Ordering::Relaxed);
         if completion.operation == Operation::Read {
             let read = self.state().reads.take(completion.token);
             match (read, &completion.result) {
                 (Some(read), Ok(())) => read.finish(),
-                // It is told by the link's end, when nothing writes to its memory any more.
+                // The end of the link reports the failure, after the last write to the read's
+                // memory.
                 (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),
                 (None, _) => {}
             }
@@ -361,7 +374,8 @@ impl Link {
         }
     }
 
-    /// Tells the peer how many packets it may send, if it does not know and nothing else will tell it.
+    /// Sends the peer its new credits in a packet without content, unless another packet has
+    /// already done so.
     pub(super) fn grant(self: &Arc<Self>) {
         let mut state = self.state();
         state.is_due = false;
@@ -378,14 +392,14 @@ impl Link {
         let result = match parts {
             Ok(parts) if parts.is_empty() => open.inject(&header.encode()),
             Ok(mut parts) => open.send_parts(&mut parts, 0, notify),
-            // As if the queue were full: there is no buffer now.
+            // No buffer is free now: handle this like a full queue.
             Err(()) => Err(PostError::Full),
         };
         drop(endpoint);
         match result {
             Ok(()) => {}
             Err(PostError::Full) => {
-                // The peer hears of it by the next packet, or by the next attempt.
+                // The next packet or the next attempt grants these credits.
                 let mut state = self.state();
                 state.sending.used = state.sending.used.wrapping_sub(1);
                 state.told = told;
@@ -397,12 +411,13 @@ impl Link {
         }
     }
 
-    /// Whether so many bytes can be sent without memory of ours. Some devices have no room for any.
+    /// Whether a packet of `len` bytes can be sent without a buffer of the pool. Some devices
+    /// support no such packets.
     fn can_inject(&self, len: usize) -> bool {
         len <= self.port.domain.info().inject_size().min(COPY_MAX_BYTES)
     }
 
-    /// A packet that has no content.
+    /// Assembles a packet without content.
     fn alone(&self, header: PacketHeader) -> Result<Vec<GatherBytes>, ()> {
         let mut buf = self.port.common.buffers.take().ok_or(())?;
         buf.truncate(HEADER_BYTES);
@@ -411,7 +426,7 @@ impl Link {
         Ok(vec![GatherBytes { bytes: buf.freeze(), region }])
     }
 
-    /// The registration of a buffer of ours, where the provider wants one.
+    /// The registration of a buffer of the pool, if the provider needs one.
     fn own_region(&self, buf: &ArenaBuf) -> Result<Option<MemoryRegion>, LinkFailed> {
         if !self.port.domain.info().mr_mode().local {
             return Ok(None);
@@ -424,16 +439,18 @@ impl Link {
         PacketHeader { token: state.peer_token, granted: state.receiving.granted }
     }
 
-    /// From how many places a packet can be sent: a first one of its own, and others.
+    /// Maximum number of memory areas from which a packet can be sent. The first area is the
+    /// packet's own buffer.
     pub(crate) fn parts_max(&self) -> usize {
         self.port.domain.info().send_parts_max()
     }
 
-    /// Sends one packet of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES), when the peer has a buffer for it.
+    /// Sends one packet with a content of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES). Waits
+    /// until the peer has a buffer for it.
     pub(crate) async fn send(&self, pieces: &[PacketContent<'_>]) -> Result<(), LinkFailed> {
         let header = self.credit().await?;
         let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
-        debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet fits into a buffer");
+        debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet must fit into a buffer");
         if self.can_inject(len + HEADER_BYTES) {
             let mut packet = Vec::with_capacity(len + HEADER_BYTES);
             packet.extend_from_slice(&header.encode());
@@ -463,7 +480,8 @@ impl Link {
         }
     }
 
-    /// The memory that a packet is sent from: what is copied, in a buffer of ours, and the rest where it is.
+    /// Assembles a packet. Copied parts are in a buffer of the pool, and the other parts stay in
+    /// their own memory.
     async fn assemble(
         &self,
         header: PacketHeader,
@@ -509,7 +527,7 @@ impl Link {
             if let Some(buf) = self.port.common.buffers.take() {
                 return Ok(buf);
             }
-            // Whoever has them gives no sign.
+            // The release of a buffer is not signalled, so try again after a pause.
             tokio::time::sleep(RETRY).await;
             if self.failure().is_some() {
                 return Err(self.broken());
@@ -517,7 +535,8 @@ impl Link {
         }
     }
 
-    /// Whether the next operation is to be told of: not all are, but none holds much memory for long.
+    /// Whether the next operation must request a completion. Operations without a completion keep
+    /// their memory until the next completion, so the amount of this memory is limited.
     pub(super) fn wants_completion(&self, parts: &[GatherBytes]) -> bool {
         let mut state = self.state();
         state.quiet_operations += 1;
@@ -529,7 +548,7 @@ impl Link {
         wants
     }
 
-    /// Posts an operation, again and again while the provider's queue is full.
+    /// Posts an operation. Tries again while the provider's queue is full.
     pub(super) async fn post(
         &self,
         mut operation: impl FnMut(&Endpoint) -> Result<(), PostError>,
@@ -542,7 +561,7 @@ impl Link {
             match posted {
                 Ok(()) => return Ok(()),
                 Err(PostError::Full) => {
-                    // Woken or not: it is tried again.
+                    // Try again after a completion, or after the pause.
                     let _ = timeout(RETRY, self.room.notified()).await;
                 }
                 Err(e) => {
@@ -554,9 +573,11 @@ impl Link {
     }
 }
 
+/// A part of a packet that is being assembled.
 enum Planned {
-    /// From where to where in the buffer.
+    /// Start and end of the part in the packet's own buffer.
     Here(usize, usize),
+    /// A part in memory of its own.
     There(GatherBytes),
 }
 
@@ -568,7 +589,7 @@ impl fmt::Debug for Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.fail("nobody uses it any more");
+        self.fail("the link is no longer used");
         self.watcher.is_less_used();
     }
 }

@@ -2,15 +2,18 @@
 //! TCP otherwise.
 //!
 //! ```text
-//!   Device ── queue of events, who connects         one network
-//!     └─ Port ── completions, receive buffers       one protection domain: a tenant's; several where many connect
+//!   Device ── connection events                     one network
+//!     └─ Port ── completions, receive buffers       one protection domain of a tenant
 //!          └─ Link ── packets, reads, writes        one connection
 //! ```
 //!
+//! A tenant with many connections may have several ports on one device.
+//!
 //! **Polling.** A port's task polls its completion queue in the same loop that runs the
-//! connections. When the queue is empty, the task polls on for a short time if this pays. Then it
-//! sleeps on the queue's descriptor in the loop's one epoll. A packet arrives in a buffer of the
-//! pool and is handed on without a copy. Another buffer takes its place at once.
+//! connections. When the queue is empty, the task continues to poll for a short time, as long as
+//! this finds events. Then it sleeps until the runtime's epoll reports the queue's descriptor. A
+//! packet arrives in a buffer of the pool, and the connection receives it without a copy. Another
+//! buffer replaces the used buffer at once.
 //!
 //! **Credits.** A side sends a packet only if the peer has posted a buffer for it. Every packet
 //! grants further credits. The last credit is reserved for packets that only grant credits, so the
@@ -79,7 +82,8 @@ pub struct OfiConfig {
     /// The owner of receive buffers. If the provider does not support shared buffers, each
     /// connection gets its own.
     pub receive_queue: ReceiveQueueKind,
-    /// How long to poll before sleeping, while this pays.
+    /// Time for which to poll for events before sleeping. After repeated polls without events, the
+    /// thread sleeps at once most of the time.
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
@@ -97,14 +101,14 @@ impl OfiConfig {
         }
     }
 
-    /// What to ask libfabric for.
+    /// The query by which libfabric finds the provider for `target`.
     fn query(&self, target: EndpointAddress) -> ProviderQuery {
         let shared_receive = self.receive_queue == ReceiveQueueKind::Shared;
         ProviderQuery { provider: Some(self.provider.clone()), target, shared_receive }
     }
 }
 
-/// What all devices and ports of a transport have in common.
+/// The state that all devices and ports of a transport share.
 struct Common {
     config: OfiConfig,
     buffers: Buffers,
@@ -148,9 +152,9 @@ impl OfiControl {
         devices.iter().map(|device| device.fail_queues(of_events)).sum()
     }
 
-    /// An error while memory is refused.
+    /// Returns an error while [`refuse_memory`](Self::refuse_memory) is in force.
     fn check_memory(&self) -> Result<(), String> {
-        if self.refuses_memory.load(Ordering::Relaxed) { Err("refused by hand".into()) } else { Ok(()) }
+        if self.refuses_memory.load(Ordering::Relaxed) { Err("a test refuses memory".into()) } else { Ok(()) }
     }
 
     /// While `frozen` is set, no data moves.
@@ -158,7 +162,7 @@ impl OfiControl {
         self.frozen.send_replace(frozen);
     }
 
-    /// Waits until nothing is frozen.
+    /// Waits while the transport is frozen.
     async fn thaw(&self) {
         if *self.frozen.borrow() {
             // The sender lives as long as `self`.
@@ -177,7 +181,8 @@ impl OfiControl {
 pub struct Ofi {
     library: Library,
     common: Arc<Common>,
-    /// What is dialed from, by network and network device, while there are connections.
+    /// The devices from which this side dials, by the names of network and network device. An entry
+    /// is valid while connections use the device.
     dialing: Mutex<HashMap<(String, String), Weak<Device>>>,
 }
 
@@ -191,7 +196,7 @@ impl Ofi {
         if library.query(&config.query(EndpointAddress::Any)).is_err() {
             config.receive_queue = ReceiveQueueKind::PerConnection;
             library.query(&config.query(EndpointAddress::Any))?;
-            tracing::info!(provider = config.provider, "it has no shared receive queues");
+            tracing::info!(provider = config.provider, "the provider has no shared receive queues");
         }
         let control = Arc::new(OfiControl {
             devices: Mutex::default(),
@@ -214,6 +219,7 @@ impl Ofi {
         Arc::clone(&self.common.control)
     }
 
+    /// Finds the provider for the first address of `address` that the provider supports.
     async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> EndpointAddress) -> io::Result<Info> {
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for address in tokio::net::lookup_host(address).await? {
@@ -227,6 +233,7 @@ impl Ofi {
         Err(last)
     }
 
+    /// The device from which to dial the peer that `info` describes.
     fn dialing(&self, info: &Info) -> io::Result<Arc<Device>> {
         let key = (info.fabric_name(), info.domain_name());
         let mut dialing = self.dialing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -240,18 +247,19 @@ impl Ofi {
     }
 }
 
-/// Where connections come in.
+/// Accepts links at one address.
 struct OfiAcceptor {
     library: Library,
     common: Arc<Common>,
     address: SocketAddr,
-    /// `None` while its device could not be opened again.
+    /// `None` after the device has failed, until it is open again.
     open: Option<AcceptQueue>,
 }
 
 struct AcceptQueue {
     wires: mpsc::Receiver<io::Result<Wire>>,
-    /// Before its device: nobody new comes in.
+    /// This field precedes `device`, so that the listener is dropped first and no new connection
+    /// arrives.
     listener: FabricListener,
     device: Arc<Device>,
 }
@@ -274,7 +282,7 @@ impl Drop for AcceptQueue {
 }
 
 impl OfiAcceptor {
-    /// Listens anew at the same address, after the device's queue of events has failed.
+    /// Listens again at the same address, after the device's event queue has failed.
     fn reopen(&mut self) -> io::Result<()> {
         let query = self.common.config.query(EndpointAddress::Listen(self.address));
         let infos = self.library.query(&query).map_err(io::Error::other)?;
@@ -321,10 +329,10 @@ impl Acceptor for OfiAcceptor {
             {
                 return wire;
             }
-            // Its address is free again when the old one is gone.
+            // The old listener is dropped first, because it occupies the address.
             self.open = None;
             self.reopen()?;
-            Err(io::Error::other("the network device was opened anew, since its queue of events had failed"))
+            Err(io::Error::other("the network device was opened again, because its event queue had failed"))
         })
     }
 }

@@ -26,8 +26,8 @@ pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
 /// packet.
 pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
-/// Number of packets that each side may send before the first grant, and that an idle side may send
-/// ahead.
+/// Number of packets that each side may send before it receives a grant. A side whose peer sends
+/// few packets grants no more than this number in advance.
 pub(super) const FIRST_GRANT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub(super) struct PacketCredits {
     pub(super) granted: u32,
 }
 
-/// Upper bound of the credits that a valid peer grants.
+/// Maximum number of unused credits that a peer may have granted.
 const MOST: u32 = 1 << 16;
 
 impl PacketCredits {
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_survive_and_short_packets_do_not_panic() {
+    fn encoded_headers_are_decoded_and_short_packets_are_rejected() {
         let header = PacketHeader { token: 0x0123_4567_89ab_cdef, granted: u32::MAX };
         assert_eq!(PacketHeader::decode(&header.encode()), Some(header));
         assert_eq!(PacketHeader::decode(&header.encode()[..15]), None);
@@ -105,14 +105,14 @@ mod tests {
     }
 
     #[test]
-    fn credits_wrap_and_nonsense_is_refused() {
+    fn credits_wrap_around_and_invalid_grants_are_refused() {
         let mut credits = PacketCredits { used: u32::MAX - 1, granted: u32::MAX };
         assert!(credits.take());
         assert!(!credits.take());
         assert!(credits.on_granted(2));
         assert_eq!(credits.left(), 3);
         assert!(!credits.on_granted(1 << 30));
-        assert!(!credits.on_granted(u32::MAX - 1), "never back below what was used");
+        assert!(!credits.on_granted(u32::MAX - 1), "a grant is never below the used credits");
         assert_eq!(credits.left(), 3);
     }
 }

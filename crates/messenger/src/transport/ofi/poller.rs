@@ -15,36 +15,39 @@ use super::link::Link;
 use super::packet::{HEADER_BYTES, PacketHeader};
 use super::port::{Port, SHARED_QUEUE};
 
-/// Tasks that a message goes through, one after the other, until it is answered: the session's, its user's, the session's.
+/// Number of times that the poller yields after it found completions. Meanwhile, a message can pass
+/// through the connection's task and its user's task, and the connection's task can send the
+/// answer.
 const HOPS: usize = 4;
 
 impl Port<Link> {
-    /// Runs the port in the background of this runtime until its last link is gone.
+    /// Starts the poller of this port on the current runtime. It ends when the last link has ended.
     pub(super) fn start(self: &Arc<Self>) -> std::io::Result<()> {
         let asleep = Descriptor::register(self.completions.clone())?;
         crate::spawn(drive(Arc::downgrade(self), asleep));
         Ok(())
     }
 
-    /// Ends all links, because the domain cannot be used any more.
+    /// Ends all links of the port.
     fn fail_all(&self, why: &str) {
         for link in self.links() {
             link.fail(why);
         }
     }
 
-    /// Marks the port as failed.
+    /// Marks the port as failed, and ends all its links.
     pub(super) fn fail(&self, why: &str) {
         self.stop();
         self.fail_all(why);
         self.is_less_used();
     }
 
-    /// Takes completions from the queue. Returns `false` if there were none.
+    /// Takes completions from the queue and handles them. Returns `false` if the queue was empty or
+    /// failed.
     fn poll(&self, completions: &mut Vec<Completion>) -> bool {
         if let Err(e) = self.completions.poll(completions) {
             tracing::warn!(error = %e, "a completion queue has failed");
-            self.fail("its completion queue has failed");
+            self.fail("the completion queue has failed");
             return false;
         }
         let worked = !completions.is_empty();
@@ -59,7 +62,7 @@ impl Port<Link> {
             }
         }
         if self.domain.is_spoiled() {
-            self.fail_all("the domain is opened anew after a transfer was broken off");
+            self.fail_all("the protection domain must be reopened, because a read was interrupted");
             self.is_less_used();
         }
         worked
@@ -75,7 +78,7 @@ impl Port<Link> {
         if let Err(e) = completion.result {
             match own {
                 Some(link) => link.fail(&e.to_string()),
-                // A connection that ends takes its receives along; the queue's own stay.
+                // A connection that ends may fail a receive. The other receives stay in the queue.
                 None => tracing::debug!(error = %e, "a shared receive has failed"),
             }
             return;
@@ -84,12 +87,13 @@ impl Port<Link> {
         let header = PacketHeader::decode(&buf);
         let sender = header.and_then(|header| {
             let known = self.link_of_packets(header.token)?;
-            // With queues of its own a link is known without the token, which must still be right.
+            // With a receive queue per connection, the link is known without the token. The token
+            // must still be correct.
             own.as_ref().is_none_or(|own| Arc::ptr_eq(own, &known)).then_some((known, header))
         });
         let Some((link, header)) = sender else {
             match own {
-                Some(link) => link.fail("a packet came that is not of this connection"),
+                Some(link) => link.fail("the peer sent a packet without the token of this connection"),
                 None => {
                     metrics::counter!("outboard_messenger_stray_packets").increment(1);
                     drop(buf);
@@ -101,19 +105,20 @@ impl Port<Link> {
         self.take_packet(&link, header, buf);
     }
 
-    /// Posts a buffer for one that a stray packet took: somebody was promised it.
+    /// Replaces the buffer that a stray packet used up, because a peer has credit for it.
     fn repost_stray(&self) {
-        // Without a link nobody was.
+        // Without a link, no peer has credit.
         let Some(link) = self.any_link() else { return };
         if let Some(fresh) = self.common.buffers.take()
             && let Err(why) = link.post_receive(fresh)
         {
-            tracing::warn!(why, "a receive buffer is lost");
+            tracing::warn!(why, "cannot replace a receive buffer");
         }
     }
 
-    /// Hands a packet to its link, in its buffer, and posts another one in its place. When there is none left, the packet is
-    /// copied instead: so senders never wait for readers that keep what they got.
+    /// Passes a packet to its link in the buffer in which it arrived, and posts another buffer. If
+    /// no buffer is free, the link gets a copy of the packet. So a user that keeps received packets
+    /// does not block the senders.
     fn take_packet(&self, link: &Arc<Link>, header: PacketHeader, buf: ArenaBuf) {
         let fresh = self.common.buffers.take();
         let content = match &fresh {
@@ -124,7 +129,7 @@ impl Port<Link> {
             }
         };
         let wanted = link.on_packet(header, content);
-        // One takes the place of the packet's own.
+        // One buffer replaces the packet's own buffer.
         let wanted = if wanted > 1 && !self.may_grow(wanted) { 1 } else { wanted };
         let more = std::iter::from_fn(|| self.common.buffers.take());
         for buf in fresh.into_iter().chain(more).take(wanted as usize) {
@@ -136,7 +141,7 @@ impl Port<Link> {
         }
     }
 
-    /// Grants credits to peers to which no packet was sent meanwhile.
+    /// Grants credits to peers that are due and to which no packet was sent meanwhile.
     fn return_credits(&self) {
         for link in self.take_due().iter().filter_map(Weak::upgrade) {
             link.grant();
@@ -158,18 +163,20 @@ async fn let_others_run() {
     .await;
 }
 
-/// The queue's descriptor in the runtime's loop. While spinning pays it is not there: each packet would wake a loop that is awake.
+/// The registration of the queue's descriptor with the runtime. It is removed while polling finds
+/// completions, because each packet would wake a runtime that is already awake.
 type Asleep = AsyncFd<Descriptor<CompletionQueue>>;
 
-/// The poller: takes completions while there are any, polls on for a while if this pays, and then
-/// sleeps on the queue's descriptor in the thread's event loop.
+/// The poller: takes completions until the queue is empty, and continues to poll for a short time
+/// if this has found completions lately. Then it sleeps until the runtime reports the queue's
+/// descriptor.
 async fn drive(port: Weak<Port<Link>>, asleep: Asleep) {
     if let Err(e) = drive_until_over(&port, asleep).await {
-        tracing::warn!(error = %e, "a completion queue cannot be waited for");
+        tracing::warn!(error = %e, "cannot wait for a completion queue");
     }
     if let Some(port) = port.upgrade() {
         port.stop();
-        port.fail_all("its port is closed");
+        port.fail_all("the port is closed");
     }
 }
 
@@ -186,7 +193,7 @@ async fn drive_until_over(port: &Weak<Port<Link>>, asleep: Asleep) -> std::io::R
                 asleep = None;
             }
             all_have_run = false;
-            // What came is handled now, and answers take the credits along.
+            // Let other tasks handle the packets. Their answers also grant credits.
             drop(port);
             for _ in 0..HOPS {
                 let_others_run().await;
@@ -199,7 +206,8 @@ async fn drive_until_over(port: &Weak<Port<Link>>, asleep: Asleep) -> std::io::R
             let_others_run().await;
             continue;
         }
-        // Sleeping and waking costs more than looking once more when nobody else has anything to do.
+        // Let all other tasks run, and poll once more before sleeping: a sleep and a wake-up cost
+        // more than one poll.
         if !std::mem::replace(&mut all_have_run, true) {
             drop(port);
             tokio::task::yield_now().await;

@@ -14,55 +14,59 @@ use tokio::sync::Notify;
 use super::Common;
 use super::packet::FIRST_GRANT;
 
-/// Of the receives that a shared queue has room for, so many parts of [`SHARES`] may go to links that want more than they began
-/// with. The rest is for new ones.
+/// Fraction of a shared queue's receives up to which existing links may enlarge their windows, as
+/// numerator and denominator. The rest is reserved for new links.
 const SHARES: (usize, usize) = (3, 4);
 
-/// Operations that may be under way; a device with smaller queues gets half as many, and so on.
+/// Number of operations for which a completion queue is opened. If the device refuses, the number
+/// is halved, down to [`DEPTH_MIN`].
 const DEPTH: usize = 4 << 10;
+
+/// Minimum number of operations for which a completion queue is opened.
 const DEPTH_MIN: usize = 256;
 
-/// Token of the shared receive queue, which no endpoint has.
+/// Token of the shared receive queue. No endpoint has this token.
 pub(super) const SHARED_QUEUE: u64 = u64::MAX;
 
-/// Arenas whose registration is kept.
+/// Maximum number of arenas whose registration is kept.
 const REGIONS: usize = 64;
 
-/// A protection domain and what belongs to it, with links of type `L`. Lives as long as a link in it.
+/// A protection domain with its queues and its links of type `L`. The links keep it alive.
 pub(super) struct Port<L> {
-    /// First, since they are made from what comes after.
+    /// The shared receive queue. This field is dropped before the domain and the completion queue,
+    /// because it depends on them.
     receives: Option<ReceiveQueue>,
     pub(super) domain: Domain,
     pub(super) completions: CompletionQueue,
     pub(super) common: Arc<Common>,
-    /// Most links.
+    /// Maximum number of links.
     links_max: usize,
-    /// Most receives of the shared queue.
+    /// Maximum number of receives that are posted to the shared queue.
     receives_max: usize,
     state: Mutex<State<L>>,
-    /// The last link is gone, or the domain must not be used any more.
+    /// Wakes the poller when the last link has ended or the port must not be used any more.
     over: Notify,
-    /// Nobody drives it any more.
+    /// Whether the poller has stopped or the port has failed.
     stopped: AtomicBool,
 }
 
 struct State<L> {
     links: HashMap<u64, Weak<L>>,
-    /// By what peers must put in their packets.
+    /// Links by the token that packets to them carry.
     tokens: HashMap<u64, Weak<L>>,
-    /// Buffers of the shared receive queue, by the token they were posted with.
+    /// Buffers in the shared receive queue, by the token with which they were posted.
     posted: HashMap<u64, ArenaBuf>,
-    /// Those among them that were posted for links which are gone.
+    /// Number of buffers in `posted` that were posted for links that have ended.
     surplus: u32,
     /// Links that owe their peers credits.
     due: Vec<Weak<L>>,
     next_token: u64,
-    /// Registered arenas, by address; the one used last is the last.
+    /// Registered arenas with their addresses, oldest registration first.
     regions: Vec<(usize, MemoryRegion)>,
 }
 
 impl<L> State<L> {
-    /// Buffers of the shared queue that links of today were promised.
+    /// Number of buffers in the shared queue that were posted for existing links.
     fn receives(&self) -> usize {
         self.posted.len() - (self.surplus as usize).min(self.posted.len())
     }
@@ -110,11 +114,11 @@ impl<L> Port<L> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<L>> {
-        // Nothing panics while it holds the lock with the state half changed.
+        // No code panics in the middle of a change, so a poisoned mutex is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A link is made, whose endpoint has the token `id`; packets to it bear `own_token`.
+    /// Adds a link. Its endpoint has the token `id`, and packets to it carry `own_token`.
     pub(super) fn enter(&self, id: u64, own_token: u64, link: &Arc<L>) {
         let mut state = self.lock();
         state.links.insert(id, Arc::downgrade(link));
@@ -126,7 +130,7 @@ impl<L> Port<L> {
         self.lock().links.get(&id).and_then(Weak::upgrade)
     }
 
-    /// The link to which packets with `token` go.
+    /// The link to which packets with `token` belong.
     pub(super) fn link_of_packets(&self, token: u64) -> Option<Arc<L>> {
         self.lock().tokens.get(&token).and_then(Weak::upgrade)
     }
@@ -145,22 +149,22 @@ impl<L> Port<L> {
         self.lock().links.is_empty()
     }
 
-    /// Takes the links that owe their peers credits.
+    /// Empties the list of links that owe their peers credits, and returns these links.
     pub(super) fn take_due(&self) -> Vec<Weak<L>> {
         std::mem::take(&mut self.lock().due)
     }
 
-    /// The buffer of the shared queue that was posted with `token`.
+    /// Takes the buffer that was posted to the shared queue with `token`.
     pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
         self.lock().posted.remove(&token)
     }
 
-    /// No more links are made in it.
+    /// Marks the port as stopped, so that it gets no more links.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Resolves when a link has ended or the port was stopped.
+    /// Waits until the last link has ended or [`is_less_used`](Self::is_less_used) is called.
     pub(super) async fn changed(&self) {
         self.over.notified().await;
     }
@@ -169,7 +173,8 @@ impl<L> Port<L> {
         self.receives.as_ref()
     }
 
-    /// A link is gone, for which there are still `posted` buffers if the queue is shared.
+    /// Removes a link that has ended. A shared queue still holds `posted` buffers that were posted
+    /// for the link.
     pub(super) fn leave(&self, id: u64, token: u64, posted: u32) {
         let mut state = self.lock();
         state.links.remove(&id);
@@ -184,35 +189,36 @@ impl<L> Port<L> {
         }
     }
 
-    /// Whoever drives the port looks whether there is a link left.
+    /// Wakes the poller, which then checks whether the port is still usable and has links.
     pub(super) fn is_less_used(&self) {
         self.over.notify_one();
     }
 
-    /// Whether links may be made in it.
+    /// Whether the port is usable.
     pub(super) fn is_good(&self) -> bool {
         !self.domain.is_spoiled() && !self.stopped.load(Ordering::Relaxed)
     }
 
-    /// Whether one more link may be made in it.
+    /// Whether the port is usable and has room for one more link.
     pub(super) fn has_room(&self) -> bool {
         let state = self.lock();
         let has_receives = state.receives() + FIRST_GRANT as usize <= self.receives_max;
         state.links.len() < self.links_max && has_receives && self.is_good()
     }
 
-    /// Whether a link may have `more` receives posted at a time than it had.
+    /// Whether a link may have `more` additional receives posted at a time.
     pub(super) fn may_grow(&self, more: u32) -> bool {
         let most = self.receives_max / SHARES.1 * SHARES.0;
         self.receives.is_none() || self.lock().receives() + more as usize <= most
     }
 
-    /// `link` owes its peer credits; they are sent when nothing else was.
+    /// Records that `link` owes its peer credits. The poller sends them if no other packet does.
     pub(super) fn is_due(&self, link: &Arc<L>) {
         self.lock().due.push(Arc::downgrade(link));
     }
 
-    /// Posts one buffer of `region` to the shared queue, unless there is one too many in it.
+    /// Posts one buffer of `region` to the shared queue. If the queue still holds a buffer that was
+    /// posted for a link that has ended, that buffer is used instead.
     pub(super) fn post_shared(
         &self,
         queue: &ReceiveQueue,
@@ -238,7 +244,7 @@ impl<L> Port<L> {
         })
     }
 
-    /// The registration of an arena for this process's own use, made if there is none yet.
+    /// The registration of an arena for this process's own use. Registers the arena if necessary.
     pub(super) fn region(&self, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion, String> {
         let key = arena.as_raw().0 as usize;
         let mut state = self.lock();
@@ -258,7 +264,11 @@ impl<L> Port<L> {
         Ok(region)
     }
 
-    /// A region that `bytes` lie in, for sending; `Ok(None)` if the provider needs none, and an error if they are in no arena.
+    /// The registration of the memory of `bytes`, for sending. Returns `Ok(None)` if the provider
+    /// needs no registration.
+    ///
+    /// # Errors
+    /// If `bytes` are in no arena, or the arena cannot be registered.
     pub(super) fn region_of(&self, bytes: &Bytes) -> Result<Option<MemoryRegion>, NotRegistered> {
         if !self.domain.info().mr_mode().local {
             return Ok(None);
@@ -271,12 +281,14 @@ impl<L> Port<L> {
         })
     }
 
-    /// What an arena is registered for: packets are but messages; others are moved to and from.
+    /// The access for which an arena is registered. The arenas of packets are used only for
+    /// messages. Other arenas are also used for one-sided transfers.
     pub(super) fn access_of(&self, arena: &Arc<Arena>) -> Access {
         if self.common.buffers.own(arena) {
             Access::Messages
         } else if self.domain.info().exposes_local_memory() {
-            // What is read into would be open to peers: that is registered for each read.
+            // Peers could write to memory that is registered for reads. So such memory is
+            // registered for each read separately.
             Access::Outgoing
         } else {
             Access::Local
@@ -284,10 +296,10 @@ impl<L> Port<L> {
     }
 }
 
-/// Bytes that are in no memory which could be registered.
+/// Error: the bytes are in memory that cannot be registered.
 pub(super) struct NotRegistered;
 
-/// Opens a queue; returns for how many operations, too.
+/// Opens a completion queue. Also returns the number of operations for which it was opened.
 fn open_queue(domain: &Domain) -> fabric::Result<(CompletionQueue, usize)> {
     let mut depth = DEPTH;
     loop {

@@ -1,4 +1,4 @@
-//! The reads of a link that are in progress, and the buffers that they fill.
+//! The one-sided reads of a link that are in progress, and the buffers that they fill.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,17 +8,18 @@ use base::mem::ArenaBuf;
 use fabric::MemoryRegion;
 use tokio::sync::oneshot;
 
-/// A buffer that is being read into. It has no other owner until nothing writes to it any more.
+/// The destination of one-sided reads. The buffer has no other owner while a read may write to it.
 #[derive(Debug)]
 pub(crate) struct LandingBuffer {
-    /// Both are taken when it ends.
+    /// `None` once this destination is no longer used.
     buf: Option<Arc<ArenaBuf>>,
+    /// The registration of the buffer. `None` once this destination is no longer used.
     region: Option<MemoryRegion>,
     /// Offset of the buffer in the region.
     base: usize,
 }
 
-/// A read under way.
+/// A read in progress.
 pub(super) struct RmaRead {
     landing: Arc<LandingBuffer>,
     deadline: Instant,
@@ -28,12 +29,12 @@ pub(super) struct RmaRead {
 impl RmaRead {
     pub(super) fn finish(self) {
         drop(self.landing);
-        // Whoever asked may have gone away.
+        // The caller may have been cancelled; ignore the error.
         let _ = self.done.send(());
     }
 }
 
-/// The reads under way, by token.
+/// The reads in progress, by token.
 #[derive(Default)]
 pub(super) struct RmaReads {
     last: u64,
@@ -41,7 +42,8 @@ pub(super) struct RmaReads {
 }
 
 impl RmaReads {
-    /// Enters a read into `landing`, to be ended before `deadline`. `done` hears of its end. Gives its token.
+    /// Registers a read into `landing`, which must end before `deadline`. Its end is reported to
+    /// `done`. Returns the token of the read.
     pub(super) fn begin(
         &mut self,
         landing: Arc<LandingBuffer>,
@@ -53,7 +55,7 @@ impl RmaReads {
         self.last
     }
 
-    /// Whether a read takes longer than it was given.
+    /// Whether a read has exceeded its deadline.
     pub(super) fn is_overdue(&self) -> bool {
         let now = Instant::now();
         self.active.values().any(|read| read.deadline <= now)
@@ -73,30 +75,32 @@ impl RmaReads {
 }
 
 impl LandingBuffer {
-    /// Of `buf`, which lies at `base` of `region`.
+    /// Creates a destination from `buf`, which begins at byte `base` of `region`.
     pub(super) fn new(buf: Arc<ArenaBuf>, region: MemoryRegion, base: usize) -> Arc<LandingBuffer> {
         Arc::new(LandingBuffer { buf: Some(buf), region: Some(region), base })
     }
 
-    /// The region, and where `at` bytes from the buffer's start are in it; `None` if it has ended.
+    /// The region, and the offset in it of the buffer's byte `at`. Returns `None` if this
+    /// destination is no longer used.
     pub(super) fn place(&self, at: usize) -> Option<(&MemoryRegion, usize)> {
         self.region.as_ref().map(|region| (region, self.base + at))
     }
 
-    /// The buffer, if nothing writes to it any more.
+    /// Returns the buffer, or `None` if a read still uses it.
     pub(crate) fn into_buffer(self: Arc<Self>) -> Option<ArenaBuf> {
         let mut landing = Arc::into_inner(self)?;
         landing.end()
     }
 
-    /// What is in it. To be looked at only where nothing is being read into.
+    /// The content of the buffer. The caller may use only those parts to which no read writes.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.buf.as_ref().map_or(&[], |buf| buf)
     }
 
     fn end(&mut self) -> Option<ArenaBuf> {
         if let Some(region) = self.region.take() {
-            // Reads keep their landing until they have ended or the endpoint is closed.
+            // No read is in progress, because each read keeps its destination until the read has
+            // ended or the endpoint is closed.
             region.settle();
         }
         self.buf.take().and_then(Arc::into_inner)

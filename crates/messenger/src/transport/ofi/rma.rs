@@ -12,7 +12,7 @@ use super::link::{Link, LinkFailed};
 use super::reads::LandingBuffer;
 
 impl Link {
-    /// Makes ready to read into `buf`.
+    /// Makes `buf` a destination of reads. If this fails, returns `buf` and the reason.
     pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<LandingBuffer>, (ArenaBuf, String)> {
         let buf = Arc::new(buf);
         let exposes = self.port.domain.info().exposes_local_memory();
@@ -26,13 +26,14 @@ impl Link {
             Ok(region) => Ok(LandingBuffer::new(buf, region, base)),
             Err(e) => match Arc::into_inner(buf) {
                 Some(buf) => Err((buf, e)),
-                None => unreachable!("a region that was not made keeps nothing"),
+                None => unreachable!("a failed registration keeps no reference to the buffer"),
             },
         }
     }
 
-    /// Reads `len` bytes at `from` of the peer's memory to `at` of a landing; before `deadline`, after which the link is
-    /// [overdue](Self::is_overdue). Whoever goes away meanwhile leaves the memory with the link.
+    /// Reads `len` bytes at `offset` of the peer's region `from` to byte `at` of `landing`. If the
+    /// read takes longer than `deadline`, the link becomes [overdue](Self::is_overdue). If the
+    /// returned future is dropped, the link keeps the memory until the read has ended.
     pub(crate) async fn read(
         &self,
         landing: &Arc<LandingBuffer>,
@@ -44,19 +45,20 @@ impl Link {
         let bad = |e: fabric::FabricError| LinkFailed(e.to_string());
         let remote = from.slice(offset, len).map_err(bad)?;
         let place = landing.place(at);
-        let (region, start) = place.ok_or_else(|| LinkFailed("the landing has ended".into()))?;
+        let (region, start) = place.ok_or_else(|| LinkFailed("the destination is no longer used".into()))?;
         let into = region.slice(start, len).map_err(bad)?;
         let (done, finished) = oneshot::channel();
         let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
-        // Not posted, it is not under way: also if this future is dropped while it waits for room.
+        // If the read is not posted, the guard removes it again. This includes the case that this
+        // future is dropped while it waits for room.
         let mut unposted = UnpostedRead { link: Some(self), token };
         self.post(|endpoint| endpoint.read(into, remote, token)).await?;
         unposted.link = None;
         finished.await.map_err(|_| self.failure().unwrap_or(LinkFailed("the connection is closed".into())))
     }
 
-    /// Writes to `offset` of the peer's memory. It is in place when a packet that is sent later has arrived. `parts` are kept
-    /// until they are sent.
+    /// Writes `bytes` at `offset` of the peer's region `to`. The data is in place when a packet
+    /// that is sent later arrives. The memory of `bytes` is kept until the data is sent.
     pub(crate) async fn write(
         &self,
         bytes: &Bytes,
@@ -70,22 +72,23 @@ impl Link {
         self.post(|endpoint| endpoint.write_parts(&mut parts, remote, 0, notify)).await
     }
 
-    /// Whether `bytes` can be written to a peer's memory from where they are.
+    /// Whether `bytes` can be written to a peer's memory without a copy.
     pub(crate) fn can_write(&self, bytes: &Bytes) -> bool {
         self.port.region_of(bytes).is_ok()
     }
 
-    /// Whether a read takes longer than it was given: only closing the link gives its memory back.
+    /// Whether a read has exceeded its deadline. Only closing the link releases the memory of such
+    /// a read.
     pub(crate) fn is_overdue(&self) -> bool {
         self.reads(|reads| reads.is_overdue())
     }
 
-    /// Whether a read is under way.
+    /// Whether a read is in progress.
     pub(crate) fn is_reading(&self) -> bool {
         self.reads(|reads| !reads.is_empty())
     }
 
-    /// Exposes memory to the peer, for it to read or to write.
+    /// Exposes memory to the peer: bytes for reading, or a buffer for writing.
     pub(crate) fn expose(&self, memory: ExposedMemory) -> Result<MemoryRegion, String> {
         let access = match memory {
             ExposedMemory::Bytes(_) => Access::RemoteRead,
@@ -99,20 +102,22 @@ impl Link {
         MemoryRegion::expose(&self.port.domain, memory, access).map_err(|e| e.to_string())
     }
 
-    /// Bytes of memory that were withdrawn while the peer may have been using them: kept until the link is closed.
+    /// Amount of memory that was withdrawn while a peer might still use it, in bytes. The memory is
+    /// kept until the peer's link is closed.
     pub(crate) fn quarantined_bytes(&self) -> usize {
         self.port.domain.quarantined_bytes()
     }
 
-    /// Memory of `len` bytes for a peer to write to; `None` if there is none.
+    /// Takes a buffer of `len` bytes that can be exposed for writing. Returns `None` if the system
+    /// lacks this much memory.
     pub(crate) fn room(&self, len: usize) -> Option<ArenaBuf> {
         self.port.common.landings.take(len)
     }
 }
 
-/// Takes a read out of the table that was never posted.
+/// Removes a read from the table of reads when it is dropped, unless the read was posted.
 struct UnpostedRead<'a> {
-    /// `None` once it was posted.
+    /// `None` once the read was posted.
     link: Option<&'a Link>,
     token: u64,
 }
@@ -120,7 +125,7 @@ struct UnpostedRead<'a> {
 impl Drop for UnpostedRead<'_> {
     fn drop(&mut self) {
         let read = self.link.and_then(|link| link.reads(|reads| reads.take(self.token)));
-        // It holds memory, which is let go of without the lock.
+        // Release the memory of the read after the mutex.
         drop(read);
     }
 }
