@@ -46,7 +46,8 @@ impl Code {
         &self.matrix
     }
 
-    /// Multiplies data by the parity matrix, without checking the arguments.
+    /// The prepared multiplication of data by the parity matrix. The caller must check the
+    /// arguments.
     pub(crate) fn parity(&self) -> &dyn Transform {
         &*self.parity
     }
@@ -72,8 +73,9 @@ impl Code {
     /// fragments are lost.
     ///
     /// # Errors
-    /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]. After an error, `parity` is
-    /// unchanged.
+    /// [`EcError::NoSuch`] if the column or a row does not exist, [`EcError::Twice`] if a row is
+    /// listed twice, and [`EcError::Length`] if the slices differ in length. After an error,
+    /// `parity` is unchanged.
     pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
         let (k, m) = (self.geometry.k(), self.geometry.m());
         if column >= k {
