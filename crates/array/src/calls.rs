@@ -57,8 +57,8 @@ impl Calls {
     ///
     /// # Errors
     /// The member's error, or [`StoreError::Disconnected`] if the group continues without the
-    /// member or has run out of patience. In the latter cases the call may still take effect. It
-    /// cannot take effect after a transaction that is queued later in the same collection.
+    /// member or has run out of patience. After [`StoreError::Disconnected`] the call may still
+    /// take effect, but only before all transactions that are queued later in the same collection.
     pub(crate) async fn answer<T>(
         &self,
         link: &MemberLink,

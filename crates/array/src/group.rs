@@ -143,7 +143,7 @@ impl Group {
     }
 
     /// Number of the current interval. It changes when the incarnation of a store changes, when a
-    /// target fails or comes back, and when a transaction may be on some members only.
+    /// target fails or returns, and when it is possible that only some members have a transaction.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().incarnation() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
@@ -183,7 +183,7 @@ impl Group {
         }
     }
 
-    /// Ends an interval in which a transaction may be on some members only.
+    /// Ends an interval in which it is possible that only some members have a transaction.
     pub(crate) fn end_interval(&self, interval: &Interval) {
         if self.still(interval).is_ok() {
             self.intervals.end();

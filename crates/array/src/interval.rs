@@ -88,7 +88,7 @@ impl Intervals {
         *self.latest.borrow_mut() = Some(Rc::new(interval));
     }
 
-    /// Number of intervals that ended because a transaction may be on some members only.
+    /// Number of intervals that ended because possibly only some members had a transaction.
     pub(crate) fn ended(&self) -> u64 {
         self.ended.get()
     }

@@ -127,7 +127,7 @@ impl ObjectEdit {
         }
     }
 
-    /// Appends the ops that give the object its new content.
+    /// Appends the ops that write the new content of the object on the member at a position.
     pub(crate) fn content_ops(&self, position: usize, ops: &mut Vec<Op>) {
         let oid = &self.oid;
         let is_new = self.guard.is_some() && (self.was.is_none() || self.moved);

@@ -1,8 +1,8 @@
 //! Divides a limited number of places (handshakes, connections, descriptors) fairly between peer
 //! addresses.
 //!
-//! While places are free, a [`Budget`] gives an address any number of them. When all places are
-//! taken, a newcomer takes the place of another holder. Two cases exist:
+//! While places are free, a [`Budget`] assigns any number of them to an address. When all places
+//! are taken, a newcomer takes the place of another holder. Two cases exist:
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
 //!    addresses). The first holder in this order loses its place: a disconnected holder at the
@@ -73,10 +73,10 @@ pub struct Full {
     pub share: usize,
 }
 
-/// Whether a holder's peer is connected. Absent holders lose their places first.
+/// Connection state of a holder's peer. Absent holders lose their places first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum HolderPresence {
-    /// The peer has disconnected, but may come back to its place.
+    /// The peer has disconnected, but may reconnect and use its place again.
     Absent,
     Present,
 }
@@ -187,8 +187,8 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         self.change(id, HolderPresence::Present, now);
     }
 
-    /// Records that the holder has disconnected. It may come back, but loses its place before
-    /// connected holders.
+    /// Records that the holder has disconnected. It may reconnect, but loses its place before
+    /// connected holders do.
     pub fn left(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Absent, now);
     }

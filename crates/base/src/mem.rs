@@ -55,7 +55,7 @@ pub enum MemError {
         "cannot {action} {len} bytes of memory: {source}; lower the configured buffer sizes or raise the limit"
     )]
     Os {
-        /// What was attempted.
+        /// The operation that failed, as a verb.
         action: &'static str,
         /// Requested size, in bytes.
         len: usize,
@@ -666,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
+    #[expect(clippy::print_stderr, reason = "the output shows which checks were skipped")]
     fn huge_pages_that_are_set_aside_are_used_and_a_peer_maps_them() {
         let Some(ours) = Arena::set_aside("test", LARGE) else {
             eprintln!(
@@ -691,7 +691,7 @@ mod tests {
     }
 
     #[test]
-    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
+    #[expect(clippy::print_stderr, reason = "the output shows which checks were skipped")]
     fn gathering_ordinary_memory_into_huge_pages_keeps_its_content() {
         let shared = Arena::ordinary("test", LARGE).unwrap();
         let theirs = Arena::from_peer(shared.share_fd().unwrap().unwrap(), LARGE).unwrap();

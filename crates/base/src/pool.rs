@@ -325,7 +325,7 @@ impl Lease {
         let (tx, rx) = oneshot::channel();
         let release = Box::new(move || {
             map.lock().unwrap_or_else(PoisonError::into_inner).remove(&start);
-            // The receiver may be gone; ignore the error.
+            // The receiver may have been dropped; ignore the error.
             let _ = tx.send(());
         });
         // SAFETY: the arena assigned the region to the lease in `Lease::new`, and `in_use` keeps

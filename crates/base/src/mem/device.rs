@@ -17,7 +17,7 @@ const PAST_CACHES: usize = 64 << 10;
 /// A mapping that only its holder accesses, one thread at a time, and only by copies.
 ///
 /// It may move to another thread but cannot be shared, so no two accesses to the mapping coincide.
-/// It gives out no references, so a copy cannot change bytes under a reference.
+/// No references to the mapping exist, so a copy cannot change bytes under a reference.
 #[derive(Debug)]
 pub struct DeviceMemory {
     base: *mut u8,

@@ -38,7 +38,8 @@ impl FragmentHeader {
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        // These fit: a geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
+        // These values fit into their fields: a geometry has at most 255 fragments, and a unit at
+        // most UNIT_MAX bytes.
         bytes[10] = geometry.k() as u8;
         bytes[11] = geometry.m() as u8;
         bytes[12] = self.index as u8;

@@ -170,7 +170,7 @@ impl Worker {
                 false => catch_panic(AssertUnwindSafe(compute)).map_err(WorkerError::Panicked),
             };
             let is_done = result.is_ok();
-            // If the caller is gone, the result is not needed.
+            // If the caller has dropped its future, the result is not needed.
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
         let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));

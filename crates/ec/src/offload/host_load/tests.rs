@@ -140,7 +140,7 @@ fn impossible_counters_do_not_make_the_host_busy() {
     };
     assert_eq!(host.load.sample(host.now + STEP, used), LoadLevel::Calm);
     assert!((0.0..=1.0).contains(&host.load.utilization()));
-    // The counters have gone backwards.
+    // The counters have decreased.
     assert_eq!(host.load.sample(host.now + 2 * STEP, LoadCounters::default()), LoadLevel::Calm);
     // The interval is too short.
     let all_busy = LoadCounters { all: 4 * STEP, busy: 4 * STEP, ..LoadCounters::default() };
