@@ -38,9 +38,9 @@ impl Array {
     }
 }
 
-/// Runs the rest of a request in its own task. The caller may stop polling while a client receives
-/// data, or drop the future. In either case, other requests for the same object must not have to
-/// wait.
+/// Runs the rest of a request in its own task, and returns a future of the reply. The caller may
+/// stop polling this future while a client receives data, or drop it. The task then still releases
+/// the object's lock, so that other requests for the object do not wait.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),
@@ -50,10 +50,11 @@ fn detached(task: ArrayFuture) -> ArrayFuture {
 }
 
 fn ended() -> StoreError {
-    StoreError::Disconnected("the group has ended".into())
+    StoreError::Disconnected("the task that executes the request ended without a reply".into())
 }
 
-/// Polls a request once, so that requests take their places in the order of the calls.
+/// Polls a request once, so that requests queue for their locks in the order of the calls. Returns
+/// the reply if it is ready, or else the pending request.
 fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
     match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(reply) => Ok(reply),
@@ -102,9 +103,9 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         }
         StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
         StoreRequest::Collections => vec![group.cid.clone()].into(),
-        // Space belongs to the targets, not to a group.
+        // Space is counted per target, so a group reports none.
         StoreRequest::Space => Space::default().into(),
-        // The targets' owner unmounts them.
+        // The owner of the targets unmounts them, so nothing happens here.
         StoreRequest::Umount => StoreReply::Done,
     })
 }
@@ -112,7 +113,7 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
 /// Answers a metadata query about an object, which any member with the object can answer.
 async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Result<StoreReply> {
     let Some(oid) = query.oid() else {
-        return Err(StoreError::InvalidArgument("the question is about no object".into()));
+        return Err(StoreError::InvalidArgument("this metadata query names no object".into()));
     };
     let ask = async |member: &MemberLink| member.target.store().query(&group.cid, query.clone()).await;
     let mut reply = group.ask_in(number, oid, ask).await?;
@@ -130,14 +131,14 @@ fn repair_damaged(group: &Rc<Group>) {
         let group = Rc::clone(group);
         spawn(async move {
             if let Err(e) = group.repair(&oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "a damaged fragment is left to the next scrub");
+                tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment; the next scrub tries again");
             }
         });
     }
 }
 
-/// Trims intents and undo objects when the group has been idle for a while. They were kept in case
-/// a transaction had to be rolled back.
+/// Trims the remaining intents and undo objects when no new transaction has started for
+/// `TRIM_IDLE`. Until then, the next transaction would trim them.
 fn trim_when_idle(group: &Rc<Group>) {
     if group.trim_scheduled.replace(true) {
         return;
@@ -152,7 +153,7 @@ fn trim_when_idle(group: &Rc<Group>) {
             if seen.replace(next) == Some(next) {
                 group.trim_scheduled.set(false);
                 if let Err(e) = group.trim().await {
-                    tracing::debug!(error = %e, "intents are trimmed later");
+                    tracing::debug!(error = %e, "cannot trim the intents now; the next transaction trims them");
                 }
                 return;
             }
@@ -193,7 +194,8 @@ impl Submit for Array {
 }
 
 impl Array {
-    /// Creates a stage. Releases it if the caller is gone when the stage is ready.
+    /// Creates a stage. Releases the stage if the caller has dropped its future before the stage is
+    /// ready.
     fn staging(&self, task: ArrayFuture) -> ArrayFuture {
         let (reply, made) = oneshot::channel();
         let group = Rc::clone(&self.0);

@@ -42,14 +42,14 @@ impl Group {
             Err(StoreError::TooFewTargets { .. } | StoreError::NoSuchObject(_)) => asked,
             Err(e) if !matches!(e, StoreError::NoSuchXattr(_)) => Err(e),
             found => {
-                tracing::warn!(%oid, position = first, "a member has lost an object that another one has");
+                tracing::warn!(%oid, position = first, "a member has lost an object that another member still has");
                 self.damaged.add(oid, first);
                 found
             }
         }
     }
 
-    /// Asks the members in turn until one can read its data.
+    /// Asks the members in turn until one of them can read the requested data.
     pub(crate) async fn ask_one_of<T>(
         &self,
         links: &[Option<MemberLink>],
@@ -60,7 +60,7 @@ impl Group {
         for link in links.iter().flatten() {
             match self.calls.answer(link, question(link)).await {
                 Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
-                    tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "another member is asked");
+                    tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a member cannot read its data; asking the next member");
                     failures.push(e.to_string());
                     if matches!(e, StoreError::Io(_)) {
                         unreadable.push(link.clone());
@@ -77,7 +77,8 @@ impl Group {
         Err(self.unless_failing(&unreadable, e).await)
     }
 
-    /// Returns an object's size. Reads it if it is not cached.
+    /// Returns an object's size, or `None` if the object does not exist. Asks the members if the
+    /// size is not cached.
     pub(crate) async fn size(
         &self,
         interval: &Interval,
@@ -93,16 +94,17 @@ impl Group {
         Ok(size)
     }
 
-    /// Returns an object's size from the first given member that has the object. Removes the
-    /// members before it from `members`. A member may have lost the object, so its answer alone
-    /// does not prove that the object was removed. If all members lack the object, it was removed.
+    /// Returns an object's size from the first given member that has the object. Replaces the
+    /// entries of `members` before that member with `None`. A member may have lost the object, so
+    /// its answer alone does not prove that the object was removed. If all members lack the object,
+    /// it was removed.
     pub(crate) async fn size_by_any(
         &self,
         members: &mut [Option<MemberLink>],
         oid: &ObjectId,
     ) -> store::Result<Option<u64>> {
         let mut asked =
-            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
+            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "no member is available".into() });
         for member in members {
             let Some(link) = member else { continue };
             let asked_for = link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR);
@@ -132,7 +134,8 @@ impl Group {
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 
-    /// Lists object ids, without the array's own objects.
+    /// Lists object ids, without the array's own objects. The flag is true if more objects may
+    /// follow.
     pub(crate) async fn list_in(
         &self,
         interval: &Interval,
@@ -163,13 +166,16 @@ impl Group {
         }
     }
 
-    /// Returns `e`, the error that too few fragments are readable. If a whole target fails instead
-    /// of single blocks, and the target may recover, returns a temporary error instead.
+    /// Returns `e`, the error that too few fragments are readable. But if a whole target has
+    /// failed, and not only single blocks, and the target may recover, returns a temporary error.
     pub(crate) async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.calls.member_timeout, link.target.fails());
             if fails.await.unwrap_or(true) && link.target.is_hopeful() {
-                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid()));
+                return StoreError::Disconnected(format!(
+                    "{e}; target {} failed a probe",
+                    link.target.uuid()
+                ));
             }
         }
         e
@@ -188,7 +194,7 @@ fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<
         Ok(bytes) => match bytes[..].try_into() {
             Ok(size) => Ok(Some(u64::from_be_bytes(size))),
             Err(_) => {
-                let detail = "its size cannot be read".into();
+                let detail = "the xattr with its size has not 8 bytes".into();
                 Err(StoreError::Corrupt { what: format!("object {oid}"), detail })
             }
         },

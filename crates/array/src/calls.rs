@@ -57,8 +57,8 @@ impl Calls {
     ///
     /// # Errors
     /// The member's error, or [`StoreError::Disconnected`] if the group continues without the
-    /// member or has run out of patience. In the latter cases the call may still take effect. It
-    /// cannot take effect after a transaction that is queued later in the same collection.
+    /// member or has run out of patience. After [`StoreError::Disconnected`] the call may still
+    /// take effect, but only before all transactions that are queued later in the same collection.
     pub(crate) async fn answer<T>(
         &self,
         link: &MemberLink,
@@ -92,7 +92,8 @@ impl Calls {
         self.answer(link, queued).await.map_err(|e| link.classified(e))
     }
 
-    /// Reads all entries of an omap in a range.
+    /// Reads all omap entries of an object with keys from `from` on and, if `to` is set, before
+    /// `to`.
     pub(crate) async fn all_entries(
         &self,
         link: &MemberLink,
@@ -130,7 +131,7 @@ impl Calls {
                     return;
                 }
             }
-            // By then, other members may have come back.
+            // Try again after a pause, because other members may have returned by then.
             tokio::time::sleep(self.member_timeout / 4).await;
         }
     }
@@ -143,7 +144,7 @@ impl Calls {
         }
         let hopeful = self.targets.iter().filter(|t| t.is_hopeful());
         let tried: Vec<String> = hopeful
-            .map(|t| format!("target {} is tried again ({})", t.uuid(), t.failure().unwrap_or_default()))
+            .map(|t| format!("target {} will be tried again ({})", t.uuid(), t.failure().unwrap_or_default()))
             .collect();
         if tried.is_empty() {
             return e;

@@ -23,7 +23,7 @@ pub(crate) struct Coder {
 
 impl Coder {
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if the code does not exist.
+    /// [`StoreError::InvalidArgument`] if there is no code with these numbers of fragments.
     pub(crate) fn new(layout: StripeLayout, pool: BufferPool) -> store::Result<Coder> {
         let code = match layout.is_mirror() {
             true => None,
@@ -36,7 +36,7 @@ impl Coder {
     }
 
     /// Allocates a buffer from the pool, or from the heap if the pool is exhausted. It never waits
-    /// for pool memory, because the caller may hold some itself.
+    /// for pool memory: a caller that already holds pool memory could wait forever.
     pub(crate) fn buffer(&self, len: usize) -> Buffer {
         match self.pool.try_alloc(len) {
             Ok(Some(buf)) => Buffer::Arena(buf),
@@ -55,7 +55,8 @@ impl Coder {
         if len <= ZEROS { Bytes::from_static(&READY[..len]) } else { vec![0; len].into() }
     }
 
-    /// Computes the parity of one row of units into the range `out` of the buffers.
+    /// Computes the parity of the `units` of one stripe, and writes it to the range `out` of each
+    /// parity buffer.
     pub(crate) fn encode(
         &self,
         units: &[Bytes],
@@ -96,7 +97,8 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Reconstructs fragments from `k` others, or from one copy. All have the same length.
+    /// Reconstructs the fragments `wanted` from the `k` fragments `sources`, or from one copy.
+    /// `bytes` contains the bytes of each source, all of the same length.
     pub(crate) fn recover(
         &self,
         sources: &[usize],
@@ -118,7 +120,9 @@ impl Coder {
     }
 
     fn code(&self) -> store::Result<&ec::Code> {
-        self.code.as_ref().ok_or_else(|| StoreError::InvalidArgument("copies have no parity".into()))
+        self.code
+            .as_ref()
+            .ok_or_else(|| StoreError::InvalidArgument("a mirrored object has no parity".into()))
     }
 }
 
@@ -126,7 +130,7 @@ impl Coder {
 pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
     StoreError::Corrupt {
         what: "object".into(),
-        detail: format!("{found} of its fragments can be read, {needed} are needed"),
+        detail: format!("only {found} of its fragments can be read, but {needed} are needed"),
     }
 }
 

@@ -3,9 +3,9 @@
 //!
 //! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
 //! parity, only the data moves to host memory. If the DPU's cores compute it, data and parity move
-//! there together. If an engine fails, another one takes over; as a last resort, this thread
-//! computes the parity. While there are coding tasks, the dispatcher samples the host's load ten
-//! times per second.
+//! to host memory together. If a coding place fails, another one takes over. After several
+//! failures, the thread of the caller computes the parity itself. While there are coding tasks, the
+//! dispatcher samples the host's load ten times per second.
 //!
 //! The scheduler is not used for small changes or for reconstructing fragments. Their bytes are
 //! already in this process, which computes them directly.
@@ -40,7 +40,7 @@ use crate::task::spawn;
 const WATCH: Duration = Duration::from_millis(100);
 /// Sampling of the host's load stops when there was no coding task for this long.
 const WATCH_IDLE: Duration = Duration::from_secs(1);
-/// Number of failed attempts after which this thread computes the parity.
+/// Number of failed attempts after which the thread of the caller computes the parity itself.
 const ATTEMPTS: usize = 4;
 /// Maximum number of tasks whose data is in transit to the host's processor, beyond the tasks that
 /// it is executing.
@@ -51,8 +51,8 @@ const ON_THE_WAY: usize = 3;
 pub struct CodingConfig {
     /// Initial coding mode.
     pub mode: CodingMode,
-    /// The part of the DPU that computes parity. `None` if there is no DPU: the host's processor
-    /// computes all parity.
+    /// The part of the DPU that computes parity. `None` if the node has no DPU; then the host's
+    /// processor computes all parity.
     pub offload: Option<CodingOffload>,
     /// Number of coding threads on the DPU's cores.
     pub threads: usize,
@@ -64,16 +64,17 @@ pub struct CodingConfig {
     pub cool_down: Duration,
     /// Location of the targets' stores.
     pub stripes: StripesAt,
-    /// Faults to inject on the DPU's cores.
+    /// Faults to inject into coding tasks on the DPU's cores.
     pub faults: Faults,
 }
 
 /// Location of the stores that receive the stripes.
 #[derive(Clone)]
 pub enum StripesAt {
-    /// The stores are in this process. `None` selects the minimal set of coding engines.
+    /// The stores are in this process, with these coding engines. `None` selects the minimal set of
+    /// engines.
     Here(Option<Arc<Engines>>),
-    /// The stores are behind this interface.
+    /// The stores are called through this interface.
     There(Arc<dyn StripeStores>),
 }
 
@@ -100,11 +101,13 @@ impl Default for CodingConfig {
 
 /// One piece of each fragment of an object that is being staged.
 pub(crate) struct StripeBatch {
-    /// By fragment: the target's UUID and stage. `None` for a fragment that is not written.
+    /// For each fragment: the UUID of its target, and its stage there. `None` for a fragment that
+    /// is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
     /// Byte offset in each stage.
     pub(crate) offset: u64,
-    /// The data fragments. All are cut at the same places, into pieces of equal length.
+    /// The bytes of each data fragment. All fragments are cut at the same places, into pieces of
+    /// equal length.
     pub(crate) data: Vec<FragmentBytes>,
     /// The code that computes parity; `None` if the other fragments are copies.
     pub(crate) code: Option<Code>,
@@ -126,6 +129,7 @@ pub struct CodingDispatcher {
 impl CodingDispatcher {
     /// # Errors
     /// If the system cannot create another thread.
+    /// Starts the scheduler, and the coding threads on the DPU's cores.
     pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,
@@ -172,7 +176,7 @@ impl CodingDispatcher {
     /// If the mode needs a DPU and the node has none.
     pub fn set_mode(&self, mode: CodingMode) -> wire::Result<()> {
         if self.offload.is_none() && mode != CodingMode::LatencySensitive {
-            let why = "this node has no DPU to code on: its placement is host; configure coding.offload = \"accelerator\"";
+            let why = "this node has no DPU that could compute parity, because its placement is host; configure coding.offload = \"accelerator\"";
             return Err(Error::BadRequest(why.into()));
         }
         tracing::info!(%mode, "the coding mode was changed");
@@ -268,7 +272,7 @@ impl CodingDispatcher {
         outcome
     }
 
-    /// Starts a task that samples the host's load while there is work.
+    /// Starts a task that samples the host's load while there are coding tasks.
     fn watch(self: &Rc<CodingDispatcher>) {
         self.last_task.set(Instant::now());
         if self.offload.is_none() || self.is_watching.replace(true) {
@@ -290,7 +294,7 @@ impl CodingDispatcher {
     async fn look_at_host(&self) {
         let mut host = match self.stores.host_reading().await {
             Ok(host) => host,
-            Err(e) => return tracing::debug!(error = %e, "the host does not say how busy it is"),
+            Err(e) => return tracing::debug!(error = %e, "cannot read the load of the host"),
         };
         if self.is_emulated
             && host.cpus.is_empty()

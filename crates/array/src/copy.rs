@@ -102,7 +102,7 @@ impl Group {
         written
     }
 
-    /// Reconstructs a fragment. A long fragment is staged on its member.
+    /// Reconstructs a fragment. Stages the fragment on its member if it is longer than `SEGMENT`.
     async fn make_fragment(
         &self,
         interval: &Interval,

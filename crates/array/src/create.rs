@@ -21,7 +21,10 @@ impl Group {
         let needed = self.layout.fragments();
         let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
         if chosen.len() < needed {
-            let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);
+            let detail = format!(
+                "{} needs this number of targets, and the node has no other usable targets",
+                self.redundancy
+            );
             let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
             return Err(self.calls.unless_hopeful(e));
         }

@@ -18,7 +18,7 @@ impl Damaged {
         self.0.borrow_mut().remove(&(oid.clone(), position));
     }
 
-    /// Removes and returns all of them.
+    /// Removes and returns all damaged fragments.
     pub(crate) fn take(&self) -> BTreeSet<(ObjectId, usize)> {
         std::mem::take(&mut *self.0.borrow_mut())
     }

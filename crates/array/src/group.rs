@@ -1,4 +1,4 @@
-//! [`Group`]: the state of a group, and the members that take part for an object.
+//! [`Group`]: the state of a placement group, and which members take part in requests on an object.
 //!
 //! Other modules carry out the group's work. State with rules of its own has its own type:
 //! [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`], [`Damaged`].
@@ -38,7 +38,7 @@ pub struct GroupOptions {
     /// The owner's metadata object in this group. Its omap has records about all objects, so a
     /// rebuild copies it first.
     pub meta: ObjectId,
-    /// Tells whether an object is one of the owner's metadata objects. Transactions change these
+    /// Returns true if an object is one of the owner's metadata objects. Transactions change these
     /// objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
     /// Redundancy scheme of the group.
@@ -51,7 +51,7 @@ pub struct GroupOptions {
     pub member_timeout: Duration,
     /// Time that a call waits for a member that the group needs.
     pub patience: Duration,
-    /// Maximum number of dirty objects.
+    /// Maximum number of objects with dirty notes. If there are more, stale members become blank.
     pub dirty_max: usize,
     /// Computes parity and writes stripes to the targets.
     pub coding: Rc<CodingDispatcher>,
@@ -75,13 +75,14 @@ pub struct Group {
     pub(crate) intervals: Intervals,
     pub(crate) terms: Terms,
     pub(crate) dirty_max: usize,
-    /// Makes the next interval discard all dirty notes. Stale members, which need the notes, become
-    /// blank.
+    /// If true, the next interval discards all dirty notes. Stale members, which need the notes,
+    /// become blank.
     pub(crate) drops_notes: Cell<bool>,
-    /// Targets that had no space for a blank member. Other targets replace them, if there are any.
+    /// Targets that had no space for the data of a blank member. Other targets replace them if
+    /// possible.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
-    /// Transactions hold this lock for reading. The group holds it for writing while a member comes
-    /// back.
+    /// Transactions hold this lock for reading. The group holds it for writing during steps that
+    /// must not overlap transactions, such as the admission of a member.
     pub(crate) gate: RwLock<()>,
     pub(crate) intents: RefCell<Intents>,
     pub(crate) objects: Objects,
@@ -91,7 +92,7 @@ pub struct Group {
     /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
-    /// Number of reads of copies so far.
+    /// Number of reads of mirrored objects so far. It selects the copy for the next read.
     pub(crate) copies_read: Cell<usize>,
 }
 
@@ -99,6 +100,7 @@ impl Group {
     /// # Errors
     /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy scheme
     /// is invalid.
+    /// Creates the state of a group. No interval is open yet.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = StripeLayout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
@@ -141,7 +143,7 @@ impl Group {
     }
 
     /// Number of the current interval. It changes when the incarnation of a store changes, when a
-    /// target fails or comes back, and when a transaction may be on some members only.
+    /// target fails or returns, and when it is possible that only some members have a transaction.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().incarnation() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
@@ -158,7 +160,7 @@ impl Group {
         self.intervals.latest()
     }
 
-    /// Returns true if the member on a target is in sync.
+    /// Returns true if a target is a member in sync of the current interval.
     pub fn is_in_sync_on(&self, target: &Uuid) -> bool {
         self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid() == *target))
     }
@@ -181,7 +183,7 @@ impl Group {
         }
     }
 
-    /// Ends an interval in which a transaction may be on some members only.
+    /// Ends an interval in which it is possible that only some members have a transaction.
     pub(crate) fn end_interval(&self, interval: &Interval) {
         if self.still(interval).is_ok() {
             self.intervals.end();

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use store::ObjectId;
 
-/// The undo objects of one transaction, by position. Each is named by the index of its object in
-/// the intent.
+/// The undo objects of one transaction, by position. Each undo object is identified by the index of
+/// its object in the intent.
 pub(crate) type UndoObjects = Vec<Vec<usize>>;
 
 /// The intents of an interval.
@@ -35,8 +35,8 @@ impl Intents {
         self.next = self.next.max(number + 1);
     }
 
-    /// Adds a transaction of an earlier interval. The member at `position` has the undo objects
-    /// `kept`.
+    /// Adds a finished transaction of an earlier interval. The member at `position` has the undo
+    /// objects `kept`.
     pub(crate) fn add_done(&mut self, number: u64, position: usize, members: usize, kept: Vec<usize>) {
         self.done.entry(number).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
     }
@@ -104,8 +104,8 @@ impl Intents {
         }
     }
 
-    /// Records that no member has executed a transaction. Removes the dirty notes that only this
-    /// transaction added.
+    /// Records that no member has executed a transaction. Removes the dirty notes `dirty`, which
+    /// only this transaction added.
     pub(crate) fn refused(&mut self, number: u64, trims: Option<u64>, dirty: &[ObjectId]) {
         self.trim_ended(trims);
         self.under_way.remove(&number);

@@ -38,7 +38,8 @@ impl Interval {
         self.record.members[position].target
     }
 
-    /// Returns true if the group can continue without the target `uuid`.
+    /// Returns true if at least `needed` members in sync remain without the target `uuid`, or if
+    /// the target is not a member in sync.
     pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
         let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
         others >= needed || self.links.iter().flatten().count() == others
@@ -87,7 +88,7 @@ impl Intervals {
         *self.latest.borrow_mut() = Some(Rc::new(interval));
     }
 
-    /// Number of intervals that ended because a transaction may be on some members only.
+    /// Number of intervals that ended because possibly only some members had a transaction.
     pub(crate) fn ended(&self) -> u64 {
         self.ended.get()
     }
@@ -120,7 +121,7 @@ impl Intervals {
         !self.has_opening_task.replace(true)
     }
 
-    /// Lets another task open an interval.
+    /// Allows another task to open an interval.
     pub(crate) fn release_opening_task(&self) {
         self.has_opening_task.set(false);
     }
@@ -128,5 +129,5 @@ impl Intervals {
 
 /// The error that an interval has ended.
 pub(crate) fn over(number: u64) -> StoreError {
-    StoreError::Disconnected(format!("interval {number} of the group is over"))
+    StoreError::Disconnected(format!("interval {number} of the group has ended"))
 }

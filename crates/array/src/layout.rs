@@ -130,7 +130,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_byte_has_one_place(layout in layouts(), offset in 0u64..1_000_000) {
+        fn locate_maps_each_byte_to_a_unique_place(layout in layouts(), offset in 0u64..1_000_000) {
             let (fragment, at) = layout.locate(offset);
             prop_assert!(fragment < layout.k);
             let back = at / layout.unit * layout.stripe() + fragment as u64 * layout.unit + at % layout.unit;
@@ -138,7 +138,7 @@ mod tests {
         }
 
         #[test]
-        fn fragments_are_as_long_as_the_bytes_in_them(layout in layouts(), size in 0u64..300_000) {
+        fn the_size_of_a_fragment_matches_its_pieces(layout in layouts(), size in 0u64..300_000) {
             let mut sizes = vec![0; layout.k];
             for piece in layout.pieces(0, size) {
                 sizes[piece.fragment] = piece.at + piece.len;
@@ -151,11 +151,11 @@ mod tests {
         }
 
         #[test]
-        fn spans_hold_exactly_the_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
+        fn spans_cover_exactly_the_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
             let mut spans: Vec<Option<Range<u64>>> = vec![None; layout.k];
             for piece in layout.pieces(offset, len) {
                 let span = spans[piece.fragment].get_or_insert(piece.at..piece.at);
-                prop_assert_eq!(span.end, piece.at, "pieces of a fragment follow one another");
+                prop_assert_eq!(span.end, piece.at, "the pieces of a fragment are contiguous");
                 span.end = piece.at + piece.len;
             }
             prop_assert_eq!(layout.spans(offset, len), spans);

@@ -3,8 +3,8 @@
 //!
 //! Each placement group of a redundant pool has one [`Array`]. An array is a store of one
 //! collection. It keeps one fragment of each object in the store of each member of the group.
-//! Callers use an array like any other store. Its incarnation changes when a member fails or comes
-//! back. The modules, from the top down:
+//! Callers use an array like any other store. The incarnation of an array changes when a member
+//! fails or returns. The modules, from the top down:
 //!
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
@@ -23,22 +23,23 @@
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.
-//! - `member`: the interface of a target as a group sees it. `member_link`: a member in one
-//!   incarnation of its store. `record`: the records that each member stores for the group. `pace`:
-//!   limits the speed of background work.
+//! - `member`: the interface of a target as a group sees it. `member_link`: a member, together with
+//!   the incarnation of its store. `record`: the records that each member stores for the group.
+//!   `pace`: limits the speed of background work.
 //!
 //! **Consistency.** Each transaction has a number. Every member stores the transaction's intent
 //! under this number. The array acknowledges a transaction after every member in sync has committed
-//! it. If only some members have a transaction, the array rolls it back with the old data that
-//! those members have kept. The membership record names the members in sync, and has a term. Every
-//! member in sync stores a new record before the array acknowledges anything without the other
-//! members. Only one transaction at a time changes an object. The metadata objects of the array's
-//! owner are an exception: several transactions may change their omap entries concurrently. Each of
-//! those entries is either written by a single transaction or only ever grows. See `docs/adr/0012`.
+//! it. If only some members have committed a transaction, the array rolls it back: those members
+//! restore the old data from their undo objects. The membership record names the members in sync,
+//! and has a term. Before the array continues without a member, all remaining members in sync store
+//! a new record that no longer lists that member as in sync. Only one transaction at a time changes
+//! an object. The metadata objects of the array's owner (the osd) are an exception: several
+//! transactions may change their omap entries concurrently. Each of these entries is either written
+//! by a single transaction, or has a value that only grows. See `docs/adr/0012`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
-//! during the call of [`submit`](store::Submit::submit). The rest of the request runs in a task,
-//! even if the caller does not poll its future.
+//! during the call of [`submit`](store::Submit::submit). The rest of the request runs in its own
+//! task, whether or not the caller polls the returned future.
 
 #![forbid(unsafe_code)]
 

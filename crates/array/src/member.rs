@@ -8,7 +8,8 @@ use futures::future::LocalBoxFuture;
 use store::{CollectionId, ObjectStore, StoreError};
 use uuid::Uuid;
 
-/// A target that can be a member of groups: its store, and its health as its owner knows it.
+/// A target that can be a member of groups. Provides the target's store, and its health as the osd
+/// sees it.
 pub trait Member {
     /// The target's identity.
     fn uuid(&self) -> Uuid;

@@ -26,7 +26,7 @@ impl MemberLink {
         if self.target.store().incarnation() == self.incarnation {
             return Ok(());
         }
-        Err(StoreError::Disconnected("the target's store has another incarnation".into()))
+        Err(StoreError::Disconnected("the incarnation of the target's store has changed".into()))
     }
 
     /// The error that an object's fragment on this target is corrupt.

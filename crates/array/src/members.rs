@@ -1,11 +1,11 @@
 //! Membership: decides which members continue, and records the state of the other members.
 //!
-//! Terms grow from record to record, beyond every term that was ever proposed. This matters because
-//! a member may have stored a record that the others lack; the member must not return with it as
-//! the newest record. Sometimes the members can continue only because an operator has declared
-//! others lost. The lost members may know newer records. Therefore the term then advances by a step
-//! that the lost members cannot have reached. If a lost member returns nevertheless, its data is
-//! ignored, and a rebuild copies everything to it.
+//! Each new record has a higher term than all records that were ever proposed. This matters because
+//! a member may have stored a proposed record that the other members lack. When that member
+//! returns, its record must not count as the newest one. Sometimes the members can continue only
+//! because an operator has declared others lost. The lost members may know newer records. Therefore
+//! the term then advances by a step that the lost members cannot have reached. If a lost member
+//! returns nevertheless, its data is ignored, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
 
@@ -34,7 +34,11 @@ impl Group {
         views: &[MemberView],
     ) -> store::Result<(Vec<Option<MemberView>>, bool)> {
         if record.members.len() != self.layout.fragments() {
-            let detail = format!("it has {} members, not {}", record.members.len(), self.layout.fragments());
+            let detail = format!(
+                "its membership record lists {} members instead of {}",
+                record.members.len(),
+                self.layout.fragments()
+            );
             return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
         }
         let mut members = vec![None; record.members.len()];
@@ -61,7 +65,7 @@ impl Group {
         let away = ahead.iter().filter(|uuid| !self.is_written_off(uuid)).count();
         if newer.is_some() && away >= needed {
             let detail = format!(
-                "what is there is older than what was acknowledged; bring back {needed} of {}, or take them out if they are lost",
+                "the available members lack acknowledged changes; bring back {needed} of {}, or take them out if they are lost",
                 list(&ahead)
             );
             return Err(StoreError::TooFewTargets { there: 0, needed, detail });
@@ -72,7 +76,7 @@ impl Group {
         }
         if away >= needed {
             let detail = format!(
-                "whether these have gone on alone cannot be told: {}; bring them back, or take them out if they are lost",
+                "these missing members may have acknowledged changes without the available ones: {}; bring them back, or take them out if they are lost",
                 list(&ahead)
             );
             return Err(StoreError::TooFewTargets { there, needed: there + 1, detail });
@@ -80,7 +84,7 @@ impl Group {
         Ok((members, on_word))
     }
 
-    /// Returns true if an operator has declared a target lost.
+    /// Returns true if an operator has declared a target lost, or if the target has left the node.
     fn is_written_off(&self, uuid: &Uuid) -> bool {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
@@ -134,9 +138,8 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force in two steps. First all members store it as a proposal. A member may
-    /// treat the record as valid only when all members have the proposal. No caller learns about
-    /// the record earlier.
+    /// Puts a record in force in two steps. First all members store it as a proposal. When all
+    /// members have the proposal, they store it as their membership record.
     pub(crate) async fn put_in_force(
         &self,
         record: &GroupRecord,
@@ -195,7 +198,8 @@ impl Group {
                 continue;
             }
             let spare = self.spare(record).or_else(|| {
-                // Retry the targets that had no room, except this member itself.
+                // Reconsider the targets that had no space. They are no better than a member that
+                // is replaced only because it has no space either.
                 self.no_room.borrow_mut().clear();
                 self.spare(record).filter(|_| !is_full)
             });

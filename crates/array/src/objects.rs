@@ -12,16 +12,17 @@ use crate::interval::Interval;
 /// Maximum number of objects whose size is cached.
 const OBJECTS_MAX: usize = 4096;
 
-/// Cached size of an object. The inner value is `None` if the object does not exist.
+/// Cached size of an object.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Number of the interval in which the size was read, and the size. A request with a shared
-    /// lock may set it, too.
+    /// Number of the interval in which the size was read, and the size (`None` if the object does
+    /// not exist). A request that holds only a shared lock may set it, too.
     size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 
 impl Known {
-    /// Returns the size, if it was cached in this interval.
+    /// Returns the size if it was cached in this interval. The inner value is `None` if the object
+    /// does not exist.
     pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
         self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
     }

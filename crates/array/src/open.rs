@@ -40,7 +40,7 @@ impl Group {
         let _one_at_a_time = self.intervals.lock().await;
         if self.current().is_none() {
             // Many requests may wait for the same member. After a failed attempt, they all fail
-            // with its error.
+            // with the error of that attempt.
             if let Some(e) = self.intervals.refusal(self.number()) {
                 return Err(e);
             }
@@ -72,6 +72,7 @@ impl Group {
 
     /// Returns the current interval, or opens a new one in a task and waits for it up to
     /// `patience`. The task continues after that time. A group has only one opening task at a time.
+    /// Returns `None` if no interval is open yet.
     pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return Some(interval);
@@ -108,14 +109,14 @@ impl Group {
         *self.intents.borrow_mut() = intents_of(number, &members, &undone, dirty);
         *self.rebuilding.borrow_mut() = None;
         self.terms.set_lineage(record.clone());
-        tracing::debug!(cid = %self.cid, number, term = record.term, "the group has an interval");
+        tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
         Ok(Interval { number, links, record, undone, leftovers })
     }
 
-    /// Reads what the targets store about the group. Asks slow targets only if the others are too
-    /// few.
+    /// Reads what the targets store about the group. Asks slow targets only if too few other
+    /// targets have answered.
     async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());
@@ -129,14 +130,17 @@ impl Group {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
                 if self.judge_views(&found.views).is_ok() {
-                    // The group continues without the waiting targets, so they are slow.
+                    // The group can continue without the targets that have not answered. Report
+                    // these targets as slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
                 if slow.is_empty() && now >= began + self.calls.patience {
                     let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
-                    let why =
-                        format!("too few targets answer in {:?}; not these: {silent}", self.calls.patience);
+                    let why = format!(
+                        "too few targets answered in {:?}; no answer from {silent}",
+                        self.calls.patience
+                    );
                     return Err(StoreError::Disconnected(why));
                 }
                 looks.extend(slow.iter().map(|target| self.look(Rc::clone(target))));
@@ -157,13 +161,13 @@ impl Group {
     }
 
     /// Returns the valid membership record and the available members in sync. The flag is true if
-    /// the members count only because an operator has declared others lost.
+    /// these members are current only because an operator has declared other members lost.
     fn judge_views(
         &self,
         views: &[MemberView],
     ) -> store::Result<(GroupRecord, Vec<Option<MemberView>>, bool)> {
         let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.term).cloned() else {
-            let detail = "no target that is there has a piece of it".into();
+            let detail = "no available target stores data of the group".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
         };
         let (members, on_word) = self.members(&record, views)?;

@@ -119,7 +119,7 @@ impl Overlay {
         at: u64,
     ) -> store::Result<()> {
         if self.in_range(offset..offset + len).any(|e| !matches!(e.content, OverlayContent::Zeros)) {
-            return Err(refused("staged data over other data of one change"));
+            return Err(refused("staged data overlaps other data of the transaction"));
         }
         self.put(OverlayRange { offset, len, content: OverlayContent::Staged(Rc::clone(stage), at) })
     }
@@ -136,7 +136,7 @@ impl Overlay {
     /// Sets the size of the object.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if this would cut staged data.
+    /// [`StoreError::InvalidArgument`] if the new size would cut off a part of staged data.
     pub(crate) fn truncate(&mut self, size: u64) -> store::Result<()> {
         if size < self.size {
             self.cut(size..u64::MAX)?;
@@ -153,7 +153,10 @@ impl Overlay {
     fn check(&self, offset: u64, len: u64) -> store::Result<()> {
         let end = offset + len;
         if !offset.is_multiple_of(BLOCK) || (!end.is_multiple_of(BLOCK) && end < self.size) {
-            return Err(refused(&format!("bytes {offset}..{end} of an object of {} bytes", self.size)));
+            return Err(refused(&format!(
+                "bytes {offset}..{end} of an object of {} bytes are not whole blocks",
+                self.size
+            )));
         }
         Ok(())
     }
@@ -182,7 +185,7 @@ impl Overlay {
             let kept = [old.offset..range.start.min(old.end()), range.end.max(old.offset)..old.end()];
             for part in kept.into_iter().filter(|part| part.start < part.end) {
                 if matches!(old.content, OverlayContent::Staged(..)) {
-                    return Err(refused("a change of a part of staged data"));
+                    return Err(refused("the transaction changes a part of its staged data"));
                 }
                 self.extents.insert(part.start, old.part(part));
             }
@@ -192,7 +195,7 @@ impl Overlay {
 }
 
 fn refused(what: &str) -> StoreError {
-    StoreError::InvalidArgument(format!("{what}: not possible on several targets"))
+    StoreError::InvalidArgument(format!("{what}: this is not supported on several targets"))
 }
 
 #[cfg(test)]
@@ -219,9 +222,8 @@ mod tests {
     }
 
     proptest! {
-        /// The overlay over the old content equals the result of the steps.
         #[test]
-        fn an_overlay_says_what_the_object_becomes(before in 0..SPACE, steps in steps()) {
+        fn an_overlay_over_the_old_data_equals_a_model_of_the_steps(before in 0..SPACE, steps in steps()) {
             let old: Vec<u8> = (0..before).map(|i| (i % 250) as u8 + 1).collect();
             let (mut model, mut overlay) = (old.clone(), Overlay::new(before));
             for step in steps {

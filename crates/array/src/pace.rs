@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn work_goes_at_its_rate_and_yields_to_clients() {
+    async fn work_is_limited_to_its_rate_and_to_its_share_beside_clients() {
         let pace = Pace::new(1000, 25);
         let began = Instant::now();
         for _ in 0..4 {
@@ -95,14 +95,14 @@ mod tests {
         assert_eq!(began.elapsed().as_millis(), 2000);
         pace.set_rate(0);
         pace.after(1 << 30, Duration::from_millis(10)).await;
-        assert_eq!(began.elapsed().as_millis(), 2000, "nobody is served");
+        assert_eq!(began.elapsed().as_millis(), 2000, "no client is active, so there is no pause");
         pace.client_served();
         pace.after(1 << 30, Duration::from_millis(10)).await;
-        assert_eq!(began.elapsed().as_millis(), 2030, "three quarters of the time are the clients'");
+        assert_eq!(began.elapsed().as_millis(), 2030, "clients get three quarters of the time");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_new_rate_holds_at_once() {
+    async fn a_new_rate_applies_to_work_that_already_waits() {
         let pace = Pace::new(1, 100);
         let began = Instant::now();
         let faster = async {
@@ -110,7 +110,7 @@ mod tests {
             pace.set_rate(1000);
         };
         tokio::join!(pace.after(1 << 20, Duration::ZERO), faster);
-        assert_eq!(began.elapsed().as_secs(), 1, "not the twelve days that the old rate asked for");
+        assert_eq!(began.elapsed().as_secs(), 1, "the old rate would have required twelve days");
         pace.after(500, Duration::ZERO).await;
         assert_eq!(began.elapsed().as_millis(), 1500);
     }

@@ -157,7 +157,7 @@ impl ArrayChange<'_> {
         Ok(())
     }
 
-    /// Reads the rows of the wanted units of a stripe.
+    /// Reads the rows of the wanted units of a stripe. The result is `None` for the other units.
     async fn read_units(
         &self,
         stripe: u64,
@@ -173,8 +173,8 @@ impl ArrayChange<'_> {
         try_join_all(reads).await
     }
 
-    /// Returns the new bytes of a unit's rows: the new content over `old`. `old` has zeros beyond
-    /// the object's old end.
+    /// Returns the new bytes of a unit's rows: the old bytes `old`, overwritten by the new content.
+    /// `old` contains zeros beyond the object's old end.
     fn unit_bytes(
         &self,
         stripe: u64,

@@ -10,7 +10,7 @@ use store::StoreError;
 use crate::coder::too_few;
 use crate::layout::StripeLayout;
 
-/// A fragment and a range of its bytes. The range starts at a block.
+/// A fragment and a range of its bytes. The range starts at a block boundary.
 pub(crate) type FragmentSpan = (usize, Range<u64>);
 
 /// The ranges to read, and the fragments to reconstruct from them.
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_object_is_computed_without_reading_fragments_that_are_empty() {
+    fn a_short_object_is_reconstructed_without_reading_empty_fragments() {
         let layout = StripeLayout { k: 4, m: 2, unit: UNIT };
         let plan = ReadPlan::new(&layout, 100, &wanted(&layout, 0, 100), |fragment| fragment != 0).unwrap();
         assert_eq!(plan.reads, BTreeMap::from([(4, 0..BLOCK)]));
@@ -113,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn plans_cover_what_is_wanted_and_read_no_fragment_in_vain(
+        fn plans_cover_the_wanted_ranges_and_read_no_unneeded_fragment(
             k in 1usize..7, m in 0usize..4, blocks in 1u64..4, size in 1u64..600_000,
             at in 0u64..600_000, len in 1u64..600_000, lost in 0u32..1024,
         ) {
@@ -145,7 +145,8 @@ mod tests {
             let in_vain = |fragment: &usize| !plan.sources.contains(fragment) && !wanted.iter().any(|w| w.0 == *fragment);
             prop_assert!(!plan.reads.keys().any(in_vain));
             for fragment in &plan.sources {
-                // A source that ends before the range counts as zeros, also if the plan reads it.
+                // A source that ends before the range counts as zeros, even if the plan reads other
+                // bytes of the source.
                 if layout.fragment_size(*fragment, size) > plan.over.start {
                     let read = &plan.reads[fragment];
                     prop_assert!(read.start <= plan.over.start && plan.over.end <= read.end);

@@ -41,7 +41,7 @@ impl NewObjects {
         overlay.write(0, bytes)?;
         let NewObjects { layout, coder, oid, live } = self;
         let change = ArrayChange { layout: *layout, coder, oid, overlay: &overlay, live };
-        let unread = || StoreError::InvalidArgument("of a new object there is nothing to read".into());
+        let unread = || StoreError::InvalidArgument("a new object has no old data to read".into());
         let split = change.split(async |_, _| Err(unread())).now_or_never();
         Ok(split.ok_or_else(unread)??.ops)
     }
@@ -75,7 +75,8 @@ mod tests {
     }
 
     proptest! {
-        /// The parity matches the code and has correct checksums, however full the last stripe is.
+        /// The parity matches the code and has correct checksums, also if the last stripe is
+        /// partial.
         #[test]
         fn new_objects_have_the_parity_of_the_code(
             (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),

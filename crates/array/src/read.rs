@@ -15,7 +15,7 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::plan::{FragmentSpan, ReadPlan};
 
-/// An object of which fragments are read.
+/// An object whose fragments are read.
 #[derive(Clone, Copy)]
 pub(crate) struct WholeObject<'a> {
     pub(crate) oid: &'a ObjectId,
@@ -46,7 +46,7 @@ impl Group {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
         let interval = self.interval(number).await?;
-        // Held until all fragments are read, so that they all show the same version.
+        // This lock is held until all fragments are read, so that they all show the same version.
         let held = self.objects.shared(oid).await;
         let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
@@ -131,7 +131,7 @@ impl Group {
         (out.freeze(), checksums)
     }
 
-    /// Reads a range of a fragment. The range starts at a block.
+    /// Reads a range of a fragment. The range must start at a block boundary.
     pub(crate) async fn read_fragment(
         &self,
         interval: &Interval,
@@ -223,7 +223,8 @@ impl Group {
         }
     }
 
-    /// Extracts the wanted ranges from the data that was read, and reconstructs the rest.
+    /// Extracts the wanted ranges from the data that was read, and reconstructs the ranges that
+    /// could not be read.
     fn take_wanted(
         &self,
         wanted: &[FragmentSpan],
@@ -308,7 +309,7 @@ impl Group {
             return Err(e);
         }
         metrics::counter!("outboard_osd_fragments_lost_total").increment(1);
-        tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a fragment cannot be read; others make up for it");
+        tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a fragment cannot be read; using other fragments instead");
         self.damaged.add(oid, position);
         Ok(())
     }
@@ -329,7 +330,7 @@ impl Group {
     }
 }
 
-/// Returns up to `len` bytes from `at`.
+/// Returns up to `len` bytes from offset `at` on.
 fn part(bytes: &Bytes, at: u64, len: usize) -> Bytes {
     let start = bytes.len().min(at as usize);
     bytes.slice(start..bytes.len().min(start + len))

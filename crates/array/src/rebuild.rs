@@ -1,8 +1,9 @@
 //! Rebuilds a member. A stale member receives the objects that changed while it was away. A blank
 //! member receives all objects.
 //!
-//! During a rebuild the member takes part in transactions on the objects that it already has. It is
-//! in sync after it has all objects, and every member has a membership record that says so.
+//! During a rebuild the member takes part in transactions on the objects that it already has. The
+//! member is in sync when it has all objects, and every member has stored a membership record that
+//! lists it as in sync.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -63,9 +64,9 @@ impl Group {
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Ends the interval to discard the dirty notes if there are too many of them. If the notes
-    /// fill an index (`index_is_full`), even one is too many. Members that are away then become
-    /// blank: a rebuild copies everything to them.
+    /// Ends the interval to discard the dirty notes if there are too many of them. If the index of
+    /// a target is full (`index_is_full`), even one note is too many. Members that are away then
+    /// become blank: a rebuild copies everything to them.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild in progress finishes sooner with the notes, so they stay.
@@ -78,13 +79,13 @@ impl Group {
             return;
         }
         if let Some(interval) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = most, "too much has changed without a target; it will get everything anew");
+            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was away; a rebuild will copy all objects");
             self.drops_notes.set(true);
             self.end_interval(&interval);
         }
     }
 
-    /// Rebuilds the member at a position, and adds to `progress`.
+    /// Rebuilds the member at a position, and adds the copied objects and bytes to `progress`.
     ///
     /// # Errors
     /// If the interval ends, the member fails, or it has no space. The caller retries later.
@@ -126,7 +127,7 @@ impl Group {
         outcome
     }
 
-    /// Lets a member take part in transactions from now on.
+    /// Prepares a member for its rebuild. From then on, the member takes part in transactions.
     async fn admit(&self, interval: &Rc<Interval>, position: usize) -> store::Result<MemberLink> {
         let _closed = self.gate.write().await;
         self.still(interval)?;
@@ -158,7 +159,7 @@ impl Group {
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
         *self.rebuilding.borrow_mut() = Some(rebuilding);
-        tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid(), "a member is on its way back");
+        tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid(), "started to rebuild a member");
         Ok(link)
     }
 
@@ -166,7 +167,7 @@ impl Group {
     fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = interval.record.members[position].target;
         let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
-        found.ok_or_else(|| StoreError::Disconnected("the target is not there".into()))
+        found.ok_or_else(|| StoreError::Disconnected("the target of the member is not available".into()))
     }
 
     /// Reads the group's records on a member that was away. Returns `None` if it has no records.
@@ -290,7 +291,7 @@ impl RebuildRun<'_> {
         group.put_in_force(&record, &links).await?;
         group.terms.set_lineage(record.clone());
         let target = self.link.target.uuid();
-        tracing::info!(cid = %group.cid, position = self.position, term = record.term, target_uuid = %target, "a member is back");
+        tracing::info!(cid = %group.cid, position = self.position, term = record.term, target_uuid = %target, "a rebuilt member is in sync again");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
         *group.rebuilding.borrow_mut() = None;
         group.end_interval(&self.interval);
@@ -300,5 +301,5 @@ impl RebuildRun<'_> {
 
 /// Returns the greatest possible object id.
 fn greatest() -> ObjectId {
-    ObjectId::new(vec![0xff; store::MAX_OBJECT_ID]).expect("as long as may be")
+    ObjectId::new(vec![0xff; store::MAX_OBJECT_ID]).expect("the id has the maximum length")
 }

@@ -17,15 +17,16 @@ pub(crate) struct Rebuilding {
 
 /// Objects that a member still lacks.
 pub(crate) enum MissingObjects {
-    /// A stale member: it lacks these objects.
+    /// A stale member lacks only these objects.
     Only(BTreeSet<ObjectId>),
-    /// A blank member: objects are copied in the order of their ids.
+    /// A blank member receives all objects, in the order of their ids.
     After {
         /// The member has all objects up to this id.
         cursor: Option<ObjectId>,
         /// Objects beyond the cursor that the member already has.
         copied_ahead: BTreeSet<ObjectId>,
-        /// Objects that changed without the member. The current page of listed ids may lack them.
+        /// Objects beyond the cursor that changed without the member. The current page of listed
+        /// ids may lack them if they are new.
         changed: BTreeSet<ObjectId>,
     },
 }
@@ -47,7 +48,7 @@ impl Rebuilding {
         Rebuilding { position, interval, link, missing }
     }
 
-    /// Returns the objects that the member lacks if they are known by id.
+    /// Returns the ids of the objects that a stale member lacks, or `None` for a blank member.
     pub(crate) fn known_missing(&self) -> Option<Vec<ObjectId>> {
         match &self.missing {
             MissingObjects::Only(some) => Some(some.iter().cloned().collect()),

@@ -3,11 +3,11 @@
 //! undo information in the intents.
 //!
 //! ```text
-//! e            the group's record: its term, and how its members stand (format byte, then postcard)
-//! p            a proposal of the next one, not in force until every member that it calls in sync has it
-//! t            intents up to that number are settled (8 bytes)
-//! i number     intent of a transaction: what it touches, and how that is undone (postcard)
-//! d object     an object changed while a member was away
+//! e            membership record: term, members and their standings (format byte, then postcard)
+//! p            proposed membership record, in force when all members listed as in sync have it
+//! t            number up to which all transactions are settled (8 bytes)
+//! i number     intent of transaction `number`: what it changes, and how to undo that (postcard)
+//! d object     dirty note: the object `object` changed while a member was away
 //! ```
 //!
 //! A transaction copies the data that it overwrites to an undo object. The undo object stays until
@@ -118,7 +118,8 @@ impl Undo {
 /// The intent of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Intent {
-    /// The index of an object in this list is part of the id of its undo object.
+    /// The objects that the transaction changes. The index of an object in this list is part of the
+    /// id of its undo object.
     pub(crate) objects: Vec<Touched>,
 }
 
@@ -197,8 +198,8 @@ impl GroupEntry {
             _ => None,
         };
         entry.ok_or_else(|| StoreError::Corrupt {
-            what: "record of a group of targets".into(),
-            detail: format!("entry \"{}\" cannot be read", key.escape_ascii()),
+            what: "record of a placement group".into(),
+            detail: format!("entry \"{}\" cannot be decoded", key.escape_ascii()),
         })
     }
 }
@@ -214,7 +215,7 @@ fn plain<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 }
 
 fn fixed(id: Vec<u8>) -> ObjectId {
-    ObjectId::new(id).expect("an id of bounded, non-zero length")
+    ObjectId::new(id).expect("the id is not empty and not too long")
 }
 
 #[cfg(test)]
@@ -224,13 +225,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_entries_never_panic(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_arbitrary_entries_never_panics(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = GroupEntry::decode(&key, &value);
         }
     }
 
     #[test]
-    fn entries_survive_storage() {
+    fn decoding_returns_the_encoded_entries() {
         let oid = ObjectId::new("object").unwrap();
         let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
         let record = GroupRecord { term: 3, members: vec![member] };
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_groups_own_objects_are_told_apart() {
+    fn the_arrays_own_objects_are_recognized_by_their_ids() {
         assert!(is_own(&own_object()) && is_own(&undo_object(1, 0)));
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap()));
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\x01\0a"[..]).unwrap()));

@@ -20,8 +20,8 @@ const OBJECTS: usize = 64;
 const NOTES: usize = 1024;
 
 /// Returns the targets that are not members and store data of the group that is no longer needed.
-/// If all members are in sync, none of this data is needed. Otherwise, only the data of an
-/// unfinished rebuild and, in `remains`, of an interrupted removal is not needed.
+/// If all members are in sync, none of this data is needed. Otherwise, two kinds of data are not
+/// needed: the data of an unfinished rebuild, and the data of an interrupted removal (`remains`).
 pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[MemberView],
@@ -42,11 +42,11 @@ impl Group {
     /// Removes the data of former members, so that the group can never use it again.
     ///
     /// # Errors
-    /// If a target cannot remove it, or the interval ends.
+    /// If a target cannot remove the data, or the interval ends.
     pub async fn remove_leftovers(&self, interval: &Interval) -> store::Result<()> {
         loop {
             let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
-            tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "what a former member has is removed");
+            tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "removing the data of a former member");
             self.wipe_in(interval, &target).await?;
             interval.leftovers.borrow_mut().pop();
         }
@@ -72,7 +72,8 @@ impl Group {
     /// for requests in progress first.
     ///
     /// # Errors
-    /// If a target cannot remove it. A target that fails is not used any more.
+    /// If a target cannot remove the data. A target that fails is not an error; it is marked as
+    /// failed.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.intervals.lock().await;
@@ -120,8 +121,8 @@ impl Group {
         } else if notes.is_empty() {
             transaction.ops.extend(ids.into_iter().map(|oid: ObjectId| Op::Remove { oid }));
         } else {
-            // There may be more records than one transaction can remove. The membership record goes
-            // first, because the other records have no meaning without it.
+            // There may be more records than one transaction can remove. The membership record is
+            // removed first, because the other records have no meaning without it.
             let mut keys = [key_record()].into_iter().chain(notes.into_iter().map(|(key, _)| key));
             let keys = page(&mut keys);
             transaction.ops.push(Op::OmapRemove { oid: own, keys });

@@ -29,7 +29,7 @@ impl Group {
     pub(crate) async fn repair_before_change(&self, interval: &Interval, oid: &ObjectId) {
         for position in self.damaged.positions(oid) {
             if let Err(e) = self.repair_locked(interval, oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "a damaged fragment is not repaired before it changes");
+                tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment before its object changes");
             }
             self.damaged.remove(oid, position);
         }

@@ -24,7 +24,7 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// No change of any fragment.
+    /// Creates a split that changes no fragment.
     pub(crate) fn none(fragments: usize) -> Split {
         Split { ops: vec![Vec::new(); fragments], overwritten: vec![Vec::new(); fragments] }
     }
@@ -53,7 +53,7 @@ pub(crate) enum UnitContent {
     Old,
 }
 
-/// New content for the affected rows of a unit.
+/// How much of the affected rows of a unit has new content.
 enum Cover<'a> {
     /// No new content, and no old bytes.
     Nothing,
@@ -76,7 +76,7 @@ pub(crate) struct ArrayChange<'a> {
 }
 
 impl ArrayChange<'_> {
-    /// Returns the rows whose parity changes.
+    /// Returns the rows whose parity changes, as runs of stripes.
     pub(crate) fn runs(&self) -> Vec<StripeRun> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
@@ -152,7 +152,7 @@ impl ArrayChange<'_> {
             .all(|unit| matches!(self.cover(stripe, unit, rows), Cover::Whole(_) | Cover::Nothing))
     }
 
-    /// Range of a unit's rows in the object.
+    /// Returns the range of the object that the rows of a unit cover.
     pub(crate) fn unit_range(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Range<u64> {
         let start = stripe * self.layout.stripe() + unit as u64 * self.layout.unit;
         start + rows.start..start + rows.end
@@ -185,7 +185,7 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Returns true if some bytes of a unit's rows stay.
+    /// Returns true if the change keeps some old bytes in a unit's rows.
     pub(crate) fn keeps_some(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> bool {
         let range = self.unit_range(stripe, unit, rows);
         let end = range.end.min(self.overlay.before);
@@ -202,8 +202,8 @@ impl ArrayChange<'_> {
     /// Makes a range of a fragment zero.
     pub(crate) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
         split.overwritten[fragment].push((range.start, range.end - range.start));
-        // The object was truncated to its lowest size before, so the bytes beyond it are zeros
-        // already.
+        // An earlier op truncates the object to its lowest size, so the bytes beyond that size are
+        // already zeros.
         let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
         if range.start < end {
             let (oid, offset) = (self.oid.clone(), range.start);

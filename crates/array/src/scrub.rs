@@ -1,4 +1,4 @@
-//! Scrubs objects: compares the members' data with the expected data, and repairs it.
+//! Scrubs objects: compares the stored fragments of each object, and repairs damaged fragments.
 
 use std::collections::BTreeSet;
 use std::slice;
@@ -20,25 +20,25 @@ const SEGMENT: u64 = 512 << 10;
 /// Results of a scrub.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Objects checked.
+    /// Number of objects checked.
     pub objects: u64,
-    /// Bytes read.
+    /// Number of bytes read.
     pub bytes: u64,
-    /// Fragments that were unreadable or wrong.
+    /// Number of fragments that were missing, unreadable or corrupt.
     pub damaged: u64,
-    /// Damaged fragments that were repaired.
+    /// Number of damaged fragments that were repaired.
     pub repaired: u64,
-    /// Objects whose fragments are all readable but contradict each other. It is unknown which
-    /// fragment is wrong.
+    /// Number of objects whose fragments are readable but contradict each other. It is unknown
+    /// which fragment is wrong.
     pub inconsistent: u64,
-    /// Objects whose data does not have the recorded size.
+    /// Number of objects whose data does not have the recorded size.
     pub wrong_size: u64,
-    /// Objects of wrong size whose data was changed to the recorded size.
+    /// Number of objects of wrong size whose data was changed to the recorded size.
     pub resized: u64,
 }
 
 impl Findings {
-    /// Adds other results to these.
+    /// Adds the numbers of `other` to these numbers.
     pub fn add(&mut self, other: &Findings) {
         self.objects += other.objects;
         self.bytes += other.bytes;
@@ -70,8 +70,8 @@ impl Group {
         let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot list its objects counts as having none. Errors show when each object
-        // is checked.
+        // A member that cannot list its objects counts as having none. The check of each object
+        // then reports the error.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
             return self.list_in(&interval, from, limit).await;
@@ -89,7 +89,7 @@ impl Group {
         }
         let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
         if verdict.contradicts {
-            tracing::warn!(cid = %self.cid, %oid, "fragments contradict each other; which of them is wrong cannot be told");
+            tracing::warn!(cid = %self.cid, %oid, "the fragments of an object contradict each other; it is unknown which of them is wrong");
         }
         let mut findings = Findings {
             objects: 1,
@@ -142,7 +142,7 @@ impl Group {
         Ok(verdict)
     }
 
-    /// Compares the rows from `at` on.
+    /// Compares up to `SEGMENT` bytes of each fragment, from offset `at` on.
     async fn inspect_rows(
         &self,
         links: &[Option<MemberLink>],

@@ -61,8 +61,8 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Like [`ArrayChange::data`], for a range of zeros: one op per fragment, however long the
-    /// range is.
+    /// Like [`ArrayChange::data`], for a range of zeros. Appends at most one op per fragment for a
+    /// range of any length.
     fn zeroed_data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
         if let Some(copy) = copy {
             return self.zero_fragment(copy, extent.offset..extent.end(), split);

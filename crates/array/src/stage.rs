@@ -18,9 +18,10 @@ pub(crate) struct StagedStripes {
     pub(crate) len: u64,
     /// Number of the interval in which the stage was created.
     pub(crate) interval: u64,
-    /// By position; `None` if the member is away, or if there are no whole stripes.
+    /// The stage of each member, by position. `None` if the member is away, or if there are no
+    /// whole stripes.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
-    /// The bytes after the last whole stripe, after the client has sent them.
+    /// The bytes after the last whole stripe. `None` until the client has sent them.
     pub(crate) tail: RefCell<Option<Payload>>,
 }
 
@@ -52,7 +53,7 @@ impl Stages {
     }
 
     /// # Errors
-    /// [`StoreError::NoSuchStage`].
+    /// [`StoreError::NoSuchStage`] if no stage has this id.
     pub(crate) fn get(&self, id: StageId) -> store::Result<Rc<StagedStripes>> {
         self.by_id.borrow().get(&id).cloned().ok_or(StoreError::NoSuchStage(id.0))
     }

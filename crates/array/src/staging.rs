@@ -70,13 +70,14 @@ impl Group {
         let stripe = self.layout.stripe();
         let ends = offset + len == staged.len;
         if payload.phase() != 0 || !offset.is_multiple_of(stripe) || (!len.is_multiple_of(stripe) && !ends) {
-            let what = format!("staged bytes {offset}..{} of stripes of {stripe}", offset + len);
+            let what =
+                format!("staged bytes {offset}..{} are not whole stripes of {stripe} bytes", offset + len);
             return Err(StoreError::InvalidArgument(what));
         }
         let whole = len.min(staged.full.saturating_sub(offset));
         if whole < len {
-            // The tail waits for its transaction. It is copied to the heap, so that it does not
-            // occupy staging memory.
+            // The bytes after the last whole stripe wait for their transaction. They are copied to
+            // the heap, so that they do not occupy staging memory.
             let (data, checksums) = slice(&payload, whole, len - whole).into_parts();
             let tail = Payload::from_parts(0, Bytes::copy_from_slice(&data), checksums);
             *staged.tail.borrow_mut() = Some(tail.map_err(invalid)?);
@@ -192,7 +193,8 @@ impl Group {
                 _ => Err(e),
             },
             Err(StripeError::Store(e)) => Err(e),
-            // No engine could compute parity. This does not indicate a failure of a target.
+            // No coding place could compute the parity. This does not indicate a failure of a
+            // target.
             Err(StripeError::Coding(why)) => Err(StoreError::Disconnected(why)),
         }
     }
@@ -214,7 +216,7 @@ impl Group {
         }
         // All members answer, so the stripes may be finished soon.
         tokio::time::sleep_until(began + self.calls.patience).await;
-        StoreError::Disconnected("stripes were not written in time".into())
+        StoreError::Disconnected("the stripes of a stage were not written in time".into())
     }
 
     /// Adds staged bytes to the object's changes.
@@ -230,7 +232,7 @@ impl Group {
         if staged.interval != interval.number {
             return Err(over(staged.interval));
         }
-        // A member that came back later does not have the staged data.
+        // A member that returned after the data was staged does not have it.
         if staged.full > 0
             && live.iter().zip(&staged.fragments).any(|(l, fragment)| l.is_some() && fragment.is_none())
         {
@@ -239,7 +241,9 @@ impl Group {
         let mirror = self.layout.is_mirror();
         let aligned = mirror || (offset.is_multiple_of(self.layout.stripe()) && at == 0);
         if !aligned || at + len > staged.len {
-            let what = format!("{len} staged bytes from {at} on written at {offset}: not whole stripes");
+            let what = format!(
+                "cannot write {len} staged bytes from {at} on to offset {offset}: they are not whole stripes"
+            );
             return Err(StoreError::InvalidArgument(what));
         }
         let whole = len.min(staged.full.saturating_sub(at));
@@ -252,7 +256,10 @@ impl Group {
         }
         let tail = staged.tail.borrow().clone().filter(|_| whole == staged.full);
         let Some(tail) = tail else {
-            let what = format!("{len} bytes of a stage of {}, of which some are not there", staged.len);
+            let what = format!(
+                "cannot write {len} bytes of a stage of {} bytes: some of them are missing",
+                staged.len
+            );
             return Err(StoreError::InvalidArgument(what));
         };
         overlay.write(offset + whole, slice(&tail, 0, len - whole))

@@ -5,9 +5,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::record::GroupRecord;
 
-/// Step by which a term exceeds all terms that lost members may know, after an operator has
-/// declared those members lost. The term is also at least this step times the number of seconds
-/// since 1970, so that the most recent declaration wins.
+/// Minimum increase of the term after an operator has declared members lost. It makes the new term
+/// exceed all terms that the lost members may know. The new term is also at least this step times
+/// the number of seconds since 1970, so that the most recent declaration wins.
 const LOSS_STEP: u64 = 1 << 32;
 
 /// The terms of a group.
@@ -15,8 +15,8 @@ const LOSS_STEP: u64 = 1 << 32;
 pub(crate) struct Terms {
     /// Highest term that was ever seen or proposed. Each new term is higher.
     highest: Cell<u64>,
-    /// Membership record of the last interval. No other members can have acknowledged a change
-    /// under an older or equal term.
+    /// Membership record of the last interval; `None` before the first one. Members that this
+    /// record does not list as in sync may lack acknowledged changes.
     lineage: RefCell<Option<GroupRecord>>,
 }
 
@@ -31,8 +31,8 @@ impl Terms {
         self.highest.set(self.highest.get().max(term));
     }
 
-    /// Returns a term above all terms seen so far. `on_word`: an operator has declared members lost
-    /// that may know higher terms.
+    /// Returns a term above all terms seen so far. `on_word` is true if an operator has declared
+    /// members lost; these members may know higher terms.
     pub(crate) fn next(&self, on_word: bool) -> u64 {
         let next = self.highest.get().saturating_add(1);
         if !on_word {

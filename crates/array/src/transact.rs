@@ -1,4 +1,4 @@
-//! Transactions: turns ops on objects into one transaction for each member.
+//! Executes transactions: turns the ops on objects into one transaction for each member.
 
 use std::rc::Rc;
 
@@ -90,8 +90,8 @@ impl Group {
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
             // A transaction that creates an object need not check whether the object exists: the
-            // members refuse to create it twice. This requires that an exclusive creation reaches
-            // the members; a removal in the same transaction would cancel it.
+            // members refuse to create it twice. This works only if the exclusive creation reaches
+            // the members. A removal in the same transaction would cancel the creation.
             let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
@@ -128,8 +128,8 @@ impl Group {
             .await
     }
 
-    /// Numbers the transaction, and builds the transaction of each member. The caller must send
-    /// them without waiting in between.
+    /// Assigns a number to the transaction, and builds a transaction for each member. The caller
+    /// must queue them on the members before it awaits anything else.
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();
@@ -244,8 +244,8 @@ impl Group {
         }
     }
 
-    /// Queues the transactions on all members before it waits for any of them. So every member has
-    /// all transactions in the same order.
+    /// Queues the transactions on all members before it waits for any of them. So every member
+    /// receives all transactions in the same order.
     async fn send(
         &self,
         transactions: Vec<Option<(MemberLink, Transaction)>>,

@@ -17,14 +17,14 @@ impl Group {
         let partial =
             |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
         let undone: BTreeSet<u64> = intents.filter(partial).collect();
-        // Newest first. The peer never had this transaction and has already rolled back all newer
-        // ones, so its metadata is in the old state.
+        // Roll back the newest transaction first. The peer never had this transaction, and has
+        // already rolled back all newer ones, so the peer's metadata is in the old state.
         for &number in undone.iter().rev() {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {
                 let Some(intent) = view.intents.get(&number) else { continue };
                 let target = view.link.target.uuid();
-                tracing::info!(cid = %self.cid, number, target_uuid = %target, "a transaction is taken back");
+                tracing::info!(cid = %self.cid, number, target_uuid = %target, "rolling back a transaction that only some members have");
                 let undo = self.undo(view, number, intent, &peer.link).await?;
                 self.calls.apply_to(&view.link, undo).await?;
             }
@@ -75,7 +75,8 @@ impl Group {
                 return Ok(());
             }
             Undo::Restore { size, saved } => {
-                // The transaction saved whole blocks, including the last one.
+                // The saved ranges are whole blocks, so the last one may end beyond the old end of
+                // the fragment. The truncation corrects this.
                 ops.extend(copy_ranges(&keep, oid, saved));
                 ops.push(Op::Truncate { oid: oid.clone(), size: *size });
                 if touched.undo.keeps_object() {
@@ -87,7 +88,8 @@ impl Group {
         self.undo_metadata(touched, peer, ops).await
     }
 
-    /// Metadata is the same on all members, so `peer` still has the old metadata.
+    /// Appends the ops that restore the old metadata. Metadata is the same on all members, so
+    /// `peer` still has the old metadata.
     async fn undo_metadata(
         &self,
         touched: &Touched,

@@ -50,7 +50,8 @@ impl Views {
 }
 
 impl MemberView {
-    /// Returns true if the target has committed the transaction, including one that is settled.
+    /// Returns true if the target has committed the transaction. All transactions up to `trimmed`
+    /// count as committed.
     pub(crate) fn has(&self, number: u64) -> bool {
         number <= self.trimmed || self.intents.contains_key(&number)
     }

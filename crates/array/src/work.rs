@@ -15,7 +15,8 @@ use crate::rows::Split;
 /// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
-    /// Lock of the object. `None` for an object of which only the omap changes; it is not locked.
+    /// Lock of the object. `None` if only the omap of the object changes; then the object is not
+    /// locked.
     pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
     /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
@@ -126,7 +127,7 @@ impl ObjectEdit {
         }
     }
 
-    /// Appends the ops that give the object its new content.
+    /// Appends the ops that write the new content of the object on the member at a position.
     pub(crate) fn content_ops(&self, position: usize, ops: &mut Vec<Op>) {
         let oid = &self.oid;
         let is_new = self.guard.is_some() && (self.was.is_none() || self.moved);
@@ -170,5 +171,5 @@ pub(crate) fn is_omap_only(op: &Op) -> bool {
 }
 
 pub(crate) fn impossible(op: &Op) -> StoreError {
-    StoreError::InvalidArgument(format!("{op:?}: not possible on several targets"))
+    StoreError::InvalidArgument(format!("{op:?}: this is not supported on several targets"))
 }

@@ -140,7 +140,8 @@ impl Payload {
         Payload { data, checksums, phase: (offset % BLOCK) as u16 }
     }
 
-    /// Makes a payload with existing checksums. It does not verify them: see [`Payload::verify`].
+    /// Creates a payload with existing checksums. Does not verify the checksums: see
+    /// [`Payload::verify`].
     ///
     /// # Errors
     /// If there is not exactly one checksum per piece.
@@ -177,7 +178,7 @@ impl Payload {
         self.data.len()
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if the payload has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.data.is_empty()
@@ -192,7 +193,8 @@ impl Payload {
     /// Compares every piece with its checksum.
     ///
     /// # Errors
-    /// The first piece that differs; its offset is relative to the start of the payload's first block.
+    /// The first piece that does not match its checksum. The offset in the error is relative to the
+    /// start of the payload's first block.
     pub fn verify(&self) -> Result<(), ChecksumMismatch> {
         verify_pieces(self.phase(), &self.data, &self.checksums)
     }
@@ -201,7 +203,7 @@ impl Payload {
 /// Compares every piece of `data`, a payload at object offset `offset`, with its checksum.
 ///
 /// # Errors
-/// The first piece that differs. A missing checksum counts as zero.
+/// The first piece that does not match its checksum. A missing checksum counts as zero.
 pub fn verify_pieces(offset: u64, data: &[u8], checksums: &[u32]) -> Result<(), ChecksumMismatch> {
     let mut rest = data;
     let mut at = offset;
@@ -225,21 +227,21 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn check_value_of_the_standard() {
+    fn crc32c_returns_the_check_value_of_the_standard() {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
         assert_eq!(crc32c(&[0; BLOCK_SIZE]), ZERO_BLOCK_CRC);
     }
 
     proptest! {
         #[test]
-        fn padding_equals_checksumming_the_zeros(data in proptest::collection::vec(any::<u8>(), 0..=BLOCK_SIZE)) {
+        fn pad_to_block_equals_the_checksum_of_the_padded_block(data in proptest::collection::vec(any::<u8>(), 0..=BLOCK_SIZE)) {
             let mut block = data.clone();
             block.resize(BLOCK_SIZE, 0);
             prop_assert_eq!(pad_to_block(crc32c(&data), data.len()), crc32c(&block));
         }
 
         #[test]
-        fn pieces_cover_the_payload(offset in 0u64..20_000, len in 0u64..20_000) {
+        fn pieces_cover_exactly_the_payload(offset in 0u64..20_000, len in 0u64..20_000) {
             let lengths: Vec<usize> = piece_lengths(offset, len).collect();
             prop_assert_eq!(lengths.len() as u64, piece_count(offset, len));
             prop_assert_eq!(lengths.iter().sum::<usize>() as u64, len);
@@ -249,7 +251,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_found(offset in 0u64..9_000, mut data in proptest::collection::vec(any::<u8>(), 1..9_000), bit: usize) {
+        fn a_flipped_bit_is_detected(offset in 0u64..9_000, mut data in proptest::collection::vec(any::<u8>(), 1..9_000), bit: usize) {
             let checksums = piece_checksums(offset, &data);
             prop_assert!(verify_pieces(offset, &data, &checksums).is_ok());
             let bit = bit % (data.len() * 8);

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-/// Which parts of a region of `count << orders` smallest blocks are free.
+/// The free blocks of a region that consists of `count << orders` blocks of the smallest size.
 #[derive(Debug)]
 pub struct Buddy {
     /// `free[k]`: offsets of free blocks of `smallest << k` bytes.
@@ -20,10 +20,11 @@ impl Buddy {
     /// free.
     ///
     /// # Panics
-    /// If `smallest` or `largest` is no power of two, `largest < smallest`, or not one block of `largest` bytes fits.
+    /// If `smallest` or `largest` is not a power of two, `largest` is less than `smallest`, or
+    /// `len` is less than `largest`.
     #[must_use]
     pub fn new(len: usize, smallest: usize, largest: usize) -> Buddy {
-        assert!(smallest.is_power_of_two() && largest.is_power_of_two(), "block sizes are powers of two");
+        assert!(smallest.is_power_of_two() && largest.is_power_of_two(), "block sizes must be powers of two");
         assert!(largest >= smallest, "the largest block is smaller than the smallest");
         let orders = (largest / smallest).trailing_zeros() as usize;
         let count = len / largest;
@@ -33,7 +34,8 @@ impl Buddy {
         Buddy { free, smallest, free_bytes: count * largest }
     }
 
-    /// The order that holds `len` bytes; `None` if no block is that large.
+    /// Returns the order of the smallest block that holds `len` bytes, or `None` if no block is
+    /// that large. A block of order `k` has `smallest << k` bytes.
     #[must_use]
     pub fn order_of(&self, len: usize) -> Option<usize> {
         let blocks = len.max(1).checked_next_power_of_two()?.max(self.smallest) / self.smallest;
@@ -53,13 +55,14 @@ impl Buddy {
         self.size_of(self.free.len() - 1)
     }
 
-    /// Bytes free in all.
+    /// Total number of free bytes.
     #[must_use]
     pub fn free_bytes(&self) -> usize {
         self.free_bytes
     }
 
-    /// Takes a block; `None` if no free one is large enough. The offset is a multiple of the block's size.
+    /// Allocates a block of an order and returns its offset, a multiple of the block's size.
+    /// Returns `None` if no free block is large enough.
     pub fn take(&mut self, order: usize) -> Option<usize> {
         let from = (order..self.free.len()).find(|&k| !self.free[k].is_empty())?;
         let offset = self.free[from].pop_first()?;
@@ -70,7 +73,7 @@ impl Buddy {
         Some(offset)
     }
 
-    /// Gives back a block that [`take`](Self::take) returned for the same `order`.
+    /// Frees a block that [`take`](Self::take) returned for the same `order`.
     pub fn release(&mut self, mut offset: usize, order: usize) {
         self.free_bytes += self.smallest << order;
         let mut k = order;
@@ -101,7 +104,7 @@ mod tests {
         assert_eq!((a, b), (0, 32 << 10));
         assert_eq!(buddy.take(large), None, "the first half is split");
         buddy.release(a, small);
-        assert_eq!(buddy.take(large), Some(0), "its parts were merged");
+        assert_eq!(buddy.take(large), Some(0), "the parts of the first half were merged");
         assert_eq!(buddy.free_bytes(), 0);
     }
 }

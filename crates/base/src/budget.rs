@@ -1,8 +1,8 @@
 //! Divides a limited number of places (handshakes, connections, descriptors) fairly between peer
 //! addresses.
 //!
-//! While places are free, a [`Budget`] gives an address any number of them. When all places are
-//! taken, a newcomer takes the place of another holder. Two cases exist:
+//! While places are free, a [`Budget`] assigns any number of them to an address. When all places
+//! are taken, a newcomer takes the place of another holder. Two cases exist:
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
 //!    addresses). The first holder in this order loses its place: a disconnected holder at the
@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 /// and DMA engines.
 const DESCRIPTORS_KEPT: usize = 128;
 
-/// Least number of connections, however low the limit on descriptors is.
+/// Minimum number of connections, even if the limit on descriptors is lower.
 const DESCRIPTORS_MIN: usize = 16;
 
 /// A peer's address at the precision that budgets use: an IPv4 address, or the /64 prefix of an
@@ -73,10 +73,10 @@ pub struct Full {
     pub share: usize,
 }
 
-/// Whether a holder's peer is connected. Absent holders lose their places first.
+/// Connection state of a holder's peer. Absent holders lose their places first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum HolderPresence {
-    /// The peer has disconnected, but may come back to its place.
+    /// The peer has disconnected, but may reconnect and use its place again.
     Absent,
     Present,
 }
@@ -110,8 +110,9 @@ impl Holder {
 }
 
 impl<I: Copy + Ord + Hash> Budget<I> {
-    /// Makes a budget of `limit` places, at least one. `patience` is the time for which a holder
-    /// must be disconnected or silent before an address without a right to the place can take it.
+    /// Creates a budget of `limit` places, at least one. `patience` is the time for which a holder
+    /// must be disconnected or silent before a newcomer whose address has its fair share can take
+    /// its place.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
         Budget { limit: limit.max(1), patience, holders: HashMap::new(), order: None }
@@ -129,9 +130,9 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         self.holders.len()
     }
 
-    /// Gives `id` at `peer` a place. Returns the holder that lost its place to `id`, if any. The
-    /// caller must close that holder, and need not [remove](Budget::remove) it. An id that already
-    /// has a place keeps it and counts as heard.
+    /// Assigns a place to the holder `id` at the address `peer`. Returns the holder that lost its
+    /// place to `id`, if any. The caller must close that holder, and need not
+    /// [remove](Budget::remove) it. An id that already has a place keeps it and counts as heard.
     ///
     /// # Errors
     /// If every place is taken and the address has its fair share.
@@ -145,7 +146,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
             self.remove(victim);
         }
         self.put(id, Holder { peer, standing: HolderPresence::Present, since: now });
-        assert!(self.holders.len() <= self.limit, "a budget gives no place twice");
+        assert!(self.holders.len() <= self.limit, "a budget never has more holders than places");
         Ok(victim)
     }
 
@@ -166,10 +167,10 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         victim.ok_or(Full { limit, share })
     }
 
-    /// Takes away one place because fewer connections are possible than expected. The
-    /// longest-silent holder at an address with more places than the average loses its place. If
-    /// all addresses hold the same number, only a holder that has been disconnected or silent for
-    /// the budget's patience loses its place.
+    /// Reclaims one place because fewer connections are possible than expected. Returns the holder
+    /// that lost its place, if any. The longest-silent holder at an address with more places than
+    /// the average loses its place. If all addresses hold the same number, only a holder that has
+    /// been disconnected or silent for the budget's patience loses its place.
     pub fn shed(&mut self, now: Instant) -> Option<I> {
         let (taken, patience) = (self.holders.len(), self.patience);
         let order = self.order();
@@ -186,13 +187,13 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         self.change(id, HolderPresence::Present, now);
     }
 
-    /// Records that the holder has disconnected. It may come back, but loses its place before
-    /// connected holders.
+    /// Records that the holder has disconnected. It may reconnect, but loses its place before
+    /// connected holders do.
     pub fn left(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Absent, now);
     }
 
-    /// Gives back a place. Does nothing if `id` has none.
+    /// Frees the place of `id`. Does nothing if `id` has no place.
     pub fn remove(&mut self, id: I) {
         self.take(id);
         if self.order.as_ref().is_some_and(|order| self.holders.len() < order.begun_with / 2) {
@@ -265,7 +266,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
             self.gone.remove(&(holder.since, id));
         }
         self.change_places(holder.peer, |places| {
-            assert!(places.remove(&holder.turn(id)), "a place is known by its holder and by its address");
+            assert!(places.remove(&holder.turn(id)), "every holder is listed at its address");
         });
     }
 
@@ -347,7 +348,7 @@ mod tests {
     const C: PeerAddress = PeerAddress::V4([192, 0, 2, 3]);
     const NEVER: Duration = Duration::MAX;
 
-    /// Times for one test.
+    /// Converts seconds since the start of a test to times.
     struct Clock(Instant);
 
     impl Clock {
@@ -356,11 +357,11 @@ mod tests {
         }
     }
 
-    /// Ids 0.. of `A`, heard in that order, one second apart.
+    /// Fills a budget with the ids from 0 on at address `A`, heard in this order, one second apart.
     fn full(limit: u64, patience: Duration) -> (Budget<u64>, Clock) {
         let (mut budget, clock) = (Budget::new(limit as usize, patience), Clock(Instant::now()));
         for id in 0..limit {
-            assert_eq!(budget.admit(id, A, clock.at(id)), Ok(None), "one address may hold everything");
+            assert_eq!(budget.admit(id, A, clock.at(id)), Ok(None), "one address may hold all places");
         }
         (budget, clock)
     }
@@ -381,17 +382,18 @@ mod tests {
         assert_eq!(budget.admit(10, B, clock.at(11)), Ok(Some(1)));
         assert_eq!(budget.admit(11, B, clock.at(12)), Ok(Some(2)));
         assert_eq!(budget.admit(12, B, clock.at(13)), Err(Full { limit: 4, share: 2 }));
-        // A third address finds two that have more than a third.
+        // Address A and address B both hold more than a third, so a third address replaces a
+        // holder.
         assert_eq!(budget.admit(20, C, clock.at(14)), Ok(Some(3)));
         assert_eq!(budget.admit(21, C, clock.at(14)), Err(Full { limit: 4, share: 1 }));
-        // The address with less than before is below its share again when one has gone.
+        // After the holder at the third address has left, a place is free.
         budget.remove(20);
         assert_eq!(budget.admit(4, A, clock.at(15)), Ok(None));
         assert_eq!(budget.taken(), 4);
     }
 
     #[test]
-    fn holders_that_have_gone_lose_their_places_before_those_that_are_there() {
+    fn disconnected_holders_lose_their_places_before_connected_ones() {
         let (mut budget, clock) = full(4, NEVER);
         budget.left(3, clock.at(10));
         budget.left(2, clock.at(11));
@@ -399,31 +401,44 @@ mod tests {
         assert_eq!(budget.admit(10, B, clock.at(20)), Ok(Some(3)));
         assert_eq!(budget.admit(11, B, clock.at(20)), Ok(Some(0)));
         budget.left(11, clock.at(21));
-        assert_eq!(budget.admit(12, B, clock.at(22)), Ok(Some(11)), "gone: its own address may take it");
+        assert_eq!(
+            budget.admit(12, B, clock.at(22)),
+            Ok(Some(11)),
+            "holder 11 is disconnected, so its own address may take its place"
+        );
     }
 
     #[test]
-    fn a_holder_long_gone_loses_its_place_before_one_that_is_there() {
+    fn a_holder_disconnected_for_long_loses_its_place_first() {
         let patience = Duration::from_secs(10);
         let (mut budget, clock) = full(3, patience);
         budget.remove(2);
         budget.admit(10, B, clock.at(3)).unwrap();
         budget.left(10, clock.at(4));
-        // Gone for less than the patience, at an address below its share: it may yet come back.
+        // Holder 10 has been disconnected for less than the patience, and its address is not above
+        // its share.
         assert_eq!(budget.admit(11, A, clock.at(9)), Err(Full { limit: 3, share: 1 }));
         assert_eq!(
             budget.admit(11, C, clock.at(9)),
             Ok(Some(0)),
-            "connected, but of an address above its share"
+            "holder 0 is connected, but its address is above its share"
         );
-        assert_eq!(budget.admit(12, A, clock.at(14)), Ok(Some(10)), "gone for long, whatever its address");
+        assert_eq!(
+            budget.admit(12, A, clock.at(14)),
+            Ok(Some(10)),
+            "any address may replace a holder that has been disconnected for the patience"
+        );
         budget.left(11, clock.at(15));
         budget.heard(11, clock.at(16));
-        assert_eq!(budget.admit(13, B, clock.at(30)), Ok(Some(1)), "it came back, and is spared");
+        assert_eq!(
+            budget.admit(13, B, clock.at(30)),
+            Ok(Some(1)),
+            "holder 11 has reconnected, so it keeps its place"
+        );
     }
 
     #[test]
-    fn own_places_are_reclaimed_after_patience_only() {
+    fn places_of_the_same_address_are_reclaimed_only_after_the_patience() {
         let (mut budget, clock) = full(3, Duration::from_secs(10));
         assert_eq!(budget.admit(10, A, clock.at(9)), Err(Full { limit: 3, share: 3 }));
         assert_eq!(budget.admit(10, A, clock.at(10)), Ok(Some(0)));
@@ -432,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn more_addresses_than_places_replace_the_longest_silent() {
+    fn with_more_addresses_than_places_the_longest_silent_is_replaced() {
         let (mut budget, clock) = (Budget::new(2, NEVER), Clock(Instant::now()));
         for (id, expected) in [(0, None), (1, None), (2, Some(0)), (3, Some(1))] {
             let peer = PeerAddress::V6([id as u8; 8]);
@@ -441,19 +456,27 @@ mod tests {
     }
 
     #[test]
-    fn shedding_takes_from_who_holds_most_and_spares_the_active() {
+    fn shed_reclaims_from_the_address_with_most_places_and_spares_active_ones() {
         let (mut budget, clock) = full(3, Duration::from_secs(10));
         budget.remove(2);
         budget.admit(10, B, clock.at(0)).unwrap();
-        assert_eq!(budget.shed(clock.at(5)), Some(0), "A holds more, though B has been silent longer");
-        assert_eq!(budget.shed(clock.at(5)), None, "both hold one, and neither for long");
-        assert_eq!(budget.shed(clock.at(11)), Some(10), "the longest silent");
+        assert_eq!(
+            budget.shed(clock.at(5)),
+            Some(0),
+            "A holds more places, although B has been silent for longer"
+        );
+        assert_eq!(
+            budget.shed(clock.at(5)),
+            None,
+            "both hold one place, and neither has been silent for long"
+        );
+        assert_eq!(budget.shed(clock.at(11)), Some(10), "holder 10 has been silent for the longest time");
         assert_eq!(budget.shed(clock.at(11)), Some(1));
         assert_eq!(budget.shed(clock.at(11)), None);
     }
 
     #[test]
-    fn holders_are_in_order_only_while_places_are_reclaimed() {
+    fn the_reclaim_order_exists_only_while_places_are_reclaimed() {
         let (mut budget, clock) = full(8, NEVER);
         assert!(budget.order.is_none(), "places were free");
         budget.admit(10, B, clock.at(10)).unwrap();
@@ -463,7 +486,11 @@ mod tests {
         assert!(budget.order.is_some());
         budget.remove(4);
         budget.remove(5);
-        assert_eq!((budget.taken(), budget.order.is_none()), (3, true), "more than half have left");
+        assert_eq!(
+            (budget.taken(), budget.order.is_none()),
+            (3, true),
+            "more than half of the holders have left"
+        );
     }
 
     #[test]
@@ -482,7 +509,7 @@ mod tests {
         ) {
             let clock = Clock(Instant::now());
             let mut budget = Budget::new(limit, Duration::from_secs(3));
-            // By holder its address, and since when it is gone.
+            // For each holder: its address, and the second of its disconnect.
             let mut model: BTreeMap<u64, (PeerAddress, Option<u64>)> = BTreeMap::new();
             for (second, (step, address, id)) in (0..).zip(steps) {
                 let (peer, now) = (PeerAddress::V4([address; 4]), clock.at(second));
@@ -510,7 +537,7 @@ mod tests {
                                         || addresses.len() > limit
                                         || is_long_gone(gone)
                                 );
-                                prop_assert!(gone.is_some() || !has_long_gone, "one that is there lost its place");
+                                prop_assert!(gone.is_some() || !has_long_gone, "a connected holder lost its place");
                                 model.remove(&victim);
                             }
                         }

@@ -19,7 +19,7 @@ use std::time::Duration;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Most faults that can be armed at a time.
+/// Maximum number of faults that can be armed at a time.
 const MAX_ARMED: usize = 64;
 /// Default delay of a stalled transfer.
 const LATE: Duration = Duration::from_millis(500);
@@ -106,9 +106,9 @@ pub struct Fault {
     pub site: Site,
     /// The action.
     pub action: Action,
-    /// Number of occasions that pass before the fault can fire.
+    /// Number of occasions at the site that pass before the fault can fire.
     pub after: u64,
-    /// Most times that the fault fires; `None` for no limit.
+    /// Maximum number of times that the fault fires; `None` for no limit.
     pub count: Option<u64>,
     /// Probability that the fault fires at an occasion, 0 to 1.
     pub probability: f64,
@@ -134,13 +134,13 @@ impl FromStr for Fault {
         let (site, action) = parts
             .next()
             .and_then(|first| first.split_once('='))
-            .ok_or_else(|| error(format!("{text:?} is no fault")))?;
+            .ok_or_else(|| error(format!("{text:?} is not a fault")))?;
         let (site, _, possible) = SITES
             .iter()
             .find(|(_, name, _)| *name == site)
-            .ok_or_else(|| error(format!("there is no site {site:?}")))?;
+            .ok_or_else(|| error(format!("there is no fault site {site:?}")))?;
         if !possible.contains(&action) {
-            return Err(error(format!("{action:?} cannot happen at {}", site.name())));
+            return Err(error(format!("the action {action:?} is not possible at {}", site.name())));
         }
         let action = match action {
             "fail" => Action::Fail,
@@ -151,7 +151,9 @@ impl FromStr for Fault {
         };
         let mut fault = Fault { site: *site, action, after: 0, count: None, probability: 1.0, seed: 0 };
         for part in parts {
-            fault.option(part).ok_or_else(|| error(format!("{part:?} means nothing in {text:?}")))?;
+            fault
+                .option(part)
+                .ok_or_else(|| error(format!("the option {part:?} is not valid in {text:?}")))?;
         }
         Ok(fault)
     }
@@ -237,7 +239,7 @@ impl Faults {
     /// Arms a fault.
     ///
     /// # Errors
-    /// If too many are armed.
+    /// If too many faults are armed.
     pub fn arm(&self, fault: Fault) -> Result<(), FaultError> {
         let mut slots = self.lock();
         if slots.len() >= MAX_ARMED {
@@ -255,7 +257,7 @@ impl Faults {
         self.0.any.store(false, Ordering::Release);
     }
 
-    /// Whether any fault is armed.
+    /// Returns true if any fault is armed.
     #[must_use]
     pub fn any(&self) -> bool {
         self.0.any.load(Ordering::Acquire)
@@ -267,14 +269,14 @@ impl Faults {
         self.lock().iter().map(|s| Armed { fault: s.fault.to_string(), fired: s.fired }).collect()
     }
 
-    /// Returns how often faults of a site have fired since they were armed.
+    /// Returns the number of times that the armed faults of a site have fired.
     #[must_use]
     pub fn fired(&self, site: Site) -> u64 {
         self.lock().iter().filter(|s| s.fault.site == site).map(|s| s.fired).sum()
     }
 
-    /// Checks an occasion at a site. Returns the action to inject, if any. [`Action::Kill`] does
-    /// not return.
+    /// Counts an occasion at a site, and returns the action to inject if an armed fault fires. Does
+    /// not return if the action is [`Action::Kill`].
     #[must_use]
     pub fn hit(&self, site: Site) -> Option<Action> {
         if !self.any() {
@@ -319,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_read_as_they_are_written_and_nonsense_is_refused() {
+    fn parsed_faults_have_the_same_text_and_invalid_text_is_refused() {
         for text in [
             "dma.transfer=fail",
             "dma.transfer=stall,late=20ms,after=3",
@@ -343,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn it_fires_at_the_nth_occasion_and_so_often_only() {
+    fn a_fault_fires_after_the_given_occasions_and_at_most_count_times() {
         let faults = Faults::default();
         assert_eq!(faults.hit(Site::DmaTransfer), None);
         faults.arm("dma.transfer=fail,after=2,count=2".parse().unwrap()).unwrap();
@@ -356,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn dice_replay_from_their_seed() {
+    fn faults_with_the_same_seed_fire_at_the_same_occasions() {
         let run = |seed| {
             let faults = Faults::default();
             faults.arm(format!("dma.transfer=fail,probability=0.3,seed={seed}").parse().unwrap()).unwrap();

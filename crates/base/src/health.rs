@@ -3,18 +3,18 @@
 //! One state machine serves every kind of offload, for example a DMA engine or a coding engine:
 //!
 //! ```text
-//!              a failure                 the cool-down is over
+//!              a failure                 the cool-down has ended
 //!   ┌────────┐ ─────────▶ ┌──────────────┐ ─────────▶ ┌─────────┐
 //!   │ Active │            │ CoolingDown  │            │ Probing │
 //!   └────────┘ ◀───────── └──────────────┘ ◀───────── └─────────┘
-//!        ▲                                  it failed      │
+//!        ▲                              the probe failed   │
 //!        └─────────────────────────────────────────────────┘
 //!                             the probe succeeded
 //! ```
 //!
-//! While the offload is not active, work takes the path that always works. The failure flag and the
-//! cool-down come from DoCeph, section 4. The probe is one small piece of work whose result
-//! decides. The caller passes the time, so that tests need not wait.
+//! While the offload is not active, the work is done without it. The failure flag and the cool-down
+//! come from DoCeph, section 4. The probe is one small piece of work. Its result decides whether
+//! the offload is used again. The caller passes the time, so that tests need not wait.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ pub enum HealthState {
 }
 
 impl HealthState {
-    /// Name for people and metrics: `active`, `cooling down` or `probing`.
+    /// Name for display and metrics: `active`, `cooling down` or `probing`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -41,7 +41,7 @@ impl HealthState {
         }
     }
 
-    /// Value of the metric's gauge: 0, 1 or 2.
+    /// Value of the state in the metric `outboard_offload_state`.
     fn level(self) -> f64 {
         match self {
             HealthState::Active => 0.0,
@@ -107,8 +107,8 @@ impl OffloadHealth {
         self.lock().clone()
     }
 
-    /// Records a failure and begins the cool-down. Failures before the next probe change nothing.
-    /// Returns whether the offload was active.
+    /// Records a failure of an active offload, and begins the cool-down. Returns true if the
+    /// offload was active; otherwise the call changes nothing.
     pub fn failed(&self, why: &str, now: Instant) -> bool {
         let mut report = self.lock();
         if report.state != HealthState::Active {
@@ -117,11 +117,12 @@ impl OffloadHealth {
         report.failures += 1;
         report.last_failure = Some(why.to_owned());
         self.enter(&mut report, HealthState::CoolingDown(now + self.cool_down));
-        tracing::warn!(offload = self.name, cool_down = ?self.cool_down, "offload failed, going on without it: {why}");
+        tracing::warn!(offload = self.name, cool_down = ?self.cool_down, "offload failed; continuing without it: {why}");
         true
     }
 
-    /// Returns when a probe is due; `None` while the offload is active or being probed.
+    /// Returns the time at which a probe is due; `None` while the offload is active or being
+    /// probed.
     #[must_use]
     pub fn probe_at(&self) -> Option<Instant> {
         match self.lock().state {
@@ -130,7 +131,7 @@ impl OffloadHealth {
         }
     }
 
-    /// Begins a probe if the cool-down is over. Returns whether it did.
+    /// Begins a probe if the cool-down has ended. Returns true if a probe was begun.
     pub fn begin_probe(&self, now: Instant) -> bool {
         let mut report = self.lock();
         let due = matches!(report.state, HealthState::CoolingDown(until) if until <= now);
@@ -176,13 +177,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_cools_down_is_probed_and_used_again() {
+    fn a_failed_offload_cools_down_is_probed_and_then_used_again() {
         let health = OffloadHealth::new("test", Duration::from_secs(2));
         let start = Instant::now();
         let is_active = || health.report().state == HealthState::Active;
         assert!(is_active() && health.probe_at().is_none());
         assert!(health.failed("a transfer failed", start));
-        assert!(!health.failed("another one", start), "it has failed already");
+        assert!(!health.failed("another one", start), "the offload has already failed");
         assert!(!is_active());
         assert_eq!(health.probe_at(), Some(start + Duration::from_secs(2)));
         assert!(!health.begin_probe(start + Duration::from_secs(1)), "too early");
@@ -197,6 +198,6 @@ mod tests {
         let report = health.report();
         assert_eq!((report.failures, report.failed_probes, report.recoveries), (1, 1, 1));
         health.probed(Err("a late answer"), later);
-        assert!(is_active(), "nobody was probing");
+        assert!(is_active(), "no probe was in progress");
     }
 }

@@ -2,8 +2,8 @@
 //! classes, CPU time accounting, latency phases, the health of offloads, fault injection, budgets
 //! of peer addresses, replies that survive a cancelled caller, and adaptive polling.
 //!
-//! Nothing here knows of objects, networks or drives. `unsafe` code is in [`mem`], which maps
-//! memory, and in [`pool`], which hands out ranges of it.
+//! This crate does not depend on objects, networks or drives. `unsafe` code is in [`mem`], which
+//! maps memory, and in [`pool`], which hands out ranges of it.
 
 pub mod block;
 pub mod buddy;

@@ -46,7 +46,7 @@ const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const GATHER_ATTEMPTS: u32 = 5;
 const GATHER_PAUSE: Duration = Duration::from_millis(10);
 
-/// Why memory could not be made or mapped.
+/// Why memory could not be allocated or mapped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemError {
@@ -55,21 +55,23 @@ pub enum MemError {
         "cannot {action} {len} bytes of memory: {source}; lower the configured buffer sizes or raise the limit"
     )]
     Os {
-        /// What was attempted.
+        /// The operation that failed, as a verb.
         action: &'static str,
-        /// Size asked for, in bytes.
+        /// Requested size, in bytes.
         len: usize,
         /// The system's error.
         source: std::io::Error,
     },
-    /// A memfd from a peer is not sealed against shrinking, or does not have the size that the peer announced.
+    /// A memfd from a peer is not sealed against shrinking, or does not have the size that the peer
+    /// announced. Also returned for a range that cannot be mapped for a device.
     #[error(
         "memory offered by the peer is refused: {0}; the peer must send a memfd of the announced size, sealed against shrinking and growing"
     )]
     Refused(String),
 }
 
-/// One mapping of memory, page aligned, unmapped when the last handle and the last [`ArenaBuf`] are gone.
+/// One page-aligned mapping of memory. It is unmapped when the last handle and the last
+/// [`ArenaBuf`] have been dropped.
 #[derive(Debug)]
 pub struct Arena {
     base: *mut u8,
@@ -78,7 +80,7 @@ pub struct Arena {
     fd: Option<OwnedFd>,
     /// Size in bytes of the huge pages set aside for this memory, if it uses such pages.
     page: Option<usize>,
-    /// How many [`ArenaRegistration`]s there are.
+    /// Number of [`ArenaRegistration`]s of this arena.
     registrations: AtomicUsize,
     /// Which pages are copied in and out, and which pages allocators own.
     uses: Uses,
@@ -106,12 +108,15 @@ impl ArenaRegistration {
         &self.arena
     }
 
-    /// Whether all who have the memory, here and elsewhere, have it registered only. While others register it or let it
-    /// go, the answer may be `false` though it is so; the other way round it is not.
+    /// Returns true if registrations are the only handles to the memory. While other threads create
+    /// or drop handles, the result may be `false` although only registrations are left. It is never
+    /// `true` while another handle exists.
     #[must_use]
     pub fn is_all_there_is(&self) -> bool {
-        // A registration is counted after its handle, and before that is gone; so there are never more than handles, and if
-        // their number has not changed in between there is no other handle.
+        // A registration is counted only after its handle was created, and is no longer counted
+        // when its handle is dropped. So there are never more counted registrations than handles.
+        // If both numbers are equal and the first one has not changed in between, there is no other
+        // handle.
         let registrations = self.arena.registrations.load(Ordering::SeqCst);
         Arc::strong_count(&self.arena) == registrations
             && self.arena.registrations.load(Ordering::SeqCst) == registrations
@@ -124,9 +129,9 @@ impl Drop for ArenaRegistration {
     }
 }
 
-// SAFETY: the mapping is plain memory without thread affinity. Its pages are accessed either through
-// `ArenaBuf`s, which do not overlap, or by `copy_out` and `copy_in`, which are defined whatever other
-// threads do.
+// SAFETY: the mapping is plain memory without thread affinity. Its pages are accessed either
+// through `ArenaBuf`s, which do not overlap, or by `copy_out` and `copy_in`, which are defined even
+// if other threads access the same bytes.
 unsafe impl Send for Arena {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Arena {}
@@ -135,7 +140,7 @@ impl Arena {
     /// Allocates `len` bytes of private memory, in transparent huge pages if the system has any.
     ///
     /// # Errors
-    /// If the system has not that much memory to give.
+    /// If the system does not have enough memory.
     pub fn anonymous(len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
         let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
@@ -147,7 +152,7 @@ impl Arena {
     /// nothing.
     ///
     /// # Errors
-    /// If the system has not that much memory to give.
+    /// If the system does not have enough memory.
     pub fn by_pages(len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
         let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
@@ -159,7 +164,7 @@ impl Arena {
     /// of its size. Uses huge pages that were set aside, if enough of them are free.
     ///
     /// # Errors
-    /// If the system has not that much memory to give.
+    /// If the system does not have enough memory.
     pub fn shared(name: &str, len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
         match Arena::set_aside(name, len) {
@@ -196,8 +201,9 @@ impl Arena {
     /// Maps a memfd from a peer, which announced `len` bytes.
     ///
     /// # Errors
-    /// [`MemError::Refused`] unless it is sealed against shrinking and growing and has exactly that size; in huge pages,
-    /// that size in whole pages.
+    /// [`MemError::Refused`] unless the memfd is sealed against shrinking and growing, and has
+    /// exactly the announced size. A memfd in huge pages must have the announced size, rounded up
+    /// to whole huge pages.
     pub fn from_peer(fd: OwnedFd, len: usize) -> Result<Arc<Arena>, MemError> {
         let seals = rustix::fs::fcntl_get_seals(&fd)
             .map_err(|e| MemError::Refused(format!("its seals cannot be read ({e})")))?;
@@ -208,12 +214,12 @@ impl Arena {
         let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
         let due = len.checked_next_multiple_of(page.unwrap_or(1)).filter(|_| len > 0 && is_in_pages(len));
         if due.is_none_or(|due| u64::try_from(size) != Ok(due as u64)) {
-            return Err(MemError::Refused(format!("it is {size} bytes long, announced as {len}")));
+            return Err(MemError::Refused(format!("it has {size} bytes, but {len} bytes were announced")));
         }
         Arena::map(fd, len)
     }
 
-    /// Maps all of a memfd that has `len` bytes, or as many more as its last huge page has.
+    /// Maps all of a memfd that has `len` bytes, rounded up to whole pages if it is in huge pages.
     fn map(fd: OwnedFd, len: usize) -> Result<Arc<Arena>, MemError> {
         let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
         let size = len.next_multiple_of(page.unwrap_or(1));
@@ -224,8 +230,8 @@ impl Arena {
         Ok(Arena::of(mapping, len, Some(fd), page))
     }
 
-    /// Maps a part of this memory once more, by `map`. With the mapping, at what offset in it the
-    /// part begins.
+    /// Maps a part of this memory once more, by a call of `map`. Returns the mapping, and the
+    /// offset of the part in the mapping.
     fn map_again(
         &self,
         range: Range<usize>,
@@ -234,9 +240,12 @@ impl Arena {
         let pages = is_in_pages(range.start) && is_in_pages(range.len());
         let Some(fd) = self.fd.as_ref().filter(|_| pages && !range.is_empty() && range.end <= self.len)
         else {
-            return Err(MemError::Refused(format!("{range:?} is no part of {} shared bytes", self.len)));
+            return Err(MemError::Refused(format!(
+                "{range:?} is not a range of whole pages in {} shared bytes",
+                self.len
+            )));
         };
-        // Of huge pages that were set aside only whole ones can be mapped.
+        // Huge pages that were set aside can only be mapped as a whole.
         let page = self.page.unwrap_or(1);
         let whole = range.start - range.start % page..range.end.next_multiple_of(page);
         let before = range.start - whole.start;
@@ -251,8 +260,8 @@ impl Arena {
         arena
     }
 
-    /// Returns this process's arena that contains all of `bytes`. Devices that must know the memory
-    /// they send from use it, because data travels as [`bytes::Bytes`].
+    /// Returns the arena of this process that contains all of `bytes`, if there is one. Devices use
+    /// it to find the memory of data that they send, because data is passed as [`bytes::Bytes`].
     #[must_use]
     pub fn containing(bytes: &[u8]) -> Option<Arc<Arena>> {
         let start = bytes.as_ptr() as usize;
@@ -260,7 +269,7 @@ impl Arena {
         arena.offset_of(bytes).map(|_| arena)
     }
 
-    /// Whether the memory is in huge pages that were set aside for this.
+    /// Returns true if the memory is in huge pages that the administrator has set aside.
     #[must_use]
     pub fn is_set_aside(&self) -> bool {
         self.page.is_some()
@@ -269,8 +278,8 @@ impl Arena {
     /// Moves the memory into huge pages as far as possible. Returns the number of bytes that are
     /// then in huge pages.
     ///
-    /// The call allocates all pages of the memory. It takes milliseconds per page, while others can
-    /// use the memory. It retries a page that is in use a few times.
+    /// The call allocates all pages of the memory. It takes milliseconds per page. Meanwhile other
+    /// threads can use the memory. It retries a page that is in use a few times.
     pub fn gather(&self) -> usize {
         if self.is_set_aside() {
             return self.len;
@@ -291,13 +300,13 @@ impl Arena {
         self.len
     }
 
-    /// Never true: an arena has at least one page.
+    /// Always returns false: an arena has at least one page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A duplicate of the memfd, to hand to a peer; `None` for anonymous memory.
+    /// Returns a duplicate of the memfd for a peer, or `None` for anonymous memory.
     ///
     /// # Errors
     /// If the process is out of file descriptors.
@@ -308,7 +317,8 @@ impl Arena {
             .transpose()
     }
 
-    /// Where `bytes` lies in this arena, in bytes from its start; `None` if it is not (wholly) in it.
+    /// Returns the offset of `bytes` in this arena, in bytes; `None` if the arena does not contain
+    /// all of `bytes`.
     #[must_use]
     pub fn offset_of(&self, bytes: &[u8]) -> Option<usize> {
         let offset = (bytes.as_ptr() as usize).checked_sub(self.base as usize)?;
@@ -325,13 +335,14 @@ impl Arena {
     /// that a peer or another thread may be writing. Bytes that changed during the copy are
     /// arbitrary.
     ///
-    /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
-    /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
+    /// Returns `false` and copies nothing if the range is not inside the arena, or if one of its
+    /// pages belongs to an allocator. After a copy, no allocator can own these pages any more.
     #[must_use]
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
         let Some(at) = self.copied(offset, out.len()) else { return false };
-        // SAFETY: the source is inside the mapping, and its pages are accessed by such copies only:
-        // no slices of them are handed out, to `out` either. `out` is ours alone.
+        // SAFETY: the source is inside the mapping, and its pages are accessed only by these
+        // copies. No slice of these pages exists, so `out` is not one either. `out` is borrowed
+        // exclusively.
         unsafe { concurrent::copy(at, out.as_mut_ptr(), out.len()) };
         true
     }
@@ -339,23 +350,26 @@ impl Arena {
     /// Copies `data` into the arena at `offset`, for example a ring entry. After concurrent copies
     /// into the same bytes, each byte has the value from one of the copies.
     ///
-    /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
-    /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
+    /// Returns `false` and copies nothing if the range is not inside the arena, or if one of its
+    /// pages belongs to an allocator. After a copy, no allocator can own these pages any more.
     #[must_use]
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
         let Some(at) = self.copied(offset, data.len()) else { return false };
-        // SAFETY: as in `copy_out`, the other way round; `data` does not change while we have it.
+        // SAFETY: as in `copy_out`, with source and destination exchanged. `data` is borrowed, so
+        // it does not change.
         unsafe { concurrent::copy(data.as_ptr(), at, data.len()) };
         true
     }
 
-    /// Where `len` bytes at `offset` are, if they are inside and only copied.
+    /// Claims the pages of `len` bytes at `offset` for copies, and returns the address of the
+    /// bytes. Returns `None` if they are not inside the arena, or an allocator owns one of the
+    /// pages.
     fn copied(&self, offset: usize, len: usize) -> Option<*mut u8> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len)?;
         self.uses.claim_for_copies(offset..end).then(|| self.base.wrapping_add(offset))
     }
 
-    /// Gives `len` bytes at `offset` to an allocator, which may [`carve`](Self::carve) them.
+    /// Assigns `len` bytes at `offset` to an allocator, which may [`carve`](Self::carve) them.
     ///
     /// # Panics
     /// If the range is not inside the arena, or one of its pages is used already: it belongs to
@@ -368,12 +382,12 @@ impl Arena {
         );
     }
 
-    /// Returns the exclusive use of `len` bytes at `offset`. `release` runs when the last user
-    /// drops them.
+    /// Returns a buffer with exclusive use of `len` bytes at `offset`. `release` runs when the last
+    /// user drops the bytes.
     ///
     /// # Safety
-    /// The range must have been given to the caller by [`allocate_from`](Self::allocate_from). Until
-    /// `release` has run, no other `ArenaBuf` of this arena may overlap it.
+    /// The range must have been assigned to the caller by [`allocate_from`](Self::allocate_from).
+    /// Until `release` has run, no other `ArenaBuf` of this arena may overlap it.
     ///
     /// # Panics
     /// If the range is not inside the arena.
@@ -402,13 +416,13 @@ impl ArenaBuf {
         self.len
     }
 
-    /// Whether the buffer has no bytes.
+    /// Returns true if the buffer has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes from the start of the arena.
+    /// Offset of the buffer from the start of the arena, in bytes.
     #[must_use]
     pub fn offset(&self) -> usize {
         self.offset
@@ -420,7 +434,8 @@ impl ArenaBuf {
         &self.arena
     }
 
-    /// Shortens the buffer to its first `len` bytes. The allocator still gets the whole range back.
+    /// Shortens the buffer to its first `len` bytes. On release, the allocator still gets the whole
+    /// range.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -444,7 +459,8 @@ impl std::fmt::Debug for ArenaBuf {
 impl std::ops::Deref for ArenaBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `carve`'s contract makes the range ours alone and it was checked against the mapping.
+        // SAFETY: by the contract of `carve`, no other buffer uses the range. `carve` has checked
+        // that the range is inside the mapping.
         unsafe { std::slice::from_raw_parts(self.arena.base.add(self.offset), self.len) }
     }
 }
@@ -483,7 +499,7 @@ fn seal(fd: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
 }
 
-/// Bytes of a memfd's pages if it is made of huge pages that were set aside.
+/// Returns the page size of a memfd in bytes if it consists of huge pages that were set aside.
 fn huge_page_of(fd: &OwnedFd) -> rustix::io::Result<Option<usize>> {
     let fs = rustix::fs::fstatfs(fd)?;
     // The width and the sign of both fields depend on the architecture.
@@ -495,15 +511,16 @@ fn os(action: &'static str, len: usize, e: rustix::io::Errno) -> MemError {
     MemError::Os { action, len, source: e.into() }
 }
 
-/// By address of the first byte. Arenas do not overlap; those that are gone leave a weak handle, until the next one comes.
+/// All arenas of the process, by the address of their first byte. Arenas do not overlap. The weak
+/// handle of a dropped arena stays until the next arena is created.
 static ARENAS: Mutex<BTreeMap<usize, Weak<Arena>>> = Mutex::new(BTreeMap::new());
 
 fn arenas() -> MutexGuard<'static, BTreeMap<usize, Weak<Arena>>> {
-    // Nothing panics while it holds the lock.
+    // No code panics while it holds the lock.
     ARENAS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A new arena.
+/// Adds a new arena to `ARENAS`.
 fn enter(arena: &Arc<Arena>) {
     let mut arenas = arenas();
     arenas.retain(|_, arena| arena.strong_count() > 0);
@@ -528,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_registered_only_is_told_from_memory_in_use() {
+    fn registered_memory_is_distinguished_from_memory_in_use() {
         let arena = Arena::anonymous(4096).unwrap();
         let (one, other) = (ArenaRegistration::new(&arena), ArenaRegistration::new(&arena));
         assert!(!one.is_all_there_is() && !other.is_all_there_is());
@@ -572,7 +589,7 @@ mod tests {
         let arena = Arena::anonymous(16384).unwrap();
         assert!(arena.copy_in(4095, b"x"));
         let _pool = BufferPool::new(Arc::clone(&arena), 8192, 4096);
-        assert!(!arena.copy_in(8191, b"xy") && !arena.copy_out(8192, &mut [0]), "the pool has these pages");
+        assert!(!arena.copy_in(8191, b"xy") && !arena.copy_out(8192, &mut [0]), "the pool owns these pages");
         assert!(arena.copy_in(8191, b"x"));
         for taken in [0, 4096, 8192, 12288] {
             let arena = Arc::clone(&arena);
@@ -582,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_reaches_the_bytes_of_an_arena_by_addresses_of_its_own() {
+    fn a_device_accesses_the_bytes_of_an_arena_through_its_own_addresses() {
         let arena = Arena::shared("test", 16384).unwrap();
         let mut buf = BufferPool::new(Arc::clone(&arena), 8192, 4096).try_alloc(4096).unwrap().unwrap();
         let (whole, part) =
@@ -633,7 +650,10 @@ mod tests {
             assert!(theirs.copy_out(at, &mut seen));
             assert_eq!(&seen, b"abcdef");
         }
-        assert!(!ours.copy_in(LARGE - 5, b"abcdef"), "what the last huge page has beyond it is not used");
+        assert!(
+            !ours.copy_in(LARGE - 5, b"abcdef"),
+            "the bytes of the last huge page beyond the length are not used"
+        );
         for range in [0..LARGE, 4096..8192, HUGE_PAGE - 4096..2 * HUGE_PAGE + 4096, LARGE - 4096..LARGE] {
             let part = ours.pinned_for_device(range.clone()).unwrap();
             assert!(ours.copy_in(range.start, b"first") && ours.copy_in(range.end - 4, b"last"));
@@ -646,10 +666,12 @@ mod tests {
     }
 
     #[test]
-    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
+    #[expect(clippy::print_stderr, reason = "the output shows which checks were skipped")]
     fn huge_pages_that_are_set_aside_are_used_and_a_peer_maps_them() {
         let Some(ours) = Arena::set_aside("test", LARGE) else {
-            eprintln!("NOT TESTED: no huge pages are free; echo 8 > /proc/sys/vm/nr_hugepages");
+            eprintln!(
+                "NOT TESTED: no huge pages are free; set some aside: echo 8 > /proc/sys/vm/nr_hugepages"
+            );
             return;
         };
         assert!(ours.is_set_aside());
@@ -663,14 +685,14 @@ mod tests {
     }
 
     #[test]
-    fn more_huge_pages_than_there_are_cannot_be_had() {
+    fn more_huge_pages_than_are_set_aside_cannot_be_allocated() {
         assert!(Arena::set_aside("test", 1 << 46).is_none());
-        assert!(Arena::set_aside("test", HUGE_PAGE - 4096).is_none(), "most of it would be wasted");
+        assert!(Arena::set_aside("test", HUGE_PAGE - 4096).is_none(), "a huge page would be partly wasted");
     }
 
     #[test]
-    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
-    fn ordinary_memory_is_gathered_in_huge_pages_with_its_content() {
+    #[expect(clippy::print_stderr, reason = "the output shows which checks were skipped")]
+    fn gathering_ordinary_memory_into_huge_pages_keeps_its_content() {
         let shared = Arena::ordinary("test", LARGE).unwrap();
         let theirs = Arena::from_peer(shared.share_fd().unwrap().unwrap(), LARGE).unwrap();
         for arena in [Arena::anonymous(LARGE).unwrap(), shared] {
@@ -681,7 +703,7 @@ mod tests {
             }
             let huge = arena.gather();
             if huge < 2 * HUGE_PAGE {
-                eprintln!("NOT TESTED: the system made {huge} of {LARGE} bytes huge pages");
+                eprintln!("NOT TESTED: the system moved only {huge} of {LARGE} bytes into huge pages");
             }
             for at in (0..LARGE).step_by(4096) {
                 let mut seen = [0; 8];

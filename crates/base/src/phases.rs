@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! dma       some payload or entry of the request was being transferred                    |T|
-//! host      the store on the host worked on it, and nothing was being transferred         |H \ T|
-//! dma wait  something waited for its transfer, and neither of the above                   |W \ (T ∪ H)|
+//! host      the store on the host worked on the request, and nothing was transferred      |H \ T|
+//! dma wait  a payload or entry waited for its transfer, and neither of the above applied  |W \ (T ∪ H)|
 //! others    the rest: network, messenger, the OSD's own work, waiting for other requests  total − |T ∪ H ∪ W|
 //! ```
 //!
@@ -63,15 +63,16 @@ struct PhaseUnions {
 /// exactly to the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Breakdown {
-    /// From the request's arrival to the end of its work, in ns.
+    /// Time from the request's arrival to the end of its work, in ns.
     pub total_ns: u64,
-    /// The store worked, and nothing was being transferred, in ns.
+    /// Time in which the store worked and nothing was being transferred, in ns.
     pub host_ns: u64,
-    /// Something was being transferred, in ns.
+    /// Time in which a payload or entry was being transferred, in ns.
     pub dma_ns: u64,
-    /// Something waited for its transfer, and neither of the above, in ns.
+    /// Time in which a payload or entry waited for its transfer, nothing was being transferred, and
+    /// the store did not work, in ns.
     pub dma_wait_ns: u64,
-    /// The rest, in ns.
+    /// Remaining time, in ns.
     pub others_ns: u64,
 }
 
@@ -103,14 +104,14 @@ impl Clock {
         Clock(Arc::new(Inner { started, taken: Mutex::default() }))
     }
 
-    /// Makes this clock the [`current`] one while the returned future is polled. Tasks that it
-    /// spawns do not inherit the clock.
+    /// Makes this clock the [`current`] one while the returned future is polled. Tasks that the
+    /// future spawns do not inherit the clock.
     pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
         CURRENT.scope(self.clone(), future)
     }
 
-    /// Records a phase from `start` to `end`. Intervals may come in any order and may overlap. Time
-    /// before the request's arrival or after its end does not count.
+    /// Records a phase from `start` to `end`. Intervals may be recorded in any order and may
+    /// overlap. Time before the request's arrival or after its end does not count.
     pub fn record(&self, phase: Phase, start: Instant, end: Instant) {
         let span = Span { start: self.ns(start), end: self.ns(end) };
         // No code panics while it holds the lock.

@@ -16,16 +16,16 @@ use crate::mem::{Arena, ArenaBuf};
 /// Smallest buffer a pool hands out, in bytes. Requests are rounded up to a power of two.
 pub const MIN_BUFFER: usize = 4096;
 
-/// Why a pool did not give a buffer.
+/// Why a pool cannot provide a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
     /// No buffer of this pool can ever be that large.
     #[error("a buffer of {wanted} bytes exceeds this pool's largest of {largest}; split the request")]
     TooLarge {
-        /// Bytes asked for.
+        /// Requested size, in bytes.
         wanted: usize,
-        /// Bytes of the largest buffer.
+        /// Size of the largest buffer, in bytes.
         largest: usize,
     },
 }
@@ -62,11 +62,11 @@ struct Grant {
 
 impl Grant {
     fn into_buf(mut self, len: usize) -> ArenaBuf {
-        let shared = self.shared.take().expect("a grant is taken once");
+        let shared = self.shared.take().expect("a grant is converted only once");
         let (offset, order) = (self.offset, self.order);
         let owner = Arc::clone(&shared);
-        // SAFETY: the pool was given the range when it was made. The buddy allocator handed it out and
-        // takes it back only in `release`.
+        // SAFETY: the arena assigned the range to the pool in `BufferPool::new`. The buddy
+        // allocator has allocated the range, and frees it only in `release`.
         unsafe {
             shared.arena.carve(
                 shared.origin + offset,
@@ -85,7 +85,8 @@ impl Drop for Grant {
     }
 }
 
-/// A place in the queue of waiters. Leaving it early lets the next waiters proceed.
+/// A place in the queue of waiters. If a waiter leaves the queue early, the waiters behind it are
+/// served.
 struct BufferWaiter<'a> {
     shared: &'a Arc<Shared>,
     grant: oneshot::Receiver<Grant>,
@@ -102,7 +103,7 @@ impl Drop for BufferWaiter<'_> {
 }
 
 impl State {
-    /// Whether a waiter that was not cancelled is in the queue.
+    /// Returns true if the queue contains a waiter that was not cancelled.
     fn has_waiters(&mut self) -> bool {
         while self.waiters.front().is_some_and(|(_, waiter)| waiter.is_closed()) {
             self.waiters.pop_front();
@@ -114,15 +115,16 @@ impl State {
 impl BufferPool {
     /// Creates a pool over bytes `origin..` of `arena`, with buffers of up to `largest` bytes.
     ///
-    /// A rest at the end of the arena that is smaller than `largest` stays unused.
+    /// If the rest at the end of the arena is smaller than `largest`, it stays unused.
     ///
     /// # Panics
-    /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple of
-    /// [`MIN_BUFFER`], or not one such buffer fits. If a page from `origin` on is in use already: it
-    /// belongs to another allocator, or bytes of it were [copied](Arena::copy_in).
+    /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple
+    /// of [`MIN_BUFFER`], or the arena has no space for a buffer of `largest` bytes. Also if a page
+    /// from `origin` on is already in use: it belongs to another allocator, or bytes of it were
+    /// [copied](Arena::copy_in).
     #[must_use]
     pub fn new(arena: Arc<Arena>, origin: usize, largest: usize) -> BufferPool {
-        assert!(origin.is_multiple_of(MIN_BUFFER), "pool must start on a page");
+        assert!(origin.is_multiple_of(MIN_BUFFER), "the pool must start at a page boundary");
         let free = Buddy::new(arena.len().saturating_sub(origin), MIN_BUFFER, largest);
         let low_water_bytes = free.free_bytes();
         arena.allocate_from(origin, low_water_bytes);
@@ -130,13 +132,13 @@ impl BufferPool {
         BufferPool { shared: Arc::new(Shared { arena, origin, largest, state }) }
     }
 
-    /// The arena below.
+    /// The arena that contains the buffers.
     #[must_use]
     pub fn arena(&self) -> &Arc<Arena> {
         &self.shared.arena
     }
 
-    /// Bytes of the largest buffer.
+    /// Size of the largest buffer, in bytes.
     #[must_use]
     pub fn largest(&self) -> usize {
         self.shared.largest
@@ -188,7 +190,7 @@ impl BufferPool {
             }
         };
         let grant =
-            (&mut turn.grant).await.expect("a waiter that is there is dropped only after its grant is sent");
+            (&mut turn.grant).await.expect("a waiter leaves the queue only with a grant or when cancelled");
         turn.has_come = true;
         Ok(grant.into_buf(len))
     }
@@ -227,7 +229,7 @@ impl Shared {
             && let Some(&(wanted, _)) = state.waiters.front()
         {
             let Some(grant) = Self::take(this, &mut state, wanted) else { break };
-            let (_, waiter) = state.waiters.pop_front().expect("the front was just seen");
+            let (_, waiter) = state.waiters.pop_front().expect("the queue is not empty");
             granted.push((waiter, grant));
         }
         drop(state);
@@ -253,7 +255,7 @@ pub struct Lease {
 pub struct Released(oneshot::Receiver<()>);
 
 impl Released {
-    /// Waits until the last user of the range has let go of it.
+    /// Waits until the last user of the range has dropped it.
     pub async fn wait(self) {
         // An error means that the sender was dropped, and then the range is free, too.
         let _ = self.0.await;
@@ -267,19 +269,19 @@ pub enum LeaseError {
     /// The range is empty, overflows, or is not inside the leased region.
     #[error("range {offset}+{len} is not inside the leased region {origin}+{region}")]
     Outside {
-        /// Bytes from the start of the arena.
+        /// Offset of the range from the start of the arena, in bytes.
         offset: u64,
         /// Length of the range, in bytes.
         len: u64,
-        /// Start of the region.
+        /// Offset of the region from the start of the arena, in bytes.
         origin: usize,
-        /// Length of the region.
+        /// Length of the region, in bytes.
         region: usize,
     },
-    /// The range overlaps one that has not been returned.
+    /// The range overlaps another range that is still in use.
     #[error("range {offset}+{len} overlaps a range that is still in use")]
     InUse {
-        /// Bytes from the start of the arena.
+        /// Offset of the range from the start of the arena, in bytes.
         offset: u64,
         /// Length of the range, in bytes.
         len: u64,
@@ -298,12 +300,12 @@ impl Lease {
         Lease { arena, origin, len, in_use: Arc::default() }
     }
 
-    /// Takes the exclusive use of a range that a peer named. The returned [`Released`] resolves
+    /// Claims the exclusive use of a range that a peer named. The returned [`Released`] resolves
     /// when the range is free again. Do not report the end of a call to the peer before that,
     /// because the call's memory is still in use.
     ///
     /// # Errors
-    /// If the range is outside the region or overlaps one in use.
+    /// If the range is outside the region, or overlaps a range that is in use.
     pub fn claim(&self, offset: u64, len: u64) -> Result<(ArenaBuf, Released), LeaseError> {
         let outside = LeaseError::Outside { offset, len, origin: self.origin, region: self.len };
         let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else {
@@ -323,10 +325,11 @@ impl Lease {
         let (tx, rx) = oneshot::channel();
         let release = Box::new(move || {
             map.lock().unwrap_or_else(PoisonError::into_inner).remove(&start);
-            // The receiver may be gone; ignore the error.
+            // The receiver may have been dropped; ignore the error.
             let _ = tx.send(());
         });
-        // SAFETY: the lease was given the region when it was made, and `in_use` keeps claimed ranges disjoint.
+        // SAFETY: the arena assigned the region to the lease in `Lease::new`, and `in_use` keeps
+        // claimed ranges disjoint.
         Ok((unsafe { self.arena.carve(start, size, release) }, Released(rx)))
     }
 
@@ -353,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn frozen_bytes_return_their_buffer_when_the_last_clone_goes() {
+    fn frozen_bytes_return_their_buffer_when_the_last_clone_is_dropped() {
         let pool = pool(1);
         let mut buf = pool.try_alloc(1 << 16).unwrap().unwrap();
         buf[0] = 7;
@@ -367,7 +370,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiters_are_served_in_turn_and_a_cancelled_one_loses_nothing() {
+    async fn waiters_are_served_in_order_and_a_cancelled_one_leaks_no_memory() {
         let pool = pool(1);
         let held = pool.try_alloc(1 << 16).unwrap().unwrap();
         let mut first = Box::pin(pool.alloc(1 << 16));
@@ -381,19 +384,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_waiter_that_has_gone_holds_nobody_up() {
+    async fn a_cancelled_waiter_does_not_block_the_waiters_behind_it() {
         let pool = pool(1);
         let held = pool.try_alloc(1 << 15).unwrap().unwrap();
         let mut first = Box::pin(pool.alloc(1 << 16));
         let mut second = Box::pin(pool.alloc(4096));
         assert!(futures_poll(&mut first).is_none() && futures_poll(&mut second).is_none());
         drop(first);
-        assert!(futures_poll(&mut second).is_some(), "there is room for it");
+        assert!(futures_poll(&mut second).is_some(), "enough memory is free for the second waiter");
         let mut third = Box::pin(pool.alloc(1 << 16));
         assert!(futures_poll(&mut third).is_none());
-        assert!(pool.try_alloc(4096).unwrap().is_none(), "it does not overtake");
+        assert!(pool.try_alloc(4096).unwrap().is_none(), "try_alloc does not overtake a waiter");
         drop(third);
-        assert!(pool.try_alloc(4096).unwrap().is_some(), "nobody waits");
+        assert!(pool.try_alloc(4096).unwrap().is_some(), "no waiter is left");
         drop(held);
         assert_eq!(pool.free_bytes().0, 1 << 16);
     }
@@ -408,7 +411,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buffers_never_overlap_and_all_memory_comes_back(sizes in proptest::collection::vec((1usize..70_000, 0usize..8), 1..80)) {
+        fn buffers_never_overlap_and_all_memory_is_returned(sizes in proptest::collection::vec((1usize..70_000, 0usize..8), 1..80)) {
             let pool = pool(4);
             let mut held: Vec<ArenaBuf> = Vec::new();
             for (size, victim) in sizes {
@@ -439,11 +442,11 @@ mod tests {
         assert!(matches!(lease.claim(u64::MAX, 2), Err(LeaseError::Outside { .. })));
         assert!(matches!(lease.claim(8192, 0), Err(LeaseError::Outside { .. })));
         let other = lease.claim(8192, 4096).unwrap();
-        assert!(released.0.try_recv().is_err(), "somebody holds it");
+        assert!(released.0.try_recv().is_err(), "the buffer is still held");
         let bytes = held.freeze();
         let clone = bytes.clone();
         drop((bytes, other));
-        assert!(released.0.try_recv().is_err(), "a clone counts");
+        assert!(released.0.try_recv().is_err(), "a clone of the bytes still holds the range");
         drop(clone);
         assert!(released.0.try_recv().is_ok());
         assert_eq!(lease.in_use(), 0);

@@ -42,7 +42,8 @@ impl Usage {
 pub struct ProcessUsage {
     /// Sum over the process. The CPU time includes threads that have ended.
     pub total: Usage,
-    /// By thread class: a thread's name up to its first dash. `main` is the thread that has no class.
+    /// Usage of each thread class. The class is the thread's name up to the first dash. `main`
+    /// stands for threads whose name has no dash.
     pub by_class: BTreeMap<String, Usage>,
     /// Peak resident memory of the process (`VmHWM`), in bytes.
     pub peak_resident_bytes: u64,
@@ -52,12 +53,13 @@ impl ProcessUsage {
     /// Reads process `pid`.
     ///
     /// # Errors
-    /// If there is no such process or it may not be inspected.
+    /// If the process does not exist, or this process may not inspect it.
     pub fn read(pid: u32) -> io::Result<ProcessUsage> {
         let mut by_class: BTreeMap<String, Usage> = BTreeMap::new();
         let mut threads = Usage::default();
         for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
-            // A thread may end between the listing and the reading; it then counts in the process's total only.
+            // A thread may end between the listing and the reading; then only the total CPU time of
+            // the process includes it.
             let Ok(usage) = entry.and_then(|e| Ok((thread_class(&e.path())?, thread_usage(&e.path())?)))
             else {
                 continue;
@@ -109,7 +111,8 @@ fn thread_usage(task: &std::path::Path) -> io::Result<Usage> {
     Ok(Usage { cpu_seconds, context_switches, wake_ups })
 }
 
-/// `utime + stime` of a `/proc/…/stat` line, in seconds; proc(5), fields 14 and 15, in clock ticks of 10 ms.
+/// Returns `utime + stime` of a `/proc/…/stat` line, in seconds. In proc(5), these are fields 14
+/// and 15, in clock ticks.
 fn cpu_of_stat(stat: &str) -> f64 {
     let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks: u64 =
@@ -128,7 +131,7 @@ mod tests {
     use crate::thread::{ThreadClass, spawn};
 
     #[test]
-    fn a_busy_thread_is_booked_to_its_class() {
+    fn the_cpu_time_of_a_busy_thread_counts_for_its_class() {
         let pid = std::process::id();
         let before = ProcessUsage::read(pid).unwrap();
         let (done, hold) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());

@@ -9,7 +9,8 @@ use tokio::sync::oneshot::error::RecvError;
 
 /// Waits for the reply to a call that reserves something, for example space. If the future is
 /// dropped after the reply was sent but before it returned the reply, `give_back` receives the
-/// reply. If the reply comes after the drop, sending fails and the sender releases the reservation.
+/// reply. If the reply is sent after the drop, sending fails, and the sender must release the
+/// reservation.
 #[derive(Debug)]
 pub struct Reclaim<T, F: FnOnce(T)> {
     answer: oneshot::Receiver<T>,
@@ -51,7 +52,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_that_is_taken_is_not_given_back() {
+    async fn a_received_reply_is_not_given_back() {
         let mut given_back = None;
         let (sender, mut waiting) = reclaim(&mut given_back);
         sender.send(7).unwrap();
@@ -61,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_nobody_takes_is_given_back() {
+    fn a_reply_that_is_sent_but_not_received_is_given_back() {
         let mut given_back = None;
         let (sender, waiting) = reclaim(&mut given_back);
         sender.send(7).unwrap();
@@ -70,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sender_of_a_late_answer_keeps_it() {
+    fn the_sender_keeps_a_reply_that_is_sent_after_the_drop() {
         let mut given_back = None;
         let (sender, waiting) = reclaim(&mut given_back);
         drop(waiting);

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-/// Polling stops after this many failures in a row. Then every [`RETRY`]th sleep tries it again.
+/// Number of failures in a row after which polling stops. From then on, only every [`RETRY`]th
+/// sleep is preceded by polling.
 const CREDIT_MAX: u32 = 8;
 const RETRY: u32 = 32;
 
-/// Polls for a short time before sleep, as long as polling finds work.
+/// Decides whether a thread polls for a short time before it sleeps. It polls as long as polling
+/// finds work.
 #[derive(Debug)]
 pub struct Spinner {
     credit: u32,
@@ -21,7 +23,7 @@ impl Default for Spinner {
 }
 
 impl Spinner {
-    /// Records that there was work. Returns whether polling found it.
+    /// Records that there was work. Returns true if polling found the work.
     pub fn worked(&mut self) -> bool {
         let found = self.since.take().is_some();
         if found {
@@ -30,7 +32,8 @@ impl Spinner {
         found
     }
 
-    /// Records that there was no work. Returns whether to poll again instead of sleeping.
+    /// Records that there was no work. Returns true if the caller should poll again instead of
+    /// sleeping. `spin` is the maximum time of polling before a sleep.
     pub fn look_again(&mut self, spin: Duration) -> bool {
         let Some(since) = self.since else {
             self.sleeps = self.sleeps.wrapping_add(1);
@@ -53,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spinning_that_never_pays_becomes_rare() {
+    fn polling_that_never_finds_work_becomes_rare() {
         let mut spinner = Spinner::default();
         let spin = Duration::from_nanos(1);
         let mut tried = 0;

@@ -11,7 +11,7 @@ thread_local! {
 
 /// Runs `body` and turns a panic into an error with the panic's message. Use it for calls into
 /// libraries that panic on damaged input. The process's panic hook normally ends the process, but
-/// lets the panic pass if [`is_catching`] returns true.
+/// does not do so while [`is_catching`] returns true.
 ///
 /// # Errors
 /// The panic's message.
@@ -25,7 +25,7 @@ pub fn catch_panic<T>(body: impl FnOnce() -> T + UnwindSafe) -> Result<T, String
     })
 }
 
-/// Whether this thread is inside [`catch_panic`].
+/// Returns true if this thread is inside [`catch_panic`].
 #[must_use]
 pub fn is_catching() -> bool {
     CATCHING.get()
@@ -73,7 +73,7 @@ impl ThreadClass {
         ThreadClass::Admin,
     ];
 
-    /// The name's prefix.
+    /// Prefix of the names of threads of this class.
     #[must_use]
     pub const fn prefix(self) -> &'static str {
         match self {
@@ -90,7 +90,7 @@ impl ThreadClass {
         }
     }
 
-    /// The class of a thread's name.
+    /// Returns the class of the thread with this name; `None` if the name has no known prefix.
     #[must_use]
     pub fn of_name(name: &str) -> Option<ThreadClass> {
         let (prefix, _) = name.split_once('-')?;
@@ -101,7 +101,7 @@ impl ThreadClass {
 /// Starts a thread called `<class>-<suffix>`. Linux keeps the first 15 bytes of a thread's name.
 ///
 /// # Errors
-/// If the system has no room for another thread.
+/// If the system cannot create another thread.
 pub fn spawn<T: Send + 'static>(
     class: ThreadClass,
     suffix: &str,
@@ -126,20 +126,23 @@ mod tests {
         for class in ThreadClass::ALL {
             assert_eq!(ThreadClass::of_name(&format!("{}-0", class.prefix())), Some(class));
         }
-        assert_eq!(ThreadClass::of_name("eca"), None, "no dash, no class");
+        assert_eq!(ThreadClass::of_name("eca"), None, "a name without a dash has no class");
     }
 
     #[test]
-    fn a_thread_that_works_uses_cpu_time() {
+    fn the_cpu_time_of_a_thread_grows_while_it_works() {
         let before = cpu_time();
         while cpu_time() - before < Duration::from_millis(2) {
             std::hint::spin_loop();
         }
-        assert!(std::thread::spawn(cpu_time).join().unwrap() < cpu_time(), "each has its own");
+        assert!(
+            std::thread::spawn(cpu_time).join().unwrap() < cpu_time(),
+            "each thread has its own CPU time"
+        );
     }
 
     #[test]
-    fn a_caught_panic_is_an_error_and_the_thread_is_as_before() {
+    fn a_caught_panic_becomes_an_error_and_the_thread_continues() {
         assert!(!is_catching());
         assert_eq!(catch_panic(is_catching), Ok(true));
         assert_eq!(

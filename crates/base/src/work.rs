@@ -28,7 +28,7 @@ thread_local! {
     static BOOK: ThreadBook = ThreadBook::open();
 }
 
-/// The pages of all running threads that have booked work.
+/// The sums of all running threads that have booked work.
 static PAGES: Mutex<Vec<Weak<BookPage>>> = Mutex::new(Vec::new());
 
 /// The times of one thread.
@@ -88,7 +88,8 @@ pub fn of_this_thread() -> WorkTime {
     })
 }
 
-/// Returns the sum over all running threads of a class. Work in progress counts when it ends.
+/// Returns the booked time of all running threads of a class. Work in progress is not counted
+/// before it ends.
 #[must_use]
 pub fn of_threads(class: ThreadClass) -> WorkTime {
     let pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,7 +184,7 @@ mod tests {
         {
             let _inner = enter(MSGR);
             spin();
-            assert!(at_least_one_spin(of_this_thread().ns(MSGR)), "also while it goes on");
+            assert!(at_least_one_spin(of_this_thread().ns(MSGR)), "work in progress counts, too");
         }
         drop(outer);
         let work = of_this_thread();
@@ -191,11 +192,11 @@ mod tests {
         assert_eq!(work.total_ns(), work.ns(OSD) + work.ns(MSGR));
         assert!(u128::from(work.total_ns()) <= started.elapsed().as_nanos());
         spin();
-        assert_eq!(of_this_thread(), work, "nothing is booked outside");
+        assert_eq!(of_this_thread(), work, "time outside of booked work is not counted");
     }
 
     #[tokio::test]
-    async fn only_polls_count() {
+    async fn only_the_time_of_polls_is_counted() {
         let started = Instant::now();
         booked(MSGR, async {
             spin();
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn others_see_what_threads_of_a_class_have_done() {
+    fn the_work_of_a_class_is_visible_to_other_threads() {
         let before = of_threads(ThreadClass::Dma);
         let (done, wait) = std::sync::mpsc::channel();
         let (end, ended) = std::sync::mpsc::channel::<()>();
@@ -229,12 +230,12 @@ mod tests {
         assert_eq!(
             of_threads(ThreadClass::Dma).ns(OSD),
             before.ns(OSD),
-            "a thread that has ended does not count"
+            "a thread that has ended is not counted"
         );
     }
 
     #[test]
-    fn a_panic_ends_its_work() {
+    fn a_panic_ends_the_booked_work() {
         let result = std::panic::catch_unwind(|| {
             let _inside = enter(OSD);
             panic!("for a test");

@@ -46,7 +46,8 @@ impl Code {
         &self.matrix
     }
 
-    /// Multiplies data by the parity matrix, without checking the arguments.
+    /// The prepared multiplication of data by the parity matrix. The caller must check the
+    /// arguments.
     pub(crate) fn parity(&self) -> &dyn Transform {
         &*self.parity
     }
@@ -68,12 +69,13 @@ impl Code {
 
     /// Updates parity after a change of data fragment `column`. `delta` is the XOR of the old and
     /// the new data. `parity` contains some or all parity rows (0 to `m` - 1), in any order. Each
-    /// row comes with the bytes of its fragment at the place of the change. Leave out rows whose
-    /// fragments are lost.
+    /// row is paired with the bytes of its fragment at the place of the change. Leave out rows
+    /// whose fragments are lost.
     ///
     /// # Errors
-    /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]. After an error, `parity` is
-    /// unchanged.
+    /// [`EcError::NoSuch`] if the column or a row does not exist, [`EcError::Twice`] if a row is
+    /// listed twice, and [`EcError::Length`] if the slices differ in length. After an error,
+    /// `parity` is unchanged.
     pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
         let (k, m) = (self.geometry.k(), self.geometry.m());
         if column >= k {

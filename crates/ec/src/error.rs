@@ -10,14 +10,14 @@ pub type Result<T, E = EcError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum EcError {
     /// The text is not a geometry.
-    #[error("{text:?} is no geometry; write data fragments + parity fragments, such as 4+2")]
+    #[error("{text:?} is not a geometry; write the numbers of data and parity fragments, for example 4+2")]
     Syntax {
         /// The text.
         text: String,
     },
     /// No code has these numbers of fragments.
     #[error(
-        "there is no code of {k} data and {m} parity fragments; choose at least one of each, and at most 255 together"
+        "there is no code of {k} data and {m} parity fragments; choose at least one of each, and at most 255 in total"
     )]
     Geometry {
         /// Number of data fragments requested.
@@ -26,7 +26,7 @@ pub enum EcError {
         m: usize,
     },
     /// A call has too many or too few slices for the code's fragments.
-    #[error("{found} slices were given as {what}, where {expected} are needed; give one per fragment")]
+    #[error("{found} slices were passed as {what}, but {expected} are needed; pass one slice per fragment")]
     Count {
         /// Purpose of the slices.
         what: &'static str,
@@ -37,7 +37,7 @@ pub enum EcError {
     },
     /// The slices of one call differ in length.
     #[error(
-        "slice {index} of {what} has {found} bytes, where {expected} are needed; fragments are of one length"
+        "slice {index} of {what} has {found} bytes, but {expected} are needed; all fragments have the same length"
     )]
     Length {
         /// Purpose of the slices.
@@ -50,7 +50,7 @@ pub enum EcError {
         found: usize,
     },
     /// The code has no fragment, column or row with this index.
-    #[error("a {geometry} code has no {what} {index}; they are counted from 0")]
+    #[error("a {geometry} code has no {what} {index}; indices start at 0")]
     NoSuch {
         /// Kind of index: `fragment`, `data fragment` or `parity row`.
         what: &'static str,
@@ -68,7 +68,7 @@ pub enum EcError {
         index: usize,
     },
     /// Too few fragments are present to reconstruct the others.
-    #[error("{present} fragments are there and {needed} are needed; bring back at least {}", needed.saturating_sub(*present))]
+    #[error("{present} fragments are present, but {needed} are needed; bring back at least {} more", needed.saturating_sub(*present))]
     TooFew {
         /// Number of fragments present.
         present: usize,
@@ -76,7 +76,9 @@ pub enum EcError {
         needed: usize,
     },
     /// The stripe unit has an invalid size.
-    #[error("a stripe unit of {unit} bytes cannot be used here; choose a multiple of {multiple} up to {max}")]
+    #[error(
+        "a stripe unit of {unit} bytes is not possible; choose a multiple of {multiple} bytes, at most {max}"
+    )]
     Unit {
         /// The size in bytes.
         unit: usize,
@@ -102,7 +104,7 @@ pub enum EcError {
         name: String,
     },
     /// GFNI was requested, but the processor does not have these instructions.
-    #[error("this processor has no GFNI and AVX-512; use the kernel isal or portable")]
+    #[error("this processor does not have both GFNI and AVX-512; use the kernel isal or portable")]
     NoGfni,
     /// ISA-L was requested, but cannot be loaded.
     #[error(

@@ -50,7 +50,7 @@ impl Geometry {
         self.k as usize
     }
 
-    /// Number of parity fragments, and of fragments that may be lost.
+    /// Number of parity fragments, which is also the maximum number of fragments that may be lost.
     #[must_use]
     pub const fn m(self) -> usize {
         self.m as usize
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_goes_both_ways() {
+    fn only_the_text_form_of_a_geometry_is_parsed() {
         for (text, k, m) in [("1+1", 1, 1), ("4+2", 4, 2), ("128+32", 128, 32), ("254+1", 254, 1)] {
             let geometry: Geometry = text.parse().unwrap();
             assert_eq!((geometry.k(), geometry.m(), geometry.fragments()), (k, m, k + m));
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_numbers_of_fragments_are_refused() {
         for (k, m) in
             [(0, 1), (1, 0), (0, 0), (255, 1), (1, 255), (128, 128), (usize::MAX, usize::MAX), (256, 0)]
         {

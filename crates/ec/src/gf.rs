@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn every_product_is_right() {
+    fn every_product_equals_schoolbook_multiplication() {
         for a in 0..=255 {
             assert_eq!(double(a), by_hand(a, 2));
             for b in 0..=255 {
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn every_inverse_is_right() {
+    fn every_element_times_its_inverse_is_one() {
         for x in 1..=255 {
             assert_eq!(by_hand(x, inverse(x)), 1, "{x}");
         }

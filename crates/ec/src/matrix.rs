@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_matrix_times_its_inverse_changes_nothing() {
+    fn a_matrix_times_its_inverse_is_the_unit_matrix() {
         for size in [1, 2, 7, 40] {
             let matrix = Matrix::parity(Geometry::new(size, size).unwrap());
             let unit = Matrix::from_fn(size, size, |row, column| u8::from(row == column));

@@ -20,8 +20,8 @@ impl Code {
     /// ones first.
     ///
     /// # Errors
-    /// [`EcError::TooFew`] if fewer than `k` are present; [`EcError::NoSuch`] and
-    /// [`EcError::Twice`].
+    /// [`EcError::TooFew`] if fewer than `k` fragments are present, [`EcError::NoSuch`] if a
+    /// fragment does not exist, and [`EcError::Twice`] if a fragment is listed twice.
     pub fn recovery(&self, present: &[usize], wanted: &[usize]) -> Result<Recovery> {
         let geometry = self.geometry();
         for list in [present, wanted] {
@@ -59,7 +59,8 @@ impl Recovery {
     /// `out` follows the order in which the wanted fragments were named.
     ///
     /// # Errors
-    /// [`EcError::Count`] and [`EcError::Length`]: all slices must have the same length.
+    /// [`EcError::Count`] if there are too few or too many slices, and [`EcError::Length`] if the
+    /// slices differ in length.
     pub fn run(&self, sources: &[&[u8]], out: &mut [&mut [u8]]) -> Result<()> {
         check_count("sources", sources.len(), self.sources.len())?;
         check_count("fragments to compute", out.len(), self.wanted)?;

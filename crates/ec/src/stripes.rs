@@ -1,4 +1,4 @@
-//! Encodes many stripes at once, together with the checksums that the parity is stored with.
+//! Encodes many stripes at once, and computes the checksums of their parity blocks.
 
 use base::block::{BLOCK_SIZE, crc32c};
 
@@ -6,9 +6,9 @@ use crate::code::{check_count, check_lengths};
 use crate::prefetch::{CACHE_LINE, prefetch};
 use crate::{Code, EcError, Result};
 
-/// Bytes of data and parity that are encoded before the parity is checksummed. They are still in
-/// the second-level cache then. A smaller value would shorten the sequential runs and slow memory
-/// down.
+/// Number of bytes of data and parity that are encoded before the parity is checksummed. So few
+/// bytes are still in the second-level cache at that time. A smaller value would make memory
+/// slower, because it shortens the sequential accesses.
 const CHUNK: usize = 1 << 20;
 
 impl Code {
@@ -20,8 +20,9 @@ impl Code {
     /// bytes is appended to `checksums[i]`.
     ///
     /// # Errors
-    /// [`EcError::Unit`] unless units are whole blocks; [`EcError::PartialStripe`],
-    /// [`EcError::Count`], [`EcError::Length`].
+    /// [`EcError::Unit`] unless units are whole blocks, [`EcError::PartialStripe`] unless `data`
+    /// consists of whole stripes, and [`EcError::Count`] or [`EcError::Length`] if `parity` or
+    /// `checksums` do not match the code and the data.
     pub fn encode_stripes(
         &self,
         unit: usize,
@@ -97,8 +98,9 @@ fn chunk(fragments: usize, unit: usize) -> usize {
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: these units from an offset on. Checksumming leaves memory
-/// bandwidth unused, which is used to prefetch the first bytes of each unit.
+/// The data that is encoded next: these units from an offset on. While the parity is checksummed,
+/// the first bytes of each unit are prefetched, because checksumming leaves memory bandwidth
+/// unused.
 #[derive(Debug)]
 struct Ahead<'a> {
     units: &'a [&'a [u8]],

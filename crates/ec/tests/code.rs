@@ -1,4 +1,5 @@
-//! What a code promises: lost fragments come back, changes reach the parity, and mistakes are told.
+//! Tests of the erasure code: it reconstructs lost fragments, updates parity after a change, and
+//! refuses wrong arguments.
 
 mod common;
 
@@ -10,14 +11,14 @@ use rand::rngs::SmallRng;
 use rand::seq::index;
 use rand::{Rng, SeedableRng};
 
-/// Every way to lose up to `m` of the fragments.
+/// Returns every set of up to `m` lost fragments.
 fn every_loss(fragments: usize, m: usize) -> Vec<Vec<usize>> {
     let subset = |bits: u32| (0..fragments).filter(|fragment| bits >> fragment & 1 == 1).collect::<Vec<_>>();
     (0..1 << fragments).map(subset).filter(|lost| lost.len() <= m).collect()
 }
 
 #[test]
-fn every_loss_of_a_small_code_is_made_good() {
+fn every_loss_of_a_small_code_is_reconstructed() {
     for (k, m, patterns) in [(2, 1, 4), (4, 2, 22), (6, 3, 130)] {
         let losses = every_loss(k + m, m);
         assert_eq!(losses.len(), patterns);
@@ -29,13 +30,13 @@ fn every_loss_of_a_small_code_is_made_good() {
 }
 
 #[test]
-fn random_losses_of_wide_codes_are_made_good() {
+fn random_losses_of_wide_codes_are_reconstructed() {
     for (k, m, len, rounds) in [(10, 4, 130, 1000), (128, 32, 64, 12), (223, 32, 17, 2), (1, 254, 9, 3)] {
         for code in codes(k, m) {
             let fragments = fragments(&code, 2, len);
             let mut random = SmallRng::seed_from_u64(3);
             for round in 0..rounds {
-                // As many as can be at least once.
+                // The first round loses the maximum number of fragments.
                 let count = if round == 0 { m } else { random.random_range(0..=m) };
                 lose_and_recover(&code, &fragments, &index::sample(&mut random, k + m, count).into_vec());
             }
@@ -50,19 +51,21 @@ fn one_loss_too_many_is_an_error() {
             let present: Vec<usize> = (m + 1..k + m).collect();
             let error = code.recovery(&present, &[0]).unwrap_err();
             assert_eq!(error, EcError::TooFew { present: k - 1, needed: k });
-            assert!(error.to_string().contains(&format!("{} fragments are there and {k} are needed", k - 1)));
+            assert!(
+                error.to_string().contains(&format!("{} fragments are present, but {k} are needed", k - 1))
+            );
         }
     }
 }
 
 #[test]
-fn the_fragments_named_first_are_read() {
+fn a_recovery_reads_the_fragments_that_are_listed_first() {
     let code = &codes(4, 2)[0];
     assert_eq!(code.recovery(&[5, 3, 0, 4, 2], &[1]).unwrap().sources(), [5, 3, 0, 4]);
 }
 
 #[test]
-fn stripes_have_the_parity_of_their_units_and_its_checksums() {
+fn stripes_get_the_parity_of_their_units_and_its_checksums() {
     for (k, m, unit, stripes) in
         [(4, 2, 4096, 3), (10, 4, 65536, 2), (2, 1, 3 * 65536, 1), (128, 32, 8192, 1), (3, 2, 4096, 0)]
     {
@@ -71,12 +74,12 @@ fn stripes_have_the_parity_of_their_units_and_its_checksums() {
             let mut parity = vec![vec![0xee; unit * stripes]; m];
             let mut sums = vec![vec![]; m];
             code.encode_stripes(unit, &data, &mut slices_mut(&mut parity), &mut sums).unwrap();
-            // Units of their own, wherever they are, give the same.
+            // Units that are not contiguous must produce the same parity and checksums.
             let units: Vec<Vec<u8>> = data.chunks(unit).map(<[u8]>::to_vec).collect();
             let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
             let (mut apart, mut apart_sums) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
             code.encode_units(&units, &mut slices_mut(&mut apart), &mut apart_sums).unwrap();
-            assert!(apart == parity && apart_sums == sums, "{k}+{m}, units by themselves");
+            assert!(apart == parity && apart_sums == sums, "{k}+{m}, units that are not contiguous");
             for (index, stripe) in data.chunks(k * unit).enumerate() {
                 let mut expected = vec![vec![0; unit]; m];
                 code.encode(&stripe.chunks(unit).collect::<Vec<_>>(), &mut slices_mut(&mut expected))
@@ -99,7 +102,7 @@ fn refused(code: &Code, unit: usize, data: usize, parity: &[usize], sums: usize)
 }
 
 #[test]
-fn calls_that_make_no_sense_are_refused() {
+fn calls_with_wrong_arguments_are_refused() {
     let code = &codes(2, 2)[0];
     let geometry = code.geometry();
     let (a, b) = (&[1_u8, 2, 3][..], &[4_u8, 5][..]);
@@ -112,7 +115,7 @@ fn calls_that_make_no_sense_are_refused() {
     assert_eq!(code.encode(&[a, a], &mut [&mut x, &mut y]), Err(parity_length.clone()));
 
     assert_eq!(code.update(0, a, &mut [(0, &mut x), (1, &mut y)]), Err(parity_length));
-    assert_eq!(x, [0; 3], "nothing has been changed");
+    assert_eq!(x, [0; 3], "the parity is unchanged");
     let no_such = |what, index| EcError::NoSuch { what, index, geometry };
     assert_eq!(code.update(2, a, &mut []), Err(no_such("data fragment", 2)));
     assert_eq!(code.update(0, b, &mut [(2, &mut y)]), Err(no_such("parity row", 2)));
@@ -151,7 +154,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_lost_comes_back(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
+    fn random_losses_of_random_codes_are_reconstructed(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
         for code in codes(k, m) {
             let fragments = fragments(&code, seed, len);
             let mut random = SmallRng::seed_from_u64(seed);
@@ -161,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn an_update_equals_encoding_anew(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
+    fn an_update_equals_encoding_the_new_data(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
         for code in codes(k, m) {
             let mut fragments = fragments(&code, seed, len);
             let column = seed as usize % k;
@@ -169,7 +172,7 @@ proptest! {
             let delta: Vec<u8> = new.iter().zip(&fragments[column]).map(|(a, b)| a ^ b).collect();
             let (data, parity) = fragments.split_at_mut(k);
             let untouched = parity.to_vec();
-            // Some rows, the last ones first: the others' fragments are lost.
+            // Update only some rows, in reverse order. The fragments of the other rows are lost.
             let chosen = |row: &usize| rows >> row & 1 == 1;
             let mut some: Vec<(usize, &mut [u8])> =
                 parity.iter_mut().map(Vec::as_mut_slice).enumerate().rev().filter(|(row, _)| chosen(row)).collect();

@@ -1,4 +1,4 @@
-//! Files as fragments: what comes back, and what is noticed.
+//! Tests of fragment files: files are restored, and damage is detected.
 
 mod common;
 
@@ -29,7 +29,7 @@ fn decoded(fragments: Vec<Fragment>) -> Result<Vec<u8>, FragmentError> {
     Ok(out)
 }
 
-/// All but some.
+/// Returns all fragments except those with the indices `lost`.
 fn without(fragments: &[Fragment], lost: &[usize]) -> Vec<Fragment> {
     fragments
         .iter()
@@ -44,7 +44,7 @@ fn flip(fragment: &mut Fragment, at: usize) {
 }
 
 #[test]
-fn files_of_every_length_come_back_from_any_k_fragments() {
+fn files_of_every_length_are_restored_from_any_k_fragments() {
     let stripe = 4 * 256;
     for len in [0, 1, 63, 64, 65, 255, 256, 257, stripe - 1, stripe, stripe + 1, 2 * stripe, 5 * stripe + 77]
     {
@@ -67,10 +67,10 @@ fn files_of_every_length_come_back_from_any_k_fragments() {
 }
 
 #[test]
-fn fragments_are_as_documented_and_no_longer_than_needed() {
+fn fragments_match_the_documented_format_and_are_not_too_long() {
     let data = noise(7, 1000);
     let (_, fragments) = cut("2+1", 256, 9, &data);
-    // A stripe of 512 bytes, and one of 488, whose units are 256 long again.
+    // The file has one stripe of 512 bytes and one of 488 bytes. Units have 256 bytes in both.
     assert!(fragments.iter().all(|fragment| fragment.get_ref().len() == 64 + 2 * (256 + 4)));
     let second = fragments[1].get_ref();
     assert_eq!(second[..8], *b"obshard\0");
@@ -94,10 +94,10 @@ fn all_kernels_write_the_same_fragments() {
 }
 
 #[test]
-fn damage_counts_in_its_stripe_only() {
+fn damage_to_a_fragment_affects_only_its_stripe() {
     let data = noise(1, 3 * 4 * 128);
     let (_, mut fragments) = cut("4+2", 128, 1, &data);
-    // Two fragments are damaged in each stripe, four in all.
+    // Two fragments are damaged in each stripe, but not the same two.
     for (fragment, stripe) in [(0, 0), (1, 0), (2, 1), (3, 1), (0, 2), (5, 2)] {
         flip(&mut fragments[fragment], 64 + stripe * 132 + 17);
     }
@@ -107,7 +107,7 @@ fn damage_counts_in_its_stripe_only() {
     let (mut set, mut out) = (open(fragments.clone()).unwrap(), vec![]);
     set.decode(&mut out).unwrap();
     assert!(out == data);
-    assert_eq!(set.lost(), [0, 1, 2, 3], "the last fragment has not been read");
+    assert_eq!(set.lost(), [0, 1, 2, 3], "the damaged record of fragment 5 has not been read");
     let damaged = |stripes| FragmentState::Damaged { stripes };
     let mut checked = 0;
     let states = open(fragments.clone()).unwrap().check(|bytes| checked += bytes);
@@ -120,14 +120,14 @@ fn damage_counts_in_its_stripe_only() {
 }
 
 #[test]
-fn lost_fragments_are_made_anew_as_they_were() {
+fn lost_fragments_are_rebuilt_byte_for_byte() {
     let data = noise(2, 10_000);
     let (_, fragments) = cut("6+3", 320, 1, &data);
     for lost in [vec![0, 4, 7], vec![6, 7, 8], vec![8]] {
         let mut given = without(&fragments, &lost);
         let mut anew: Vec<(usize, Fragment)> = lost.iter().map(|n| (*n, Cursor::new(vec![]))).collect();
         let last = given[0].get_ref().len();
-        // A fragment that is there but damaged is not trusted to make others.
+        // The rebuild must not use the damaged part of a fragment.
         if lost.len() < 3 {
             flip(&mut given[0], last - 1);
         }
@@ -147,7 +147,7 @@ fn lost_fragments_are_made_anew_as_they_were() {
 }
 
 #[test]
-fn fragments_of_different_files_are_never_mixed() {
+fn fragments_of_different_encodings_are_never_mixed() {
     let (_, a) = cut("2+1", 64, 1, b"one state of a file");
     let (_, b) = cut("2+1", 64, 2, b"one state of a file");
     let mixed = open(vec![a[0].clone(), b[1].clone(), a[2].clone()]);
@@ -162,7 +162,7 @@ fn fragments_of_different_files_are_never_mixed() {
 }
 
 #[test]
-fn a_fragment_that_was_not_finished_is_none() {
+fn an_unfinished_fragment_is_not_accepted() {
     struct Breaks(usize);
     impl std::io::Read for Breaks {
         fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
@@ -197,9 +197,9 @@ fn impossible_units_and_counts_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever happens to fragments, the file comes back as it was or there is an error.
+    /// Decoding damaged fragments returns either the original file or an error.
     #[test]
-    fn wrong_data_never_comes_out(
+    fn decoding_never_returns_wrong_data(
         len in 0..3000_usize,
         damage in proptest::collection::vec((0..6_usize, any::<prop::sample::Index>(), any::<u8>()), 0..12),
         cuts in proptest::collection::vec((0..6_usize, any::<prop::sample::Index>()), 0..3),

@@ -1,4 +1,4 @@
-//! Every kernel gives the same bytes, and the right ones.
+//! Tests that all kernels compute the same, correct bytes.
 
 mod common;
 
@@ -6,7 +6,7 @@ use common::{codes, kernels, noise, slices, slices_mut};
 use ec::{Code, Geometry, KernelChoice, Matrix};
 use proptest::prelude::*;
 
-/// Multiplication as it is taught, so that nothing of the crate is trusted.
+/// Schoolbook multiplication in the field, which shares no code with the crate.
 fn multiply(mut a: u16, mut b: u16) -> u16 {
     let mut product = 0;
     while b != 0 {
@@ -22,7 +22,7 @@ fn multiply(mut a: u16, mut b: u16) -> u16 {
     product
 }
 
-/// Parity byte by byte.
+/// Computes parity byte by byte, without code of the crate.
 fn parity_by_hand(k: usize, m: usize, data: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let coefficient = |row: usize, column: usize| {
         let x = ((k + row) ^ column) as u16;
@@ -40,7 +40,7 @@ fn unhex(text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn known_answers() {
+fn encoding_returns_the_parity_of_the_test_vectors() {
     let mut count = 0;
     let lines = include_str!("vectors/parity.txt").lines();
     for line in lines.filter(|line| !line.starts_with('#')) {
@@ -57,7 +57,7 @@ fn known_answers() {
     assert_eq!(count, 10);
 }
 
-/// 0, 1 and all lengths around what vector registers, blocks and tails change at.
+/// Lengths of 0, 1 and around the sizes of vector registers and blocks, or random lengths.
 fn length() -> impl Strategy<Value = usize> {
     prop_oneof![
         proptest::sample::select(vec![
@@ -71,7 +71,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn small_codes_are_right(k in 1..6_usize, m in 1..5_usize, len in 0..200_usize, seed: u64) {
+    fn small_codes_equal_an_independent_computation(k in 1..6_usize, m in 1..5_usize, len in 0..200_usize, seed: u64) {
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
         for code in codes(k, m) {
             let mut parity = vec![vec![0xee; len]; m];
@@ -81,7 +81,7 @@ proptest! {
     }
 
     #[test]
-    fn kernels_agree(k in 1..40_usize, m in 1..20_usize, len in length(), column: prop::sample::Index, seed: u64) {
+    fn all_kernels_compute_the_same_bytes(k in 1..40_usize, m in 1..20_usize, len in length(), column: prop::sample::Index, seed: u64) {
         let geometry = Geometry::new(k, m).unwrap();
         let matrix = Matrix::parity(geometry);
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
@@ -98,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_outside_the_slices_is_written(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
+    fn no_byte_outside_the_slices_is_written(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
         for code in codes(k, m) {
             let mut parity = vec![vec![0xee; len + 128]; m];
@@ -114,7 +114,7 @@ proptest! {
 }
 
 #[test]
-fn choices_have_names() {
+fn kernel_choices_are_parsed_by_name_and_auto_is_the_best() {
     for name in ["auto", "gfni", "isal", "portable"] {
         assert_eq!(name.parse::<KernelChoice>().unwrap().to_string(), name);
     }

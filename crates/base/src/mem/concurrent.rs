@@ -1,16 +1,16 @@
 //! Copies of bytes that other threads, processes or devices may read and write at the same time.
 //!
 //! An ordinary copy of such bytes is a data race, which the language does not define. These copies
-//! are defined: each byte is read or written by itself, as by a relaxed atomic access, so that a
-//! concurrent change can only make the copied bytes arbitrary. The speed is that of `memcpy`,
-//! because the C library's `memcpy` does the work; it is called from inline assembly, which hides
-//! it from the compiler's assumptions about ordinary accesses.
+//! are defined: each byte is read or written individually, as if by a relaxed atomic access. So a
+//! concurrent change can only make the copied bytes arbitrary. They are as fast as `memcpy`,
+//! because they call the `memcpy` of the C library. The call is in inline assembly, so that the
+//! compiler makes no assumptions about the accesses.
 
-/// Copies `len` bytes from `src` to `dst`, each as by a relaxed atomic load and store.
+/// Copies `len` bytes from `src` to `dst`, each as if by a relaxed atomic load and store.
 ///
 /// # Safety
 /// Both ranges must be mapped for as long as the copy runs, and must not overlap. Each range is
-/// either private to the caller, or memory that this process accesses by this function only.
+/// either private to the caller, or memory that this process accesses only by this function.
 #[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise. `memcpy` follows the C calling convention, and the stack is
@@ -27,11 +27,11 @@ pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// Copies `len` bytes from `src` to `dst`, each as by a relaxed atomic load and store.
+/// Copies `len` bytes from `src` to `dst`, each as if by a relaxed atomic load and store.
 ///
 /// # Safety
 /// Both ranges must be mapped for as long as the copy runs, and must not overlap. Each range is
-/// either private to the caller, or memory that this process accesses by this function only.
+/// either private to the caller, or memory that this process accesses only by this function.
 #[cfg(target_arch = "aarch64")]
 pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     // SAFETY: the caller's promise. `memcpy` follows the C calling convention, and the stack is
@@ -52,7 +52,7 @@ pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 ///
 /// # Safety
 /// Both ranges must be mapped for as long as the copy runs, and must not overlap. Each range is
-/// either private to the caller, or memory that this process accesses by this function only.
+/// either private to the caller, or memory that this process accesses only by this function.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     use std::sync::atomic::{AtomicU8, Ordering};

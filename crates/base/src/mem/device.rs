@@ -17,7 +17,7 @@ const PAST_CACHES: usize = 64 << 10;
 /// A mapping that only its holder accesses, one thread at a time, and only by copies.
 ///
 /// It may move to another thread but cannot be shared, so no two accesses to the mapping coincide.
-/// It gives out no references, so a copy cannot change bytes under a reference.
+/// No references to the mapping exist, so a copy cannot change bytes under a reference.
 #[derive(Debug)]
 pub struct DeviceMemory {
     base: *mut u8,
@@ -30,10 +30,10 @@ pub struct DeviceMemory {
 unsafe impl Send for DeviceMemory {}
 
 impl DeviceMemory {
-    /// Memory of `len` bytes that nothing else maps.
+    /// Allocates `len` bytes of memory that nothing else maps.
     ///
     /// # Errors
-    /// If the system has not that much memory to give.
+    /// If the system does not have enough memory.
     pub fn private(len: usize) -> Result<DeviceMemory, MemError> {
         let len = round_to_pages(len);
         let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
@@ -47,46 +47,47 @@ impl DeviceMemory {
     }
 
     /// Copies `len` bytes from `src_offset` of `src` to `dst_offset` of this memory. The ranges may
-    /// overlap. Returns `false`, having copied nothing, if a range is not inside its memory.
+    /// overlap. Returns `false` and copies nothing if a range is not inside its memory.
     #[must_use]
     pub fn copy_from(&self, dst_offset: usize, src: &DeviceMemory, src_offset: usize, len: usize) -> bool {
         if !src.contains(src_offset, len) || !self.contains(dst_offset, len) {
             return false;
         }
-        // SAFETY: both ranges were checked. This thread alone accesses the two mappings, and nothing
+        // SAFETY: both ranges were checked. Only this thread accesses the two mappings, and nothing
         // refers to bytes in them.
         unsafe { copy_past_caches(src.base.add(src_offset), self.base.add(dst_offset), len) };
         true
     }
 
-    /// Inverts the byte at `offset`. Returns `false`, having changed nothing, if it is outside.
+    /// Inverts the byte at `offset`. Returns `false` and changes nothing if `offset` is not inside
+    /// this memory.
     #[must_use]
     pub fn invert(&self, offset: usize) -> bool {
         if !self.contains(offset, 1) {
             return false;
         }
         let at = self.base.wrapping_add(offset);
-        // SAFETY: the place was checked. This thread alone accesses the mapping, and nothing refers
-        // to bytes in it.
+        // SAFETY: the offset was checked. This thread alone accesses the mapping, and nothing
+        // refers to bytes in it.
         unsafe { at.write(!at.read()) };
         true
     }
 
-    /// Copies `out.len()` bytes at `offset` out of this memory. Returns `false`, having copied
-    /// nothing, if the range is not inside it.
+    /// Copies `out.len()` bytes at `offset` out of this memory. Returns `false` and copies nothing
+    /// if the range is not inside this memory.
     #[must_use]
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
         if !self.contains(offset, out.len()) {
             return false;
         }
-        // SAFETY: the source was checked, and this thread alone accesses the mapping. `out` is not in
-        // it, because nothing refers to bytes in it.
+        // SAFETY: the source was checked, and this thread alone accesses the mapping. `out` is not
+        // in the mapping, because nothing refers to bytes in it.
         unsafe { std::ptr::copy_nonoverlapping(self.base.add(offset), out.as_mut_ptr(), out.len()) };
         true
     }
 
-    /// Copies `data` into this memory at `offset`. Returns `false`, having copied nothing, if the
-    /// range is not inside it.
+    /// Copies `data` into this memory at `offset`. Returns `false` and copies nothing if the range
+    /// is not inside this memory.
     #[must_use]
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
         if !self.contains(offset, data.len()) {
@@ -107,8 +108,8 @@ impl Arena {
     /// touched.
     ///
     /// # Errors
-    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
-    /// system has no room.
+    /// If the range does not consist of whole pages inside the arena, the arena is private memory,
+    /// or the system does not have enough memory.
     pub fn for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
         let (mapping, before) = self.map_again(range.clone(), Mapping::part)?;
         Ok(DeviceMemory::of(mapping, before, range.len()))
@@ -118,8 +119,8 @@ impl Arena {
     /// registration would.
     ///
     /// # Errors
-    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
-    /// system has no room.
+    /// If the range does not consist of whole pages inside the arena, the arena is private memory,
+    /// or the system does not have enough memory.
     pub fn pinned_for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
         let (mapping, before) = self.map_again(range.clone(), Mapping::populated_part)?;
         Ok(DeviceMemory::of(mapping, before, range.len()))
@@ -143,7 +144,8 @@ unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
         return unsafe { std::ptr::copy(src, dst, len) };
     }
     for line in (0..len).step_by(LINE) {
-        // SAFETY: both ranges are the caller's, `line` is inside, and `dst` is aligned; SSE2 is part of x86-64.
+        // SAFETY: both ranges belong to the caller, `line` is inside them, and `dst` is aligned.
+        // SSE2 is part of x86-64.
         unsafe {
             let lanes: [__m128i; 4] =
                 std::array::from_fn(|i| _mm_loadu_si128(src.add(line + i * LANE).cast()));
@@ -152,7 +154,8 @@ unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
             }
         }
     }
-    // These writes are weakly ordered. The fence makes them visible before the completion.
+    // These writes are weakly ordered. The fence makes them visible before the completion of the
+    // transfer.
     // SAFETY: SSE is part of x86-64.
     unsafe { _mm_sfence() };
 }

@@ -11,8 +11,8 @@ use std::os::fd::OwnedFd;
 use rustix::io::Result;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Bytes of a huge page: the range of one second-level page table entry, on x86-64 and on ARM with
-/// 4 KiB pages.
+/// Size of a huge page in bytes: the range of one second-level page table entry, on x86-64 and on
+/// ARM with 4 KiB pages.
 pub const HUGE_PAGE: usize = 2 << 20;
 
 /// One mapping, readable and writable, unmapped when dropped.
@@ -46,7 +46,8 @@ impl Mapping {
             return Ok(Mapping { base, len });
         }
         let room = Mapping::reserve(len, range.start % HUGE_PAGE)?;
-        // SAFETY: it replaces the reservation, which is ours and which nothing refers to.
+        // SAFETY: the new mapping replaces the reservation that this function has just made.
+        // Nothing refers to it.
         unsafe { map(room.base, len, fd.map(|fd| (fd, start)), flags | MapFlags::FIXED) }?;
         Ok(room)
     }
@@ -64,7 +65,8 @@ impl Mapping {
         let base = start.wrapping_add(before);
         let outside = [(start, before), (base.wrapping_add(len), 2 * HUGE_PAGE - before)];
         for (part, len) in outside.into_iter().filter(|(_, len)| *len > 0) {
-            // SAFETY: a part of the fresh mapping, outside of what is kept. If it stays, it costs addresses only.
+            // SAFETY: this is a part of the fresh mapping outside the part that is kept. If
+            // unmapping it fails, it costs only addresses.
             let _ = unsafe { rustix::mm::munmap(part.cast(), len) };
         }
         Ok(Mapping { base, len })
@@ -87,18 +89,18 @@ impl Mapping {
         let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxNoHugepage) };
     }
 
-    /// Moves the bytes of huge page `index` into one huge page. Returns whether they are in one
-    /// now.
+    /// Moves the bytes of huge page `index` into one huge page. Returns true if they are in one
+    /// huge page afterwards.
     pub(super) fn gather(&self, index: usize) -> bool {
-        /// `MADV_COLLAPSE`, since Linux 6.1. It does not depend on the system's settings for transparent huge pages,
-        /// short of "deny".
+        /// `MADV_COLLAPSE`, since Linux 6.1. It works with all settings for transparent huge pages
+        /// except "deny".
         const COLLAPSE: libc::c_int = 25;
         if index >= self.len / HUGE_PAGE || !self.base.addr().is_multiple_of(HUGE_PAGE) {
             return false;
         }
         let at = self.base.wrapping_add(index * HUGE_PAGE);
-        // SAFETY: advice about our own mapping, which keeps its content. The first call touches the memory, because what
-        // has none yet is not gathered.
+        // SAFETY: advice about our own mapping, which keeps its content. The first call allocates
+        // memory, because addresses without memory cannot be gathered.
         unsafe {
             rustix::mm::madvise(at.cast(), 4096, Advice::LinuxPopulateWrite).is_ok()
                 && libc::madvise(at.cast(), HUGE_PAGE, COLLAPSE) == 0
@@ -108,15 +110,15 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: whoever has the mapping holds everything that refers to it.
+        // SAFETY: the owner of the mapping also owns everything that refers to the mapped memory.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.len) };
     }
 }
 
-/// Maps `len` bytes at `at`: of the memfd from an offset on, or private ones.
+/// Maps `len` bytes at the address `at`: bytes of the memfd from an offset on, or private memory.
 ///
 /// # Safety
-/// With [`MapFlags::FIXED`], nothing may refer to what is at `at`.
+/// With [`MapFlags::FIXED`], nothing may refer to the memory at `at` that the new mapping replaces.
 unsafe fn map(at: *mut u8, len: usize, of: Option<(&OwnedFd, u64)>, flags: MapFlags) -> Result<*mut u8> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the caller's promise; a memfd's size is sealed, so no access can fault past its end.

@@ -1,8 +1,9 @@
 //! Use of each page of an arena. The first use decides, for the lifetime of the arena.
 //!
-//! An allocator hands out a page's bytes as slices, or code copies them in and out while others may
-//! change them. A page never has both uses: a copy into a slice's bytes would break the slice's
-//! promise that its bytes do not change. Because a decision is final, a copy needs no lock.
+//! A page has one of two uses. An allocator hands out its bytes as slices, or code copies its bytes
+//! in and out while other threads or processes may change them. A page never has both uses: a copy
+//! into a slice's bytes would break the slice's promise that its bytes do not change. Because a
+//! decision is final, a copy needs no lock.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -19,13 +20,13 @@ const ALLOCATED: u8 = 2;
 pub(super) struct Uses(Box<[AtomicU8]>);
 
 impl Uses {
-    /// Makes the record for an arena of `len` bytes, with all pages undecided.
+    /// Creates the record for an arena of `len` bytes. The use of all pages is undecided.
     pub(super) fn new(len: usize) -> Uses {
         Uses((0..len.div_ceil(PAGE)).map(|_| AtomicU8::new(UNDECIDED)).collect())
     }
 
     /// Claims the pages of `range` for copies. Returns `false` if an allocator owns one of them.
-    /// After `true`, no allocator can own them. The range must be inside the arena.
+    /// After the result `true`, no allocator can own them. The range must be inside the arena.
     pub(super) fn claim_for_copies(&self, range: Range<usize>) -> bool {
         self.pages(range).iter().all(|page| {
             let mut now = page.load(Ordering::Relaxed);
@@ -67,13 +68,13 @@ mod tests {
     #[test]
     fn the_first_use_of_a_page_is_final() {
         let uses = Uses::new(4 * PAGE);
-        assert!(uses.claim_for_copies(0..1), "a byte decides about its page");
+        assert!(uses.claim_for_copies(0..1), "a copy of one byte claims the whole page");
         assert!(uses.claim_for_copies(0..PAGE), "copies may overlap");
         assert!(!uses.claim_for_allocator(100..200), "the first page is copied");
         assert!(uses.claim_for_allocator(PAGE..2 * PAGE));
         assert!(!uses.claim_for_allocator(PAGE..2 * PAGE), "an allocator has its pages alone");
         assert!(!uses.claim_for_copies(PAGE - 1..PAGE + 1), "a copy may not touch an allocator's page");
-        assert!(uses.claim_for_copies(PAGE..PAGE), "nothing is copied");
+        assert!(uses.claim_for_copies(PAGE..PAGE), "an empty range claims no page");
         assert!(uses.claim_for_copies(2 * PAGE..4 * PAGE));
     }
 }

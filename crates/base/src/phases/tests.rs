@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::union::MAX_SPANS;
 use super::*;
 
-/// Longest time in the model, in ns.
+/// Maximum time in the model, in ns.
 const LONGEST: u64 = 300;
 
 fn phase() -> impl Strategy<Value = Phase> {
@@ -22,7 +22,7 @@ fn clock_with(intervals: &[(Phase, u64, u64)]) -> (Clock, Instant) {
     (clock, started)
 }
 
-/// Looks at every nanosecond.
+/// Computes the breakdown by checking every nanosecond.
 fn model(intervals: &[(Phase, u64, u64)], total_ns: u64) -> Breakdown {
     let mut sum = Breakdown { total_ns, ..Breakdown::default() };
     for ns in 0..total_ns {
@@ -45,7 +45,7 @@ fn adds_up(b: &Breakdown) -> bool {
 
 proptest! {
     #[test]
-    fn the_breakdown_is_that_of_a_look_at_every_nanosecond(
+    fn the_breakdown_equals_a_model_that_checks_every_nanosecond(
         intervals in proptest::collection::vec((phase(), 0..LONGEST, 0..LONGEST), 0..40),
         total in 0..LONGEST,
     ) {
@@ -56,7 +56,7 @@ proptest! {
     }
 
     #[test]
-    fn any_number_of_intervals_takes_bounded_memory_and_loses_none(
+    fn any_number_of_intervals_needs_bounded_memory_and_none_is_lost(
         intervals in proptest::collection::vec((phase(), 0..100_000u64, 1..50u64), 0..600),
     ) {
         let intervals: Vec<_> = intervals.into_iter().map(|(p, from, len)| (p, from, from + len)).collect();
@@ -83,7 +83,7 @@ proptest! {
 }
 
 #[test]
-fn what_was_before_the_request_or_after_it_does_not_count() {
+fn time_before_or_after_the_request_does_not_count() {
     let arrived = Instant::now() + Duration::from_secs(10);
     let clock = Clock::started_at(arrived);
     let ms = Duration::from_millis;
@@ -108,7 +108,9 @@ async fn a_future_has_its_own_clock_while_it_is_polled() {
             assert!(is(clock));
             tokio::task::yield_now().await;
         }
-        tokio::spawn(async { assert!(current().is_none(), "spawned tasks are their own") }).await.unwrap();
+        tokio::spawn(async { assert!(current().is_none(), "spawned tasks do not inherit the clock") })
+            .await
+            .unwrap();
         assert!(is(clock));
         drop(current().unwrap().begin(Phase::Host));
     };
@@ -124,7 +126,7 @@ async fn a_future_has_its_own_clock_while_it_is_polled() {
 }
 
 #[test]
-fn a_clock_may_go_elsewhere() {
+fn a_clock_can_be_used_from_another_thread() {
     let clock = Clock::start();
     let handle = clock.clone();
     let lasting = clock.begin(Phase::Dma);

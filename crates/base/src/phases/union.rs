@@ -1,6 +1,6 @@
 //! A set of time intervals, stored as disjoint intervals.
 
-/// Most intervals of a set. Beyond that, the set joins neighbours.
+/// Maximum number of intervals in a set. If there are more, the set joins neighbouring intervals.
 pub(super) const MAX_SPANS: usize = 64;
 
 /// The time from `start` up to but excluding `end`, in ns since the request's arrival. Never empty.
@@ -16,7 +16,7 @@ pub(super) struct Union(Vec<Span>);
 
 impl Union {
     /// Adds an interval. If the set then has more than [`MAX_SPANS`] intervals, it joins the two
-    /// with the smallest gap, and so covers that gap, too.
+    /// intervals with the smallest gap between them, and then covers that gap, too.
     pub(super) fn add_bounded(&mut self, span: Span) {
         self.add(span);
         if self.0.len() > MAX_SPANS {
@@ -24,7 +24,7 @@ impl Union {
         }
     }
 
-    /// Adds an interval, exactly.
+    /// Adds an interval, without covering any gap.
     pub(super) fn add(&mut self, span: Span) {
         if span.start >= span.end {
             return;
@@ -48,7 +48,7 @@ impl Union {
         }
     }
 
-    /// Adds the part of another set before `limit`, exactly.
+    /// Adds the part of another set before `limit`, without covering any gap.
     pub(super) fn add_all(&mut self, other: &Union, limit: u64) {
         for span in &other.0 {
             self.add(Span { end: span.end.min(limit), ..*span });

@@ -13,7 +13,7 @@ use crate::{Code, Kernel, Recovery};
 /// State of a fragment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FragmentState {
-    /// All of it is readable.
+    /// All records are readable and have correct checksums.
     Intact,
     /// Some records are unreadable or have a wrong checksum.
     Damaged {
@@ -33,9 +33,9 @@ pub struct FragmentSet<R> {
     fragments: Vec<Option<R>>,
     /// For each fragment, the index of its input.
     positions: Vec<Option<usize>>,
-    /// For each fragment, whether a record was unreadable.
+    /// For each fragment: true if a record was unreadable or had a wrong checksum.
     failed: Vec<bool>,
-    /// The last reconstruction, with the present and the lost fragments it was made for.
+    /// The present and the lost fragments of the last reconstruction, and the reconstruction.
     recovery: Option<(Vec<usize>, Vec<usize>, Recovery)>,
     buffers: Vec<Vec<u8>>,
 }
@@ -45,7 +45,9 @@ impl<R: Read + Seek> FragmentSet<R> {
     /// shows which). `kernel` computes lost fragments.
     ///
     /// # Errors
-    /// [`FragmentError::NoFragments`], [`FragmentError::Mixed`], [`FragmentError::Twice`].
+    /// [`FragmentError::NoFragments`] if no input is a fragment, [`FragmentError::Mixed`] if the
+    /// inputs belong to different encodings, and [`FragmentError::Twice`] if two inputs are the
+    /// same fragment.
     pub fn open(inputs: Vec<R>, kernel: &'static dyn Kernel) -> Result<FragmentSet<R>, FragmentError> {
         let given = inputs.len();
         let mut set: Option<(usize, FragmentSet<R>)> = None;
@@ -100,7 +102,7 @@ impl<R: Read + Seek> FragmentSet<R> {
     }
 
     /// Reads everything and returns the state of each fragment. Calls `progress` for each stripe
-    /// with its number of file bytes.
+    /// with the number of file bytes in the stripe.
     pub fn check(&mut self, mut progress: impl FnMut(u64)) -> Vec<FragmentState> {
         let present = |fragment: &Option<R>| match fragment {
             Some(_) => FragmentState::Intact,
@@ -125,7 +127,8 @@ impl<R: Read + Seek> FragmentSet<R> {
     /// where data is lost.
     ///
     /// # Errors
-    /// [`FragmentError::TooFew`]; [`FragmentError::Write`].
+    /// [`FragmentError::TooFew`] if too many units of a stripe are lost, and
+    /// [`FragmentError::Write`] if the output cannot be written.
     pub fn decode(&mut self, output: &mut impl Write) -> Result<(), FragmentError> {
         let k = self.layout.geometry.k();
         let wanted: Vec<usize> = (0..k).collect();
@@ -141,12 +144,14 @@ impl<R: Read + Seek> FragmentSet<R> {
         output.flush().map_err(FragmentError::Write)
     }
 
-    /// Writes fragments again, byte for byte as they were, each to its empty writer. Calls
-    /// `progress` for each finished stripe with its number of file bytes.
+    /// Writes fragments again, byte for byte as they were. Each fragment comes with an empty
+    /// writer. Calls `progress` for each finished stripe with the number of file bytes in the
+    /// stripe.
     ///
     /// # Errors
-    /// [`FragmentError::TooFew`]; [`FragmentError::WriteFragment`]; [`FragmentError::Code`] if a
-    /// fragment does not exist or is named twice.
+    /// [`FragmentError::TooFew`] if too many units of a stripe are lost,
+    /// [`FragmentError::WriteFragment`] if a fragment cannot be written, and
+    /// [`FragmentError::Code`] if a fragment does not exist or is named twice.
     pub fn rebuild<W: Write + Seek>(
         &mut self,
         fragments: &mut [(usize, W)],

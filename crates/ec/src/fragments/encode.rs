@@ -13,8 +13,9 @@ use crate::{Code, EcError};
 /// `unit` is the stripe unit in bytes. `id` must be random.
 ///
 /// # Errors
-/// [`EcError::Unit`] and [`EcError::Count`] as [`FragmentError::Code`]; [`FragmentError::Read`] and
-/// [`FragmentError::WriteFragment`]. After an error, the outputs are not valid fragments.
+/// [`FragmentError::Code`] if the unit or the number of fragments is not possible,
+/// [`FragmentError::Read`] if the input cannot be read, and [`FragmentError::WriteFragment`] if a
+/// fragment cannot be written. After an error, the outputs are not valid fragments.
 pub fn encode<W: Write + Seek>(
     code: &Code,
     unit: usize,
@@ -82,7 +83,7 @@ fn each<W>(
     Ok(())
 }
 
-/// Reads until `buffer` is full or the input ends. Returns the number of bytes.
+/// Reads until `buffer` is full or the input ends. Returns the number of bytes read.
 fn fill(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -22,13 +22,13 @@ pub(super) struct FragmentHeader {
 /// Why bytes are not a valid header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadHeader {
-    #[error("it does not begin like a fragment, or was never finished")]
+    #[error("it does not begin with the magic number of a fragment, or was never finished")]
     Magic,
     #[error("its header is damaged")]
     Checksum,
-    #[error("it is of version {0}, which this program does not know")]
+    #[error("it has format version {0}, which this program does not support")]
     Version(u16),
-    #[error("its header names what cannot be")]
+    #[error("its header contains an impossible value")]
     Value,
 }
 
@@ -38,7 +38,8 @@ impl FragmentHeader {
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        // These fit: a geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
+        // These values fit into their fields: a geometry has at most 255 fragments, and a unit at
+        // most UNIT_MAX bytes.
         bytes[10] = geometry.k() as u8;
         bytes[11] = geometry.m() as u8;
         bytes[12] = self.index as u8;
@@ -98,7 +99,7 @@ mod tests {
         }
     }
 
-    /// Corrects the checksum, so that the checks after it are tested.
+    /// Corrects the checksum of a header, so that the checks after the checksum are tested.
     fn sealed(mut bytes: [u8; LEN]) -> [u8; LEN] {
         let crc = crc32c(&bytes[..60]);
         bytes[60..].copy_from_slice(&crc.to_le_bytes());
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_stay_as_they_are_documented() {
+    fn the_bytes_of_a_header_match_the_documented_format() {
         let mut expected = [0; LEN];
         expected[..13].copy_from_slice(b"obshard\0\x01\0\x04\x02\x05");
         expected[16..20].copy_from_slice(&[0, 0, 1, 0]);
@@ -117,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn headers_with_impossible_values_are_refused() {
         let changed = |at: usize, value: &[u8]| {
             let mut bytes = header().to_bytes();
             bytes[at..at + value.len()].copy_from_slice(value);
@@ -145,7 +146,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_header_or_an_error(bytes: [u8; LEN], begins: bool) {
+        fn arbitrary_bytes_decode_to_a_header_or_an_error(bytes: [u8; LEN], begins: bool) {
             let mut bytes = bytes;
             if begins {
                 bytes[..10].copy_from_slice(b"obshard\0\x01\0");
@@ -156,7 +157,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_noticed(bit in 0..LEN * 8) {
+        fn a_flipped_bit_is_detected(bit in 0..LEN * 8) {
             let mut bytes = header().to_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert!(FragmentHeader::from_bytes(&bytes).is_err());

@@ -15,7 +15,7 @@
 //! Stripe `s` consists of the file's bytes from `s * k * unit` on. Fragment `j` < `k` contains unit
 //! `j` of each stripe. The other fragments contain parity ([`Code`]). The last stripe may have
 //! shorter units: their length is its bytes divided by `k`, rounded up to a multiple of 64. Zeros
-//! fill the rest. An empty file has no stripes.
+//! fill the units beyond the end of the file. An empty file has no stripes.
 //!
 //! Each encoding has a new random id. So fragments of two files, or of two versions of one file,
 //! are never mixed. The header is written last, so an unfinished fragment has no valid header. A
@@ -46,7 +46,7 @@ const CRC: usize = 4;
 /// The layout of an encoded file. All its fragments have the same layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileLayout {
-    /// The code.
+    /// Numbers of data and parity fragments of the code.
     pub geometry: Geometry,
     /// Stripe unit, in bytes: a multiple of [`UNIT_MULTIPLE`] up to [`UNIT_MAX`].
     pub unit: usize,
@@ -116,14 +116,14 @@ pub enum FragmentError {
     #[error("the output cannot be written: {0}")]
     Write(io::Error),
     /// None of the inputs is a fragment.
-    #[error("none of the {given} inputs is a fragment of a file; name those that `outboard ec encode` wrote")]
+    #[error("none of the {given} inputs is a fragment of a file; name files that `outboard ec encode` wrote")]
     NoFragments {
         /// Number of inputs.
         given: usize,
     },
     /// The inputs are fragments of different encodings.
     #[error(
-        "inputs {first} and {second} are fragments of different files, or of two encodings of one; name those of one only"
+        "inputs {first} and {second} are fragments of different files, or of two encodings of one file; name fragments of one encoding only"
     )]
     Mixed {
         /// Index of one input.
@@ -143,7 +143,7 @@ pub enum FragmentError {
     },
     /// Too many units of a stripe are lost.
     #[error(
-        "too much is lost: of {fragments} fragments {intact} are intact in stripe {stripe}, {needed} are needed; bring back at least {}",
+        "too much is lost: of {fragments} fragments {intact} are intact in stripe {stripe}, but {needed} are needed; bring back at least {} more",
         needed.saturating_sub(*intact)
     )]
     TooFew {

@@ -1,4 +1,5 @@
-//! The kernel for processors with GFNI and AVX-512: one instruction computes a product of 64 bytes.
+//! The kernel for processors with GFNI and AVX-512: one instruction multiplies 64 bytes by a
+//! coefficient.
 //!
 //! Multiplication by a coefficient is linear over bits, so it corresponds to an 8 x 8 bit matrix.
 //! `GF2P8AFFINEQB` multiplies every byte of a register by a bit matrix. The sums of up to [`ROWS`]
@@ -17,9 +18,9 @@ use crate::matrix::Matrix;
 
 /// Size of a register in bytes.
 const LANES: usize = 64;
-/// Number of registers of each source that are processed together. With 4, data in the cache is
-/// coded up to a tenth faster, and data in memory up to a quarter slower, because the next source's
-/// cache lines are requested later.
+/// Number of registers of each source that are processed together. With 4 registers, coding would
+/// be up to a tenth faster for data in the cache. For data in memory, it would be up to a quarter
+/// slower, because the cache lines of the next source are requested later.
 const WIDE: usize = 2;
 /// Maximum number of rows that are computed together, limited by the number of registers.
 const ROWS: usize = 6;
@@ -79,7 +80,7 @@ impl Transform for Bits {
     }
 
     fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]) {
-        assert!(column < self.columns, "no column {column}");
+        assert!(column < self.columns, "the matrix has no column {column}");
         assert_shape(outputs.iter().map(|o| o.len()), self.rows, source.len(), "output");
         self.run::<true>(column, &[source], outputs, source.len());
     }
@@ -131,7 +132,7 @@ fn multiply<const R: usize, const ADD: bool>(
     }
 }
 
-/// Computes `W` registers at `at` of `R` outputs.
+/// Computes `W` registers of each of the `R` outputs, from offset `at` on.
 #[inline]
 #[target_feature(enable = "gfni,avx512f")]
 fn step<const R: usize, const W: usize, const ADD: bool>(

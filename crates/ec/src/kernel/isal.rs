@@ -81,7 +81,7 @@ unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     // SAFETY: the library is open, and the name is a terminated string.
     let address = unsafe { libc::dlsym(library, name.as_ptr()) };
     if address.is_null() {
-        return Err(EcError::NoIsal { why: format!("it has no {name:?}") });
+        return Err(EcError::NoIsal { why: format!("the library has no function {name:?}") });
     }
     // SAFETY: the address is not null, has the size of `F`, and is of the type that the caller
     // promises.
@@ -97,7 +97,7 @@ impl Kernel for Isal {
         let (rows, columns) = (matrix.rows(), matrix.columns());
         assert!(
             rows <= MAX_FRAGMENTS && columns <= MAX_FRAGMENTS,
-            "no code has a matrix of {rows} x {columns}"
+            "a matrix of {rows} x {columns} is larger than that of any code"
         );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();
@@ -145,7 +145,7 @@ impl Transform for Tables {
     }
 
     fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]) {
-        assert!(column < self.columns, "no column {column}");
+        assert!(column < self.columns, "the matrix has no column {column}");
         assert_shape(outputs.iter().map(|o| o.len()), self.rows, source.len(), "output");
         let (k, rows) = (self.columns as c_int, self.rows as c_int);
         for (index, part) in source.chunks(LONGEST).enumerate() {

@@ -102,6 +102,6 @@ impl FromStr for KernelChoice {
 
 /// Checks the arguments of a [`Transform`].
 fn assert_shape(lengths: impl ExactSizeIterator<Item = usize>, count: usize, len: usize, what: &str) {
-    assert_eq!(lengths.len(), count, "one {what} per coefficient");
-    lengths.for_each(|found| assert_eq!(found, len, "{what}s of one length"));
+    assert_eq!(lengths.len(), count, "the number of {what}s must match the matrix");
+    lengths.for_each(|found| assert_eq!(found, len, "all {what}s must have the same length"));
 }

@@ -10,7 +10,8 @@ use super::{Kernel, Transform, assert_shape};
 use crate::gf::double;
 use crate::matrix::Matrix;
 
-/// Bytes that are worked on at a time: four vector registers of the least processor.
+/// Number of bytes that are processed at a time: four vector registers of 16 bytes, the smallest
+/// size of all supported processors.
 const BLOCK: usize = 64;
 
 type Block = [u8; BLOCK];
@@ -49,7 +50,7 @@ impl Transform for Plain {
 
     fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]) {
         let Plain(matrix) = self;
-        assert!(column < matrix.columns(), "no column {column}");
+        assert!(column < matrix.columns(), "the matrix has no column {column}");
         assert_shape(outputs.iter().map(|o| o.len()), matrix.rows(), source.len(), "output");
         for (index, block) in source.chunks(BLOCK).enumerate() {
             add_products(matrix, column, block, outputs, index * BLOCK);

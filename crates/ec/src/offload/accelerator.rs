@@ -1,10 +1,11 @@
 //! Emulates the DPU's coding accelerator, in the thread `eca-0`.
 //!
 //! The emulation computes real results, at the speed that the paper measured for a BlueField-3 (Ryu
-//! et al., figure 2). There, encoding (128, 32) took 13.3 times as long as on one host core for 8
-//! MB, and 10.5 times for 128 MB. A linear fit gives the cost of a batch: the core's time for 24
-//! MB, plus 10.3 times the core's time for the batch itself. The fixed cost makes single small
-//! tasks very slow. Therefore all tasks that wait when a batch begins form one batch.
+//! et al., figure 2). In that measurement with 128 data and 32 parity fragments, the accelerator
+//! needed 13.3 times the time of one host core for 8 MB, and 10.5 times the time for 128 MB. A
+//! linear fit gives the cost of a batch: the core's time for 24 MB, plus 10.3 times the core's time
+//! for the batch itself. The fixed cost makes single small tasks very slow. Therefore all tasks
+//! that wait when a batch begins form one batch.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -19,8 +20,8 @@ use super::worker::{Worker, WorkerSettings};
 const MEASUREMENTS: usize = 5;
 
 /// Measures the rate for [`EngineRate::paper`]: the bytes of data per second that this core
-/// encodes. `encode` must encode `bytes` bytes at (128, 32). It is called several times, and the
-/// fastest run counts, because interference only slows a run down.
+/// encodes. `encode` must encode `bytes` bytes with 128 data and 32 parity fragments. It is called
+/// several times, and the fastest run counts, because interference only slows a run down.
 #[must_use]
 pub fn host_rate(bytes: u64, encode: impl FnMut()) -> f64 {
     fastest_rate(bytes, Instant::now, encode)
@@ -81,7 +82,7 @@ mod tests {
     const MB: u64 = 1_000_000;
 
     #[test]
-    fn the_fastest_of_some_measurements_counts() {
+    fn the_rate_is_that_of_the_fastest_measurement() {
         let start = Instant::now();
         let mut times = [30, 20, 50, 20, 90].map(Duration::from_millis).into_iter();
         let mut now = start;

@@ -27,8 +27,8 @@ pub struct EngineRate {
 }
 
 impl EngineRate {
-    /// Creates the speed that the paper measured. It is relative to a host core that encodes (128,
-    /// 32) at `host_rate` bytes of data per second.
+    /// Creates the speed that the paper measured. It is relative to a host core that encodes
+    /// `host_rate` bytes of data per second with 128 data and 32 parity fragments.
     #[must_use]
     pub fn paper(host_rate: f64) -> EngineRate {
         EngineRate { host_rate: host_rate.max(1.0) }
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_as_much_slower_than_a_core_as_the_paper_found() {
+    fn the_accelerator_is_slower_than_a_core_by_the_factors_of_the_paper() {
         let rate = 4e9;
         let slower = |mb: u64| {
             let core = (mb * MB) as f64 / rate;
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_pays_once_and_fewer_fragments_take_less() {
+    fn a_batch_has_one_fixed_cost_and_fewer_fragments_take_less_time() {
         let pace = EngineRate::paper(1e9);
         let [one, two] = [1, 2].map(|count| pace.of_batch(&vec![work(10 * MB, 32); count]));
         assert_eq!((one, two), (Duration::from_millis(24 + 103), Duration::from_millis(24 + 206)));

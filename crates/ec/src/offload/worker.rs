@@ -26,7 +26,7 @@ use super::batch::{CodingWork, EngineRate};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerError {
     /// The queue is full.
-    #[error("{waiting} pieces of work wait for the {name} already: hand over less at a time")]
+    #[error("{waiting} tasks are already waiting for the worker {name:?}; submit fewer tasks at a time")]
     QueueFull {
         /// Name of the worker.
         name: &'static str,
@@ -34,13 +34,13 @@ pub enum WorkerError {
         waiting: usize,
     },
     /// The worker has stopped.
-    #[error("the {0} has been shut down: do the work elsewhere")]
+    #[error("the worker {0:?} has been shut down; run the task elsewhere")]
     Stopped(&'static str),
     /// The task panicked.
-    #[error("the work panicked: {0}; this is a fault of the program, please report it")]
+    #[error("the task panicked: {0}; this is a bug, please report it")]
     Panicked(String),
     /// A fault was injected.
-    #[error("a fault was injected at {}: do the work elsewhere, or clear the fault", Site::EcOffload.name())]
+    #[error("a fault was injected at {}; run the task elsewhere, or clear the fault", Site::EcOffload.name())]
     Injected,
 }
 
@@ -97,12 +97,12 @@ struct State {
     stopping: bool,
 }
 
-/// Computes the task, or fails if a fault is injected. Returns `None` if no caller waits for the
-/// result.
+/// Computes the task. Its argument is true if a fault is injected; then the task fails. Returns
+/// `None` if no caller waits for the result.
 type CodingJob = Box<dyn FnOnce(bool) -> Option<ComputedJob> + Send>;
 
 struct ComputedJob {
-    /// True if there is a result.
+    /// True if the task has a result.
     is_done: bool,
     /// Sends the result to the caller.
     answer: Box<dyn FnOnce() + Send>,
@@ -170,7 +170,7 @@ impl Worker {
                 false => catch_panic(AssertUnwindSafe(compute)).map_err(WorkerError::Panicked),
             };
             let is_done = result.is_ok();
-            // If the caller is gone, the result is not needed.
+            // If the caller has dropped its future, the result is not needed.
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
         let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));
@@ -215,7 +215,7 @@ impl Drop for Worker {
         drop(given_up);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!(worker = self.shared.settings.name, "a thread had panicked");
+                tracing::error!(worker = self.shared.settings.name, "a thread of the worker has panicked");
             }
         }
     }

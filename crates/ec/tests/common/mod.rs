@@ -1,10 +1,11 @@
-//! What the tests of the code share.
+//! Helpers shared by the tests of the erasure code.
 
 #![allow(dead_code, clippy::print_stdout)]
 
 use ec::{Code, Geometry, Kernel, KernelChoice};
 
-/// All kernels that are here. Without ISA-L the tests that compare with it say that they did not; in CI they fail.
+/// Returns all available kernels, and prints which kernels are skipped. In CI, panics if ISA-L is
+/// not available.
 pub fn kernels() -> Vec<&'static dyn Kernel> {
     let mut kernels = vec![KernelChoice::Portable.load().unwrap()];
     match KernelChoice::Gfni.load() {
@@ -13,19 +14,19 @@ pub fn kernels() -> Vec<&'static dyn Kernel> {
     }
     match KernelChoice::Isal.load() {
         Ok(isal) => kernels.push(isal),
-        Err(e) if std::env::var_os("CI").is_some() => panic!("CI tests ISA-L, too: {e}"),
+        Err(e) if std::env::var_os("CI").is_some() => panic!("CI must test ISA-L: {e}"),
         Err(e) => println!("SKIPPED for ISA-L: {e}"),
     }
     kernels
 }
 
-/// A code of each kernel.
+/// Returns one code per available kernel.
 pub fn codes(k: usize, m: usize) -> Vec<Code> {
     let geometry = Geometry::new(k, m).unwrap();
     kernels().into_iter().map(|kernel| Code::new(geometry, kernel)).collect()
 }
 
-/// Bytes that look random, always the same for a seed.
+/// Returns pseudo-random bytes, which depend only on the seed.
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -37,7 +38,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// All fragments of some data: `k` of noise, `m` of parity.
+/// Returns `k` data fragments of pseudo-random bytes, and their `m` parity fragments.
 pub fn fragments(code: &Code, seed: u64, len: usize) -> Vec<Vec<u8>> {
     let (k, m) = (code.geometry().k(), code.geometry().m());
     let mut fragments: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
@@ -55,7 +56,7 @@ pub fn slices_mut(fragments: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
     fragments.iter_mut().map(Vec::as_mut_slice).collect()
 }
 
-/// Loses some fragments, computes them of the others and compares.
+/// Reconstructs the fragments `lost` from the other fragments, and asserts that they are correct.
 pub fn lose_and_recover(code: &Code, fragments: &[Vec<u8>], lost: &[usize]) {
     let present: Vec<usize> = (0..fragments.len()).filter(|fragment| !lost.contains(fragment)).collect();
     let recovery = code.recovery(&present, lost).unwrap();

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 pub use proc::{HostCpus, HostCpusError};
 use serde::{Deserialize, Serialize};
 
-/// Minimum length of an interval: the kernel counts CPU time in ticks of up to 10 ms.
+/// Minimum time between two samples: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Cumulative counters of the host.
@@ -67,7 +67,8 @@ pub struct Thresholds {
     pub floor: f64,
     /// The host becomes calm after its utilization was below this value for `calm_after`.
     pub calm_utilization: f64,
-    /// Pressure must also be below this value for `calm_after`, unless it does not count.
+    /// Pressure must also be below this value for `calm_after`, unless utilization is below
+    /// `floor`.
     pub calm_pressure: f64,
     /// Time for which both values must be low.
     pub calm_after: Duration,
@@ -93,7 +94,7 @@ pub struct HostLoad {
     thresholds: Thresholds,
     load: LoadLevel,
     last: Option<(Instant, LoadCounters)>,
-    /// While the host is busy: the time since which both values are low.
+    /// While the host is busy: the start of the period in which both values have been low.
     calming: Option<Instant>,
     /// Utilization and pressure of the last interval.
     parts: (f64, Option<f64>),
@@ -126,7 +127,8 @@ impl HostLoad {
         self.load
     }
 
-    /// Utilization of the last interval, 0 to 1, without the DPU's threads and coding.
+    /// Utilization of the last interval, 0 to 1, without coding and without threads that stand for
+    /// the DPU.
     #[must_use]
     pub fn utilization(&self) -> f64 {
         self.parts.0
@@ -163,8 +165,8 @@ impl HostLoad {
     }
 }
 
-/// Returns the share of the host's available time that other work than coding used; `None` if no
-/// time was available.
+/// Returns the share of the host's available time that was used by work other than coding. Returns
+/// `None` if no CPU time has passed.
 fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);

@@ -102,8 +102,8 @@ impl CpuTicks {
         })
     }
 
-    /// Parses `user nice system idle iowait irq softirq steal …`. The following fields are part of
-    /// `user` and `nice`. Old kernels have fewer fields.
+    /// Parses `user nice system idle iowait irq softirq steal …`. The fields after these are
+    /// already included in `user` and `nice`. Old kernels have fewer fields.
     fn of_line(line: &str) -> Option<CpuTicks> {
         let mut fields = line.split_ascii_whitespace().take(8).map(|field| field.parse::<u64>());
         let mut sum = CpuTicks::default();
@@ -119,8 +119,8 @@ impl CpuTicks {
     }
 }
 
-/// Parses the total from `some avg10=0.01 avg60=0.32 avg300=0.43 total=6392660984`, in
-/// microseconds.
+/// Parses the field `total`, in microseconds, from a line of the form `some avg10=0.01 avg60=0.32
+/// avg300=0.43 total=6392660984`.
 fn some_pressure(text: &str) -> Option<Duration> {
     let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
     let total = line.split_ascii_whitespace().find_map(|field| field.strip_prefix("total="))?;
@@ -140,37 +140,40 @@ mod tests {
         intr 5 1 2\nctxt 12\ncpufreq 3 4 5 6\n";
 
     #[test]
-    fn the_lines_of_the_cpus_are_added_up() {
+    fn the_ticks_of_the_selected_cpus_are_summed() {
         let ticks = |cpus: &[usize]| CpuTicks::of(STAT_TEXT, cpus).map(|ticks| (ticks.busy, ticks.all));
         assert_eq!(ticks(&[0]), Some((340, 2540)));
         assert_eq!(ticks(&[0, 1, 7]), Some((3 * 340, 3 * 2540)));
-        assert_eq!(ticks(&[12]), Some((3, 4)), "an old kernel");
+        assert_eq!(ticks(&[12]), Some((3, 4)), "an old kernel reports fewer fields");
         assert_eq!(ticks(&[]), Some((1023, 7624)));
         assert_eq!(ticks(&[2]), None);
     }
 
     #[test]
-    fn the_total_of_some_is_found() {
+    fn the_total_of_the_some_line_is_parsed() {
         let text = "some avg10=0.01 avg60=0.32 avg300=0.43 total=6392660984\nfull avg10=0.00 total=7\n";
         assert_eq!(some_pressure(text), Some(Duration::from_micros(6_392_660_984)));
         assert_eq!(some_pressure("full avg10=0.00 total=7\n"), None);
     }
 
     #[test]
-    fn this_machine_can_be_read() {
+    fn the_counters_of_this_machine_can_be_read() {
         let mut cpus = HostCpus::new(Vec::new(), || Duration::from_secs(2), || Duration::from_secs(1));
         let reading = cpus.read().unwrap();
         assert!(reading.all >= reading.busy && reading.busy > Duration::ZERO);
         assert_eq!((reading.dpu, reading.coding), (Duration::from_secs(2), Duration::from_secs(1)));
         let mut first = HostCpus::new(vec![0], Duration::default, Duration::default);
-        assert!(first.read().is_ok_and(|reading| reading.pressure.is_none()), "not of one CPU");
+        assert!(
+            first.read().is_ok_and(|reading| reading.pressure.is_none()),
+            "the kernel reports no pressure of single CPUs"
+        );
         let mut none = HostCpus::new(vec![1 << 20], Duration::default, Duration::default);
         assert!(matches!(none.read(), Err(HostCpusError::NoCpus(_))));
     }
 
     proptest! {
         #[test]
-        fn any_text_is_read_without_harm(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
+        fn parsing_arbitrary_text_never_panics(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
             let _ = some_pressure(&text);
             let _ = some_pressure(&format!("some {text}"));
             for stat in [text.clone(), format!("cpu1 {text}"), format!("cpu{text}")] {
@@ -181,7 +184,7 @@ mod tests {
         }
 
         #[test]
-        fn lines_of_numbers_are_read_in_full(fields in prop::collection::vec(any::<u64>(), 0..12)) {
+        fn the_first_eight_fields_of_a_line_are_summed(fields in prop::collection::vec(any::<u64>(), 0..12)) {
             let line: String = fields.iter().map(|field| format!(" {field}")).collect();
             let ticks = CpuTicks::of(&format!("cpu3{line}\n"), &[3]);
             let sum = |skipped: &[usize]| {
@@ -193,7 +196,7 @@ mod tests {
         }
 
         #[test]
-        fn a_total_is_read_as_it_is_written(total in any::<u64>()) {
+        fn every_total_is_parsed(total in any::<u64>()) {
             prop_assert_eq!(
                 some_pressure(&format!("some avg10=1.00 total={total}")),
                 Some(Duration::from_micros(total))

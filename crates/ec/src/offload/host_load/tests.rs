@@ -1,4 +1,4 @@
-//! Simulated hosts with four CPUs, sampled every 100 ms.
+//! Tests with simulated hosts that have four CPUs and are sampled every 100 ms.
 
 use super::*;
 
@@ -61,7 +61,7 @@ fn others(part: f64) -> Use {
 }
 
 #[test]
-fn busy_begins_at_once_and_ends_after_a_while() {
+fn a_host_becomes_busy_at_once_and_calm_after_a_while() {
     let mut host = Host::new();
     assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
     assert_eq!(host.step(others(0.95)), LoadLevel::Busy);
@@ -69,10 +69,10 @@ fn busy_begins_at_once_and_ends_after_a_while() {
     assert_eq!(
         host.steps(20, others(0.8)),
         [LoadLevel::Busy; 20],
-        "between the thresholds it stays as it is"
+        "between the thresholds, the host stays busy"
     );
     assert_eq!(host.steps(4, others(0.5)), [LoadLevel::Busy; 4]);
-    assert_eq!(host.step(others(0.8)), LoadLevel::Busy, "and it has to begin anew");
+    assert_eq!(host.step(others(0.8)), LoadLevel::Busy, "the calm period must start again");
     assert_eq!(host.steps(4, others(0.5)), [LoadLevel::Busy; 4]);
     assert_eq!(host.step(others(0.5)), LoadLevel::Calm);
     assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
@@ -82,17 +82,21 @@ fn busy_begins_at_once_and_ends_after_a_while() {
 fn coding_does_not_make_the_host_busy() {
     let mut host = Host::new();
     let coding = Use { others: 0.2, coding: 0.8, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.steps(5, coding), [LoadLevel::Calm; 5], "nor does what waits for it");
+    assert_eq!(
+        host.steps(5, coding),
+        [LoadLevel::Calm; 5],
+        "tasks that wait for coding threads do not count either"
+    );
     let crowded = Use { others: 0.5, coding: 0.5, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.step(crowded), LoadLevel::Busy, "others have to wait");
+    assert_eq!(host.step(crowded), LoadLevel::Busy, "other tasks must be waiting");
 }
 
 #[test]
-fn what_stands_for_the_dpu_is_not_there() {
+fn threads_that_stand_for_the_dpu_are_excluded() {
     let mut host = Host::new();
     let emulating = Use { others: 0.25, dpu: 0.5, pressure: 0.5, ..Use::default() };
     host.step(emulating);
-    assert!((host.load.utilization() - 0.5).abs() < 1e-6, "half of what is left");
+    assert!((host.load.utilization() - 0.5).abs() < 1e-6, "half of the remaining time is busy");
     let mut host = Host::new();
     assert_eq!(host.step(Use { others: 0.1, dpu: 0.7, pressure: 0.9, ..Use::default() }), LoadLevel::Calm);
     assert_eq!(host.step(Use { others: 0.28, dpu: 0.7, ..Use::default() }), LoadLevel::Busy);
@@ -100,7 +104,7 @@ fn what_stands_for_the_dpu_is_not_there() {
 }
 
 #[test]
-fn pressure_counts_above_the_floor() {
+fn pressure_counts_only_above_the_floor() {
     let waiting = |others, pressure| Use { others, pressure, ..Use::default() };
     assert_eq!(Host::new().step(waiting(0.3, 0.9)), LoadLevel::Calm);
     assert_eq!(Host::new().step(waiting(0.5, 0.3)), LoadLevel::Calm);
@@ -108,18 +112,22 @@ fn pressure_counts_above_the_floor() {
     assert_eq!(host.step(waiting(0.5, 0.5)), LoadLevel::Busy);
     assert_eq!(host.load.pressure().map(|part| (part * 10.0).round()), Some(5.0));
     assert_eq!(host.steps(9, waiting(0.5, 0.3)), [LoadLevel::Busy; 9]);
-    assert_eq!(host.steps(5, waiting(0.3, 0.9))[4], LoadLevel::Calm, "those who wait are not the host's");
+    assert_eq!(
+        host.steps(5, waiting(0.3, 0.9))[4],
+        LoadLevel::Calm,
+        "below the floor, the waiting tasks are not the host's"
+    );
 }
 
 #[test]
-fn without_pressure_utilization_decides() {
+fn utilization_alone_decides_if_pressure_is_unknown() {
     let mut host = Host::without_pressure();
     assert_eq!(host.step(others(0.85)), LoadLevel::Calm);
     assert_eq!((host.step(others(0.95)), host.load.pressure()), (LoadLevel::Busy, None));
 }
 
 #[test]
-fn counters_that_make_no_sense_do_no_harm() {
+fn impossible_counters_do_not_make_the_host_busy() {
     let mut host = Host::new();
     let (all, busy) = (host.reading.all, host.reading.busy);
     // The excluded time is larger than the total.
@@ -132,7 +140,7 @@ fn counters_that_make_no_sense_do_no_harm() {
     };
     assert_eq!(host.load.sample(host.now + STEP, used), LoadLevel::Calm);
     assert!((0.0..=1.0).contains(&host.load.utilization()));
-    // The counters have gone backwards.
+    // The counters have decreased.
     assert_eq!(host.load.sample(host.now + 2 * STEP, LoadCounters::default()), LoadLevel::Calm);
     // The interval is too short.
     let all_busy = LoadCounters { all: 4 * STEP, busy: 4 * STEP, ..LoadCounters::default() };

@@ -35,7 +35,7 @@ pub(super) enum TaskOutcome<'a> {
     /// Done, with the time that a lane spent on it.
     DoneIn(Duration),
     Failed(&'a str),
-    /// The caller has not reported an outcome.
+    /// The caller has dropped its slot without reporting an outcome.
     Abandoned,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct TaskAdmission<W> {
     next_id: u64,
     refused: u64,
     recent: Recent,
-    /// By [`CodingPlace`].
+    /// The state of each place, in the order of [`CodingPlace`].
     stations: [Station; 2],
 }
 

@@ -5,14 +5,14 @@
 //! 1. **Both places have a free slot.** The task goes to the place with the earlier predicted
 //!    completion. A host that keeps up never has a queue, so a slower DPU receives no tasks.
 //! 2. **Only one place (p) has a free slot.** The task goes to p if p is predicted to finish it
-//!    before the other place (q) could finish the whole queue. Otherwise the last task of the queue
-//!    would wait that long for q. All other tasks in the queue wait less if the head goes to p.
+//!    before the other place (q) could finish the whole queue. Then the whole queue is not finished
+//!    later than it would be by q alone, and all tasks behind the head move up.
 //! 3. **Only p has a free slot, and the queue is a standing queue.** For at least [`MEMORY`], q had
-//!    more work than it could do at nearly every moment. Then any task that p executes is a gain.
-//!    This rule matters if few callers wait for a slow p, because rule 2 would leave p idle
-//!    forever. At least as many tasks as q has lanes stay in the queue, so that q does not run dry.
-//!    Acting on a standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson,
-//!    "Controlling Queue Delay", 2012).
+//!    more work than it could do at nearly every moment. Then every task that p executes shortens
+//!    the queue. This rule matters if the queue is short and p is slow: rule 2 would then leave p
+//!    idle forever. At least as many tasks as q has lanes stay in the queue, so that q does not run
+//!    dry. Acting on a standing queue but not on a burst is the idea of CoDel (Nichols and
+//!    Jacobson, "Controlling Queue Delay", 2012).
 //! 4. Otherwise the task waits for q.
 //!
 //! While there is a queue, both places are kept busy. Each place then receives tasks at the rate at
@@ -73,7 +73,7 @@ impl Auto {
         for place in CodingPlace::BOTH {
             let at = place as usize;
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
-            // Without the other place, its tasks would be queued here.
+            // Without the other place, its tasks would wait in the queue for this place.
             let beyond = queued + stations[place.other() as usize].in_service();
             self.stands[at] = stations[at].is_full() && beyond > stations[at].capacity.lanes;
         }
@@ -118,7 +118,8 @@ impl Auto {
         (best, Reason::Mode)
     }
 
-    /// Decides whether the task goes to `place`, while the other place has no free slot.
+    /// Decides whether the task goes to `place` while the other place has no free slot. Returns
+    /// `None` if the task waits for the other place.
     fn without(
         &self,
         place: CodingPlace,

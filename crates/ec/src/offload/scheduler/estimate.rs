@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-/// Time after which a measurement has 1/e of its weight. It is several times the scatter of single
-/// measurements. It is a fifth of a second, so that the estimate follows a change of load within
-/// one second.
+/// Time after which a measurement has 1/e of its weight. It is long enough to average out the
+/// scatter of single measurements, and short enough for the estimate to follow a change of load
+/// within one second.
 pub(super) const MEMORY: Duration = Duration::from_millis(200);
 /// Minimum number of older tasks whose weight remains, so that the estimate of a slow place also
 /// rests on several tasks.
@@ -63,7 +63,8 @@ impl Sums {
         }
     }
 
-    /// Returns the best fit with non-negative costs. The fit explains the whole measured time.
+    /// Returns the best fit with non-negative costs. The costs of all measurements according to the
+    /// fit add up to the whole measured time.
     fn fit(self) -> Cost {
         let per_byte_only = Cost { per_task: 0.0, per_byte: self.y / self.x.max(1.0) };
         let determinant = self.n * self.xx - self.x * self.x;
@@ -90,8 +91,8 @@ pub(super) struct PlaceEstimate {
 }
 
 impl PlaceEstimate {
-    /// Adds a measurement: a task of this size has ended. `took` is the time of a lane since the
-    /// task's start or since the end of its predecessor.
+    /// Adds a measurement: a task of this size has ended. `took` is the time that a lane spent on
+    /// the task: since the task's start, or since the end of its predecessor on the lane.
     pub(super) fn learn(&mut self, bytes: u64, took: Duration, now: Instant) {
         let (x, y) = (bytes as f64, took.as_secs_f64());
         let (tasks, batch_x, batch_y) = self.last;
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cost_of_a_task_and_that_of_its_bytes_are_told_apart() {
+    fn costs_per_task_and_per_byte_are_estimated_separately() {
         let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         assert!(estimate.cost().is_none());
         feed(&mut estimate, &mut now, &[1000, 64_000, 8000, 500].repeat(20), |bytes| 300 + bytes / 100);
@@ -150,14 +151,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_are_all_alike_still_give_the_cost_at_that_size() {
+    fn tasks_of_equal_size_yield_the_cost_at_that_size() {
         let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         feed(&mut estimate, &mut now, &[4096; 50], |_| 700);
         assert!(is_near(estimate.cost().unwrap().of(3, 3 * 4096), 2100e-6));
     }
 
     #[test]
-    fn a_batch_counts_as_one() {
+    fn tasks_that_end_together_are_measured_as_one_batch() {
         let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         for size in [1000, 2000, 4000, 500].repeat(10) {
             let took = Duration::from_micros(80 + 4 * size / 100);
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_learned_within_a_second_also_by_a_slow_place() {
+    fn the_estimate_follows_a_change_of_the_cost_within_a_second() {
         for (before, after) in [(10_000, 1000), (1000, 10_000), (100_000, 10_000), (10_000, 100_000)] {
             let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
             feed(&mut estimate, &mut now, &[4096; 50], |_| before);

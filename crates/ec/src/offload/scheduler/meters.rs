@@ -11,7 +11,7 @@ pub(super) struct SchedulerMeters {
     sent: [[Counter; Reason::ALL.len()]; 2],
     refused: Counter,
     queued: Gauge,
-    /// By place.
+    /// Number of tasks in service, by place.
     in_service: [Gauge; 2],
     host_busy: Gauge,
 }

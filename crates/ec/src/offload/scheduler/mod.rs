@@ -48,7 +48,7 @@ pub enum CodingPlace {
     Offload,
 }
 
-/// Why a task goes to its place.
+/// Why the scheduler chose the place of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reason {
     Mode,
@@ -100,7 +100,9 @@ impl Default for SchedulerConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TaskRefused {
     /// Too many tasks are waiting.
-    #[error("{waiting} tasks wait for erasure coding already: slow down, or let the coding queue be longer")]
+    #[error(
+        "{waiting} coding tasks are already waiting; send fewer requests, or configure a longer coding queue"
+    )]
     QueueFull {
         /// Number of waiting tasks.
         waiting: usize,
@@ -117,9 +119,10 @@ struct Shared {
     meters: SchedulerMeters,
 }
 
-/// A slot at a place for one task. Dropping it without a report tells nothing about the place.
+/// A slot at a place for one task. If the slot is dropped without a report, the scheduler learns
+/// nothing about the place.
 #[derive(Debug)]
-#[must_use = "the place is kept until this is dropped"]
+#[must_use = "the slot stays occupied until this is dropped"]
 pub struct TaskSlot {
     scheduler: Scheduler,
     /// The task in service; `None` after the task has ended.
@@ -164,7 +167,7 @@ impl Reason {
 }
 
 impl Scheduler {
-    /// Creates an idle scheduler. The host counts as not busy.
+    /// Creates an idle scheduler. At first, the host counts as not busy.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Scheduler {
         Scheduler(Rc::new(Shared {
@@ -186,7 +189,7 @@ impl Scheduler {
         // before its receiver disappears.
         let _queued = InQueue { scheduler: self, id };
         self.dispatch();
-        Ok(receiver.await.expect("a task leaves the queue with a slot, unless its caller has gone"))
+        Ok(receiver.await.expect("the task of a waiting caller leaves the queue only with a slot"))
     }
 
     /// Changes the mode. Tasks in service continue.
@@ -215,14 +218,14 @@ impl Scheduler {
             let Some((waiter, ticket, reason)) = next else { break };
             self.0.meters.sent(ticket.place, reason);
             let slot = TaskSlot { scheduler: self.clone(), place: ticket.place, ticket: Some(ticket) };
-            // If the caller is gone, dropping the slot frees the place.
+            // If the caller has dropped its future, dropping the slot frees the place.
             drop(waiter.send(slot));
         }
         self.0.meters.show(&self.0.admission.borrow().view());
     }
 }
 
-/// Removes a task from the queue if its caller is gone.
+/// Removes a task from the queue if its caller drops the future.
 struct InQueue<'a> {
     scheduler: &'a Scheduler,
     id: u64,

@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_interleaved() {
+    fn tasks_are_interleaved_at_the_ratio() {
         let text = |alpha, beta| -> String {
             let ratio = CodingRatio::new(alpha, beta).unwrap();
             let letter = |place| if place == CodingPlace::Host { 'h' } else { 'o' };
@@ -62,9 +62,9 @@ mod tests {
     }
 
     proptest! {
-        /// At no time is the DPU a whole task ahead of or behind its share.
+        /// The number of tasks sent to the DPU never differs from its share by a whole task.
         #[test]
-        fn nobody_is_a_task_ahead(alpha in 0u32..=40, beta in 0u32..=40) {
+        fn no_place_is_ever_a_whole_task_ahead(alpha in 0u32..=40, beta in 0u32..=40) {
             prop_assume!(alpha + beta > 0);
             let mut offloaded = 0;
             for (so_far, place) in (1u32..).zip(turns(CodingRatio::new(alpha, beta).unwrap(), 3 * (alpha + beta))) {

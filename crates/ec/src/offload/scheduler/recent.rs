@@ -1,4 +1,4 @@
-//! Counts the tasks of the last second.
+//! Counts the tasks that were started during the last second, by place.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ impl Recent {
     /// Returns the numbers of tasks sent to the host and to the DPU.
     pub(super) fn counts(&self, now: Instant) -> [u64; 2] {
         let over = self.since.map_or(SLICES, |since| slices_between(since, now)).min(SLICES);
-        // Slices that will be reused next are too old.
+        // The slices that would have been reused since then are too old.
         let old = |at: usize| (1..=over).any(|ahead| (self.current + ahead) % SLICES == at);
         let recent = (0..SLICES).filter(|&at| !old(at)).map(|at| self.slices[at]);
         recent.fold([0; 2], |[host, offload], [h, o]| [host + h, offload + o])
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_last_second_counts() {
+    fn only_tasks_of_the_last_second_are_counted() {
         let (mut recent, start) = (Recent::default(), Instant::now());
         assert_eq!(recent.counts(start), [0, 0]);
         for ms in 0..3000 {
@@ -61,9 +61,9 @@ mod tests {
         }
         let at = |ms| recent.counts(start + Duration::from_millis(ms));
         assert_eq!(at(2999), [750, 250]);
-        assert_eq!(at(3499), [375, 125], "half of it is over");
+        assert_eq!(at(3499), [375, 125], "half of the tasks are older than a second");
         assert_eq!(at(5000), [0, 0]);
-        assert_eq!(recent.counts(start), [750, 250], "time does not go back");
+        assert_eq!(recent.counts(start), [750, 250], "an earlier time counts as the current one");
         recent.sent(CodingPlace::Host, start + Duration::from_secs(60));
         assert_eq!(recent.counts(start + Duration::from_secs(60)), [1, 0]);
     }

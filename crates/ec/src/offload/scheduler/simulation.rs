@@ -96,7 +96,8 @@ type Task = (TaskInService, u64, usize);
 struct Running {
     site: Site,
     waiting: VecDeque<Task>,
-    /// In the order of their ends. Tasks of a batch end together.
+    /// Tasks that are being executed, with the time of their end. The tasks of a batch end
+    /// together.
     serving: Vec<(u64, Vec<Task>)>,
 }
 
@@ -156,8 +157,8 @@ impl Simulation<'_> {
     fn run(pattern: &Pattern, mode: CodingMode) -> Tally {
         let capacity = |site: Site| {
             let lanes = if let Server::Lanes(lanes) = site.server { lanes } else { 1 };
-            // A slow task at the head of the queue must not slow down a fixed ratio, which is
-            // compared at its best.
+            // Give a fixed ratio many slots: with few slots, a task that waits for a full place
+            // would block the queue. So `auto` is compared with the best result of each ratio.
             let slots = if mode == CodingMode::Auto { site.slots } else { site.slots.max(64) };
             Capacity { slots, lanes }
         };

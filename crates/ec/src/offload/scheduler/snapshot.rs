@@ -10,7 +10,7 @@ use super::Reason;
 use super::admission::AdmissionView;
 use super::station::Station;
 
-/// The scheduler's state at one moment. Counts begin at its creation.
+/// The scheduler's state at one moment. Counts begin at the creation of the scheduler.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
     /// Current mode.
@@ -27,9 +27,9 @@ pub struct Snapshot {
     pub alpha: u64,
     /// Number of tasks sent to the DPU during the last second.
     pub beta: u64,
-    /// The host.
+    /// State of the host as a coding place.
     pub host: PlaceSnapshot,
-    /// The DPU.
+    /// State of the DPU as a coding place.
     pub offload: PlaceSnapshot,
 }
 
@@ -51,7 +51,7 @@ pub struct PlaceSnapshot {
     pub health: CodingHealth,
 }
 
-/// Returns the state of a circuit breaker without its times.
+/// Returns the health of an offload without its times.
 #[must_use]
 pub fn offload_state(state: base::health::HealthState) -> OffloadState {
     match state {
@@ -100,7 +100,7 @@ impl PlaceSnapshot {
     }
 }
 
-/// Converts a circuit breaker's report to plain data.
+/// Converts a report of an offload's health to plain data.
 fn health(report: HealthReport) -> CodingHealth {
     CodingHealth {
         state: offload_state(report.state),

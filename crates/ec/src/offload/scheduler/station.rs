@@ -74,7 +74,7 @@ impl Station {
     /// Makes the next task that is sent here the probe.
     pub(super) fn begin_probe(&mut self, now: Instant) {
         let begun = self.health.begin_probe(now) || std::mem::take(&mut self.probe_vacant);
-        debug_assert!(begun, "a probe was due");
+        debug_assert!(begun, "a probe must be due");
     }
 
     pub(super) fn vacate_probe(&mut self) {
@@ -82,7 +82,7 @@ impl Station {
     }
 
     pub(super) fn begin(&mut self, id: u64, bytes: u64, now: Instant) {
-        debug_assert!(!self.is_full(), "nothing is sent to a full place");
+        debug_assert!(!self.is_full(), "a full place must not receive a task");
         self.serving.push(StationTask { id, bytes, running: None });
         self.run_next(now);
     }
@@ -90,7 +90,8 @@ impl Station {
     /// Removes a task. Returns the time that a lane spent on it: since its start, or since the end
     /// of its predecessor on the lane.
     pub(super) fn end(&mut self, id: u64, now: Instant) -> Duration {
-        let at = self.serving.iter().position(|task| task.id == id).expect("a task ends once");
+        let at =
+            self.serving.iter().position(|task| task.id == id).expect("a task in service ends only once");
         let running = self.serving.remove(at).running;
         self.run_next(now);
         running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_waits_inside_is_measured_from_its_predecessors_end() {
+    fn a_waiting_task_is_timed_from_the_end_of_its_predecessor() {
         let (mut station, now) = (station(1, 3), Instant::now());
         (0..3).for_each(|id| station.begin(id, 1000, now));
         assert!(station.is_full());
@@ -154,23 +155,23 @@ mod tests {
     }
 
     #[test]
-    fn lanes_work_side_by_side() {
+    fn lanes_execute_tasks_in_parallel() {
         let (mut station, now) = (station(2, 4), Instant::now());
         (0..3).for_each(|id| station.begin(id, 1000, now));
         assert_eq!(station.end(1, now + 3 * MS), 3 * MS);
-        assert_eq!(station.end(2, now + 5 * MS), 2 * MS, "in the lane that 1 left");
+        assert_eq!(station.end(2, now + 5 * MS), 2 * MS, "task 2 started in the lane of task 1");
         assert_eq!(station.end(0, now + 9 * MS), 9 * MS);
     }
 
     #[test]
-    fn predictions_take_what_is_there_already_into_account() {
+    fn predictions_include_the_tasks_in_service() {
         let (mut station, now) = (station(2, 4), Instant::now());
         assert!(station.completion(1, now).is_none() && station.drained(1, 1, now).is_none());
         station.estimate.learn(1000, 10 * MS, now);
         let is = |actual: Option<f64>, ms: f64| (actual.unwrap() - ms / 1e3).abs() < 1e-9;
         assert!(is(station.completion(1000, now), 10.0));
         station.begin(0, 1000, now);
-        assert!(is(station.completion(1000, now), 10.0), "there is another lane");
+        assert!(is(station.completion(1000, now), 10.0), "the other lane is free");
         station.begin(1, 3000, now);
         assert!(is(station.completion(1000, now), 30.0));
         assert!(is(station.completion(1000, now + 4 * MS), 26.0), "each lane has done 4 ms");
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_that_was_given_up_can_be_taken_by_another_task() {
+    fn another_task_can_replace_an_abandoned_probe() {
         let (mut station, now) = (station(1, 1), Instant::now());
         station.health.failed("broken", now);
         assert_eq!(station.standing(now), StationHealth::Down);

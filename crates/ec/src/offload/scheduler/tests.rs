@@ -59,7 +59,7 @@ async fn the_mode_decides_and_a_busy_host_overrules_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_wait_in_order_and_no_more_than_the_queue_holds() {
+async fn tasks_wait_in_order_and_a_full_queue_refuses_more() {
     let scheduler = scheduler("latency-sensitive", 1, 2);
     let slot = scheduler.admit(MB).await.unwrap();
     let mut first = pin!(scheduler.admit(2 * MB));
@@ -79,7 +79,7 @@ async fn tasks_wait_in_order_and_no_more_than_the_queue_holds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_goes_leaves_neither_a_task_nor_a_slot_behind() {
+async fn a_cancelled_call_leaves_neither_a_queued_task_nor_a_slot() {
     let scheduler = scheduler("latency-sensitive", 1, 8);
     let slot = scheduler.admit(MB).await.unwrap();
     {
@@ -98,7 +98,7 @@ async fn a_caller_that_goes_leaves_neither_a_task_nor_a_slot_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_change_of_mode_or_load_sends_off_what_waits() {
+async fn a_change_of_mode_or_load_starts_waiting_tasks() {
     let scheduler = scheduler("latency-sensitive", 1, 8);
     let _host = scheduler.admit(MB).await.unwrap();
     let mut waiting = pin!(scheduler.admit(MB));
@@ -115,7 +115,7 @@ async fn a_change_of_mode_or_load_sends_off_what_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
+async fn a_failed_place_is_avoided_and_then_probed_by_one_task() {
     let scheduler = scheduler("async", 4, 8);
     let late = scheduler.admit(MB).await.unwrap();
     scheduler.admit(MB).await.unwrap().failed("the device is gone");
@@ -129,7 +129,7 @@ async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
     assert_eq!(letters(&scheduler, 2).await, "hh", "one probe at a time");
     drop(probe);
     let probe = scheduler.admit(MB).await.unwrap();
-    assert_eq!(probe.place(), CodingPlace::Offload, "the one before said nothing");
+    assert_eq!(probe.place(), CodingPlace::Offload, "the previous probe was dropped without a report");
     probe.failed("still gone");
     assert_eq!(letters(&scheduler, 2).await, "hh");
     advance(101 * MS).await;
@@ -144,7 +144,7 @@ async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_both_places_down_work_goes_to_the_host() {
+async fn tasks_run_on_the_host_while_both_places_are_down() {
     let scheduler = scheduler("async", 4, 8);
     scheduler.admit(MB).await.unwrap().failed("no device");
     let slot = scheduler.admit(MB).await.unwrap();
@@ -158,7 +158,7 @@ async fn with_both_places_down_work_goes_to_the_host() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_measured_shows() {
+async fn a_snapshot_shows_the_measured_cost() {
     let scheduler = scheduler("async", 1, 8);
     assert_eq!(scheduler.snapshot().offload.us_per_mb, None);
     let slot = scheduler.admit(4 * MB).await.unwrap();

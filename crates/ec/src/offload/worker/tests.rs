@@ -34,7 +34,7 @@ async fn hold(worker: &Worker) -> mpsc::Sender<()> {
 }
 
 #[tokio::test]
-async fn work_is_done_in_turn_by_threads_of_its_class() {
+async fn tasks_run_in_order_on_threads_of_the_workers_class() {
     let name = || std::thread::current().name().map(str::to_owned);
     for (worker, thread) in [(threads(1), "ec-0"), (device(INSTANT, 8, 1), "eca-0")] {
         let held = hold(&worker).await;
@@ -59,14 +59,14 @@ async fn work_is_done_in_turn_by_threads_of_its_class() {
 }
 
 #[tokio::test]
-async fn threads_work_side_by_side() {
+async fn threads_execute_tasks_in_parallel() {
     let worker = threads(2);
     let _held = hold(&worker).await;
     assert_eq!(worker.submit(WORK, || 7).await, Ok(7));
 }
 
 #[tokio::test]
-async fn what_waits_is_one_batch_up_to_its_bound() {
+async fn waiting_tasks_form_batches_up_to_the_size_limit() {
     let worker = device(INSTANT, 16, 3500);
     let held = hold(&worker).await;
     let results: Vec<_> = (0..7).map(|number| worker.submit(WORK, move || number)).collect();
@@ -75,29 +75,29 @@ async fn what_waits_is_one_batch_up_to_its_bound() {
     for (number, result) in (0..).zip(results) {
         assert_eq!(result.await, Ok(number));
     }
-    assert_eq!(large.await, Ok(7), "what is larger than a batch is one by itself");
+    assert_eq!(large.await, Ok(7), "a task larger than the limit is a batch of its own");
     // Batches: the held task, two batches of three, one single task, and the large task.
     let stats = worker.stats();
     assert_eq!((stats.tasks, stats.batches), (9, 5));
-    assert_eq!(stats.overruns, 5, "nothing is as fast as this device");
+    assert_eq!(stats.overruns, 5, "no computer is as fast as this device");
     assert!(stats.name.contains("emulated"));
 }
 
 #[tokio::test]
-async fn a_result_is_held_back_until_the_device_would_have_it() {
+async fn a_result_is_delayed_until_the_device_would_have_finished() {
     let worker = device(NEVER, 8, 1);
     let (computed, is_computed) = oneshot::channel();
     let mut result = Box::pin(worker.submit(WORK, move || computed.send(()).unwrap()));
     is_computed.await.unwrap();
     let poll = std::future::poll_fn(|cx| std::task::Poll::Ready(result.as_mut().poll(cx).is_pending()));
-    assert!(poll.await, "it is computed, but the device is at it for months");
+    assert!(poll.await, "the result is computed, but the device would need months");
     assert_eq!(worker.stats().overruns, 0);
     drop(worker);
     assert_eq!(result.await, Err(WorkerError::Stopped("accelerator (emulated)")));
 }
 
 #[tokio::test]
-async fn a_panic_fails_its_own_task_only() {
+async fn a_panic_fails_only_its_own_task() {
     for worker in [threads(1), device(INSTANT, 8, 1 << 20)] {
         let held = hold(&worker).await;
         let bad = worker.submit(WORK, || panic!("for a test"));
@@ -111,7 +111,7 @@ async fn a_panic_fails_its_own_task_only() {
 }
 
 #[tokio::test]
-async fn the_queue_is_bounded_and_work_that_nobody_waits_for_is_not_begun() {
+async fn the_queue_is_bounded_and_abandoned_tasks_are_not_started() {
     let worker = device(INSTANT, 2, 1);
     let held = hold(&worker).await;
     let (begun, begins) = mpsc::channel();
@@ -122,12 +122,12 @@ async fn the_queue_is_bounded_and_work_that_nobody_waits_for_is_not_begun() {
     drop(unwanted);
     drop(held);
     assert_eq!(last.await, Ok(7));
-    assert!(begins.recv().is_err(), "its closure was dropped");
+    assert!(begins.recv().is_err(), "the closure of the abandoned task was dropped");
     assert_eq!(worker.stats().tasks, 2);
 }
 
 #[tokio::test]
-async fn injected_faults_fail_the_work_they_hit() {
+async fn injected_faults_fail_only_the_tasks_that_they_hit() {
     let faults = Faults::default();
     let options = SoftwareOptions { faults: faults.clone(), ..SoftwareOptions::new(Processor::Dpu) };
     let worker = software::start(options).unwrap();
@@ -142,7 +142,7 @@ async fn injected_faults_fail_the_work_they_hit() {
 }
 
 #[tokio::test]
-async fn what_was_not_begun_is_given_up_at_the_end() {
+async fn dropping_a_worker_abandons_tasks_that_have_not_started() {
     let worker = threads(1);
     let held = hold(&worker).await;
     let waiting = worker.submit(WORK, || 7);

@@ -4,7 +4,7 @@ use wire::{CodingMode, CodingRatio};
 
 use super::*;
 
-/// All fixed ratios from 16:1 to 1:16, and the two that use a single place.
+/// Returns the fixed ratios from 16:1 to 1:16, and the two ratios that use a single place.
 fn ratios() -> impl Iterator<Item = CodingRatio> {
     let ends = [(1, 0), (0, 1)];
     let between = (1..=16).flat_map(|part| [(part, 1), (1, part)]);
@@ -80,7 +80,7 @@ fn auto_is_near_the_best_fixed_ratio() {
 }
 
 #[test]
-fn auto_is_near_the_best_again_a_second_after_a_change() {
+fn auto_is_near_the_best_ratio_a_second_after_the_costs_change() {
     let host = lanes(1, 1, CORE);
     let (fast, slow) = (lanes(1, 2, CORE), lanes(1, 2, times(CORE, 10)));
     let [slower, slowest] = [10, 20].map(|factor| times(CORE, factor));
@@ -101,7 +101,7 @@ fn auto_is_near_the_best_again_a_second_after_a_change() {
 
 /// A slow DPU must help only with load that the host cannot carry, not with short waits.
 #[test]
-fn a_slow_offload_is_left_alone_while_the_queue_is_short() {
+fn a_slow_offload_is_at_most_explored_while_the_queue_is_short() {
     let slow = lanes(1, 2, times(CORE, 10));
     for (host, load, may_explore) in [
         (lanes(1, 1, CORE), closed(1), false),
@@ -148,6 +148,6 @@ fn any_pattern(seed: u64) -> Pattern {
 }
 
 #[test]
-fn auto_is_near_the_best_on_patterns_that_it_was_not_tuned_on() {
+fn auto_is_near_the_best_fixed_ratio_on_random_patterns() {
     (0..20).for_each(|seed| assert_auto_is_near_the_best(&any_pattern(seed)));
 }
