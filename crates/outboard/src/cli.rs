@@ -1,4 +1,5 @@
-//! The command line. Scripts depend on it, so names and meanings must not change.
+//! The definition of the command line. Scripts depend on it, so the names and meanings of commands
+//! and flags must not change.
 
 use clap::{Parser, Subcommand};
 
@@ -33,11 +34,11 @@ pub enum Command {
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
     Bench(commands::bench::BenchCommand),
-    #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
+    #[command(subcommand, about = "Inject faults into a running node, and show or clear them")]
     Debug(commands::debug::DebugCommand),
     #[command(
         subcommand,
-        about = "Cut files into fragments with parity, put them together again; say where a node computes parity"
+        about = "Encode files into fragments with parity, and decode them; choose where a node computes parity"
     )]
     Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),

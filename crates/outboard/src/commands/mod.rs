@@ -1,4 +1,4 @@
-//! The commands, one file each. This file dispatches to them.
+//! The commands, one file per command. This module runs the command that the user has chosen.
 
 pub mod bench;
 pub mod cp;
@@ -25,7 +25,7 @@ pub mod up;
 use crate::cli::{Cli, Command};
 use node::failure::Result;
 
-/// Runs the selected command.
+/// Runs the command that the command line selects.
 pub fn run(cli: Cli) -> Result<()> {
     let node = &cli.node;
     match cli.command {
@@ -51,8 +51,8 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// Client options of all commands. With them, a command survives the restart of any role of the
-/// node.
+/// Returns the client options that all commands use. With the default timeouts, a command continues
+/// across the restart of any role of the node.
 fn options() -> client::Options {
     client::Options { name: "outboard".to_owned(), ..client::Options::default() }
 }
