@@ -108,7 +108,7 @@ fn assert_serves(node: &Node, names: &[String], bytes: &[u8], before: &[u64]) {
     assert_eq!(processes(node), before, "no role was restarted");
 }
 
-/// Starts a node without a drive, and returns the drive while the node runs.
+/// Starts a node without one drive, and puts the drive back while the node runs.
 fn an_absent_drive_that_returns(placement: &str) {
     let node = node(placement);
     let bytes = content(300_000);
