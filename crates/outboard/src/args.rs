@@ -9,29 +9,29 @@ use wire::Placement;
 /// Arguments that locate the node.
 #[derive(Debug, Clone, Args)]
 pub struct NodeArgs {
-    /// The node's directory: targets, configuration, logs [default: ./outboard-node]
+    /// Directory of the node, with its targets, configuration and logs [default: ./outboard-node]
     #[arg(long, global = true, env = "OUTBOARD_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
-    /// Address of the node to use; takes precedence over --dir
+    /// Address of the node; takes precedence over --dir
     #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
     pub endpoint: Option<String>,
     /// Network to use: auto (RDMA if both sides support it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
     #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
     pub network: messenger::StackChoice,
-    /// Local address to connect from, on a machine with several [default: the system's choice]
+    /// Local address from which to connect, if the machine has several addresses [default: chosen
+    /// by the system]
     #[arg(long, global = true, env = "OUTBOARD_BIND", value_name = "ADDR")]
     pub bind: Option<std::net::IpAddr>,
 }
 
-/// Parses a placement; the help describes each value.
+/// Returns the parser for a placement. The help text of the flag describes each value.
 pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
     let value = |placement: Placement| {
         PossibleValue::new(placement.as_str()).help(match placement {
             Placement::Dpu => "The OSD and the store are two processes joined by the host–DPU channel",
-            Placement::Host => "One process, the store called directly: the baseline",
+            Placement::Host => "One process runs the OSD and calls the store directly: the baseline",
         })
     };
-    PossibleValuesParser::new(Placement::ALL.map(value)).try_map(|name| {
-        Placement::ALL.into_iter().find(|p| p.as_str() == name).ok_or("there is no such placement")
-    })
+    PossibleValuesParser::new(Placement::ALL.map(value))
+        .try_map(|name| Placement::ALL.into_iter().find(|p| p.as_str() == name).ok_or("unknown placement"))
 }

@@ -1,5 +1,5 @@
-//! The command line, and the dispatch to the commands. Scripts depend on the command line, so names
-//! and meanings must not change.
+//! The definition of the command line, and the dispatch to the commands. Scripts depend on the
+//! command line, so the names and meanings of commands and flags must not change.
 
 use clap::{Parser, Subcommand};
 
@@ -36,11 +36,11 @@ pub enum Command {
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
     Bench(commands::bench::BenchArgs),
-    #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
+    #[command(subcommand, about = "Inject faults into a running node, and tune its channel")]
     Debug(commands::debug::DebugCommand),
     #[command(
         subcommand,
-        about = "Cut files into fragments with parity, put them together again; say where a node computes parity"
+        about = "Encode files into fragments with parity, and decode them; choose where a node computes parity"
     )]
     Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),

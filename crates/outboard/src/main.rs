@@ -1,7 +1,7 @@
-//! The `outboard` program: the roles of a node, and the commands for users.
+//! The `outboard` program. It runs the roles of a node, and offers commands to users.
 //!
-//! The module `commands` has one file per command. The crate `node` runs a node: its directory,
-//! configuration, supervision and roles.
+//! The module `commands` contains one file per command. The crate `node` runs a node: its
+//! directory, configuration, supervision and roles.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +21,7 @@ use clap::Parser;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    // Before there is any other thread.
+    // This call must come before the process starts another thread.
     channel::ofi::prepare_process();
     let cli = cli::Cli::parse();
     match cli::run(cli) {
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
 
 /// Prints a failure to standard error and returns its exit status.
 fn report(failure: &node::failure::Failure) -> ExitCode {
-    // Nothing can be done if standard error itself is gone.
+    // If standard error is closed, the message is lost.
     let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&failure.to_string()));
     ExitCode::from(if failure.is_usage() { 2 } else { 1 })
 }

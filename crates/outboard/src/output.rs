@@ -1,46 +1,47 @@
-//! Writes to standard output. A closed pipe, such as one to `head`, ends the program quietly.
+//! Writes to standard output. If the reader of the output closes the pipe, as `head` does, the
+//! program ends without an error message.
 //!
-//! Any client of the node can choose names and values. On a terminal, this module escapes their
-//! control characters, because control characters could move the cursor, rewrite earlier lines or
-//! make the terminal type text.
+//! Clients of the node choose names and values freely, so these may contain control characters.
+//! Control characters could move the cursor, rewrite earlier lines or make the terminal type text.
+//! Therefore this module escapes them if the output is a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
 
-/// Prints a line.
+/// Prints a line on standard output.
 pub fn line(text: impl Display) {
     written(writeln!(std::io::stdout(), "{}", shown(&text.to_string())));
 }
 
-/// Prints text without ending the line.
+/// Prints text on standard output, without a line feed at its end.
 pub fn raw(text: impl Display) {
     written(write!(std::io::stdout(), "{}", shown(&text.to_string())));
 }
 
-/// Returns a name or a value for use within a line of output. On a terminal, line feeds are escaped
-/// too.
+/// Prepares a name or a value for use within a line of output. If standard output is a terminal,
+/// all control characters are escaped, including line feeds and tabs.
 pub fn name(text: &str) -> Cow<'_, str> {
     if std::io::stdout().is_terminal() { escaped(text, "") } else { text.into() }
 }
 
-/// Returns text as standard output shows it.
+/// Escapes control characters, except line feeds and tabs, if standard output is a terminal.
 fn shown(text: &str) -> Cow<'_, str> {
     if std::io::stdout().is_terminal() { escaped(text, "\n\t") } else { text.into() }
 }
 
-/// Returns text as standard error shows it.
+/// Escapes control characters, except line feeds and tabs, if standard error is a terminal.
 pub fn shown_as_error(text: &str) -> Cow<'_, str> {
     if std::io::stderr().is_terminal() { escaped(text, "\n\t") } else { text.into() }
 }
 
-/// Whether a terminal may act on the character instead of showing it. Control characters and
-/// characters that change the direction of text do so.
+/// Returns true if a terminal may act on the character instead of showing it. This applies to
+/// control characters, and to characters that change the direction of text.
 fn acts(c: char) -> bool {
     c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Escapes each character that a terminal acts on, except the `allowed` characters.
+/// Escapes all characters of `text` on which a terminal acts, except the `allowed` characters.
 fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
     let is_escaped = |c: char| acts(c) && !allowed.contains(c);
     if !text.contains(is_escaped) {
@@ -53,14 +54,14 @@ fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
     result.into()
 }
 
-/// Escapes JSON so that no character acts on a terminal. Outside of strings, JSON contains no
-/// control characters but line feeds. Within strings, JSON allows numeric escapes for every
-/// character.
+/// Escapes all characters of a JSON text on which a terminal acts, except line feeds. The result is
+/// equivalent JSON: these characters occur only within strings, where JSON allows a numeric escape
+/// for every character.
 pub fn json_escaped(json: &str) -> String {
     let mut result = String::with_capacity(json.len());
     for c in json.chars() {
         if acts(c) && c != '\n' {
-            // All of them lie in the basic plane.
+            // Each of these characters fits into four hexadecimal digits.
             result.push_str(&format!("\\u{:04x}", u32::from(c)));
         } else {
             result.push(c);
@@ -69,17 +70,17 @@ pub fn json_escaped(json: &str) -> String {
     result
 }
 
-/// Prints a value as JSON, indented.
+/// Prints a value on standard output as indented JSON.
 pub fn json(value: &impl serde::Serialize) {
     match serde_json::to_string_pretty(value) {
         Ok(text) => line(json_escaped(&text)),
-        Err(e) => note(format!("cannot be shown as JSON: {e}")),
+        Err(e) => note(format!("cannot print the result as JSON: {e}")),
     }
 }
 
 /// Prints a message for the user on standard error.
 pub fn note(text: impl Display) {
-    // Nothing can be done if standard error itself is gone.
+    // If standard error is closed, the message is lost.
     let _ = writeln!(std::io::stderr(), "outboard: {}", shown_as_error(&text.to_string()));
 }
 
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_acts_on_a_terminal_is_escaped() {
+    fn characters_that_control_a_terminal_are_escaped() {
         let hostile = "a\u{1b}[2J\u{9b}31m\r\n\u{7f}\u{202e}b";
         assert_eq!(escaped(hostile, ""), r"a\u{1b}[2J\u{9b}31m\r\n\u{7f}\u{202e}b");
         assert_eq!(escaped("one\ttwo\nthree", "\n\t"), "one\ttwo\nthree");

@@ -1,4 +1,5 @@
-//! Targets on raw block devices. The tests make loop devices, as root: `make test` runs them where that is possible.
+//! Tests of targets on raw block devices. The tests create loop devices, which needs root.
+//! `make test` runs them if it can create loop devices.
 
 mod common;
 
@@ -10,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 
 use common::Node;
 
-/// A file as a block device, until dropped.
+/// A loop device that is backed by a temporary file. Dropping the value removes the device.
 struct LoopDevice {
     path: PathBuf,
     file: tempfile::NamedTempFile,
@@ -21,16 +22,16 @@ impl LoopDevice {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(size).unwrap();
         let made = Command::new("losetup").args(["--find", "--show"]).arg(file.path()).output().unwrap();
-        assert!(made.status.success(), "no loop device: {}", said(&made));
+        assert!(made.status.success(), "losetup failed: {}", said(&made));
         LoopDevice { path: String::from_utf8(made.stdout).unwrap().trim().into(), file }
     }
 
-    /// Whether nothing has been written to the device.
+    /// Returns true if the device contains only zeros, so nothing has been written to it.
     fn is_untouched(&self) -> bool {
         std::fs::read(self.file.path()).unwrap().iter().all(|byte| *byte == 0)
     }
 
-    /// Opens the device as a mounted file system does.
+    /// Opens the device exclusively, as a mounted file system does.
     fn hold(&self) -> OwnedFd {
         rustix::fs::open(&self.path, OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty()).unwrap()
     }
@@ -47,7 +48,7 @@ fn said(output: &Output) -> String {
     format!("{:?}\n{}{}", output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// Runs `outboard` for a node with these targets.
+/// Runs an `outboard` command for a node that is configured with these targets.
 fn run(node: &Node, targets: &[&Path], args: &[&str]) -> Output {
     let targets = targets.iter().map(|path| path.to_str().unwrap()).collect::<Vec<_>>().join(":");
     let mut command = node.command(args);
@@ -56,7 +57,7 @@ fn run(node: &Node, targets: &[&Path], args: &[&str]) -> Output {
 
 #[test]
 #[ignore = "needs root and loop devices"]
-fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
+fn a_raw_block_device_becomes_a_target_only_with_the_flag_format() {
     let device = LoopDevice::new(64 << 20);
     let node = Node::new();
     let refused = run(&node, &[&device.path], &["up", "--detach"]);
@@ -70,7 +71,7 @@ fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
     node.ok(&["pool", "create", "p"]);
     node.ok(&["put", "p/o", "file"]);
     node.ok(&["down"]);
-    // From here on the configuration knows the device.
+    // The next commands take the device from the configuration file instead of the environment.
     node.ok(&["fsck", "node"]);
     node.ok(&["up", "--detach"]);
     assert!(node.ok(&["get", "p/o", "-"]) == vec![7; 5_000_000]);
@@ -78,7 +79,7 @@ fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
 
 #[test]
 #[ignore = "needs root and loop devices"]
-fn a_device_that_something_else_uses_is_not_formatted() {
+fn a_device_in_use_is_not_formatted() {
     let device = LoopDevice::new(64 << 20);
     let node = Node::new();
     let held = device.hold();
@@ -99,7 +100,7 @@ fn all_devices_are_checked_before_the_first_is_formatted() {
     let refused = run(&node, &targets, &["up", "--detach", "--format"]);
     assert!(!refused.status.success() && said(&refused).contains("at least"), "{}", said(&refused));
     assert!(large.is_untouched() && !node.has("node"));
-    // The same where the configuration has been written by hand.
+    // The same applies to a configuration that an operator has written.
     std::fs::create_dir(node.path("node")).unwrap();
     node.write("node/outboard.toml", format!("targets = {targets:?}\n").as_bytes());
     let refused = run(&node, &targets, &["up", "--detach", "--format"]);

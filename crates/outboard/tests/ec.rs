@@ -1,10 +1,10 @@
-//! `outboard ec` as a script would use it: files, exit codes, damage, repair.
+//! Tests of `outboard ec` as scripts use it: files, exit codes, damage and repair.
 
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// A directory, and the program run in it.
+/// A temporary directory in which the tests run the program.
 struct Dir(tempfile::TempDir);
 
 impl Dir {
@@ -21,7 +21,7 @@ impl Dir {
         command.arg("ec").args(args).current_dir(self.path()).stdin(Stdio::null()).output().unwrap()
     }
 
-    /// Runs a command that must succeed; its standard output and standard error.
+    /// Runs a command that must succeed. Returns its standard output and standard error.
     fn ok(&self, args: &[&str]) -> (Vec<u8>, String) {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -33,7 +33,7 @@ impl Dir {
         serde_json::from_slice(&self.ok(args).0).unwrap()
     }
 
-    /// Runs a command that must fail with an exit status; its standard error.
+    /// Runs a command that must fail with the exit status `status`. Returns its standard error.
     fn fails(&self, status: i32, args: &[&str]) -> String {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -54,7 +54,7 @@ impl Dir {
         names.iter().for_each(|name| fs::remove_file(self.path().join(name)).unwrap());
     }
 
-    /// All files, hidden ones, too.
+    /// Returns the names of all files in the directory, including hidden files.
     fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(self.path()).unwrap();
         let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
@@ -62,6 +62,7 @@ impl Dir {
         names
     }
 
+    /// Flips a bit of the byte at offset `at`.
     fn flip(&self, name: &str, at: usize) {
         let mut data = self.read(name);
         data[at] ^= 0x10;
@@ -69,6 +70,7 @@ impl Dir {
     }
 }
 
+/// Returns pseudo-random bytes, which are the same in every call.
 fn noise(len: usize) -> Vec<u8> {
     let mut x = 88_172_645_463_325_252_u64;
     let mut next = || {
@@ -80,6 +82,7 @@ fn noise(len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
+/// Arguments of a command that encodes with 4+2.
 const CODE: [&str; 5] = ["encode", "--k", "4", "--m", "2"];
 
 fn encode<'a>(more: &[&'a str]) -> Vec<&'a str> {
@@ -87,7 +90,7 @@ fn encode<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_file_comes_back_from_any_k_fragments() {
+fn a_file_is_restored_from_k_fragments() {
     for kernel in ["auto", "portable"] {
         for len in [0, 1, 100_000, 3_000_001] {
             let dir = Dir::new();
@@ -95,13 +98,17 @@ fn a_file_comes_back_from_any_k_fragments() {
             dir.write("file", &data);
             dir.ok(&encode(&["--kernel", kernel, "file"]));
             let fragments: Vec<String> = (0..6).map(|n| format!("file.{n:03}.fragment")).collect();
-            assert_eq!(dir.names(), [&["file".to_owned()][..], &fragments[..]].concat(), "and nothing else");
+            assert_eq!(
+                dir.names(),
+                [&["file".to_owned()][..], &fragments[..]].concat(),
+                "the directory contains nothing else"
+            );
 
             dir.remove(&["file", "file.001.fragment", "file.005.fragment"]);
             let (_, notes) = dir.ok(&["decode", "--kernel", kernel, "file"]);
             assert_eq!(dir.read("file"), data);
             assert!(notes.contains("1, 5") && notes.contains("--repair"), "{notes}");
-            assert_eq!(dir.names().len(), 5, "nothing was repaired that was not asked for");
+            assert_eq!(dir.names().len(), 5, "without --repair no fragment is recreated");
         }
     }
 }
@@ -123,18 +130,18 @@ fn fragments_with_names_of_older_versions_are_decoded() {
 }
 
 #[test]
-fn one_loss_too_many_is_told() {
+fn decoding_fails_if_one_fragment_too_many_is_lost() {
     let dir = Dir::new();
     dir.write("file", &noise(500_000));
     dir.ok(&encode(&["file"]));
     dir.remove(&["file", "file.000.fragment", "file.003.fragment", "file.004.fragment"]);
     let error = dir.fails(1, &["decode", "file"]);
     assert!(error.contains("of 6 fragments 3 are intact") && error.contains("at least 1"), "{error}");
-    assert_eq!(dir.names().len(), 3, "no half a file is left");
+    assert_eq!(dir.names().len(), 3, "no incomplete file is left behind");
 }
 
 #[test]
-fn damage_is_noticed_and_repaired() {
+fn damaged_fragments_are_detected_and_repaired() {
     let dir = Dir::new();
     let data = noise(1_000_000);
     dir.write("file", &data);
@@ -147,7 +154,8 @@ fn damage_is_noticed_and_repaired() {
     assert_eq!(dir.read("back"), data);
     assert!(notes.contains("fragments 2 are missing or damaged"), "{notes}");
 
-    // A parity fragment's damage is not seen by who needs no parity, but by a repair. A header's loses the whole fragment.
+    // A decoding that needs no parity does not read a damaged parity fragment, but a repair reads
+    // it. A damaged header makes the whole fragment unusable.
     dir.flip("file.002.fragment", 40_000);
     dir.flip("file.005.fragment", 40_000);
     assert_eq!(dir.ok(&["decode", "--force", "--out", "back", "file"]).1, "");
@@ -166,7 +174,7 @@ fn damage_is_noticed_and_repaired() {
 }
 
 #[test]
-fn nothing_is_overwritten_unasked() {
+fn existing_files_are_overwritten_only_with_force() {
     let dir = Dir::new();
     dir.write("file", b"old");
     dir.ok(&encode(&["file"]));
@@ -174,11 +182,7 @@ fn nothing_is_overwritten_unasked() {
     assert!(dir.fails(1, &encode(&["file"])).contains("--force"));
     assert_eq!(dir.read("file.003.fragment"), fragment);
     dir.ok(&encode(&["--force", "file"]));
-    assert_ne!(
-        dir.read("file.003.fragment")[id.clone()],
-        fragment[id],
-        "every encoding has an id of its own"
-    );
+    assert_ne!(dir.read("file.003.fragment")[id.clone()], fragment[id], "each encoding has a new id");
 
     dir.write("file", b"new");
     assert!(dir.fails(1, &["decode", "file"]).contains("--force"));
@@ -186,7 +190,7 @@ fn nothing_is_overwritten_unasked() {
     dir.ok(&["decode", "--force", "file"]);
     assert_eq!(dir.read("file"), b"old");
 
-    // A fragment that is there but was not named is not replaced either.
+    // A repair also does not replace an existing fragment that the command line does not name.
     let named = [
         "file.000.fragment",
         "file.001.fragment",
@@ -202,7 +206,7 @@ fn nothing_is_overwritten_unasked() {
 }
 
 #[test]
-fn fragments_may_be_anywhere_and_files_may_be_pipes() {
+fn fragments_may_lie_in_several_directories_and_files_may_be_pipes() {
     let dir = Dir::new();
     let data = noise(300_000);
     dir.write("file", &data);
@@ -231,7 +235,7 @@ fn fragments_may_be_anywhere_and_files_may_be_pipes() {
 }
 
 #[test]
-fn mistakes_say_what_to_do() {
+fn errors_about_wrong_arguments_say_what_to_do() {
     let dir = Dir::new();
     dir.write("file", b"x");
     assert!(dir.fails(2, &["encode", "--k", "200", "--m", "100", "file"]).contains("255"));
@@ -240,7 +244,7 @@ fn mistakes_say_what_to_do() {
     assert!(dir.fails(2, &encode(&["--kernel", "fast", "file"])).contains("portable"));
     assert!(dir.fails(1, &encode(&["nowhere"])).contains("nowhere"));
     assert!(dir.fails(2, &encode(&["."])).contains("tar"));
-    assert_eq!(dir.names(), ["file"], "nothing is left of what failed");
+    assert_eq!(dir.names(), ["file"], "failed commands leave no files behind");
     assert!(dir.fails(1, &["decode", "nowhere"]).contains("nowhere.NNN.fragment"));
     assert!(dir.fails(1, &["decode", "--out", "back", "file"]).contains("is a fragment"));
     assert!(dir.fails(2, &["decode", "file"]).contains("--out"));

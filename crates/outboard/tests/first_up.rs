@@ -1,5 +1,5 @@
-//! A node's first `up`: all of it or nothing, whatever interrupts it, and a port that the node
-//! keeps.
+//! Tests of a node's first `up`: it creates the node completely or not at all, even if it is
+//! interrupted, and the node keeps its first port.
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// Long enough for a loaded machine; nothing waits that long if all is well.
+/// Maximum time to wait for a condition. It suffices for a loaded machine; a successful test waits
+/// much less.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A directory for a node, stopped when the test ends.
+/// A temporary directory for a node. Dropping the value stops the node.
 struct Place {
     dir: tempfile::TempDir,
 }
@@ -21,13 +22,14 @@ impl Place {
         Place { dir: tempfile::tempdir().unwrap() }
     }
 
-    /// The node's directory, which does not exist at first.
+    /// Returns the node's directory, which does not exist at first.
     fn node(&self) -> std::path::PathBuf {
         self.dir.path().join("node")
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        // A shell has what it starts in the background ignore these signals, and so would the command.
+        // A shell makes its background jobs ignore these signals. The command would inherit this,
+        // so `env` restores the default actions.
         let mut command = Command::new("env");
         command.args(["--default-signal=INT,QUIT,HUP", env!("CARGO_BIN_EXE_outboard")]);
         command.args(args).env("OUTBOARD_DIR", self.node());
@@ -60,6 +62,8 @@ impl Place {
         self.node().join(path).exists()
     }
 
+    /// Waits until `holds` returns true. Fails after [`PATIENCE`]; `what` then describes the
+    /// condition.
     fn until(&self, what: &str, holds: impl Fn() -> bool) {
         let deadline = Instant::now() + PATIENCE;
         while !holds() {
@@ -68,7 +72,7 @@ impl Place {
         }
     }
 
-    /// Begins a first `up`, and sends it a signal once `path` is there.
+    /// Starts a first `up`, and sends it a signal as soon as the file `path` of the node exists.
     fn interrupt_at(&self, path: &str, signal: Signal, more: &[&str]) {
         let up = ["up", "--targets", "2", "--target-size", "192MiB", "--placement", "dpu"];
         let mut command = self.command(&[&up[..], &["--listen", "127.0.0.1:0"], more].concat());
@@ -76,15 +80,15 @@ impl Place {
         self.until(path, || self.has(path));
         kill_process(Pid::from_child(&up), signal).unwrap();
         let status = up.wait().unwrap();
-        assert!(!status.success(), "it was interrupted");
+        assert!(!status.success(), "an interrupted `up` fails");
     }
 
-    /// Makes a node with other flags than [`interrupt_at`](Self::interrupt_at) has, and checks that
-    /// it has nothing else.
+    /// Creates a node with other flags than [`interrupt_at`](Self::interrupt_at), and checks that
+    /// the node contains nothing of an earlier attempt.
     fn makes_another(&self, when: &str) {
         let up = ["up", "--detach", "--targets", "3", "--target-size", "32MiB", "--placement", "host"];
         let up = [&up[..], &["--listen", "127.0.0.1:0"]].concat();
-        // The supervisor that an interrupted `up --detach` has started may still be stopping.
+        // The supervisor of an interrupted `up --detach` may still be stopping.
         let deadline = Instant::now() + PATIENCE;
         loop {
             let output = self.run(&up);
@@ -131,22 +135,22 @@ fn said(output: &Output) -> String {
     format!("{:?}\n{}{}", output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// Where a first `up` is interrupted: its first target is being made, the second one is, the
-/// targets are complete.
+/// Files whose appearance marks the points at which a first `up` is interrupted: while it creates
+/// the first target, while it creates the second target, and when all targets are complete.
 const POINTS: [&str; 3] = ["targets/0.img.unfinished", "targets/0.img", "outboard.toml"];
 
 #[test]
-fn a_first_up_that_is_killed_changes_nothing_for_the_next() {
+fn a_killed_first_up_does_not_affect_the_next_up() {
     for point in POINTS {
         let place = Place::new();
         place.interrupt_at(point, Signal::KILL, &[]);
-        assert!(place.has("run/making.json"), "{point}: it was killed too late");
+        assert!(place.has("run/making.json"), "{point}: `up` was killed too late");
         place.makes_another(point);
     }
 }
 
 #[test]
-fn a_first_up_that_is_interrupted_by_ctrl_c_changes_nothing_for_the_next() {
+fn a_first_up_interrupted_by_ctrl_c_does_not_affect_the_next_up() {
     for point in POINTS {
         let place = Place::new();
         place.interrupt_at(point, Signal::INT, &[]);
@@ -155,17 +159,19 @@ fn a_first_up_that_is_interrupted_by_ctrl_c_changes_nothing_for_the_next() {
 }
 
 #[test]
-fn a_first_up_in_the_background_ends_with_its_caller() {
+fn an_interrupted_up_detach_also_stops_the_node_in_the_background() {
     for signal in [Signal::INT, Signal::KILL] {
         let place = Place::new();
         place.interrupt_at("outboard.toml", signal, &["--detach"]);
-        place.until("the node is there", || !place.has("outboard.toml") || place.has("run/making.json"));
+        place.until("the record of the first `up` exists, or the node is removed", || {
+            !place.has("outboard.toml") || place.has("run/making.json")
+        });
         place.makes_another(&format!("{signal:?}"));
     }
 }
 
 #[test]
-fn a_first_up_that_cannot_work_leaves_nothing() {
+fn a_refused_first_up_leaves_no_files() {
     let place = Place::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
@@ -182,7 +188,8 @@ fn a_first_up_that_cannot_work_leaves_nothing() {
     refused(("OUTBOARD_LOG", "=,="), &["--target-size", "32MiB"], "log.level");
     refused(("OUTBOARD_METRICS_LISTEN", &taken), &["--target-size", "32MiB"], "metrics.listen");
     refused(("OUTBOARD_TARGETS", "/nonexistent/0.img"), &[], "its directory cannot be written");
-    // The same where the node has been made and its targets have not.
+    // The same applies if the operator has written the configuration and the targets do not exist
+    // yet.
     std::fs::create_dir(place.node()).unwrap();
     let config = "targets = [\"0.img\"]\ntarget_size = \"9999GiB\"\n";
     std::fs::write(place.node().join("outboard.toml"), config).unwrap();
@@ -197,11 +204,13 @@ fn port(endpoint: &str) -> u16 {
     endpoint.rsplit_once(':').unwrap().1.parse().unwrap()
 }
 
-/// The only test of this file without an address: its nodes choose their ports from the same few.
+/// This is the only test of this file that starts nodes without --listen, because such nodes choose
+/// their ports from the same small range.
 #[test]
-fn nodes_that_choose_a_port_at_the_same_time_have_one_each_and_keep_it() {
+fn nodes_started_concurrently_choose_different_ports_and_keep_them() {
     let places = [Place::new(), Place::new(), Place::new()];
-    // One of them was configured by hand, or by a version that chose a port at every start.
+    // The third node has a configuration without a port, written by an operator or by an older
+    // version.
     std::fs::create_dir(places[2].node()).unwrap();
     std::fs::write(places[2].node().join("outboard.toml"), "targets = [\"0.img\"]\n").unwrap();
     let start = |place: &Place| {
@@ -230,7 +239,7 @@ fn nodes_that_choose_a_port_at_the_same_time_have_one_each_and_keep_it() {
     let text = |place: &Path| std::fs::read_to_string(place.join("outboard.toml")).unwrap();
     for (place, endpoint) in places.iter().zip(&endpoints) {
         assert!(text(&place.node()).contains(&format!("listen = \"{endpoint}\"\n")));
-        // Another program has the port now.
+        // Now another program uses the port.
         place.ok(&["down"]);
         let taken = std::net::TcpListener::bind(endpoint).unwrap();
         let refused = place.run(&["up", "--detach"]);
@@ -240,9 +249,10 @@ fn nodes_that_choose_a_port_at_the_same_time_have_one_each_and_keep_it() {
     }
 }
 
-/// The directory has an owner all the time, also while the node goes over to the background.
+/// The directory has an owner at every moment, even while `up --detach` hands the node over to the
+/// background process.
 #[test]
-fn two_first_ups_in_one_directory_make_one_node() {
+fn two_concurrent_first_ups_in_one_directory_create_one_node() {
     let up = ["up", "--detach", "--targets", "2", "--target-size", "32MiB", "--placement", "host"];
     let up = [&up[..], &["--listen", "127.0.0.1:0"]].concat();
     for round in 0..4 {
@@ -261,9 +271,9 @@ fn two_first_ups_in_one_directory_make_one_node() {
     }
 }
 
-/// The targets are complete by then, and no client has been served.
+/// The role that serves clients fails after the targets are complete and before it serves a client.
 #[test]
-fn a_first_up_whose_last_role_fails_makes_no_node() {
+fn a_first_up_whose_last_role_fails_creates_no_node() {
     let place = Place::new();
     for placement in ["dpu", "host"] {
         let up = ["up", "--detach", "--targets", "2", "--target-size", "32MiB", "--listen", "127.0.0.1:0"];

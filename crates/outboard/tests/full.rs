@@ -1,5 +1,5 @@
-//! A node with 0 B free on every target: every command works, or gives an error whose remedy works,
-//! also after a restart.
+//! Tests of a node with 0 B free on every target. Each command either works, or fails with an error
+//! whose remedy works. The same applies after a restart.
 
 mod common;
 
@@ -12,7 +12,8 @@ fn node(targets: &str, size: &str) -> Node {
 }
 
 impl Node {
-    /// Runs a command for which there is no space; the error must say so, and what to do.
+    /// Runs a command that must fail because a target has no space. The error must say this, and
+    /// what to do.
     fn no_space(&self, args: &[&str]) {
         let said = self.fails(args);
         assert!(said.contains("no space for data on target "), "outboard {args:?}: {said}");
@@ -23,11 +24,13 @@ impl Node {
         serde_json::from_slice(&self.ok(&["target", "ls", "--json"])).unwrap()
     }
 
+    /// Returns the free bytes of each target, without the reserve.
     fn free(&self) -> Vec<u64> {
         self.targets().iter().map(|t| t["space"]["Ok"]["free"].as_u64().unwrap()).collect()
     }
 
-    /// Puts objects called `name` and a number of that file until one does not fit; how many did.
+    /// Stores copies of `file` as objects `name` + number until an object does not fit. Returns the
+    /// number of stored objects.
     fn put_all(&self, name: &str, file: &str) -> usize {
         for n in 0.. {
             let put = self.run(&["put", &format!("{name}{n}"), file]);
@@ -40,7 +43,8 @@ impl Node {
         unreachable!("targets are finite")
     }
 
-    /// Fills what is left, on each target, by objects in a pool without redundancy.
+    /// Fills the remaining space of each target with objects in the pool `rest`, which has no
+    /// redundancy.
     fn top_up(&self, round: usize) {
         for n in 0..400 {
             let file = match self.free().into_iter().max() {
@@ -49,7 +53,7 @@ impl Node {
                 Some(free) if free >= LARGE as u64 => "large",
                 _ => "small",
             };
-            // Which target an object goes to depends on its name.
+            // The name of an object determines its target, so try several names.
             let names = (0..8).map(|k| format!("rest/{round}-{n}-{k}"));
             for name in names {
                 let put = self.run(&["put", &name, file]);
@@ -65,8 +69,8 @@ fn content(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }
 
-/// Every command that does not end with the targets being empty. `first` and `second` are objects
-/// of the large file.
+/// Runs every command that leaves the targets full. `first` and `second` are objects with the
+/// content of the file `large`.
 fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     let large = content(LARGE);
     node.text(&["status"]);
@@ -75,7 +79,7 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     assert_eq!(node.text(&["target", "ls"]).lines().count(), 1 + node.targets().len());
     assert!(node.text(&["ls", pool]).lines().count() > 10);
     assert!(node.text(&["stat", first]).contains("524288"));
-    assert!(node.ok(&["get", first, "-"]) == large, "a full node is read");
+    assert!(node.ok(&["get", first, "-"]) == large, "an object of a full node can be read");
     assert!(node.fails(&["get", &format!("{pool}/none"), "-"]).contains("does not exist"));
     assert!(node.fails(&["rm", &format!("{pool}/none")]).contains("does not exist"));
     node.ok(&["cp", &format!("outboard:{first}"), "copy"]);
@@ -91,14 +95,14 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     node.ok(&["debug", "faults"]);
     node.ok(&["debug", "clear"]);
     node.ok(&["target", "rate", "0"]);
-    // What takes space is refused.
+    // Commands that need space fail.
     node.no_space(&["put", &format!("{pool}/more"), "large"]);
     node.no_space(&["put", second, "huge"]);
     let said = node.fails(&["cp", "large", &format!("outboard:{pool}/more")]);
     assert!(said.contains("no space for data on target "), "{said}");
     let bench = ["bench", "write", "--pool", pool, "--object-size", "512KiB", "--seconds", "1"];
     assert!(node.fails(&bench).contains("no space for data on target "));
-    // Pools are made and removed, targets taken out and in.
+    // Pools can be created and removed.
     let made = format!("made{round}");
     node.ok(&["pool", "create", &made, "--pg-count", "4"]);
     node.no_space(&["put", &format!("{made}/x"), "small"]);
@@ -107,7 +111,7 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     assert!(said.contains("remove its objects first, or force the removal"), "{said}");
     let failed: Vec<_> = node.targets().into_iter().filter(|t| !t["failure"].is_null()).collect();
     assert!(failed.is_empty(), "{failed:?}");
-    // The remedy works, and what was removed makes room at once.
+    // The remedy works: the space of a removed object is available at once.
     node.ok(&["rm", second]);
     node.ok(&["put", second, "large"]);
     assert!(node.ok(&["get", second, "-"]) == large);
@@ -122,7 +126,7 @@ fn files(node: &Node) {
 }
 
 #[test]
-fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
+fn a_full_erasure_coded_node_supports_all_commands_and_restarts() {
     let node = node("3", "24MiB");
     files(&node);
     node.ok(&["pool", "create", "films", "--redundancy", "ec:2+1", "--pg-count", "4"]);
@@ -133,7 +137,7 @@ fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
         node.top_up(round);
         walk(&node, "films", "films/f0", "films/f1", round);
         node.top_up(10 + round);
-        // A target goes and comes back: it catches up with what was removed.
+        // A target that is taken out and in again catches up with the removal of an object.
         node.ok(&["target", "out", "1"]);
         assert!(node.text(&["target", "ls"]).contains("out"));
         node.ok(&["rm", &format!("films/f{}", 2 + round)]);
@@ -145,7 +149,7 @@ fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
         node.ok(&["down"]);
         node.ok(&["fsck"]);
         node.ok(&["up", "--detach"]);
-        assert_eq!(node.free(), [0, 0, 0], "the node starts with nothing free");
+        assert_eq!(node.free(), [0, 0, 0], "the node has restarted with no free space");
     }
     let said = node.fails(&["target", "replace", "2"]);
     assert!(said.contains("remove the pool, or restore the target"), "{said}");
@@ -158,11 +162,13 @@ fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
         assert!(node.ok(&["get", &format!("films/f{n}"), "-"]) == content(LARGE), "films/f{n}");
     }
     node.ok(&["pool", "rm", "--force", "films"]);
-    node.wait("the space comes back", || node.free().iter().all(|free| *free > 16 << 20));
+    node.wait("the space of the removed objects is free again", || {
+        node.free().iter().all(|free| *free > 16 << 20)
+    });
 }
 
 #[test]
-fn a_full_node_starts_again_and_is_emptied() {
+fn a_full_node_restarts_and_can_be_emptied() {
     let node = node("2", "64MiB");
     files(&node);
     node.ok(&["pool", "create", "photos", "--pg-count", "8"]);
@@ -175,14 +181,16 @@ fn a_full_node_starts_again_and_is_emptied() {
         walk(&node, "photos", "photos/f0", "photos/f1", round);
         node.top_up(10 + round);
         node.ok(&["target", "out", "0"]);
-        // As a node that was left with one target out: the other one is full.
+        // Restart the node with one target out and the other target full.
         node.ok(&["down"]);
         node.ok(&["up", "--detach"]);
         node.ok(&["target", "in", "0"]);
-        assert_eq!(node.free(), [0, 0], "the node starts with nothing free");
+        assert_eq!(node.free(), [0, 0], "the node has restarted with no free space");
     }
     for pool in ["photos", "rest"] {
         node.ok(&["pool", "rm", "--force", pool]);
     }
-    node.wait("the space comes back", || node.free().iter().all(|free| *free > 48 << 20));
+    node.wait("the space of the removed objects is free again", || {
+        node.free().iter().all(|free| *free > 48 << 20)
+    });
 }

@@ -1,4 +1,5 @@
-//! Whole nodes, seen from outside: real processes, real signals, the `outboard` program and nothing else.
+//! Tests of whole nodes from the outside. They use real processes, real signals and the `outboard`
+//! program only.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -9,15 +10,17 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// A node in a directory of its own, stopped when the test ends.
+/// A node in a temporary directory. Dropping the value stops the node.
 struct Node {
     dir: tempfile::TempDir,
 }
 
-/// Long enough for a loaded machine; nothing waits that long if all is well.
+/// Maximum time to wait for a condition. It suffices for a loaded machine; a successful test waits
+/// much less.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Nodes of tests run side by side, and take another port at each start.
+/// Address for the nodes of tests, which run concurrently. Each start of a node takes any free
+/// port.
 const ANY_PORT: &str = "127.0.0.1:0";
 
 fn outboard(dir: &Path, args: &[&str]) -> Output {
@@ -57,7 +60,7 @@ impl Node {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// The process of `role`, once `what` holds for it.
+    /// Waits until `what` returns true for the process of `role`. Returns this process.
     fn process(&self, role: &str, what: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -66,12 +69,17 @@ impl Node {
             if let Some(found) = all.into_iter().find(|p| p["role"] == role && what(p)) {
                 return found;
             }
-            assert!(Instant::now() < deadline, "the {role} never got there: {status:#}\n{}", self.logs());
+            assert!(
+                Instant::now() < deadline,
+                "the {role} did not reach the expected state: {status:#}\n{}",
+                self.logs()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// Kills the process of `role` and waits for the next one. Returns how often it was restarted.
+    /// Kills the process of `role`, and waits until the role runs again. Returns the number of
+    /// restarts of the role.
     fn kill(&self, role: &str) -> u64 {
         let before = self.process(role, |p| p["phase"] == "running");
         signal(&before, Signal::KILL);
@@ -101,18 +109,20 @@ impl Drop for Node {
 }
 
 fn pid(process: &Value) -> u32 {
-    u32::try_from(process["pid"].as_u64().expect("it has a pid")).unwrap()
+    u32::try_from(process["pid"].as_u64().expect("a running process has a pid")).unwrap()
 }
 
 fn signal(process: &Value, signal: Signal) {
     kill_process(Pid::from_raw(pid(process) as i32).unwrap(), signal).unwrap();
 }
 
+/// Returns true if the process has ended.
 fn is_gone(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with('Z'))
 }
 
+/// Waits until `holds` returns true. Fails after [`PATIENCE`]; `what` then describes the condition.
 fn eventually(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !holds() {
@@ -122,7 +132,7 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn metrics_of(process: &Value) -> String {
-    let address = process["metrics"].as_str().expect("it has a metrics page");
+    let address = process["metrics"].as_str().expect("a running process serves metrics");
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
     let mut page = String::new();
@@ -131,7 +141,7 @@ fn metrics_of(process: &Value) -> String {
 }
 
 #[test]
-fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
+fn a_node_in_dpu_placement_starts_survives_kills_and_stops() {
     let node = Node::new();
     let endpoint = node.up("dpu", "2");
     let status = node.status();
@@ -143,7 +153,7 @@ fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
 
     assert_eq!(node.kill("store"), 1);
     assert_eq!(node.kill("osd"), 1);
-    assert_eq!(node.status()["endpoint"], endpoint.as_str(), "clients find the osd where it was");
+    assert_eq!(node.status()["endpoint"], endpoint.as_str(), "a restarted osd keeps its address");
     eventually("the targets answer again", || node.status()["targets"][0]["free"].as_u64() > Some(0));
     for role in ["supervisor", "store", "osd"] {
         let process = node.process(role, |p| p["phase"] == "running");
@@ -169,7 +179,7 @@ fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
 }
 
 #[test]
-fn a_node_in_host_placement_is_one_process_and_finds_its_data_again() {
+fn a_node_in_host_placement_runs_one_role_and_shares_targets_with_dpu() {
     let node = Node::new();
     node.up("host", "1");
     let status = node.status();
@@ -180,13 +190,14 @@ fn a_node_in_host_placement_is_one_process_and_finds_its_data_again() {
     let uuid = status["targets"][0]["uuid"].clone();
     node.down();
     node.up("dpu", "1");
-    assert_eq!(node.status()["targets"][0]["uuid"], uuid, "the placement is no property of the targets");
+    assert_eq!(node.status()["targets"][0]["uuid"], uuid, "both placements use the same targets");
 }
 
-/// As large as what a server grants of itself, with its rings; and the least that can be configured, through which a
-/// change goes whose data is one transaction.
+/// The sizes are the minimum of `channel.window`, and a size that together with the rings exceeds
+/// the default memory limit of a server. The minimum must suffice for a change whose data is part
+/// of its transaction.
 #[test]
-fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
+fn nodes_work_with_a_small_and_a_large_channel_window() {
     for window in ["8MiB", "256MiB"] {
         let node = Node::new();
         let with = |args: &[&str]| {
@@ -212,7 +223,7 @@ fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
 }
 
 #[test]
-fn a_directory_has_one_node_and_a_target_too() {
+fn a_directory_and_a_target_belong_to_one_node_only() {
     let node = Node::new();
     node.up("host", "1");
     let output = node.try_up(&[]);
@@ -228,16 +239,16 @@ fn a_directory_has_one_node_and_a_target_too() {
     assert_eq!(
         node.process("node", |p| p["phase"] == "running")["restarts"],
         0,
-        "the first one did not notice"
+        "the first node was not disturbed"
     );
     assert_eq!(other.status()["up"], false);
     let output = outboard(node.dir.path(), &["fsck"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
 }
 
-/// A shell gives the node a soft limit of descriptors that is lower than the hard one.
+/// A shell starts the node with a soft limit of descriptors that is lower than the hard limit.
 #[test]
-fn the_roles_raise_their_limit_of_descriptors() {
+fn roles_raise_their_soft_limit_of_descriptors_to_the_hard_limit() {
     let node = Node::new();
     let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
     let mut command = Command::new("sh");
@@ -253,7 +264,7 @@ fn the_roles_raise_their_limit_of_descriptors() {
 }
 
 #[test]
-fn commands_wait_for_an_osd_that_restarts() {
+fn commands_wait_until_a_restarting_osd_is_ready() {
     let node = Node::new();
     let run = |args: &[&str]| {
         let output = outboard(node.dir.path(), args);
@@ -262,7 +273,7 @@ fn commands_wait_for_an_osd_that_restarts() {
     let mut up = Command::new(env!("CARGO_BIN_EXE_outboard"));
     up.args(["up", "--detach", "--target-size", "32MiB", "--placement", "dpu"]);
     up.env("OUTBOARD_DIR", node.dir.path()).env("OUTBOARD_LISTEN", ANY_PORT);
-    // The osd stays away for longer than a client tries to connect once.
+    // The osd stays down longer than one attempt of a client to connect takes.
     for key in ["BACKOFF_MIN", "BACKOFF_MAX"] {
         up.env(format!("OUTBOARD_SUPERVISE_{key}"), "7s");
     }
@@ -278,11 +289,15 @@ fn commands_wait_for_an_osd_that_restarts() {
     }
     node.down();
     let output = outboard(node.dir.path(), &["ls", "p"]);
-    assert!(said(&output).contains("is down"), "a node that is down is not waited for: {}", said(&output));
+    assert!(
+        said(&output).contains("is down"),
+        "a command does not wait for a node that is down: {}",
+        said(&output)
+    );
 }
 
 #[test]
-fn targets_are_their_owners_alone_wherever_they_are() {
+fn target_files_outside_the_directory_are_accessible_to_their_owner_only() {
     use std::os::unix::fs::PermissionsExt;
     let node = Node::new();
     let elsewhere = tempfile::tempdir().unwrap();
@@ -299,26 +314,26 @@ fn targets_are_their_owners_alone_wherever_they_are() {
     let mode = || std::fs::metadata(&target).unwrap().permissions().mode() & 0o777;
     up();
     assert_eq!(mode(), 0o600);
-    // As earlier versions made them.
+    // Earlier versions created targets with this mode.
     std::fs::set_permissions(&target, std::fs::Permissions::from_mode(0o644)).unwrap();
     up();
     assert_eq!(mode(), 0o600);
 }
 
 #[test]
-fn the_roles_end_with_their_supervisor() {
+fn the_death_of_the_supervisor_ends_its_roles() {
     let node = Node::new();
     node.up("dpu", "1");
     let status = node.status();
     let pids: Vec<u32> = status["processes"].as_array().unwrap().iter().map(pid).collect();
     signal(&node.process("supervisor", |_| true), Signal::KILL);
     node.up("dpu", "1");
-    assert!(pids.iter().all(|pid| is_gone(*pid)), "the next start has waited for them");
+    assert!(pids.iter().all(|pid| is_gone(*pid)), "the next start has waited for the old processes");
     assert_eq!(node.status()["problems"], Value::Array(vec![]));
 }
 
 #[test]
-fn what_cannot_work_is_said_before_anything_is_made() {
+fn invalid_flags_and_configurations_are_refused() {
     let node = Node::new();
     let output = node.try_up(&["--targets", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
@@ -337,7 +352,7 @@ fn what_cannot_work_is_said_before_anything_is_made() {
 }
 
 #[test]
-fn a_start_that_could_make_nothing_binds_nothing() {
+fn a_failed_first_up_does_not_fix_the_number_of_targets() {
     let node = Node::new();
     let output = outboard(node.dir.path(), &["up", "--detach", "--target-size", "1"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
@@ -346,14 +361,14 @@ fn a_start_that_could_make_nothing_binds_nothing() {
 }
 
 #[test]
-fn a_target_that_is_missing_is_not_made_anew() {
+fn a_missing_target_is_not_created_again() {
     let node = Node::new();
     node.up("host", "1");
     let uuid = node.status()["targets"][0]["uuid"].clone();
     node.down();
     let away = node.dir.path().join("away");
     std::fs::rename(node.target(0), &away).unwrap();
-    // The second time too: what a start that failed leaves does not hide that the node has run.
+    // Try twice, because the files of a failed start must not hide that the node has run before.
     for _ in 0..2 {
         let output = node.try_up(&[]);
         assert_eq!(output.status.code(), Some(1), "{}", said(&output));
@@ -370,7 +385,7 @@ fn a_target_that_is_missing_is_not_made_anew() {
 }
 
 #[test]
-fn fsck_finds_damage_and_says_where() {
+fn fsck_reports_damaged_data_and_cannot_repair_it() {
     let node = Node::new();
     node.up("host", "1");
     let payload = node.dir.path().join("payload");
@@ -381,7 +396,10 @@ fn fsck_finds_damage_and_says_where() {
     }
     node.down();
     let mut image = std::fs::read(node.target(0)).unwrap();
-    let at = image.windows(4096).position(|block| block.iter().all(|b| *b == 7)).expect("the data is there");
+    let at = image
+        .windows(4096)
+        .position(|block| block.iter().all(|b| *b == 7))
+        .expect("the target contains the data");
     image[at + 100] ^= 1;
     std::fs::write(node.target(0), image).unwrap();
 
@@ -394,7 +412,8 @@ fn fsck_finds_damage_and_says_where() {
     assert_eq!(output.status.code(), Some(1), "lost data cannot be repaired: {}", said(&output));
 }
 
-/// A process of `outboard` that runs until it is told to stop, and what it said first.
+/// Starts an `outboard` process that runs until it gets a signal. Returns the process and the first
+/// line of its standard output.
 fn start(dir: &Path, args: &[&str]) -> (Child, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
     command.args(args).current_dir(dir).env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT");
@@ -405,13 +424,14 @@ fn start(dir: &Path, args: &[&str]) -> (Child, String) {
     (child, line)
 }
 
+/// Sends the signal, and checks that the process ends successfully.
 fn stop(mut child: Child, signal: Signal) {
     kill_process(Pid::from_child(&child), signal).unwrap();
     assert!(child.wait().unwrap().success());
 }
 
 #[test]
-fn in_the_foreground_a_node_runs_until_ctrl_c() {
+fn a_node_in_the_foreground_runs_until_ctrl_c() {
     let node = Node::new();
     let (supervisor, endpoint) = start(node.dir.path(), &["up", "--target-size", "32MiB"]);
     let status = node.status();
@@ -424,7 +444,7 @@ fn in_the_foreground_a_node_runs_until_ctrl_c() {
 }
 
 #[test]
-fn the_roles_run_by_hand_over_unix_and_tcp_sockets() {
+fn roles_work_without_a_supervisor_over_unix_and_tcp_sockets() {
     let node = Node::new();
     node.up("host", "1");
     node.down();
@@ -436,7 +456,7 @@ fn the_roles_run_by_hand_over_unix_and_tcp_sockets() {
         let osd = ["osd", "--store-socket", &address, "--listen", "127.0.0.1:0"];
         let (osd, said) = start(node.dir.path(), &osd);
         let said: Value = serde_json::from_str(&said).unwrap();
-        let endpoint = said["ready"]["endpoint"].as_str().expect("it is ready").to_owned();
+        let endpoint = said["ready"]["endpoint"].as_str().expect("the osd announces its endpoint").to_owned();
         let output = outboard(node.dir.path(), &["--endpoint", &endpoint, "status", "--json"]);
         let status: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert!(status["targets"][0]["free"].as_u64() > Some(0), "{status:#}");
@@ -445,9 +465,10 @@ fn the_roles_run_by_hand_over_unix_and_tcp_sockets() {
     }
 }
 
-/// Logs on a file system that is full stop no role: what cannot be written is left out.
+/// A full file system of the logs stops no role. The roles omit the messages that they cannot
+/// write.
 #[test]
-fn a_node_serves_although_its_logs_cannot_be_written() {
+fn a_node_serves_clients_while_its_logs_cannot_be_written() {
     let node = Node::new();
     std::fs::create_dir_all(node.dir.path().join("log")).unwrap();
     for role in ["supervisor", "store", "osd"] {

@@ -1,5 +1,5 @@
-//! The object commands as a script uses them: output and exit codes, on a real node in both
-//! placements and on the reference engine.
+//! Tests of the object commands as scripts use them: their output and exit codes. The tests run on
+//! a real node in both placements, and on the reference engine.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -8,10 +8,12 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// What the object commands run against: a node in either placement, and the reference engine.
+/// The engines on which the object commands run: a node in each placement, and the reference
+/// engine.
 const ENGINES: [&str; 3] = ["dpu", "host", "mem"];
 
-/// A node in a temporary directory, stopped when dropped, or a file of the reference engine.
+/// A node in a temporary directory, or a file of the reference engine. Dropping the value stops the
+/// node.
 struct Node {
     dir: tempfile::TempDir,
     engine: &'static str,
@@ -45,7 +47,7 @@ impl Node {
         self.command(args).stdin(Stdio::null()).output().unwrap()
     }
 
-    /// Runs a command that must succeed; its standard output.
+    /// Runs a command that must succeed. Returns its standard output.
     fn ok(&self, args: &[&str]) -> Vec<u8> {
         let output = self.run(args);
         assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -56,7 +58,7 @@ impl Node {
         String::from_utf8(self.ok(args)).unwrap()
     }
 
-    /// Runs a command that must fail with an exit status; its standard error.
+    /// Runs a command that must fail with the exit status `status`. Returns its standard error.
     fn fails(&self, status: i32, args: &[&str]) -> String {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -78,6 +80,7 @@ impl Drop for Node {
     }
 }
 
+/// Returns pseudo-random bytes, which are the same in every call.
 fn noise(len: usize) -> Vec<u8> {
     let mut x = 88_172_645_463_325_252_u64;
     (0..len)
@@ -91,7 +94,7 @@ fn noise(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn objects_go_in_and_come_out() {
+fn objects_can_be_written_read_listed_and_removed() {
     for engine in ENGINES {
         let node = Node::up(engine);
         for (name, len) in [("empty", 0), ("one", 1), ("odd", 70_001), ("large", 20_000_003)] {
@@ -110,7 +113,7 @@ fn objects_go_in_and_come_out() {
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let mut reader = Command::new("cat").arg(&pipe).stdout(Stdio::piped()).spawn().unwrap();
         node.ok(&["get", "p/odd", &pipe]);
-        assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo(), "it is still a pipe");
+        assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo(), "`get` has not replaced the pipe");
         let mut data = vec![];
         reader.stdout.take().unwrap().read_to_end(&mut data).unwrap();
         assert_eq!(data, noise(70_001));
@@ -135,13 +138,13 @@ fn objects_go_in_and_come_out() {
 }
 
 #[test]
-fn mistakes_say_what_to_do() {
+fn errors_about_wrong_arguments_say_what_to_do() {
     for engine in ["host", "mem"] {
-        assert_mistakes_say_what_to_do(&Node::up(engine));
+        assert_errors_say_what_to_do(&Node::up(engine));
     }
 }
 
-fn assert_mistakes_say_what_to_do(node: &Node) {
+fn assert_errors_say_what_to_do(node: &Node) {
     assert!(node.fails(2, &["put", "no-slash", "/dev/null"]).contains("POOL/OBJECT"));
     assert!(node.fails(2, &["get", &format!("p/{}", "x".repeat(1025)), "-"]).contains("1024"));
     assert!(node.fails(1, &["get", "nowhere/x", "-"]).contains("pool"));
@@ -160,13 +163,13 @@ fn assert_mistakes_say_what_to_do(node: &Node) {
 }
 
 #[test]
-fn a_tree_survives_the_round_trip() {
+fn a_copied_tree_keeps_its_files_links_modes_and_times() {
     for engine in ["dpu", "mem"] {
-        assert_a_tree_survives_the_round_trip(&Node::up(engine));
+        assert_a_copied_tree_is_unchanged(&Node::up(engine));
     }
 }
 
-fn assert_a_tree_survives_the_round_trip(node: &Node) {
+fn assert_a_copied_tree_is_unchanged(node: &Node) {
     let tree = node.dir.path().join("tree");
     fs::create_dir_all(tree.join("deep/er")).unwrap();
     fs::create_dir(tree.join("empty")).unwrap();
@@ -187,18 +190,18 @@ fn assert_a_tree_survives_the_round_trip(node: &Node) {
 
     let again = node.run(&["cp", "-r", &from, "outboard:p/a/tree"]);
     let said = String::from_utf8(again.stderr).unwrap();
-    assert!(said.contains("copied 0 paths"), "what is there is not copied again: {said}");
+    assert!(said.contains("copied 0 paths"), "an up-to-date file is not copied again: {said}");
     fs::write(tree.join("plain"), noise(101)).unwrap();
     let again = node.run(&["cp", "-r", &from, "outboard:p/a/tree"]);
     let said = String::from_utf8(again.stderr).unwrap();
-    assert!(said.contains("copied 1 paths"), "what has changed is: {said}");
+    assert!(said.contains("copied 1 paths"), "a changed file is copied again: {said}");
 
     node.ok(&["cp", &node.path("tree/zero"), "outboard:p/single/"]);
     node.ok(&["cp", "outboard:p/single/zero", &node.path("zero-back")]);
     assert_eq!(fs::read(node.path("zero-back")).unwrap(), b"");
 }
 
-/// Every path below `root` with what makes it what it is.
+/// Describes every path below `root` by its type, mode, size, time and content.
 fn describe(root: &Path) -> Vec<String> {
     let mut all: Vec<String> = walkdir::WalkDir::new(root)
         .min_depth(1)
@@ -226,7 +229,7 @@ fn describe(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn bench_prints_what_scripts_expect() {
+fn bench_prints_the_json_fields_that_scripts_use() {
     let node = Node::up("dpu");
     let args = [
         "--pool",
@@ -272,7 +275,7 @@ fn bench_prints_what_scripts_expect() {
             assert!(class(name)["cpu_seconds"].as_f64().unwrap() > 0.0, "{name}: {out}");
             assert_eq!(class(name)["estimated"], true, "{name} shares a thread: {out}");
         }
-        assert!(class("msgr")["context_switches"].is_null(), "they cannot be divided: {out}");
+        assert!(class("msgr")["context_switches"].is_null(), "context switches cannot be divided: {out}");
         assert_breakdown_adds_up(&out);
     }
 }
@@ -285,14 +288,17 @@ fn assert_breakdown_adds_up(out: &serde_json::Value) {
 }
 
 #[test]
-fn bench_says_where_the_time_of_large_writes_goes() {
+fn bench_prints_the_time_of_large_writes_by_phase() {
     let node = Node::up("host");
     let args = ["bench", "write", "--pool", "p", "--objects", "8", "--in-flight", "2", "--seconds", "1"];
     let out: serde_json::Value =
         serde_json::from_slice(&node.ok(&[&args[..], &["--json"]].concat())).unwrap();
     assert_eq!(out["object_size"], 4 << 20);
     assert_breakdown_adds_up(&out);
-    assert!(out["breakdown_us"]["host_write"].as_f64().unwrap() > 0.0, "the store was waited for: {out}");
+    assert!(
+        out["breakdown_us"]["host_write"].as_f64().unwrap() > 0.0,
+        "part of the time is spent in the store: {out}"
+    );
     let status: serde_json::Value = serde_json::from_slice(&node.ok(&["status", "--json"])).unwrap();
     assert!(status["osd"]["times"]["write"]["host_ns"].as_u64().unwrap() > 0, "{status}");
     let text = node.text(&args);

@@ -1,6 +1,7 @@
-//! A node that one address floods with connections: clients at other addresses are served, and nothing is lost.
+//! Tests of a node that one address floods with connections: the node still serves clients at other
+//! addresses, and loses no change.
 
-#![allow(clippy::print_stdout, reason = "a test says how long clients waited")]
+#![allow(clippy::print_stdout, reason = "a test prints how long clients waited")]
 
 use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
@@ -13,33 +14,40 @@ use futures::future::{join, join_all};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
+/// Maximum time of a client to connect.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Within that a new client at the other address is served, however busy the machine is with other tests. On an idle one
-/// it takes less than a second; the test prints how long.
+/// Maximum time until the first answer to a new client at the other address. It suffices for a
+/// machine that is busy with other tests. On an idle machine the answer takes less than a second;
+/// the test prints the time.
 const SERVED: Duration = Duration::from_secs(20);
 
+/// Number of TCP connections that never send a byte.
 const SILENT: usize = 600;
+/// Default value of `osd.sessions`.
 const SESSIONS: usize = 4096;
 
-/// Where everybody comes from whose source address nothing says.
+/// The flooding address. It is also the source address of clients that choose none.
 const CROWD: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1));
+/// The address of the clients that the node must serve despite the flood.
 const OTHER: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
 
+/// A node in a temporary directory. Dropping the value stops the node.
 struct Node {
     dir: tempfile::TempDir,
 }
 
 impl Node {
-    /// A node whose processes can open `files` files each.
+    /// Starts a node with one target and the pool `p`. Each of its processes can open up to `files`
+    /// files.
     fn up(placement: &str, files: u64) -> Node {
         Node::up_with(placement, files, &[])
     }
 
-    /// The same, with variables in its environment.
+    /// Works like [`up`](Self::up), with additional environment variables.
     fn up_with(placement: &str, files: u64, variables: &[(&str, &str)]) -> Node {
         let node = Node { dir: tempfile::tempdir().unwrap() };
         let up = ["up", "--detach", "--targets", "1", "--target-size", "64MiB", "--placement", placement];
-        // The limit is inherited. Other processes that tests start meanwhile can do with it, too.
+        // The shell sets the limit for the node only, and the processes of the node inherit it.
         let limit = format!("ulimit -n {files} && exec \"$0\" \"$@\"");
         let mut shell = Command::new("sh");
         shell.args(["-c", &limit, env!("CARGO_BIN_EXE_outboard")]).args(up);
@@ -53,7 +61,7 @@ impl Node {
         command.env("OUTBOARD_DIR", self.dir.path()).env_remove("OUTBOARD_ENDPOINT").output().unwrap()
     }
 
-    /// Runs a command from the other address.
+    /// Runs a command that connects from the other address. Returns its standard output.
     fn ok(&self, args: &[&str]) -> String {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         checked(args, self.run(command.args(["--bind", &OTHER.to_string()]).args(args)))
@@ -71,13 +79,14 @@ impl Drop for Node {
     }
 }
 
+/// Checks that the command has succeeded. Returns its standard output.
 fn checked(args: &[&str], output: Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{args:?}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
 }
 
-/// Lets this process open as many files as it may; returns how many.
+/// Raises this process's limit on open files to the hard limit. Returns the limit.
 fn raise_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
@@ -93,7 +102,8 @@ async fn connect(endpoint: &str, source: IpAddr) -> Client {
     Client::connect(endpoint, options(source)).await.unwrap()
 }
 
-/// A new client at `source`, and how long it waited for its first answer.
+/// Connects a new client at `source` and reads an object. Returns the time until the answer, and
+/// the client.
 async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
     let began = Instant::now();
     let serve = async {
@@ -102,23 +112,25 @@ async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
         assert_eq!(object.get().await.unwrap(), "hello");
         client
     };
-    let client = tokio::time::timeout(SERVED, serve).await.expect("a client at the address is served");
+    let client =
+        tokio::time::timeout(SERVED, serve).await.expect("the node answers a client at the address in time");
     (began.elapsed(), client)
 }
 
-/// A client at the other address comes, appends to the log and ends its session.
+/// Connects a client at the other address, appends to the object `log`, and ends the session.
 async fn visit(endpoint: &str) {
     let (_, client) = served(endpoint, OTHER).await;
     client.pool("p").unwrap().object("log").unwrap().append("visit ").await.unwrap();
     client.close().await;
 }
 
+/// Returns the counter `osd.connections.WHAT.REASON` of the status.
 fn count(status: &Value, what: &str, reason: &str) -> u64 {
     status["osd"]["connections"][what][reason].as_u64().unwrap()
 }
 
 #[tokio::test]
-async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out() {
+async fn connections_and_idle_sessions_of_one_address_keep_no_other_out() {
     let files = raise_limit();
     assert!(files >= 6000, "this test needs a hard limit of 6000 open files (ulimit -Hn), not {files}");
     let node = Node::up("dpu", files);
@@ -135,7 +147,7 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
     let crowd: Vec<Client> = rest.buffered(32).collect().await;
     let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
 
-    // They stay: each needs a place that one of the crowd has.
+    // These clients stay connected. Each needs a place that a client of the flooding address holds.
     let (mut waits, mut others) = (Vec::new(), Vec::new());
     for _ in 0..8 {
         let (wait, client) = served(endpoint, OTHER).await;
@@ -148,7 +160,8 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
     assert!(reclaimed >= others.len() as u64, "{:#}", status["osd"]["connections"]);
     assert!(count(&status, "reclaimed", "handshakes") > 0, "{:#}", status["osd"]["connections"]);
 
-    // The longest silent lost their places. All go on with their sessions.
+    // The clients that were silent longest have lost their places. All clients can continue in
+    // their sessions.
     log.append("two,").await.unwrap();
     for client in &crowd[..8] {
         client.pool("p").unwrap().object("log").unwrap().append("x").await.unwrap();
@@ -159,7 +172,7 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
 }
 
 #[tokio::test]
-async fn appends_under_way_in_reclaimed_sessions_take_effect_once() {
+async fn appends_in_flight_take_effect_once_when_their_session_loses_its_place() {
     raise_limit();
     let node = Node::up_with("host", 1024, &[("OUTBOARD_OSD_SESSIONS", "4")]);
     let status = node.status();
@@ -169,7 +182,8 @@ async fn appends_under_way_in_reclaimed_sessions_take_effect_once() {
     first.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
     first.close().await;
 
-    // Every session of the crowd is busy, so that those that lose their places have requests under way.
+    // Every session of the flooding address is busy, so each session that loses its place has
+    // requests in flight.
     let crowd = join_all((0..4).map(|_| connect(endpoint, CROWD))).await;
     let is_over = Cell::new(false);
     let writers = crowd.iter().enumerate().map(async |(writer, client)| {
@@ -183,9 +197,10 @@ async fn appends_under_way_in_reclaimed_sessions_take_effect_once() {
     });
     let others = async {
         for _ in 0..20 {
-            // These change something, too, so that there is something to forget when their sessions end.
+            // These clients change an object, so the node has results to discard when their
+            // sessions end.
             join(visit(endpoint), visit(endpoint)).await;
-            // Those of the crowd return.
+            // Wait until the clients of the flooding address have reconnected.
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         is_over.set(true);
@@ -206,13 +221,13 @@ async fn appends_under_way_in_reclaimed_sessions_take_effect_once() {
 }
 
 #[tokio::test]
-async fn a_node_that_can_open_few_files_serves_every_address() {
+async fn a_node_with_few_file_descriptors_serves_every_address() {
     raise_limit();
     let node = Node::up("host", 320);
     let status = node.status();
     let endpoint = status["endpoint"].as_str().unwrap();
     let max_sessions = status["osd"]["connections"]["max_sessions"].as_u64().unwrap() as usize;
-    assert!(max_sessions < 320, "the store's files have their reserve: {max_sessions}");
+    assert!(max_sessions < 320, "descriptors are reserved for the store: {max_sessions}");
     connect(endpoint, OTHER).await.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
 
     let mut crowd = Vec::new();
@@ -224,13 +239,21 @@ async fn a_node_that_can_open_few_files_serves_every_address() {
             Err(e) => panic!("{e}"),
         }
     }
-    assert!(crowd.len() >= max_sessions / 2, "one address may have what no other wants: {}", crowd.len());
+    assert!(
+        crowd.len() >= max_sessions / 2,
+        "one address may use the places that no other address needs: {}",
+        crowd.len()
+    );
     let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
     served(endpoint, OTHER).await;
-    // The store still opens what it needs: its state is told, and objects are written.
+    // The store still has enough descriptors to create a pool and to report its state.
     node.ok(&["pool", "create", "q"]);
     let status = node.status();
     assert!(count(&status, "refused", "sessions") > 0, "{:#}", status["osd"]["connections"]);
-    assert_eq!(count(&status, "refused", "descriptors"), 0, "budgets keep descriptors free");
+    assert_eq!(
+        count(&status, "refused", "descriptors"),
+        0,
+        "the limits on connections keep descriptors free"
+    );
     drop((crowd, silent));
 }

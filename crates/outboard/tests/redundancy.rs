@@ -1,4 +1,5 @@
-//! A node with redundant pools, as an operator sees it: a lost drive, a replaced one, a damaged one.
+//! Tests of a node with redundant pools from an operator's view: drives are lost, replaced, damaged
+//! or slow.
 
 mod common;
 
@@ -24,6 +25,7 @@ fn content(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }
 
+/// Loses a drive, replaces it, and checks that no data is lost.
 fn a_lost_drive(placement: &str) {
     let node = node(placement);
     let bytes = content(5_000_000);
@@ -38,7 +40,8 @@ fn a_lost_drive(placement: &str) {
     fs::rename(&drive, node.path("lost")).unwrap();
     node.ok(&["up", "--detach"]);
     assert!(node.text(&["target", "ls"]).contains("failed"));
-    // Nobody can tell whether the drive has gone on alone with its mirrors; an operator can.
+    // The node cannot know whether the lost drive alone has accepted newer changes, so the pools
+    // wait. The operator declares the drive lost.
     node.ok(&["target", "out", "1"]);
     for (pool, _) in pools {
         assert!(node.ok(&["get", &format!("{pool}/before"), "-"]) == bytes, "{pool} without a drive");
@@ -49,7 +52,7 @@ fn a_lost_drive(placement: &str) {
     node.ok(&["up", "--detach"]);
     node.wait_until_whole();
     for name in ["e/before", "e/after", "m/before", "m/after"] {
-        assert!(node.ok(&["get", name, "-"]) == bytes, "{name} with another drive");
+        assert!(node.ok(&["get", name, "-"]) == bytes, "{name} with the new drive");
     }
     for (pool, redundancy) in pools {
         assert!(node.text(&["status"]).contains(redundancy));
@@ -62,19 +65,20 @@ fn a_lost_drive(placement: &str) {
 }
 
 #[test]
-fn a_lost_drive_is_replaced() {
+fn a_lost_drive_can_be_replaced() {
     a_lost_drive("dpu");
 }
 
 #[test]
-fn a_lost_drive_is_replaced_in_one_process() {
+fn a_lost_drive_can_be_replaced_in_host_placement() {
     a_lost_drive("host");
 }
 
-/// Makes a pool of each kind, with eight objects each; their names.
+/// Creates a pool of each redundancy scheme, with eight objects each. Returns the names of the
+/// objects.
 fn fill(node: &Node) -> Vec<String> {
     let pools = [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")];
-    // Placement groups of `s` are on all four targets.
+    // The placement groups of `s` are spread over all four targets.
     for (pool, redundancy) in pools {
         node.ok(&["pool", "create", pool, "--redundancy", redundancy, "--pg-count", "8"]);
     }
@@ -86,14 +90,15 @@ fn fill(node: &Node) -> Vec<String> {
     names
 }
 
-/// Numbers of the roles' processes, but for the supervisor's.
+/// Returns the pids of all processes of the node except the supervisor.
 fn processes(node: &Node) -> Vec<u64> {
     let status = node.status();
     let roles = status["processes"].as_array().unwrap().iter().filter(|p| p["role"] != "supervisor");
     roles.map(|p| p["pid"].as_u64().unwrap()).collect()
 }
 
-/// Every object can be read and overwritten, by the processes that there were.
+/// Checks that every object can be read and overwritten, and that no process was restarted since
+/// `before`.
 fn assert_serves(node: &Node, names: &[String], bytes: &[u8], before: &[u64]) {
     for name in names {
         assert!(node.ok(&["get", name, "-"]) == bytes, "{name}");
@@ -103,6 +108,7 @@ fn assert_serves(node: &Node, names: &[String], bytes: &[u8], before: &[u64]) {
     assert_eq!(processes(node), before, "no role was restarted");
 }
 
+/// Starts a node without one drive, and puts the drive back while the node runs.
 fn an_absent_drive_that_returns(placement: &str) {
     let node = node(placement);
     let bytes = content(300_000);
@@ -115,7 +121,7 @@ fn an_absent_drive_that_returns(placement: &str) {
     assert!(node.text(&["target", "ls"]).contains("failed"));
     let before = processes(&node);
 
-    // Another target's drive, which has another uuid.
+    // In place of the absent drive, offer a copy of another target, which has another uuid.
     fs::copy(node.path("node/targets/2.img"), &drive).unwrap();
     let log = node.path(if placement == "dpu" { "node/log/store.log" } else { "node/log/node.log" });
     node.wait("another drive is refused", || {
@@ -129,20 +135,21 @@ fn an_absent_drive_that_returns(placement: &str) {
 }
 
 #[test]
-fn an_absent_drive_that_returns_is_used_again_without_an_operator() {
+fn an_absent_drive_that_returns_is_used_again_automatically() {
     an_absent_drive_that_returns("dpu");
 }
 
 #[test]
-fn an_absent_drive_that_returns_is_used_again_in_one_process() {
+fn an_absent_drive_that_returns_is_used_again_in_host_placement() {
     an_absent_drive_that_returns("host");
 }
 
-/// How many targets are failed.
+/// Returns the number of failed targets.
 fn failed(node: &Node) -> usize {
     failed_targets(node).len()
 }
 
+/// Makes the writes of one target and then of all targets fail, and checks that no data is lost.
 fn drives_whose_writes_fail(placement: &str) {
     let node = node(placement);
     let bytes = content(300_000);
@@ -150,16 +157,17 @@ fn drives_whose_writes_fail(placement: &str) {
     let names = fill(&node);
     let before = processes(&node);
 
-    // One write: the other targets go on.
+    // One write fails. The other targets continue to serve.
     node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
     node.ok(&["put", "e/0", &node.path("file")]);
     node.wait("a target refuses writes", || failed(&node) == 1);
-    assert!(node.ok(&["get", "e/1", "-"]) == bytes, "read without the target");
-    node.wait("the target is mounted anew", || failed(&node) == 0);
+    assert!(node.ok(&["get", "e/1", "-"]) == bytes, "a read does not need the target");
+    node.wait("the target is remounted", || failed(&node) == 0);
     node.wait_until_whole();
     assert_serves(&node, &names, &bytes, &before);
 
-    // All writes of all targets: none can be mounted anew before the fault has gone. Puts wait for them.
+    // All writes of all targets fail. No target can be remounted before the fault is cleared, and
+    // puts wait for the targets.
     let bytes = content(400_000);
     fs::write(node.path("file"), &bytes).unwrap();
     node.ok(&["debug", "fault", "drive.write=fail"]);
@@ -178,16 +186,16 @@ fn drives_whose_writes_fail(placement: &str) {
 }
 
 #[test]
-fn drives_whose_writes_failed_are_used_again_without_an_operator() {
+fn targets_whose_writes_failed_are_used_again_automatically() {
     drives_whose_writes_fail("dpu");
 }
 
 #[test]
-fn drives_whose_writes_failed_are_used_again_in_one_process() {
+fn targets_whose_writes_failed_are_used_again_in_host_placement() {
     drives_whose_writes_fail("host");
 }
 
-/// Numbers of the failed targets.
+/// Returns the numbers of the failed targets.
 fn failed_targets(node: &Node) -> Vec<usize> {
     let targets: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
     let targets = targets.as_array().or(targets["targets"].as_array()).unwrap();
@@ -195,14 +203,15 @@ fn failed_targets(node: &Node) -> Vec<usize> {
 }
 
 #[test]
-fn a_dead_drive_stays_failed_while_another_is_mounted_anew_and_the_osd_restarts() {
+fn a_dead_drive_stays_failed_during_another_remount_and_an_osd_restart() {
     let node = node("dpu");
     let bytes = content(300_000);
     fs::write(node.path("file"), &bytes).unwrap();
     let names = fill(&node);
     let drive = |n: usize| node.path(&format!("node/targets/{n}.img"));
     let away = |n: usize| node.path(&format!("away{n}"));
-    // The drive that fails next cannot be opened again; the others are in use and go on.
+    // Without their files, the target that fails next cannot be remounted. The other targets keep
+    // their open files and continue.
     (0..4).for_each(|n| fs::rename(drive(n), away(n)).unwrap());
     node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
     node.ok(&["put", "e/0", &node.path("file")]);
@@ -219,7 +228,7 @@ fn a_dead_drive_stays_failed_while_another_is_mounted_anew_and_the_osd_restarts(
     node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
     node.ok(&["put", "e/1", &node.path("file")]);
     let log = node.path("node/log/store.log");
-    node.wait("another target is mounted anew", || {
+    node.wait("another target is remounted", || {
         fs::read_to_string(&log).unwrap().contains("mounted anew target_uuid")
             && failed_targets(&node) == [dead]
     });
@@ -236,7 +245,8 @@ fn a_dead_drive_stays_failed_while_another_is_mounted_anew_and_the_osd_restarts(
     assert_reads(&["e", "m", "s"], "after the drive's return");
 }
 
-/// Flips a bit in every block of a file that has one of the content's; how many those are.
+/// Flips a bit in each block of the file `drive` that equals a block of `content`. Returns the
+/// number of damaged blocks.
 fn damage(drive: &str, content: &[u8]) -> usize {
     let blocks: HashSet<&[u8]> = content.chunks_exact(4096).collect();
     let mut image = fs::read(drive).unwrap();
@@ -247,7 +257,7 @@ fn damage(drive: &str, content: &[u8]) -> usize {
 }
 
 #[test]
-fn a_damaged_drive_is_mended() {
+fn a_scrub_repairs_a_damaged_drive() {
     let node = node("dpu");
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -272,7 +282,8 @@ fn a_damaged_drive_is_mended() {
             assert_eq!(scrub(pool)["damaged"], 0, "{pool}, drive {drive}");
         }
     }
-    // Two data fragments, which have the file's own blocks, and two copies. Of what there is once only nothing can be mended.
+    // The scrubs repaired two data fragments, which contain blocks of the file unchanged, and two
+    // copies. The pool `s` stores only one copy, so its damage cannot be repaired.
     assert_eq!(mended, [2, 2]);
     assert!(node.fails(&["scrub", "s"]).contains("not repaired"));
     assert!(node.text(&["scrub", "e", "--repair"]).contains("0 fragments damaged"));
@@ -280,7 +291,7 @@ fn a_damaged_drive_is_mended() {
     assert!(said.contains("checksum mismatch"), "{said}");
 }
 
-/// A process that stands still, until this is dropped.
+/// A stopped process. Dropping the value continues the process.
 struct Stopped(Pid);
 
 impl Stopped {
@@ -296,9 +307,9 @@ impl Drop for Stopped {
     }
 }
 
-/// Longer than `osd.target_timeout`: every call on every target times out.
+/// The pause is longer than `osd.target_timeout`, so every call on every target times out.
 #[test]
-fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
+fn redundant_pools_survive_a_store_that_is_stopped_for_13_seconds() {
     let node = node("dpu");
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -322,7 +333,7 @@ fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
         drop(stopped);
         for put in puts {
             let took = put.join().unwrap();
-            assert!(took > Duration::from_secs(13), "a put did not need the store: {took:?}");
+            assert!(took > Duration::from_secs(13), "a put ended while the store was stopped: {took:?}");
         }
     });
     for (pool, _) in pools {
@@ -335,7 +346,7 @@ fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
     node.wait_until_whole();
     let until = Instant::now() + Duration::from_secs(30);
     while node.status()["problems"] != serde_json::json!([]) {
-        assert!(Instant::now() < until, "not as before: {:#}", node.status()["problems"]);
+        assert!(Instant::now() < until, "the node still has problems: {:#}", node.status()["problems"]);
         std::thread::sleep(Duration::from_millis(200));
     }
     let listed: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
@@ -348,7 +359,7 @@ fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
     }
 }
 
-/// Kills the process of a role, and waits until its successor is ready.
+/// Kills the process of a role, and waits until the restarted role is ready.
 fn kill(node: &Node, role: &str) {
     let process = |status: &serde_json::Value| {
         let all = status["processes"].as_array().unwrap();
@@ -365,13 +376,13 @@ fn kill(node: &Node, role: &str) {
             return;
         }
         let log = fs::read_to_string(node.path(&format!("node/log/{role}.log"))).unwrap_or_default();
-        assert!(Instant::now() < until, "the {role} does not come back: {now:#}\n{log}");
+        assert!(Instant::now() < until, "the {role} is not restarted: {now:#}\n{log}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
 #[test]
-fn a_drive_lost_in_the_first_run_leaves_the_store_running() {
+fn a_store_restarts_without_a_drive_that_was_lost_in_the_first_run() {
     let node = node("dpu");
     let bytes = content(1_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -386,7 +397,7 @@ fn a_drive_lost_in_the_first_run_leaves_the_store_running() {
 }
 
 #[test]
-fn a_drive_damaged_in_the_first_run_leaves_one_process_running() {
+fn a_node_restarts_without_a_drive_that_was_damaged_in_the_first_run() {
     let node = node("host");
     node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
     fs::write(node.path("file"), content(100_000)).unwrap();
@@ -401,7 +412,7 @@ fn a_drive_damaged_in_the_first_run_leaves_one_process_running() {
 }
 
 #[test]
-fn where_parity_is_computed_can_be_changed() {
+fn the_coding_mode_can_be_shown_and_changed() {
     let node = node("dpu");
     assert!(node.text(&["ec", "mode"]).starts_with("async, offload dpu; host "));
     assert!(node.text(&["ec", "mode", "hybrid:3:1"]).starts_with("hybrid:3:1"));
@@ -413,7 +424,7 @@ fn where_parity_is_computed_can_be_changed() {
 }
 
 #[test]
-fn what_is_not_possible_is_said() {
+fn errors_about_pools_and_targets_state_the_reason() {
     let node = node("dpu");
     let create = |args: &[&str]| node.fails(&[&["pool", "create", "p"], args].concat());
     assert!(create(&["--redundancy", "ec:6+3"]).contains("9 are needed"));
@@ -425,9 +436,10 @@ fn what_is_not_possible_is_said() {
     assert_eq!(node.text(&["target", "ls"]).lines().count(), 5);
 }
 
-/// The store mounts the new target, which the osd did not start with: the osd starts again by itself.
+/// The restarted store mounts the new target, which the running osd does not know. The osd
+/// therefore restarts.
 #[test]
-fn a_store_that_dies_after_a_target_was_replaced_is_served_with_the_new_target() {
+fn the_osd_accepts_a_restarted_store_with_a_replaced_target() {
     let node = node("dpu");
     let bytes = content(1_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -437,7 +449,7 @@ fn a_store_that_dies_after_a_target_was_replaced_is_served_with_the_new_target()
     kill(&node, "store");
     let until = Instant::now() + Duration::from_secs(30);
     while !node.text(&["target", "ls"]).contains("failed") {
-        assert!(Instant::now() < until, "the lost drive is not noticed");
+        assert!(Instant::now() < until, "the lost drive is not detected");
         std::thread::sleep(Duration::from_millis(100));
     }
     node.ok(&["target", "out", "1"]);

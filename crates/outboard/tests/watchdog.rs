@@ -1,5 +1,5 @@
-//! Roles that hang: the supervisor finds and restarts them, and a pause of the whole node is not
-//! taken for a hang.
+//! Tests of the watchdog: the supervisor detects and restarts roles that hang. It does not mistake
+//! a pause of the whole node for a hang.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// Long enough for a loaded machine; nothing waits that long if all is well.
+/// Maximum time to wait for a condition. It suffices for a loaded machine; a successful test waits
+/// much less.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Value of `supervise.hung_after` in these tests.
 const HUNG_AFTER: Duration = Duration::from_secs(3);
 
-/// A node in a directory of its own, stopped when the test ends.
+/// A node in a temporary directory. Dropping the value stops the node.
 struct Node {
     dir: tempfile::TempDir,
 }
@@ -57,7 +59,7 @@ impl Node {
         self.processes().into_iter().find(|p| p["role"] == role).unwrap()
     }
 
-    /// Waits until `what` holds for the process of `role`.
+    /// Waits until `what` returns true for the process of `role`. Returns this process.
     fn until(&self, role: &str, what: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -70,7 +72,8 @@ impl Node {
         }
     }
 
-    /// Stops the process of `role`, as if it hung, and waits until the watchdog has replaced it.
+    /// Stops the process of `role`, as if it hung, and waits until the watchdog has restarted the
+    /// role.
     fn hang(&self, role: &str) {
         let before = self.process(role);
         signal(&before, Signal::STOP);
@@ -83,6 +86,7 @@ impl Node {
         assert!(page.contains(&hangs), "{hangs}: {page}");
     }
 
+    /// Checks that the node stores an object and returns it.
     fn serves(&self, name: &str) {
         let file = self.dir.path().join("file");
         std::fs::write(&file, name).unwrap();
@@ -112,7 +116,7 @@ fn metrics_of(process: &Value) -> String {
 }
 
 #[test]
-fn a_store_and_an_osd_that_hang_are_restarted() {
+fn a_hanging_store_and_a_hanging_osd_are_restarted() {
     let node = Node::up("dpu");
     node.hang("store");
     node.serves("after-the-store");
@@ -124,7 +128,7 @@ fn a_store_and_an_osd_that_hang_are_restarted() {
 }
 
 #[test]
-fn a_node_in_one_process_that_hangs_is_restarted() {
+fn a_hanging_node_in_host_placement_is_restarted() {
     let node = Node::up("host");
     node.hang("node");
     node.serves("after");
@@ -137,13 +141,13 @@ fn a_pause_of_the_whole_node_restarts_nothing() {
     before.iter().for_each(|process| signal(process, Signal::STOP));
     std::thread::sleep(3 * HUNG_AFTER);
     before.iter().for_each(|process| signal(process, Signal::CONT));
-    // Long enough for a watchdog that counts the pause to act.
+    // Wait long enough that a watchdog which counted the pause would act.
     std::thread::sleep(2 * HUNG_AFTER);
     let counted = |processes: &[Value]| -> Vec<[Value; 4]> {
         processes.iter().map(|p| ["role", "pid", "restarts", "hangs"].map(|key| p[key].clone())).collect()
     };
     assert_eq!(counted(&node.processes()), counted(&before), "{}", node.log());
     node.serves("after-the-pause");
-    // The watchdog itself has survived the pause.
+    // The watchdog works after the pause.
     node.hang("osd");
 }

@@ -11,10 +11,10 @@ use node::checkup::{self, Finding, Grade};
 use node::config_file;
 use node::failure::{Doing, Failure, Result};
 
-/// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
+/// Check whether this machine can run a node: kernel, io_uring, limits, huge pages, file systems
 ///
-/// Each finding says what was found, why it matters and what to do. Fails only if a finding
-/// prevents a node from running.
+/// Each finding states the state of the machine, why it matters, and how to improve it. The command
+/// fails only if a finding prevents a node from running.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard doctor\n  \

@@ -16,13 +16,13 @@ use node::units::Period;
 
 /// Stop a node: first the osd, then the store, which unmounts its targets
 ///
-/// Waits until the node has stopped. The command succeeds if the node is down already.
+/// The command waits until the node has stopped. It also succeeds if the node was not running.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard down\n  \
     outboard down --dir /srv/node1 --timeout 2m")]
 pub struct DownArgs {
-    /// How long to wait for the node to stop
+    /// Maximum time to wait until the node has stopped
     #[arg(long, default_value = "90s", value_name = "TIME")]
     pub timeout: Period,
 }
@@ -34,18 +34,21 @@ pub fn run(args: DownArgs, node: &NodeArgs) -> Result<()> {
     let dir = NodeDir::open(&root).doing(&doing)?;
     let stopped = stop(&dir, args.timeout.0).map_err(|e| Failure::new(&doing, e))?;
     let text = if stopped { "stopped" } else { "was down already" };
-    // Nobody may be reading.
+    // If standard error is closed, the message is lost.
     let _ = writeln!(std::io::stderr(), "outboard: the node in {} {text}", root.display());
     Ok(())
 }
 
-/// Stops the node's supervisor and so the node. Returns `false` if no supervisor ran.
+/// Asks the node's supervisor to stop the node, and waits until it has ended. Returns `false` if no
+/// supervisor was running.
 fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
     let Some((pid, supervisor)) = supervisor(dir)? else { return Ok(false) };
     if let Err(e) = rustix::process::pidfd_send_signal(&supervisor, Signal::TERM)
         && e != rustix::io::Errno::SRCH
     {
-        return Err(format!("cannot signal its supervisor (pid {pid}): {e}; run this as the node's user"));
+        return Err(format!(
+            "cannot send a signal to its supervisor (pid {pid}): {e}; run `outboard down` as the user who started the node"
+        ));
     }
     if !ended_within(&supervisor, patience) {
         return Err(format!(
@@ -57,19 +60,22 @@ fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
     Ok(true)
 }
 
-/// Returns a handle on the supervisor. The pid cannot belong to a different process, because the
-/// supervisor still held the directory's lock after the handle was created.
+/// Returns the pid of the supervisor and a handle on its process; `None` if no supervisor runs. The
+/// handle cannot refer to a different process with the same pid, because the supervisor still holds
+/// the directory's lock after the handle is created.
 fn supervisor(dir: &NodeDir) -> Result<Option<(u32, OwnedFd)>, String> {
     let owner = || dir.owner().map_err(|e| e.to_string());
     let Some(pid) = owner()? else { return Ok(None) };
-    let id = Pid::from_raw(pid as i32).ok_or("its lock names no process; remove run/lock if no node runs")?;
+    let id = Pid::from_raw(pid as i32)
+        .ok_or("the file run/lock contains no pid; remove it if no node runs in this directory")?;
     match rustix::process::pidfd_open(id, PidfdFlags::empty()) {
         Ok(handle) if owner()? == Some(pid) => Ok(Some((pid, handle))),
         Ok(_) | Err(rustix::io::Errno::SRCH) => Ok(None),
-        Err(e) => Err(format!("cannot watch its supervisor (pid {pid}): {e}; stop that process by hand")),
+        Err(e) => Err(format!("cannot watch its supervisor (pid {pid}): {e}; stop this process by hand")),
     }
 }
 
+/// Waits for the end of the process. Returns `false` if it still runs after `patience`.
 fn ended_within(process: &OwnedFd, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     loop {

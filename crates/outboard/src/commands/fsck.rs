@@ -19,19 +19,19 @@ use node::units::ByteSize;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
 ///
-/// The check also compares each object's recorded size with the size of its data. If they differ,
-/// start the node and use "outboard scrub --repair". Fails (exit status 1) if problems remain.
-/// Without --repair, nothing is changed.
+/// The check also compares each object's recorded size with the size of its data. If the sizes
+/// differ, start the node and use "outboard scrub --repair". The command fails (exit status 1) if
+/// problems remain. Without --repair, it changes nothing.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard fsck\n  \
     outboard fsck /srv/node1 --repair\n  \
     outboard fsck /dev/nvme1n1 --json")]
 pub struct FsckArgs {
-    /// A node's directory, or one target [default: the node's directory]
+    /// Directory of a node, or path of one target [default: the directory that --dir names]
     #[arg(value_name = "DIR|TARGET")]
     pub path: Option<PathBuf>,
-    /// Repair free space, reference counts and a damaged end of the log
+    /// Repair the records of free space, the reference counts, and a log whose end is damaged
     #[arg(long)]
     pub repair: bool,
     /// Print one JSON object
@@ -39,14 +39,15 @@ pub struct FsckArgs {
     pub json: bool,
 }
 
-/// The results for all targets.
+/// The results of the check for all targets.
 #[derive(Serialize)]
 struct FsckOutcome {
     clean: bool,
     targets: Vec<Checked>,
 }
 
-/// The result for one target; `error` if the target could not be checked.
+/// The result for one target. It contains a `report`, or an `error` if the target could not be
+/// checked.
 #[derive(Serialize)]
 struct Checked {
     path: PathBuf,
@@ -75,19 +76,20 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
     if outcome.targets.iter().all(|t| t.report.is_none()) {
         return Err(Failure::new(
             doing,
-            "nothing could be checked; see why above, and whether the path is right",
+            "no target could be checked; the messages above say why; make sure that the path is correct",
         ));
     }
     let advice = if args.repair {
         "follow the advice beside each object; restore objects with checksum mismatches from copies, or remove them"
     } else {
-        "repair what can be with --repair"
+        "use --repair to repair the damage that can be repaired"
     };
     Err(Failure::new(doing, format!("problems remain; {advice}")))
 }
 
-/// Finds the targets at `path`: one target, or all targets of a node. The returned lock keeps that
-/// node from starting.
+/// Finds the targets at `path`. If `path` is a node's directory, returns all targets of the node
+/// and a lock that keeps the node from starting. Otherwise returns `path` itself as the only
+/// target.
 fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> {
     if !path.is_dir() {
         return Ok((None, vec![path.to_owned()]));
@@ -127,11 +129,11 @@ fn summary(text: &mut String, clean: bool, report: &FsckReport) -> std::fmt::Res
         (true, count) => format!("{count} problems, all repaired"),
         (false, count) => format!("{count} problems, {} repaired", report.repaired_count),
     };
-    let unmounted = if report.was_clean { "" } else { "; was not unmounted in order (harmless)" };
+    let unmounted = if report.was_clean { "" } else { "; the target was not unmounted in order (harmless)" };
     let (objects, checked) = (report.objects, ByteSize(report.bytes_checked));
     writeln!(text, "{state}; {objects} objects, {checked:.1} of data compared{unmounted}")?;
     if !report.complete {
-        writeln!(text, "  not everything could be looked at")?;
+        writeln!(text, "  the check is incomplete: parts of the target could not be read")?;
     }
     for problem in &report.problems {
         let repaired = if problem.repaired { " (repaired)" } else { "" };

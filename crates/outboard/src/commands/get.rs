@@ -13,16 +13,16 @@ use node::progress::ProgressMeter;
 
 /// Write an object to a file or to standard output
 ///
-/// Every block is verified against its checksum. A file gets its final name only when it is
-/// complete. The data for a device or a pipe is written directly.
+/// Each block of data is verified against its checksum. The output file gets its final name only
+/// when it is complete. A device or pipe receives the data directly.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard get photos/beach.jpg beach.jpg\n  \
     outboard get backups:monday/etc.tar - | tar t")]
 pub struct GetArgs {
-    /// POOL[:NAMESPACE]/OBJECT
+    /// Object to read, written POOL[:NAMESPACE]/OBJECT
     pub object: String,
-    /// Output file; '-' is standard output
+    /// Output file; '-' stands for standard output
     pub file: PathBuf,
 }
 

@@ -1,4 +1,4 @@
-//! Finds the node that a command should talk to.
+//! Finds the node to which a command connects.
 
 use std::path::PathBuf;
 
@@ -11,16 +11,16 @@ use crate::args::NodeArgs;
 /// The default directory of a node.
 pub const DEFAULT_DIR: &str = "outboard-node";
 
-/// Returns the node's directory: `--dir`, `OUTBOARD_DIR`, or the default.
+/// Returns the node's directory: the value of `--dir` or `OUTBOARD_DIR`, or else [`DEFAULT_DIR`].
 pub fn root(args: &NodeArgs) -> PathBuf {
     args.dir.clone().unwrap_or_else(|| DEFAULT_DIR.into())
 }
 
-/// Returns the address for clients: `--endpoint`, `OUTBOARD_ENDPOINT`, or the address of the node
-/// in its directory.
+/// Returns the node's address for clients: the value of `--endpoint` or `OUTBOARD_ENDPOINT`, or
+/// else the address that the node has recorded in its directory.
 ///
 /// # Errors
-/// There is no node, or it is not up.
+/// The directory contains no node, or the node is not running.
 pub fn endpoint(args: &NodeArgs) -> Result<String> {
     if let Some(endpoint) = &args.endpoint {
         return Ok(endpoint.clone());

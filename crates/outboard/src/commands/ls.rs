@@ -14,12 +14,12 @@ use node::failure::{Doing, Result};
     outboard ls photos --prefix 2024/ | sort\n  \
     outboard ls backups:monday --json")]
 pub struct LsArgs {
-    /// POOL[:NAMESPACE]
+    /// Pool, or one namespace of a pool, written POOL[:NAMESPACE]
     pub pool: String,
     /// List only objects whose names start with this prefix
     #[arg(long, default_value = "", value_name = "P", hide_default_value = true)]
     pub prefix: String,
-    /// List all namespaces, as NAMESPACE/OBJECT
+    /// List the objects of all namespaces, written NAMESPACE/OBJECT
     #[arg(long)]
     pub all_namespaces: bool,
     /// Print a JSON array
@@ -56,6 +56,8 @@ pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
     })
 }
 
+/// Formats the listing entry of one object. `first` is true for the first entry of a JSON array;
+/// the function then sets it to false.
 fn shown(name: &client::ObjectName, args: &LsArgs, first: &mut bool) -> String {
     let text = match (args.all_namespaces, name.namespace()) {
         (true, namespace) => format!("{namespace}/{}", name.object()),

@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! The commands, one file per command.
 
 pub mod bench;
 pub mod cp;
@@ -22,8 +22,8 @@ pub mod store;
 pub mod target;
 pub mod up;
 
-/// Client options of all commands. With them, a command survives the restart of any role of the
-/// node.
+/// Returns the client options that all commands use. With the default timeouts, a command continues
+/// across the restart of any role of the node.
 fn options() -> client::Options {
     client::Options { name: "outboard".to_owned(), ..client::Options::default() }
 }

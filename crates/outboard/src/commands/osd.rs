@@ -28,12 +28,12 @@ use node::targets::{self, KnownTarget};
 /// Name of the thread that handles requests.
 const EVENT_LOOP: &str = "osd-0";
 
-/// Run the osd role: serve clients, with the store behind a channel or in the same process
+/// Run the osd role: serve clients, with the store in another process or in the same process
 ///
 /// With --store-socket, as on a DPU, the store is a separate process. With --target, this process
-/// mounts the targets (placement host). `outboard up` runs and supervises this role; call it
-/// directly only for a node with a custom setup. Prints one line of JSON when it is ready. Stops on
-/// SIGTERM or SIGINT.
+/// mounts the targets itself (placement host). `outboard up` runs and supervises this role; run it
+/// directly only for a node with a custom setup. The role prints one line of JSON when it is ready,
+/// and stops on SIGTERM or SIGINT.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard osd --store-socket /run/outboard/store.sock --listen 0.0.0.0:7400\n  \
@@ -42,17 +42,17 @@ const EVENT_LOOP: &str = "osd-0";
 pub struct OsdArgs {
     #[command(flatten)]
     pub role: RoleArgs,
-    /// Address that clients connect to [default: listen of the configuration]
+    /// Address at which the role serves clients [default: the key listen of the configuration]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// Address of the store: path of a UNIX socket, or tcp:HOST:PORT
+    /// Address of the store: the path of a UNIX socket, or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS", required_unless_present = "targets", conflicts_with = "targets")]
     pub store_socket: Option<StoreAddress>,
-    /// Target to mount in this process: file or raw block device; may be repeated
+    /// Target to mount in this process: a file or a raw block device; the flag may be repeated
     #[arg(long = "target", value_name = "PATH")]
     pub targets: Vec<PathBuf>,
-    /// Identity of a target; with it, the node serves the other targets if this one cannot be
-    /// mounted
+    /// UUID of the target at PATH. If this target cannot be mounted, the role serves the other
+    /// targets instead of failing
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
 }
@@ -125,17 +125,18 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
 }
 
 fn ended() -> Failure {
-    Failure::new("starting the osd", "its thread ended; see the log")
+    Failure::new("starting the osd", "the osd's thread ended before it was ready; see the log")
 }
 
 fn ended_unasked() -> Failure {
-    Failure::new("serving clients", "the osd's thread ended; see the log")
+    Failure::new("serving clients", "the osd's thread ended unexpectedly; see the log")
 }
 
-/// The thread that handles requests.
+/// The thread that handles requests, and the channels to it.
 struct Shard {
+    /// Receives the announcement when the thread can serve clients, or the reason why it cannot.
     ready: oneshot::Receiver<Result<Ready>>,
-    /// Receives the result when the thread stops serving.
+    /// Receives the thread's result when the thread stops serving clients.
     ended: oneshot::Receiver<Result<()>>,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
@@ -161,7 +162,7 @@ impl Shard {
             if let Some(heartbeat) = heartbeat {
                 local.spawn_local(heartbeat);
             }
-            // The role's main thread may be gone.
+            // If the role's main thread no longer waits for the result, the result is dropped.
             let _ = tell.send(local.block_on(&runtime, serving));
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;
@@ -169,7 +170,8 @@ impl Shard {
     }
 
     fn stop(self) {
-        // It may have ended already; a panic there ended the process.
+        // Ignore both errors. The first means that the thread has ended already. The second means
+        // that it has panicked, but a panic ends the process.
         let _ = self.stop.send(());
         let _ = self.thread.join();
     }

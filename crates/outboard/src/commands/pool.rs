@@ -25,14 +25,15 @@ pub enum PoolCommand {
     Create {
         /// Name of the pool: letters, digits, '.', '_' and '-'; starts with a letter or digit
         name: String,
-        /// Number of placement groups, a power of two [default: the node's]
+        /// Number of placement groups, a power of two [default: the node's configured number]
         #[arg(long, value_name = "N")]
         pg_count: Option<u32>,
-        /// Redundancy scheme: single (no redundancy), mirror:N (N copies), or ec:K+M (K data and M
-        /// parity fragments; tolerates the loss of any M targets)
+        /// Redundancy scheme: single (one copy), mirror:N (N copies), or ec:K+M (K data and M
+        /// parity fragments, of which any M may be lost)
         #[arg(long, value_name = "KIND", default_value = "single")]
         redundancy: Redundancy,
-        /// With ec:K+M: size of a stripe's unit on each target, a multiple of 4KiB [default: 64KiB]
+        /// For ec:K+M: number of contiguous bytes that a stripe stores on each target, a multiple
+        /// of 4KiB [default: 64KiB]
         #[arg(long, value_name = "SIZE")]
         stripe_unit: Option<ByteSize>,
     },
@@ -48,7 +49,7 @@ pub enum PoolCommand {
     Rm {
         /// Name of the pool
         name: String,
-        /// Remove its objects too
+        /// Remove the pool even if it contains objects; this removes the objects, too
         #[arg(long)]
         force: bool,
     },
@@ -82,6 +83,7 @@ pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
     })
 }
 
+/// Adds the size of a stripe's unit to the redundancy scheme, if the user has chosen a size.
 fn striped(redundancy: Redundancy, unit: Option<ByteSize>) -> client::Result<Redundancy, client::NodeError> {
     let Some(ByteSize(bytes)) = unit else { return Ok(redundancy) };
     redundancy.with_stripe_unit(u32::try_from(bytes).unwrap_or(u32::MAX))

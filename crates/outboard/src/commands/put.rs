@@ -10,7 +10,7 @@ use crate::args::NodeArgs;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Files up to this size are sent in one request, without a progress bar.
+/// Maximum size, in bytes, of a file that is stored without a progress bar.
 const ONE_REQUEST: u64 = 16 << 20;
 
 /// Store a file, or standard input, as an object
@@ -19,11 +19,11 @@ const ONE_REQUEST: u64 = 16 << 20;
     outboard put photos/beach.jpg beach.jpg\n  \
     tar c /etc | outboard put backups:monday/etc.tar -")]
 pub struct PutArgs {
-    /// POOL[:NAMESPACE]/OBJECT
+    /// Object to write, written POOL[:NAMESPACE]/OBJECT
     pub object: String,
-    /// The file; '-' is standard input
+    /// File to store; '-' stands for standard input
     pub file: PathBuf,
-    /// Fail if the object exists
+    /// Fail if the object exists already
     #[arg(long)]
     pub exclusive: bool,
 }

@@ -13,7 +13,7 @@ use node::failure::{Doing, Failure, Result};
     outboard rm photos/beach.jpg\n  \
     outboard rm --force photos/a photos/b")]
 pub struct RmArgs {
-    /// POOL[:NAMESPACE]/OBJECT
+    /// Objects to remove, written POOL[:NAMESPACE]/OBJECT
     #[arg(required = true, value_name = "OBJECT")]
     pub objects: Vec<String>,
     /// Do not fail if an object does not exist
@@ -40,7 +40,10 @@ pub fn run(args: RmArgs, node: &NodeArgs) -> Result<()> {
         }
         match failed {
             0 => Ok(()),
-            n => Err(Failure::new("removing objects", format!("{n} of {count} were not removed; see above"))),
+            n => Err(Failure::new(
+                "removing objects",
+                format!("{n} of {count} objects were not removed; the messages above say why"),
+            )),
         }
     })
 }

@@ -11,14 +11,15 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Time between two queries of the scrub's progress.
+/// Time between two queries for the progress of the scrub.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// Read all data of a pool, verify checksums, redundancy and recorded sizes, and repair damage
 ///
-/// The node reconstructs damaged fragments from the other fragments. The node scrubs in the
-/// background and continues if this command is interrupted; a second call watches the first scrub.
-/// Requests of clients have priority. Fails if damage remains.
+/// The node reconstructs damaged fragments from the other fragments. It scrubs in the background,
+/// and continues if this command is interrupted. If a scrub of the pool is already running, this
+/// command waits for that scrub. Requests of clients have priority. The command fails if damage
+/// remains.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard scrub photos\n  \
@@ -27,8 +28,9 @@ const INTERVAL: Duration = Duration::from_millis(200);
 pub struct ScrubArgs {
     /// Name of the pool
     pub pool: String,
-    /// Extend each object whose data is shorter than its recorded size, where the missing bytes are
-    /// certainly zeros. An older version left such objects after some compounds
+    /// Repair objects whose data is shorter than their recorded size: fill the end with zeros,
+    /// where the missing bytes are certainly zeros. Some compound changes of older versions left
+    /// objects in this state
     #[arg(long)]
     pub repair: bool,
     /// Print one JSON object at the end
@@ -59,20 +61,20 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     let left = status.damaged - status.repaired + status.inconsistent;
     let wrong_size = status.wrong_size - status.resized;
     let advice = if args.repair {
-        "restore them from copies, or remove them"
+        "restore these objects from copies, or remove them"
     } else {
-        "repair what can be with --repair"
+        "use --repair to repair the objects that can be repaired"
     };
     let why = match status.failure {
         Some(why) => why,
         None if left > 0 => {
             format!(
-                "{left} fragments or objects were found damaged and not repaired; the node's log names the objects"
+                "{left} damaged fragments or objects were found and not repaired; the node's log names the objects"
             )
         }
         None if wrong_size > 0 => {
             format!(
-                "{wrong_size} objects have data of another size than recorded; the node's log names them, {advice}"
+                "the data of {wrong_size} objects differs from the recorded size; the node's log names these objects; {advice}"
             )
         }
         None => return Ok(()),
@@ -80,6 +82,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     Err(Failure::new(doing, why))
 }
 
+/// Describes the result of a scrub in one line.
 fn text(status: &ScrubStatus) -> String {
     let found = format!(
         "{} objects, {} bytes read: {} fragments damaged, {} of them repaired; {} objects inconsistent",

@@ -1,4 +1,4 @@
-//! Connects a command to its node, and parses names as users write them.
+//! Connects a command to its node, and parses names of pools and objects from the command line.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,21 +12,24 @@ use crate::commands::locate;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 
-/// How long a command tries to reach the node in a directory. It is longer than the supervisor
-/// needs to restart an osd.
+/// Maximum time that a command tries to reach the node in a directory. The supervisor needs less
+/// time to restart an osd.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long a command tries to reach an address from the command line, which may be wrong.
+/// Maximum time that a command tries to reach an address from --endpoint. It is shorter, because
+/// this address may be wrong.
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
-/// After this time a command says what it waits for.
+/// Time without a connection after which a command prints why it waits.
 const SILENCE: Duration = Duration::from_secs(2);
-/// Prefix of an endpoint that names a file of the in-memory engine instead of a node. Used in tests
-/// of the object commands.
+/// Prefix of an endpoint that names a file of the reference engine instead of a node. Tests of the
+/// object commands use it.
 const MEM_ENDPOINT: &str = "mem:";
+/// Pause after the first failed attempt to connect. The pause doubles after each further attempt.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
+/// Maximum pause between two attempts to connect.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
-/// Connects to the node and runs `body` on a separate thread. The thread's name lets CPU accounting
-/// identify the client.
+/// Connects to the node and runs `body` on a separate thread. CPU accounting recognises the client
+/// by the name of this thread.
 ///
 /// # Errors
 /// The node cannot be found or reached, or `body` fails.
@@ -39,7 +42,7 @@ where
     T: Send + 'static,
     F: Future<Output = Result<T>>,
 {
-    // A node that is down is no node to wait for.
+    // Fail at once if the node is down; only an osd that restarts is worth waiting for.
     locate::endpoint(node)?;
     options.stack = node.network.clone();
     options.source = node.bind;
@@ -55,7 +58,7 @@ where
             client.close().await;
             result
         });
-        // A read of standard input may still be waiting; nobody needs it any more.
+        // Do not wait for a blocked read of standard input, because its result is no longer needed.
         runtime.shutdown_background();
         result
     };
@@ -63,7 +66,7 @@ where
     thread.join().unwrap_or_else(|_| Err(Failure::new("running the client", "it panicked; this is a bug")))
 }
 
-/// Connects to the node. While the node is up, it waits for an osd that restarts.
+/// Connects to the node. While the node is up, the function waits for an osd that restarts.
 async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
     let began = Instant::now();
     let patience = if node.endpoint.is_some() { ENDPOINT_PATIENCE } else { PATIENCE };
@@ -84,14 +87,14 @@ async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
         }
         if !said && began.elapsed() > SILENCE {
             said = true;
-            output::note(format!("{error}; trying for {} s", patience.as_secs()));
+            output::note(format!("{error}; retrying for up to {} s", patience.as_secs()));
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
     }
 }
 
-/// Whether the restart of an osd may explain why a client could not connect.
+/// Returns true if the client may have failed to connect because the osd restarts.
 fn may_pass(error: &client::Error) -> bool {
     use client::Error;
     use messenger::MessengerError;
@@ -102,7 +105,7 @@ fn may_pass(error: &client::Error) -> bool {
     )
 }
 
-/// Opens a pool, or a namespace of it, written `POOL[:NAMESPACE]`.
+/// Opens a pool, or one namespace of a pool, written `POOL[:NAMESPACE]`.
 pub fn pool(client: &Client, text: &str) -> Result<Pool> {
     let wrong = |e| Failure::usage(format!("reading the pool's name '{text}'"), e);
     match text.split_once(':') {
@@ -116,7 +119,7 @@ pub fn object(client: &Client, text: &str) -> Result<Object> {
     let Some((place, name)) = text.split_once('/') else {
         return Err(Failure::usage(
             format!("reading the object's name '{text}'"),
-            "there is no '/' in it; write POOL/OBJECT or POOL:NAMESPACE/OBJECT",
+            "the name contains no '/'; write POOL/OBJECT or POOL:NAMESPACE/OBJECT",
         ));
     };
     let object = pool(client, place)?.object(name);

@@ -15,7 +15,7 @@ use node::units::ByteSize;
     outboard stat photos/beach.jpg\n  \
     outboard stat photos/beach.jpg --json")]
 pub struct StatArgs {
-    /// POOL[:NAMESPACE]/OBJECT
+    /// Object to show, written POOL[:NAMESPACE]/OBJECT
     pub object: String,
     /// Print JSON
     #[arg(long)]
@@ -38,7 +38,7 @@ struct Shown {
 pub fn run(args: StatArgs, node: &NodeArgs) -> Result<()> {
     session::run(node, super::options(), async move |client| {
         let object = session::object(&client, &args.object)?;
-        let found = object.describe().await.doing(format!("looking at {}", args.object))?;
+        let found = object.describe().await.doing(format!("querying {}", args.object))?;
         let text = |bytes: &[u8]| match std::str::from_utf8(bytes) {
             Ok(text) => text.to_owned(),
             Err(_) => bytes.escape_ascii().to_string(),

@@ -1,4 +1,4 @@
-//! `outboard status`: shows the state of a node as its supervisor and its osd report it.
+//! `outboard status`: shows the state of a node, as reported by its supervisor and its osd.
 
 use std::io::Write;
 use std::net::IpAddr;
@@ -14,13 +14,14 @@ use node::failure::{Doing, Result};
 use node::report::NodeReport;
 use node::state::NodeState;
 
-/// How long to wait for the osd's answer; after this time the osd counts as down.
+/// Maximum time to connect to the osd, and maximum time to wait for its answer. After this time the
+/// osd counts as down.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Show a node: its network, processes, targets and pools
 ///
-/// Also works while roles or the whole node are down, and reports this. The exit status tells only
-/// whether the state could be determined.
+/// The command also works while processes of the node (roles) or the whole node are down, and shows
+/// which ones are down. The exit status says only whether the command could determine the state.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard status\n  \
@@ -34,7 +35,7 @@ pub struct StatusArgs {
 
 /// Prints the node's state.
 pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
-    let doing = "finding out the node's state";
+    let doing = "determining the node's state";
     let dir = match node.endpoint {
         Some(_) => None,
         None => Some(NodeDir::open(&locate::root(node)).doing(doing)?),
@@ -59,7 +60,7 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
                 Ok(answer) => answer.faults.into_iter().for_each(|fault| report.add_fault(role, fault)),
                 Err(e) => report
                     .problems
-                    .push(format!("whether faults are armed in the {} is unknown: {e}", role.as_str())),
+                    .push(format!("cannot find out whether faults are armed in the {}: {e}", role.as_str())),
             }
         }
     }
@@ -87,6 +88,6 @@ async fn ask(endpoint: &str, source: Option<IpAddr>) -> Result<client::NodeStatu
     };
     match tokio::time::timeout(2 * PATIENCE, answer).await {
         Ok(result) => result.map_err(|e| e.to_string()),
-        Err(_) => Err(format!("nothing within {} s", 2 * PATIENCE.as_secs())),
+        Err(_) => Err(format!("no answer within {} s", 2 * PATIENCE.as_secs())),
     }
 }

@@ -28,9 +28,9 @@ const EVENT_LOOP: &str = "chan-0";
 
 /// Run the store role: mount targets and serve them to an osd
 ///
-/// `outboard up` runs and supervises this role; call it directly only for a node with a custom
-/// setup. Prints one line of JSON when it is ready. On SIGTERM or SIGINT it unmounts its targets
-/// and stops.
+/// `outboard up` runs and supervises this role; run it directly only for a node with a custom
+/// setup. The role prints one line of JSON when it is ready. On SIGTERM or SIGINT it unmounts its
+/// targets and stops.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard store --target /srv/t0.img --target /dev/nvme1n1 --socket /run/outboard/store.sock\n  \
@@ -38,15 +38,15 @@ const EVENT_LOOP: &str = "chan-0";
 pub struct StoreArgs {
     #[command(flatten)]
     pub role: RoleArgs,
-    /// Target: file or raw block device; may be repeated
+    /// Target to mount: a file or a raw block device; the flag may be repeated
     #[arg(long = "target", value_name = "PATH", required = true)]
     pub targets: Vec<PathBuf>,
-    /// Identity of a target; with it, the store serves the other targets if this one cannot be
-    /// mounted
+    /// UUID of the target at PATH. If this target cannot be mounted, the role serves the other
+    /// targets instead of failing
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
-    /// Address to wait for the osd at: path of a UNIX socket, or tcp:HOST:PORT (without
-    /// authentication; DMA then needs the engine ofi)
+    /// Address at which to wait for the osd: the path of a UNIX socket, or tcp:HOST:PORT. TCP has
+    /// no authentication, and allows DMA only with the engine ofi
     #[arg(long, value_name = "ADDRESS")]
     pub socket: StoreAddress,
 }

@@ -1,5 +1,5 @@
-//! `outboard target`: lists the targets of a node with redundancy, takes them out and in, and
-//! replaces them.
+//! `outboard target`: lists the targets of a node, takes targets out of use and into use again, and
+//! replaces lost targets.
 
 use clap::Subcommand;
 use client::{Client, NodeStatus};
@@ -29,8 +29,8 @@ pub enum TargetCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Stop using a target: pools with redundancy rebuild its fragments on a spare target, if there
-    /// is one
+    /// Take a target out of use: pools with redundancy rebuild its fragments on other targets, if
+    /// possible
     ///
     /// Until the rebuild ends, the pools are degraded as if the target had failed. Pools without
     /// redundancy continue to use the target.
@@ -39,17 +39,19 @@ pub enum TargetCommand {
         /// Number of the target
         id: u32,
     },
-    /// Use a target again that was out or has failed; it first receives the changes that it missed
+    /// Use a target again that was taken out or has failed; it first receives the changes that it
+    /// missed
     #[command(after_help = "Example:\n  outboard target in 3")]
     In {
         /// Number of the target
         id: u32,
     },
-    /// Replace a lost target with a new one; the node rebuilds it after the node's next start
+    /// Replace a lost target by a new target; the node rebuilds the target's data after the node's
+    /// next start
     ///
-    /// The new target is created at the same path, with the size of the node's targets, or on the
-    /// device that is there now. If the old file still exists, it is kept beside the new file under
-    /// a different name.
+    /// The new target is created at the same path, with the configured size, or on the device that
+    /// has this path now. If the old file still exists, it is renamed and kept in the same
+    /// directory.
     #[command(after_help = "Example:\n  \
         outboard target replace 3 && outboard down && outboard up --detach")]
     Replace {
@@ -59,7 +61,7 @@ pub enum TargetCommand {
     /// Limit the speed of rebuilds and scrubs until the node's next start
     #[command(after_help = "Examples:\n  outboard target rate 100MiB\n  outboard target rate 0")]
     Rate {
-        /// Bytes per second; 0 for no limit
+        /// Maximum rate in bytes per second; 0 means no limit
         rate: ByteSize,
     },
 }
@@ -96,6 +98,7 @@ async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
     }
 }
 
+/// Formats the table of targets, one line per target below the header.
 fn lines(status: &NodeStatus) -> Vec<String> {
     let mut lines = vec![format!("{:>3}  {:<11}  {:>10}  {:>10}  TARGET", "ID", "STATE", "FREE", "SIZE")];
     for (id, target) in status.targets.iter().enumerate() {
@@ -124,14 +127,14 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
         return Err(Failure::usage(doing(), why));
     };
     let path = dir.path().join(path);
-    // Known to the node before anything is moved: it may refuse.
+    // Ask the node before any file is changed, because the node may refuse the replacement.
     let uuid = uuid::Uuid::new_v4();
     session::run(node, super::options(), async move |client| {
         client.replace_target(id, uuid).await.doing(format!("replacing target {id}"))
     })?;
     targets::make_replacement(&path, &config, uuid).doing(doing())?;
     output::line(format!(
-        "target {id} is made anew as {}; start the node again for it to be rebuilt: outboard down && outboard up",
+        "created a new target {id} at {}; restart the node to rebuild its data: outboard down && outboard up",
         path.display()
     ));
     Ok(())

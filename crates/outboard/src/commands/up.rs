@@ -29,43 +29,46 @@ use node::targets::KnownTarget;
 use node::units::ByteSize;
 use node::{logging, metrics, targets};
 
-/// Time between two checks of a process that is not a child of this process.
+/// Time between two checks whether a role of an earlier supervisor has ended.
 const PREDECESSOR_POLL: Duration = Duration::from_millis(20);
-/// This program, even if its file was replaced after it started.
+/// Path of the running program. It stays valid if the program's file is replaced.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Start a node: create it on first use, then run and supervise its processes
 ///
 /// The first start creates the node's directory with its configuration (`outboard.toml`) and its
-/// targets. The node restarts a role that dies. The command prints the address for clients as soon
-/// as they can connect. It then runs until Ctrl-C or `outboard down`; with --detach it returns.
+/// targets. The node restarts its processes (roles) when they die. The command prints the address
+/// for clients as soon as clients can connect. It then runs until Ctrl-C or `outboard down`; with
+/// --detach it returns at once.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard up\n  \
     outboard up --dir /srv/node1 --targets 2 --target-size 32GiB --detach\n  \
     outboard up --placement host --listen 0.0.0.0:7400")]
 pub struct UpArgs {
-    /// Where requests are handled: on the DPU (emulated by a process), or on the host, the baseline
-    /// [default: the configuration's; dpu for a new node]
+    /// Where the node handles requests: on the DPU (emulated by a process), or on the host, which
+    /// is the baseline for comparisons [default: the configured placement; dpu for a new node]
     #[arg(long, value_name = "PLACEMENT", value_parser = crate::args::placement())]
     pub placement: Option<Placement>,
-    /// Number of targets to create at the first start; it cannot change later [default: 1]
+    /// Number of targets to create at the first start; it cannot be changed later [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub targets: Option<u16>,
-    /// Size of each new target [default: the configuration's; 8GiB for a new node]
+    /// Size of each new target [default: the configured size; 8GiB for a new node]
     #[arg(long, value_name = "SIZE")]
     pub target_size: Option<ByteSize>,
-    /// Address that clients connect to [default: the configuration's; for a new node port 7400 of
-    /// 127.0.0.1, or the next free port]
+    /// Address at which the node serves clients [default: the configured address; for a new node
+    /// port 7400 of 127.0.0.1, or the next free port]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// Return once clients can connect; the node continues to run
+    /// Return as soon as clients can connect, and leave the node running in the background
     #[arg(long)]
     pub detach: bool,
-    /// Create targets on configured devices that have none; this destroys the devices' data
+    /// Create targets on configured devices that contain none; this destroys all data on these
+    /// devices
     #[arg(long)]
     pub format: bool,
-    /// Pid of the process that was called with --detach; this process runs its node
+    /// Pid of the process that was called with --detach, and that started this process to run the
+    /// node
     #[arg(long, value_name = "PID", hide = true, conflicts_with = "detach")]
     pub background: Option<u32>,
 }
@@ -73,15 +76,16 @@ pub struct UpArgs {
 /// Starts the node.
 pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     if let Some(caller) = args.background {
-        // A session of its own: what happens to the caller's terminal is not the node's business.
+        // A separate process session protects the node from signals of the caller's terminal.
         rustix::process::setsid().doing("leaving the terminal")?;
-        // Until clients can connect: a caller that is interrupted before has not started the node.
+        // If the caller is interrupted before clients can connect, the node must stop too. `serve`
+        // lifts this later.
         role::end_with(caller)?;
     }
     let root = locate::root(node);
     let doing = format!("starting the node in {}", root.display());
     if !NodeDir::is_begun(&root) {
-        // A node that cannot be made leaves no directory behind.
+        // Check the plan first, so that a node that cannot be created leaves no directory behind.
         Plan::new(&root, &chosen(&args), env).doing(&doing)?;
     }
     let dir = NodeDir::create(&root).doing(&doing)?;
@@ -99,13 +103,13 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     if args.detach {
         return detach(&dir, &args, lock, claim.as_ref(), &doing);
     }
-    // Of a node that has been there before: nobody takes its port while its osd restarts.
+    // The claim keeps other nodes from choosing the port of this node while its osd restarts.
     let claim = claim.or_else(|| PortClaim::of(&config.listen));
     let result = serve(&dir, &config, args.background.is_some());
     if result.is_err()
         && let Err(e) = making::undo(&dir)
     {
-        tracing::error!("what was made of the node cannot be removed: {e}");
+        tracing::error!("cannot remove the files of the node that was not created completely: {e}");
     }
     drop((lock, claim));
     if let (Err(why), Some(_)) = (&result, args.background) {
@@ -118,12 +122,12 @@ fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Creates the node, or the missing parts of an existing node. Returns a claim on the node's port
-/// if this call chose the port.
+/// Creates the node, or completes an existing node. Returns a claim on the node's port if this call
+/// chose the port.
 fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     if making::undo(dir).doing(doing)? {
         output::note(
-            "the first start was interrupted; what it had made is removed, and the node is made anew",
+            "the first start was interrupted; its files have been removed, and the node is created from the beginning",
         );
     }
     if !dir.config().exists() {
@@ -148,30 +152,31 @@ fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortC
     }
     let default = config_file::of_text(&text, &dir.config(), env).doing(doing)?.listen;
     let (address, claim) = port::choose()
-        .map_err(|e| Failure::new(doing, format!("no port is free: {e}; name one with --listen")))?;
+        .map_err(|e| Failure::new(doing, format!("no port is free: {e}; choose an address with --listen")))?;
     let chosen = address.to_string();
     let text = config_file::remember(&text, "listen", &toml::Value::String(chosen.clone()));
     replace_file(&dir.config(), &text).doing(doing)?;
     if chosen != default {
-        output::note(format!("{default} is taken; from now on the node listens at {chosen}"));
+        output::note(format!("{default} is in use; from now on the node listens at {chosen}"));
     }
     Ok(Some(claim))
 }
 
-/// Determines the effective configuration.
+/// Combines the configuration file, the environment and the flags into the effective configuration.
 fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     let path = dir.config();
     let mut config = config_file::load(Some(&path), env).doing(doing)?;
     let count = config.targets.len();
     if count == 0 {
-        let why =
-            format!("{} names no targets; add them, like targets = [\"targets/0.img\"]", path.display());
+        let why = format!(
+            "{} names no targets; add them, for example targets = [\"targets/0.img\"]",
+            path.display()
+        );
         return Err(Failure::new(doing, why));
     }
     if let Some(wanted) = args.targets.filter(|n| usize::from(*n) != count) {
-        let why = format!(
-            "the node has {count} targets, not {wanted}, and their number is fixed; leave --targets out"
-        );
+        let why =
+            format!("the node has {count} targets, not {wanted}, and their number is fixed; omit --targets");
         return Err(Failure::usage(doing, why));
     }
     config.placement = args.placement.unwrap_or(config.placement);
@@ -180,8 +185,8 @@ fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     Ok(config)
 }
 
-/// Waits for the roles of a supervisor that was killed. These roles are stopping, and they hold
-/// their targets until they have stopped.
+/// Waits until the roles of an earlier supervisor that was killed have ended. These roles are
+/// stopping, and they own their targets until they have ended.
 fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     let Some(state) = NodeState::load(dir) else { return Ok(()) };
     let config = config_file::load(dir.config().exists().then_some(&*dir.config()), env).doing(doing)?;
@@ -190,7 +195,7 @@ fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
         while process.is_alive() {
             if Instant::now() > deadline {
                 let (role, pid) = (process.role.as_str(), process.pid);
-                let why = format!("the {role} of an earlier start (pid {pid}) does not end; kill it");
+                let why = format!("the {role} process of an earlier start (pid {pid}) does not end; kill it");
                 return Err(Failure::new(doing, why));
             }
             std::thread::sleep(PREDECESSOR_POLL);
@@ -199,7 +204,7 @@ fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns what the flags specify for a new node.
+/// Collects the properties of a new node that the flags specify.
 fn chosen(args: &UpArgs) -> Chosen {
     let mut values = Vec::new();
     let mut add = |key, value: Option<String>| values.extend(value.map(|value| (key, value)));
@@ -209,7 +214,8 @@ fn chosen(args: &UpArgs) -> Chosen {
     Chosen { targets: args.targets, values, format: args.format }
 }
 
-/// Starts the node in a separate process and waits until clients can connect.
+/// Starts the node in a background process, waits until clients can connect, and prints the
+/// endpoint.
 fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>, doing: &str) -> Result<()> {
     if let Some(claim) = claim {
         claim.hand_down().doing(doing)?;
@@ -228,7 +234,8 @@ fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>
     command.current_dir(dir.path()).stdin(lock.hand_down()).stdout(Stdio::piped());
     command.stderr(logging::open_file(&log, config.log.max_size).doing(doing)?);
     let mut child = command.spawn().doing(doing)?;
-    // The lock goes with its last holder: from here on that is the child.
+    // The child process now holds the only open file of the lock. If the child dies, the lock is
+    // released.
     drop(command);
     let mut line = String::new();
     if let Some(out) = child.stdout.take() {
@@ -237,10 +244,10 @@ fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>
     match serde_json::from_str(&line) {
         Ok(Announcement::Ready(ready)) => print_endpoint(&ready.endpoint.unwrap_or_default()),
         Ok(Announcement::Failed(why)) => Err(Failure::new(doing, why)),
-        // The first line of a supervisor is one of the two.
+        // Every other first line means that the supervisor ended before it could announce a result.
         Ok(_) | Err(_) => {
             let why = format!(
-                "its supervisor ended at once; its log {} ends:\n{}",
+                "its supervisor ended at once; the last lines of its log {} are:\n{}",
                 log.display(),
                 logging::tail(&log, 5)
             );
@@ -253,7 +260,7 @@ fn print_endpoint(endpoint: &str) -> Result<()> {
     writeln!(std::io::stdout(), "{endpoint}").doing("printing the node's endpoint")
 }
 
-/// Runs the node until a signal asks it to stop.
+/// Starts the roles of the node and supervises them until a signal asks the node to stop.
 fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Result<(), String> {
     logging::start(&config.log)?;
     rustix::thread::set_name(c"admin-up").map_err(|e| e.to_string())?;
@@ -269,7 +276,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
         endpoint: None,
         engine: None,
         emulated: false,
-        // Those of the last run, until the roles say which they have mounted.
+        // The targets of the last run, until the roles announce the targets that they have mounted.
         targets: NodeState::load(dir).map(|last| last.targets).unwrap_or_default(),
         processes: vec![supervisor],
     };
@@ -281,7 +288,8 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
         let signals = StopSignals::catch().map_err(|e| e.to_string())?;
         let mut supervisor = Supervisor::new(dir.clone(), state, config.supervise, signals);
         supervisor.start(roles).await.map_err(|e| e.to_string())?;
-        // Once the last role runs, clients may have stored something.
+        // When the last role runs, clients may store data. From then on the node must not be
+        // removed.
         let making = making::finish(dir).map_err(|e| e.to_string())?;
         if let Err(e) = supervisor.start(vec![serving]).await {
             if let (Some(making), SuperviseError::RoleFailed { is_announced: true, .. }) = (making, &e) {
@@ -303,17 +311,17 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
         Announcement::Ready(Ready { endpoint: Some(endpoint), ..Ready::default() }).send();
         return;
     }
-    // Nobody may be reading either; the node runs all the same.
+    // If standard output or standard error is closed, the node still runs.
     let _ = print_endpoint(&endpoint);
     let (placement, path) = (state.placement.as_str(), dir.path().display());
     let _ = writeln!(
         std::io::stderr(),
-        "outboard: the node in {path} is up (placement {placement}); Ctrl-C or `outboard down --dir {path}` stops it"
+        "outboard: the node in {path} is up (placement {placement}); stop it with Ctrl-C or `outboard down --dir {path}`"
     );
 }
 
-/// Returns the roles of a node in the order of their start. `last_run` has the targets of the
-/// node's last run.
+/// Returns the roles of a node in the order in which they start. `last_run` contains the targets of
+/// the node's last run.
 fn roles(
     dir: &NodeDir,
     config: &Config,
@@ -377,12 +385,12 @@ mod tests {
     }
 
     #[test]
-    fn the_first_starts_flags_are_in_the_file() {
+    fn flags_of_the_first_start_are_kept_in_the_configuration() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };
         let claim = prepare(&dir, &args, "testing").unwrap();
-        assert!(claim.is_some(), "the port was chosen");
+        assert!(claim.is_some(), "a port was chosen");
         let config = configure(&dir, &args, "testing").unwrap();
         assert_eq!((config.placement, config.target_size.0), (Placement::Host, 16 << 20));
         assert_eq!(config.targets, [PathBuf::from("targets/0.img"), PathBuf::from("targets/1.img")]);
@@ -396,27 +404,27 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupted_making_is_undone_and_a_strangers_files_stay() {
+    fn undoing_an_interrupted_creation_keeps_targets_with_other_uuids() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };
         drop(prepare(&dir, &args, "testing").unwrap());
         let [first, second] = [0, 1].map(|n| dir.path().join(format!("targets/{n}.img")));
-        // Somebody puts another target in the place of the second one.
+        // Replace the second target by a target that the interrupted start has not created.
         std::fs::remove_file(&second).unwrap();
         let size = Some(16 << 20);
         let options = store::MkfsOptions { size, ..Default::default() };
         store::BlockStore::mkfs(&second, &options, |_, _| {}).unwrap();
         assert!(making::undo(&dir).unwrap());
         assert!(!first.exists() && second.exists() && !dir.config().exists());
-        assert!(!making::undo(&dir).unwrap(), "once");
+        assert!(!making::undo(&dir).unwrap(), "a second undo finds nothing");
         drop(prepare(&dir, &args, "testing").unwrap());
         making::finish(&dir).unwrap();
         assert!(!making::undo(&dir).unwrap() && first.exists() && dir.config().exists());
     }
 
     #[test]
-    fn a_node_that_has_lost_its_configuration_does_not_get_empty_targets() {
+    fn a_node_whose_configuration_is_lost_gets_no_new_targets() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         std::fs::write(dir.state(), "not understood").unwrap();

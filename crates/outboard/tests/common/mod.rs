@@ -1,6 +1,6 @@
-//! A node in a directory of its own, operated by commands.
+//! A node in a temporary directory, which tests operate by `outboard` commands.
 
-#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(dead_code, reason = "each test program uses only some of these functions")]
 
 use std::fs;
 use std::process::{Command, Output, Stdio};
@@ -8,24 +8,26 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A temporary directory with a node in its folder `node`, stopped when dropped. Commands run in that directory.
+/// A temporary directory that contains the node in its folder `node`. All commands run in the
+/// temporary directory. Dropping the value stops the node.
 pub struct Node {
     dir: tempfile::TempDir,
 }
 
 impl Node {
-    /// No node yet.
+    /// Creates the temporary directory only; no node exists yet.
     pub fn new() -> Node {
         Node { dir: tempfile::tempdir().unwrap() }
     }
 
-    /// Makes and starts a node with these flags.
+    /// Creates and starts a node with these flags of `outboard up`.
     pub fn up(flags: &[&str]) -> Node {
         let node = Node::new();
         node.ok(&[&["up", "--detach", "--listen", "127.0.0.1:0"], flags].concat());
         node
     }
 
+    /// Prepares an `outboard` command for the node.
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
@@ -37,7 +39,7 @@ impl Node {
         self.command(args).output().unwrap()
     }
 
-    /// Runs a command that must succeed; its standard output.
+    /// Runs a command that must succeed. Returns its standard output.
     pub fn ok(&self, args: &[&str]) -> Vec<u8> {
         let output = self.run(args);
         assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -48,17 +50,19 @@ impl Node {
         String::from_utf8(self.ok(args)).unwrap()
     }
 
-    /// Runs a command that must fail; its standard error.
+    /// Runs a command that must fail. Returns its standard error.
     pub fn fails(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert!(!output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stdout));
         String::from_utf8(output.stderr).unwrap()
     }
 
+    /// Returns the path of a file in the temporary directory.
     pub fn path(&self, name: &str) -> String {
         self.dir.path().join(name).to_str().unwrap().to_owned()
     }
 
+    /// Returns true if the file exists in the temporary directory.
     pub fn has(&self, name: &str) -> bool {
         self.dir.path().join(name).exists()
     }
@@ -71,7 +75,7 @@ impl Node {
         serde_json::from_slice(&self.ok(&["status", "--json"])).unwrap()
     }
 
-    /// Waits until something is so.
+    /// Waits until `is_so` returns true. Fails after a minute; `what` then describes the condition.
     pub fn wait(&self, what: &str, is_so: impl Fn() -> bool) {
         let until = Instant::now() + Duration::from_secs(60);
         while !is_so() {
@@ -80,7 +84,7 @@ impl Node {
         }
     }
 
-    /// Whether there are pools, and all their placement groups have all their targets.
+    /// Returns true if the node has pools, and all their placement groups have all their targets.
     pub fn is_whole(&self) -> bool {
         let status = self.status();
         let pools = status["pools"].as_array().unwrap();

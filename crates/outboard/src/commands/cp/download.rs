@@ -1,8 +1,8 @@
 //! Copies objects out of a pool.
 //!
-//! Any client may have written the objects. No object's name or link target may make the copy write
-//! outside its destination. For this reason the copy checks names, creates symlinks last, and
-//! refuses a directory that turns out to be a symlink.
+//! Any client may have written the objects, so their names and link targets are not trusted. They
+//! must not make the copy write outside its destination. Therefore the copy checks names, creates
+//! symlinks last, and refuses to write through a symlink in place of a directory.
 
 use std::collections::HashSet;
 use std::fs;
@@ -19,10 +19,10 @@ use super::local::{self, NewFile};
 use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
-/// Largest object, in bytes, that one request fetches.
+/// Maximum size, in bytes, of an object that the copy reads into memory as a whole.
 const SMALL: u64 = 4 << 20;
 
-/// Copies `from` to `to`.
+/// Copies the object or the tree `from` to the local path `to`.
 pub async fn run(job: CopyOptions, from: PoolPrefix, to: &Path) -> Result<()> {
     if job.recursive { tree(job, from, to).await } else { single(from, to).await }
 }
@@ -43,17 +43,21 @@ async fn single(from: PoolPrefix, to: &Path) -> Result<()> {
     tally.finish()
 }
 
-/// Work for the end of the copy: links, and the modes of directories.
+/// Work that is deferred to the end of the copy.
 #[derive(Default)]
 struct Later {
+    /// Symlinks to create.
     links: Vec<(Object, PathBuf)>,
+    /// Directories whose modes are to be set.
     directories: Vec<(PathBuf, FileMeta)>,
 }
 
-/// The destination, and the directories below it that are known not to be symlinks.
+/// The destination of a copied tree.
 struct Destination {
     root: PathBuf,
+    /// Prefix of the objects' names, which the paths below `root` do not contain.
     prefix: String,
+    /// Directories below `root` that are known not to be symlinks.
     real: Mutex<HashSet<PathBuf>>,
     later: Mutex<Later>,
 }
@@ -99,12 +103,13 @@ async fn tree(job: CopyOptions, from: PoolPrefix, to: &Path) -> Result<()> {
     tally.finish()
 }
 
+/// Adds the outcome for one object of `size` bytes to the tally.
 fn account(tally: &mut Tally, size: u64, outcome: std::result::Result<PathOutcome, String>) {
     tally.progress.grow(size);
     tally.add(outcome);
 }
 
-/// Creates the links, then sets the modes of directories, deepest first.
+/// Creates the deferred links. Then sets the modes of directories, the deepest directories first.
 async fn finish(destination: &Destination, tally: &mut Tally) {
     let later = std::mem::take(&mut *destination.later.lock().unwrap_or_else(PoisonError::into_inner));
     for (object, path) in later.links {
@@ -122,7 +127,8 @@ async fn finish(destination: &Destination, tally: &mut Tally) {
     }
 }
 
-/// Copies one object and returns its size. Links and directory modes are deferred.
+/// Copies one object; returns its size in bytes and the outcome. Links and the modes of directories
+/// are deferred.
 async fn copy(
     destination: Arc<Destination>,
     object: Object,
@@ -133,6 +139,7 @@ async fn copy(
     }
 }
 
+/// Copies one object to its path below the destination, or defers the work for a link or directory.
 async fn place(
     destination: &Destination,
     object: &Object,
@@ -167,8 +174,8 @@ impl Destination {
         path.parent().map_or(Ok(()), |parent| self.real_directory(parent))
     }
 
-    /// Checks that `path`, which is below the root, and all its parents below the root are
-    /// directories and not symlinks.
+    /// Makes sure that `path`, which lies below the root, and all its parents below the root are
+    /// directories and not symlinks. Creates the directories that are missing.
     fn real_directory(&self, path: &Path) -> std::result::Result<(), String> {
         if path == self.root || self.real.lock().unwrap_or_else(PoisonError::into_inner).contains(path) {
             return Ok(());
@@ -182,19 +189,21 @@ impl Destination {
         }
         let found = fs::symlink_metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
         if !found.is_dir() {
-            return Err(format!("{} is in the way of a directory; remove it", path.display()));
+            return Err(format!("{} must be a directory but is not; remove it", path.display()));
         }
         self.real.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned());
         Ok(())
     }
 }
 
+/// Queries the file's metadata and the size in bytes of an object.
 async fn look(object: &Object) -> client::Result<(Option<FileMeta>, u64)> {
     let found = object.describe().await?;
     let meta = found.xattrs.iter().find(|(name, _)| name == file_meta::XATTR);
     Ok((meta.and_then(|(_, value)| FileMeta::decode(value)), found.stat.size))
 }
 
+/// Copies the data of an object to the file `path`, unless the file is current.
 async fn file(
     object: &Object,
     path: &Path,
@@ -225,6 +234,7 @@ async fn file(
     Ok(PathOutcome::Copied(size))
 }
 
+/// Creates the symlink `path`, whose target is the data of the object.
 async fn link(object: &Object, path: &Path) -> std::result::Result<PathOutcome, String> {
     let failed = |e: &dyn std::fmt::Display| format!("{} to {}: {e}", object.name(), path.display());
     let target = object.get().await.map_err(|e| failed(&e))?;

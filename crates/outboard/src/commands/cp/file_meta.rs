@@ -1,14 +1,15 @@
-//! A file's metadata, kept as an xattr of its object; and the mapping from paths to object names.
+//! The metadata of a copied file, which is stored as an xattr of its object, and the mapping from
+//! paths to object names.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 
-/// The xattr that holds a [`FileMeta`], as JSON.
+/// Name of the xattr that contains a [`FileMeta`] as JSON.
 pub const XATTR: &[u8] = b"outboard.file";
 
-/// The type of a path.
+/// The type of a copied path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FileKind {
@@ -16,28 +17,29 @@ pub enum FileKind {
     File,
     /// A symbolic link; the object's data is the link's target.
     Symlink,
-    /// A directory; the object has no data and its name ends in a slash.
+    /// A directory; the object has no data, and its name ends in a slash.
     Directory,
 }
 
-/// A file's metadata.
+/// The metadata of a copied file, symlink or directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileMeta {
     /// The type of the path.
     pub kind: FileKind,
     /// Permission bits.
     pub mode: u32,
-    /// Time of last change, in nanoseconds since 1970. A copy skips a file whose time and size are
-    /// equal.
+    /// Time of the last change, in nanoseconds since 1970. A copy skips a file if the destination
+    /// has the same time and size.
     pub mtime_ns: i64,
-    /// The path relative to the copied directory, as hexadecimal bytes, if the object's name cannot
-    /// express it.
+    /// The path relative to the copied directory, in hexadecimal, if the path is not valid UTF-8
+    /// and the object's name therefore differs from it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub raw_path: Option<String>,
 }
 
 impl FileMeta {
-    /// Converts the result of `lstat`; `None` for sockets, pipes and devices, which are not copied.
+    /// Extracts the metadata from the result of `lstat`; `None` for sockets, pipes and devices,
+    /// which are not copied.
     pub fn of(metadata: &Metadata) -> Option<FileMeta> {
         let kind = match metadata.file_type() {
             t if t.is_symlink() => FileKind::Symlink,
@@ -59,7 +61,7 @@ impl FileMeta {
         serde_json::from_slice(xattr).ok()
     }
 
-    /// Decodes [`FileMeta::raw_path`].
+    /// Decodes [`FileMeta::raw_path`]; `None` if there is none or if it is not valid hexadecimal.
     pub fn raw_path_bytes(&self) -> Option<Vec<u8>> {
         let hex = self.raw_path.as_deref()?;
         if hex.len() % 2 != 0 || !hex.is_ascii() {
@@ -69,9 +71,9 @@ impl FileMeta {
     }
 }
 
-/// Returns the object name of a path, and the path in hexadecimal if the name cannot express it. A
-/// path of valid UTF-8 is its own name. Otherwise each invalid byte becomes `%xx`, and a hash of
-/// the whole path is appended, so that no two paths share a name.
+/// Returns the object name of a path, and the value of [`FileMeta::raw_path`]. A path of valid
+/// UTF-8 is used unchanged after the prefix. In any other path, each invalid byte becomes `%xx`,
+/// and a hash of the whole path is appended, so that different paths get different names.
 pub fn object_name(prefix: &str, path: &[u8]) -> (String, Option<String>) {
     if let Ok(text) = std::str::from_utf8(path) {
         return (format!("{prefix}{text}"), None);
@@ -93,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_that_is_no_utf8_is_kept_to_the_byte() {
+    fn a_path_that_is_not_utf8_is_preserved_byte_for_byte() {
         let path = b"caf\xe9/menu";
         let (name, raw) = object_name("tree/", path);
         assert!(name.starts_with("tree/caf%e9/menu."), "{name}");
@@ -105,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_wrote_into_the_xattr_is_not_trusted() {
+    fn invalid_metadata_in_the_xattr_is_rejected() {
         assert_eq!(FileMeta::decode(b"{}"), None);
         let odd = FileMeta { kind: FileKind::File, mode: 0, mtime_ns: 0, raw_path: Some("0g".into()) };
         assert_eq!(odd.raw_path_bytes(), None);

@@ -1,4 +1,5 @@
-//! The local side of a copy: walks a tree, and creates files, links and directories.
+//! The part of a copy that accesses the local file system: it walks trees, and creates files, links
+//! and directories.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -10,13 +11,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::file_meta::{FileKind, FileMeta};
 
-/// A path to copy.
+/// A local path to copy into a pool.
 #[derive(Debug, Clone)]
 pub struct SourcePath {
     /// The path in the local file system.
     pub path: PathBuf,
-    /// The path relative to the copied directory. The path of a directory ends in a slash. Empty if
-    /// a single file is copied.
+    /// The path relative to the copied directory; the path of a directory ends in a slash. It is
+    /// empty if a single file is copied.
     pub relative: Vec<u8>,
     /// The metadata of the path.
     pub meta: FileMeta,
@@ -24,8 +25,9 @@ pub struct SourcePath {
     pub size: u64,
 }
 
-/// Walks the tree under `root`, parents before children. An unreadable path yields an error, and
-/// the walk continues. Sockets, pipes and devices are skipped. Links are not followed.
+/// Walks the tree below `root`, and yields each directory before its contents. An unreadable path
+/// yields an error, and the walk continues. Sockets, pipes and devices are skipped, and links are
+/// not followed.
 pub fn walk(root: &Path) -> impl Iterator<Item = Result<SourcePath, String>> + use<> {
     let base = root.to_owned();
     walkdir::WalkDir::new(root).min_depth(1).into_iter().filter_map(move |entry| {
@@ -39,7 +41,7 @@ pub fn walk(root: &Path) -> impl Iterator<Item = Result<SourcePath, String>> + u
     })
 }
 
-/// Examines one path; `None` for a socket, pipe or device, which is not copied.
+/// Reads the metadata of one path; `None` for a socket, pipe or device, which is not copied.
 pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<SourcePath>, String> {
     let metadata = fs::symlink_metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let Some(meta) = FileMeta::of(&metadata) else { return Ok(None) };
@@ -50,10 +52,10 @@ pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<SourcePath>, S
     Ok(Some(SourcePath { path: path.to_owned(), relative, meta, size }))
 }
 
-/// Returns the destination below `root` of an object's path.
+/// Returns the local path of an object that belongs at `relative` below `root`.
 ///
 /// # Errors
-/// The path would leave `root`. An object may have any name, and its writer is not trusted.
+/// The result would lie outside `root`. An object may have any name, and its writer is not trusted.
 pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
     let path = Path::new(std::ffi::OsStr::from_bytes(relative));
     let plain = path.components().all(|c| matches!(c, Component::Normal(_)));
@@ -63,7 +65,8 @@ pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
     Ok(root.join(path))
 }
 
-/// Whether the local file matches `meta` and `size`, so that it need not be copied.
+/// Returns true if the local path is a regular file with the time of `meta` and the size `size`, so
+/// that the copy can skip it.
 pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     let Ok(metadata) = fs::symlink_metadata(path) else { return false };
     FileMeta::of(&metadata).is_some_and(|have| {
@@ -74,16 +77,16 @@ pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     })
 }
 
-/// Number of the next temporary file of this process.
+/// Number in the name of the next temporary file of this process.
 static NEXT_TEMPORARY: AtomicU64 = AtomicU64::new(0);
 
-/// Whether `path`, with links followed, is a device, a pipe or a socket.
+/// Returns true if `path`, with links followed, is a device, a pipe or a socket.
 pub fn is_special(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
-/// A new file under a temporary name beside its destination. It takes its final name when it is
-/// complete.
+/// A new file, under a temporary name in the directory of its destination.
+/// [`finish`](NewFile::finish) gives it its final name. A file that is dropped before is removed.
 pub struct NewFile {
     file: Option<File>,
     temporary: PathBuf,
@@ -91,27 +94,30 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Creates a temporary file, and the missing parent directories.
+    /// Creates the temporary file, and the parent directories that are missing.
     ///
     /// # Errors
-    /// An error of the system; or the destination is a device, a pipe or a socket, which a file
-    /// must not replace.
+    /// An error of the system. The function also fails if the destination is a device, a pipe or a
+    /// socket, because a file must not replace these.
     pub fn create(destination: &Path) -> io::Result<NewFile> {
         if is_special(destination) {
-            return Err(io::Error::other("it is a device, pipe or socket; give a file's name"));
+            return Err(io::Error::other(
+                "the destination is a device, pipe or socket; name a regular file instead",
+            ));
         }
         let parent = destination.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(parent)?;
-        // File names are at most 255 bytes long.
+        // Keep the temporary name below the limit of 255 bytes for file names.
         let tail = destination.file_name().map(OsStrExt::as_bytes).unwrap_or_default();
         let tail = std::ffi::OsStr::from_bytes(&tail[tail.len().saturating_sub(200)..]);
         loop {
-            // Two long names may have the same tail.
+            // The number keeps the temporary names of two long names with the same tail apart.
             let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
             let mut name = std::ffi::OsString::from(format!(".outboard-{}-{number}-", std::process::id()));
             name.push(tail);
             let temporary = parent.join(name);
-            // Never through a link that somebody else has put there.
+            // `create_new` never opens an existing file or follows a link that another user has
+            // created here.
             match File::create_new(&temporary) {
                 Ok(file) => {
                     return Ok(NewFile { file: Some(file), temporary, destination: destination.to_owned() });
@@ -122,12 +128,12 @@ impl NewFile {
         }
     }
 
-    /// The temporary file, to write to.
+    /// Returns the temporary file for writing.
     pub fn file(&mut self) -> &mut File {
         self.file.as_mut().expect("the file is open until it is finished")
     }
 
-    /// Gives the file its mode, its time and its final name.
+    /// Sets the file's mode and time from `meta`, if given, and gives the file its final name.
     pub fn finish(mut self, meta: Option<&FileMeta>) -> io::Result<()> {
         let mut file = self.file.take().expect("a file is finished once");
         file.flush()?;
@@ -141,12 +147,14 @@ impl NewFile {
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        // Gone already if the file was finished.
+        // If the file was finished, it no longer has its temporary name, and this call fails
+        // without effect.
         let _ = fs::remove_file(&self.temporary);
     }
 }
 
-/// Creates a symbolic link. It replaces an existing entry unless that entry is a directory.
+/// Creates a symbolic link at `destination`. It replaces an existing file or link, and fails if
+/// `destination` is a directory.
 pub fn make_link(destination: &Path, target: &[u8]) -> io::Result<()> {
     if let Some(parent) = destination.parent() {
         fs::create_dir_all(parent)?;
@@ -158,11 +166,13 @@ pub fn make_link(destination: &Path, target: &[u8]) -> io::Result<()> {
     symlink(std::ffi::OsStr::from_bytes(target), destination)
 }
 
-/// Sets a directory's mode. Call it after everything in the directory is created.
+/// Sets the mode of a directory. The mode may forbid writing, so call this function after all
+/// entries of the directory have been created.
 pub fn finish_directory(path: &Path, meta: &FileMeta) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(meta.mode))
 }
 
+/// Converts nanoseconds since 1970, which may be negative. A time out of range becomes 1970.
 fn time(ns: i64) -> SystemTime {
     let (size, before) = (Duration::from_nanos(ns.unsigned_abs()), ns < 0);
     let at = if before { UNIX_EPOCH.checked_sub(size) } else { UNIX_EPOCH.checked_add(size) };
@@ -174,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_cannot_write_outside_the_destination() {
+    fn a_path_that_leads_outside_the_destination_is_refused() {
         let root = Path::new("/tmp/x");
         assert_eq!(destination(root, b"a/b").unwrap(), Path::new("/tmp/x/a/b"));
         for bad in [&b"../b"[..], b"/etc/passwd", b"a/../../b", b"", b"a\0b"] {
@@ -183,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_and_pipes_are_never_replaced() {
+    fn a_file_never_replaces_a_device_pipe_or_socket() {
         let dir = tempfile::tempdir().unwrap();
         let (socket, link) = (dir.path().join("socket"), dir.path().join("link"));
         let _listening = std::os::unix::net::UnixListener::bind(&socket).unwrap();
@@ -197,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn files_written_at_a_time_do_not_meet_even_if_their_names_end_alike() {
+    fn files_whose_long_names_end_alike_can_be_written_concurrently() {
         let dir = tempfile::tempdir().unwrap();
         let path = |first: &str| dir.path().join(format!("{first}{}", "x".repeat(220)));
         let mut files = ["a", "b"].map(|first| NewFile::create(&path(first)).unwrap());
@@ -209,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_finished_leaves_nothing() {
+    fn an_unfinished_file_is_removed_when_it_is_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sub/file");
         let mut file = NewFile::create(&path).unwrap();

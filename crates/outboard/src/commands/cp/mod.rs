@@ -18,24 +18,25 @@ use node::progress::ProgressMeter;
 
 /// Copy files and directory trees into and out of a pool
 ///
-/// One side is in the node, written outboard:POOL[:NAMESPACE]/PREFIX. Directories, symlinks, modes,
-/// times and names that are not UTF-8 are kept as metadata. A file that exists at the destination
-/// with the same size and time is not copied again, so an interrupted copy continues where it
-/// stopped. All data read is verified against its checksums.
+/// Either the source or the destination is in the node, written outboard:POOL[:NAMESPACE]/PREFIX.
+/// The copy preserves directories, symlinks, modes, times, and names that are not UTF-8. If a file
+/// exists at the destination with the same size and time, it is not copied again. Therefore an
+/// interrupted copy that is run again continues where it stopped. All data that is read from the
+/// node is verified against its checksums.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard cp -r /usr/share outboard:files/share\n  \
     outboard cp -r outboard:files/share ./share\n  \
     outboard cp beach.jpg outboard:photos/summer/")]
 pub struct CpArgs {
-    /// Source: a path, or outboard:POOL/OBJECT, or with -r outboard:POOL[/PREFIX]
+    /// Source: a local path, or outboard:POOL/OBJECT, or with -r outboard:POOL[/PREFIX]
     pub src: String,
-    /// Destination: a path, or outboard:POOL[/PREFIX]
+    /// Destination: a local path, or outboard:POOL[/PREFIX]
     pub dst: String,
-    /// Copy a whole tree
+    /// Copy a whole directory tree
     #[arg(long, short)]
     pub recursive: bool,
-    /// Files copied at a time
+    /// Number of files that are copied at the same time
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub in_flight: u16,
 }
@@ -63,18 +64,18 @@ pub fn run(args: CpArgs, node: &NodeArgs) -> Result<()> {
     }
 }
 
-/// How to copy.
+/// The flags of a copy.
 #[derive(Debug, Clone, Copy)]
 struct CopyOptions {
     recursive: bool,
     in_flight: usize,
 }
 
-/// The side that is in the node.
+/// The source or destination of a copy in a pool.
 #[derive(Debug, Clone)]
 struct PoolPrefix {
     pool: Pool,
-    /// What object names start with; an object's name if a single one is meant.
+    /// Prefix of the objects' names, or the name of a single object.
     prefix: String,
 }
 
@@ -84,7 +85,7 @@ impl PoolPrefix {
         Ok(PoolPrefix { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
     }
 
-    /// The prefix of everything below, as if it were a directory.
+    /// Returns the prefix as that of a directory: it is empty, or ends in a slash.
     fn directory(&self) -> String {
         match self.prefix.as_str() {
             "" => String::new(),
@@ -94,31 +95,32 @@ impl PoolPrefix {
     }
 }
 
-/// What a copy has done so far.
+/// Counts the outcomes of a copy, and shows its progress.
 struct Tally {
     progress: ProgressMeter,
     copied: u64,
     bytes: u64,
     kept: u64,
     failed: u64,
-    /// Paths in a row that the node gave no answer about.
+    /// Number of consecutive paths for which the node gave no answer.
     unanswered: u64,
 }
 
-/// What became of one path.
+/// The outcome for one path.
 enum PathOutcome {
-    /// Copied that many bytes.
+    /// The path was copied, with this number of bytes.
     Copied(u64),
-    /// It was there already.
+    /// The destination was up to date already; contains the size in bytes.
     Kept(u64),
-    /// It will be made at the end.
+    /// The link is created, or the mode of the directory is set, at the end of the copy.
     Deferred,
-    /// It was not copied, because the node did not answer; what to say about it.
+    /// The path was not copied, because the node did not answer; contains the message for the user.
     Unanswered(String),
 }
 
 impl PathOutcome {
-    /// What became of a path that a request failed for; `why` names it.
+    /// Converts the failure of a request into the outcome for its path. `why` is the message for
+    /// the user, which names the path.
     fn of_failed(error: &client::Error, why: String) -> std::result::Result<PathOutcome, String> {
         match error {
             client::Error::TimedOut(_) => Ok(PathOutcome::Unanswered(why)),
@@ -127,10 +129,12 @@ impl PathOutcome {
     }
 }
 
-/// A copy ends when the node gave no answer about that many paths in a row: every further one would take as long.
+/// Number of consecutive paths without an answer of the node after which a copy ends. Each further
+/// path would only wait for its own timeout.
 const UNANSWERED_MOST: u64 = 8;
 
-/// Failures named one by one; of more only the number is told.
+/// Maximum number of failed paths that are reported individually. Further failures are only
+/// counted.
 const FAILURES_SHOWN: u64 = 20;
 
 impl Tally {
@@ -145,11 +149,12 @@ impl Tally {
         }
     }
 
-    /// Whether it is of no use to go on.
+    /// Returns true if the copy should end because the node does not answer.
     fn gives_up(&self) -> bool {
         self.unanswered >= UNANSWERED_MOST
     }
 
+    /// Counts the outcome for one path, and prints the message of a failure.
     fn add(&mut self, outcome: std::result::Result<PathOutcome, String>) {
         let outcome = match outcome {
             Ok(PathOutcome::Unanswered(why)) => {
@@ -183,19 +188,23 @@ impl Tally {
         self.progress.message(format!("{} paths", self.copied + self.kept));
     }
 
+    /// Prints a summary. Fails if a path was not copied.
     fn finish(self) -> Result<()> {
         drop(self.progress);
-        let kept = if self.kept > 0 { format!(", {} were there already", self.kept) } else { String::new() };
+        let kept =
+            if self.kept > 0 { format!(", {} were up to date already", self.kept) } else { String::new() };
         output::note(format!("copied {} paths, {} bytes{kept}", self.copied, self.bytes));
         match self.failed {
             0 => Ok(()),
             _ if self.unanswered >= UNANSWERED_MOST => Err(Failure::new(
                 "copying",
-                "the node does not answer any more; when it is up, run the command again to go on",
+                "the node does not answer; when it is up again, run the command again to continue",
             )),
             n => Err(Failure::new(
                 "copying",
-                format!("{n} paths were not copied (see above); run it again to go on"),
+                format!(
+                    "{n} paths were not copied; the messages above say why. Run the command again to copy them"
+                ),
             )),
         }
     }
@@ -206,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copy_gives_up_when_the_node_is_gone_and_not_before() {
+    fn a_copy_ends_only_after_consecutive_paths_without_an_answer() {
         let timed_out = client::Error::TimedOut(std::time::Duration::from_secs(60));
         let mut tally = Tally::new("copying");
         for _ in 0..3 {
@@ -219,7 +228,7 @@ mod tests {
         for _ in 0..100 {
             tally.add(PathOutcome::of_failed(&client::Error::Closed, "a: closed".into()));
         }
-        assert!(!tally.gives_up(), "other failures are one path's each");
+        assert!(!tally.gives_up(), "other failures concern one path only");
         for _ in 0..UNANSWERED_MOST {
             tally.add(PathOutcome::of_failed(&timed_out, "a: no answer".into()));
         }

@@ -16,17 +16,17 @@ use super::local::{self, SourcePath};
 use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
-/// Largest file, in bytes, that is read in one piece.
+/// Maximum size, in bytes, of a file that the copy reads into memory as a whole.
 const SMALL: u64 = 1 << 20;
-/// Most paths that the walk may be ahead of the copying.
+/// Maximum number of paths that the walk has found and the copy has not taken yet.
 const AHEAD: usize = 256;
 
-/// Copies `from` to `to`.
+/// Copies the local file or tree `from` to `to`.
 pub async fn run(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     let is_dir = std::fs::metadata(from).doing(format!("reading {}", from.display()))?.is_dir();
     match (is_dir, job.recursive) {
         (true, false) => {
-            Err(Failure::usage(format!("copying {}", from.display()), "it is a directory; give -r"))
+            Err(Failure::usage(format!("copying {}", from.display()), "it is a directory; copy it with -r"))
         }
         (true, true) => tree(job, from, to).await,
         (false, _) => single(from, to).await,
@@ -42,7 +42,9 @@ async fn single(from: &Path, to: PoolPrefix) -> Result<()> {
         to.prefix.clone()
     };
     let found = local::found(from, Vec::new()).map_err(|e| Failure::new(&doing, e))?;
-    let found = found.ok_or_else(|| Failure::new(&doing, "it is no file, directory or symlink"))?;
+    let found = found.ok_or_else(|| {
+        Failure::new(&doing, "it is neither a file nor a directory nor a symlink; only these can be copied")
+    })?;
     let object = to.pool.object(&name).map_err(|e| Failure::usage(&doing, e))?;
     let mut tally = Tally::new("copying");
     tally.progress.grow(found.size);
@@ -79,7 +81,8 @@ async fn tree(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     }
 }
 
-/// Lists the objects that exist already. Only these objects can be current.
+/// Lists the objects that exist already. The copy checks only for these objects whether they are
+/// current.
 async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     let mut names = HashSet::new();
     let mut listing = to.pool.list(prefix);
@@ -89,7 +92,7 @@ async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     Ok(names)
 }
 
-/// Walks a tree on a separate thread, at most a fixed number of paths ahead.
+/// Walks a tree on a separate thread, and sends the paths through a bounded channel.
 fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<SourcePath, String>> {
     let (tx, rx) = mpsc::channel(AHEAD);
     let from = from.to_owned();
@@ -116,7 +119,8 @@ async fn copy_below(
     copy(object, found, may_be_there).await
 }
 
-/// Copies one path to `object`, unless the object is current.
+/// Copies one path to `object`, unless the object is current. With `may_be_there` = false, the
+/// object is known not to exist and is not queried.
 async fn copy(
     object: Object,
     found: SourcePath,
@@ -150,6 +154,7 @@ async fn copy(
     }
 }
 
+/// Reads the data to store for a path: the content of a file, or the target of a symlink.
 fn content(found: &SourcePath) -> io::Result<Bytes> {
     match found.meta.kind {
         FileKind::Symlink => {
@@ -160,6 +165,8 @@ fn content(found: &SourcePath) -> io::Result<Bytes> {
     }
 }
 
+/// Returns true if the object has the metadata and the size of the path, so that the copy can skip
+/// it.
 async fn is_there(object: &Object, found: &SourcePath) -> client::Result<bool> {
     let have = match object.describe().await {
         Ok(have) => have,

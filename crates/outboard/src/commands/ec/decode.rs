@@ -15,20 +15,22 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
-/// Restore a file from its fragments, and reconstruct lost fragments
+/// Restore a file from its fragments, and with --repair reconstruct lost fragments
 ///
-/// Any K intact fragments are enough. Every unit is verified against its checksum; a damaged unit
-/// counts as lost. The file gets its final name when it is complete and durable.
+/// Any K intact fragments suffice to restore the file. Each unit of a fragment is verified against
+/// its checksum, and a damaged unit counts as lost. The file gets its final name when it is
+/// complete and durable.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec decode backup.tar\n  \
     outboard ec decode --out restored.tar /mnt/*/backup.tar.*.fragment\n  \
     outboard ec decode --repair --out /dev/null backup.tar")]
 pub struct DecodeArgs {
-    /// Output file; '-' is standard output [default: the fragments' name without .NNN.fragment]
+    /// Output file; '-' stands for standard output [default: the name of the fragments without
+    /// .NNN.fragment]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Read all fragments, and rewrite the missing and damaged fragments
+    /// Check all fragments, and recreate the missing and damaged fragments
     #[arg(long)]
     repair: bool,
     /// Kernel for the computation: auto, gfni, isal or portable
@@ -40,22 +42,22 @@ pub struct DecodeArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// The fragments, or their common name before .NNN.fragment
+    /// Files of the fragments, or the part of their names before .NNN.fragment
     #[arg(required = true, value_name = "FRAGMENT|PREFIX")]
     fragments: Vec<PathBuf>,
 }
 
-/// The result of a decoding.
+/// The result of one decoding.
 #[derive(Serialize)]
 struct Decoded {
     file: PathBuf,
     bytes: u64,
     k: usize,
     m: usize,
-    /// Indexes of the fragments found to be missing or damaged. Fragments that were not read do not
-    /// count.
+    /// Indexes of the fragments that were found to be missing or damaged. Damage in fragments that
+    /// were not read is not included.
     lost: Vec<usize>,
-    /// Files of the rewritten fragments.
+    /// Paths of the recreated fragments.
     repaired: Vec<PathBuf>,
 }
 
@@ -64,11 +66,17 @@ pub fn run(args: DecodeArgs) -> Result<()> {
     let given = expand(&args.fragments)?;
     let prefix = given.iter().find_map(|fragment| files::prefix(fragment));
     let Some(out) = args.out.as_ref().or(prefix.as_ref()).cloned() else {
-        let why = format!("{} is not named like a fragment; say where to with --out", given[0].display());
+        let why = format!(
+            "{} is not named like a fragment (FILE.NNN.fragment); name the output file with --out",
+            given[0].display()
+        );
         return Err(Failure::usage("decoding", why));
     };
     if args.json && out == Path::new("-") {
-        return Err(Failure::usage("decoding", "standard output cannot take both the file and --json"));
+        return Err(Failure::usage(
+            "decoding",
+            "the file and the JSON output cannot both go to standard output; name a file with --out",
+        ));
     }
     let doing = format!("decoding {}", prefix.as_ref().unwrap_or(&out).display());
     if out != Path::new("-") && !local::is_special(&out) {
@@ -82,7 +90,7 @@ pub fn run(args: DecodeArgs) -> Result<()> {
         (lost, repaired) = repair(&mut set, &given, prefix.as_deref(), args.force)?;
     } else if !lost.is_empty() {
         output::note(format!(
-            "fragments {} are missing or damaged; make them anew with --repair",
+            "fragments {} are missing or damaged; recreate them with --repair",
             list(&lost)
         ));
     }
@@ -90,13 +98,13 @@ pub fn run(args: DecodeArgs) -> Result<()> {
     if args.json {
         output::json(&Decoded { file: out, bytes: layout.len, k, m, lost, repaired });
     } else if out != Path::new("-") {
-        output::line(format!("{}: {} bytes from fragments of {k}+{m}", out.display(), layout.len));
-        repaired.iter().for_each(|path| output::line(format!("{}: made anew", path.display())));
+        output::line(format!("{}: restored {} bytes from fragments of {k}+{m}", out.display(), layout.len));
+        repaired.iter().for_each(|path| output::line(format!("{}: recreated", path.display())));
     }
     Ok(())
 }
 
-/// Expands the arguments to the paths of fragments.
+/// Expands each argument to the paths of the fragments that it names.
 fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut all = vec![];
     for argument in arguments {
@@ -111,8 +119,10 @@ fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
         } else if argument.is_file() {
             all.push(argument.clone());
         } else {
-            let why =
-                format!("there is no {}.NNN.fragment; name the fragments themselves", argument.display());
+            let why = format!(
+                "there is no file {}.NNN.fragment; name the files of the fragments instead",
+                argument.display()
+            );
             return Err(Failure::new(doing, why));
         }
     }
@@ -134,7 +144,7 @@ fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<Fragment
         FragmentError::Mixed { first, second } => Failure::new(
             doing,
             format!(
-                "{} and {} are of different files, or of two encodings of one; name the fragments of one only",
+                "{} and {} belong to different files, or to two encodings of the same file; name only fragments of one encoding",
                 opened[first].display(),
                 opened[second].display()
             ),
@@ -170,7 +180,7 @@ fn write_file(set: &mut FragmentSet<File>, out: &Path, doing: &str) -> Result<()
     files::finish(vec![new], files::parent(out)).doing(doing)
 }
 
-/// Rewrites missing or damaged fragments. Returns their indexes and paths.
+/// Recreates missing and damaged fragments. Returns their indexes and paths.
 fn repair(
     set: &mut FragmentSet<File>,
     given: &[PathBuf],
@@ -179,7 +189,10 @@ fn repair(
 ) -> Result<(Vec<usize>, Vec<PathBuf>)> {
     let doing = "repairing fragments";
     let Some(prefix) = prefix else {
-        return Err(Failure::usage(doing, "no fragment is named like one (FILE.NNN.fragment); name them so"));
+        return Err(Failure::usage(
+            doing,
+            "no given file is named like a fragment; rename the files to FILE.NNN.fragment",
+        ));
     };
     let progress = ProgressMeter::bytes("checking", set.layout().len);
     let states = set.check(|bytes| progress.add(bytes));
@@ -188,7 +201,8 @@ fn repair(
         (0..states.len()).filter(|index| states[*index] != FragmentState::Intact).collect();
     let path = |index: &usize| {
         let name = files::fragment_path(prefix, *index);
-        // Where it was, if it was named; fragments may be in different places.
+        // Use the given path of the fragment, if there is one. Fragments may lie in different
+        // directories.
         given.iter().find(|fragment| fragment.file_name() == name.file_name()).cloned().unwrap_or(name)
     };
     let paths: Vec<PathBuf> = lost.iter().map(path).collect();
@@ -207,11 +221,12 @@ fn repair(
     Ok((lost, paths))
 }
 
+/// Formats indexes as a list with commas.
 fn list(fragments: &[usize]) -> String {
     fragments.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// A writer that counts its bytes.
+/// A writer that reports the number of written bytes to a progress meter.
 struct CountedWriter<'a, W> {
     out: W,
     progress: &'a ProgressMeter,

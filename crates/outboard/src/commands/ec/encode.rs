@@ -1,4 +1,4 @@
-//! `outboard ec encode`: cuts files into fragments.
+//! `outboard ec encode`: encodes files into data fragments and parity fragments.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read};
@@ -15,10 +15,11 @@ use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 use node::units::ByteSize;
 
-/// Cut files into fragments; any K fragments suffice to restore a file
+/// Encode files into fragments; any K fragments suffice to restore a file
 ///
-/// FILE becomes FILE.000.fragment and so on: K data fragments and M parity fragments. The fragments
-/// get their final names when all of them are complete and durable. Keep them on different drives.
+/// The fragments of FILE are FILE.000.fragment, FILE.001.fragment and so on: first K data
+/// fragments, then M parity fragments. The fragments get their final names when all of them are
+/// complete and durable. Keep the fragments on different drives.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec encode --k 4 --m 2 backup.tar\n  \
@@ -27,16 +28,16 @@ pub struct EncodeArgs {
     /// Number of data fragments
     #[arg(long)]
     k: usize,
-    /// Number of parity fragments: how many fragments may be lost
+    /// Number of parity fragments, which is also the number of fragments that may be lost
     #[arg(long)]
     m: usize,
-    /// Unit: bytes of a fragment within one stripe, a multiple of 64 up to 4MiB
+    /// Unit: contiguous bytes of a fragment within one stripe, a multiple of 64 up to 4MiB
     #[arg(long, default_value = "64KiB", value_name = "S")]
     unit: ByteSize,
     /// Kernel for the computation: auto, gfni, isal or portable
     #[arg(long, default_value_t)]
     kernel: KernelChoice,
-    /// Directory for the fragments [default: beside each file]
+    /// Directory for the fragments [default: the directory of each file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Replace existing fragments
@@ -45,12 +46,12 @@ pub struct EncodeArgs {
     /// Print one JSON array
     #[arg(long)]
     json: bool,
-    /// Files to cut into fragments
+    /// Files to encode
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
 }
 
-/// The result for one file.
+/// The result of encoding one file.
 #[derive(Serialize)]
 struct EncodedFile {
     file: PathBuf,
@@ -125,7 +126,7 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<EncodedFile> {
     })
 }
 
-/// A file that counts the bytes read from it.
+/// An input file that reports the number of read bytes to a progress meter.
 struct CountedFile<'a> {
     file: File,
     progress: &'a ProgressMeter,

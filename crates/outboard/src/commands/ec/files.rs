@@ -9,17 +9,19 @@ use std::path::{Path, PathBuf};
 use crate::commands::cp::local::NewFile;
 use node::failure::{Failure, Result};
 
-/// Ends of the names of fragment files. Older versions wrote `.shard`; the content is the same.
+/// Suffixes of the names of fragment files. Older versions wrote `.shard` files with the same
+/// content.
 const SUFFIXES: [&[u8]; 2] = [b".fragment", b".shard"];
 
-/// Returns the name of fragment `index` of the file `prefix`: `PREFIX.007.fragment`.
+/// Returns the path of fragment `index` of the file `prefix`, for example `PREFIX.007.fragment`.
 pub fn fragment_path(prefix: &Path, index: usize) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(format!(".{index:03}.fragment"));
     name.into()
 }
 
-/// Returns the prefix in a fragment's name; `None` if the file is not named like a fragment.
+/// Returns the path of a fragment without `.NNN.fragment`; `None` if the file is not named like a
+/// fragment.
 pub fn prefix(fragment: &Path) -> Option<PathBuf> {
     let name = fragment.as_os_str().as_bytes();
     let rest = SUFFIXES.iter().find_map(|suffix| name.strip_suffix(*suffix))?;
@@ -30,7 +32,7 @@ pub fn prefix(fragment: &Path) -> Option<PathBuf> {
     (numbered && named).then(|| OsString::from_vec(prefix.to_vec()).into())
 }
 
-/// Lists the existing fragments of the prefix `wanted`, sorted by index.
+/// Lists the existing fragments with the prefix `wanted`, sorted by name.
 pub fn fragments_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
     let dir = parent(wanted);
     let mut found = vec![];
@@ -49,7 +51,7 @@ pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Fails if one of the files exists, unless `force` is set.
+/// Fails if one of the files exists. With `force`, it never fails.
 pub fn refuse_existing<'a>(
     doing: &str,
     paths: impl IntoIterator<Item = &'a Path>,
@@ -61,7 +63,8 @@ pub fn refuse_existing<'a>(
     }
 }
 
-/// Makes all files durable and gives them their final names.
+/// Makes the contents of all files durable, gives the files their final names, and makes the names
+/// in `dir` durable.
 pub fn finish(files: Vec<NewFile>, dir: &Path) -> io::Result<()> {
     let mut files = files;
     files.iter_mut().try_for_each(|file| file.file().sync_all())?;
@@ -74,12 +77,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_go_both_ways() {
+    fn the_prefix_of_a_fragment_is_parsed_from_its_name() {
         for (path, index, name) in [("a", 0, "a.000.fragment"), ("/x/b.tar", 254, "/x/b.tar.254.fragment")] {
             assert_eq!(fragment_path(Path::new(path), index), Path::new(name));
             assert_eq!(prefix(Path::new(name)), Some(path.into()));
         }
-        assert_eq!(prefix(Path::new("/x/b.tar.254.shard")), Some("/x/b.tar".into()), "an older version's");
+        assert_eq!(
+            prefix(Path::new("/x/b.tar.254.shard")),
+            Some("/x/b.tar".into()),
+            "a name of an older version"
+        );
         for other in [
             "a",
             "a.fragment",

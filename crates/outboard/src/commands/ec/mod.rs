@@ -1,5 +1,5 @@
-//! `outboard ec`: cuts files into fragments with parity and restores them, without a node. It also
-//! controls where a node computes parity.
+//! `outboard ec`: encodes files into fragments with parity and decodes them, without a node. It
+//! also measures the erasure code, and controls where a node computes parity.
 
 mod decode;
 mod encode;
@@ -11,7 +11,7 @@ use clap::Subcommand;
 use crate::args::NodeArgs;
 use node::failure::Result;
 
-/// The operations of erasure coding.
+/// The subcommands of `outboard ec`.
 #[derive(Debug, Subcommand)]
 pub enum EcCommand {
     Encode(encode::EncodeArgs),

@@ -1,4 +1,4 @@
-//! `outboard ec mode`: where a node computes the parity of large writes.
+//! `outboard ec mode`: shows or sets where a node computes the parity of large writes.
 
 use clap::Args;
 use wire::CodingMode;
@@ -9,11 +9,13 @@ use crate::output;
 use node::failure::{Doing, Result};
 use node::report::coding_line;
 
-/// Show or set where a node computes the parity of large writes; a restart of the node resets it
+/// Show or set where a node computes the parity of large writes; a restart of the node resets the
+/// mode
 ///
-/// MODE is latency-sensitive (the host's processor), async (the DPU), hybrid:A:B (the host computes
-/// A of every A + B pieces), or hybrid:auto (both, by measured cost). While the host's processor is
-/// busy, the DPU computes all parity.
+/// MODE is latency-sensitive (the host's processor computes all parity), async (the DPU computes
+/// all parity), hybrid:A:B (the host computes A of every A + B pieces), or hybrid:auto (the node
+/// chooses the faster place for each piece). While the host's processor is busy with other work,
+/// the DPU computes all parity in every mode.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec mode\n  \
@@ -34,7 +36,7 @@ pub fn run(args: ModeArgs, node: &NodeArgs) -> Result<()> {
         if let Some(mode) = args.mode {
             client.set_coding_mode(mode).await.doing("changing the coding mode")?;
         }
-        Ok(client.status().await.doing("asking where parity is computed")?.coding)
+        Ok(client.status().await.doing("querying where parity is computed")?.coding)
     })?;
     if args.json {
         output::json(&coding);
