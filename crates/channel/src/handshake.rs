@@ -340,7 +340,9 @@ mod tests {
         use rustix::net::sockopt;
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let Socket::Tcp(stream) = Socket::tcp(stream).unwrap() else { panic!("a TCP socket") };
+        let Socket::Tcp(stream) = Socket::tcp(stream).unwrap() else {
+            panic!("the socket is not a TCP socket")
+        };
         assert!(sockopt::socket_keepalive(&stream).unwrap());
         let asked = sockopt::tcp_keepidle(&stream).unwrap()
             + sockopt::tcp_keepintvl(&stream).unwrap() * sockopt::tcp_keepcnt(&stream).unwrap();
