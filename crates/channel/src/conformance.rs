@@ -23,7 +23,7 @@ pub const LEN: usize = 8 << 20;
 
 /// Time limit for each wait in a check.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A queue for payload.
+/// The queue on which the checks post payload.
 const BULK: QueueId = 1;
 
 /// An engine that is attached to a peer, with the peer's memory and doorbells.
@@ -143,7 +143,7 @@ impl Rig {
         tokio::time::timeout(PATIENCE, rung).await.expect("the host's doorbell was not rung in time").unwrap()
     }
 
-    /// Waits until the host's doorbell has counted `count` in total, in any number of steps.
+    /// Waits until the counts of the host's doorbell add up to `count`.
     async fn rung_in_all(&self, count: u64) {
         let mut sum = 0;
         while sum < count {
@@ -202,7 +202,7 @@ async fn bytes_arrive_before_the_doorbell(rig: Rig) {
 }
 
 async fn doorbell_counts_add_up(rig: Rig) {
-    // No task waits on either doorbell meanwhile.
+    // No task waits on either doorbell while both are rung.
     for i in 0..500 {
         let chain = Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), tag: None };
         rig.engine.post(URGENT, chain).unwrap();

@@ -151,8 +151,10 @@ impl EntryHeader {
         }
         let kind = EntryKind::from_byte(bytes[4])
             .ok_or_else(|| ChannelError::protocol(format!("unknown kind of entry {}", bytes[4])))?;
-        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let u32_at =
+            |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("the slice has four bytes"));
+        let u64_at =
+            |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has eight bytes"));
         Ok(EntryHeader {
             kind,
             target: u16::from_le_bytes([bytes[6], bytes[7]]),
@@ -175,7 +177,7 @@ impl EntryHeader {
 /// # Errors
 /// [`ChannelError::Protocol`] if the checksum does not match.
 fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
-    let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
+    let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("the slice has four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);
     let covered = if header.flags & WHOLE != 0 { data } else { &[] };
     let found = crc32c_of([&*sealed, covered]);

@@ -291,7 +291,7 @@ pub async fn accept<S>(
 
 fn encode(value: &impl Serialize) -> Bytes {
     // Serializing plain data into memory cannot fail.
-    Bytes::from(postcard::to_stdvec(value).expect("plain data"))
+    Bytes::from(postcard::to_stdvec(value).expect("plain data can be serialized"))
 }
 
 fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T> {

@@ -14,7 +14,7 @@ use outboard_channel::{
     EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, ShmEngine, ShmOptions, Transfer, URGENT,
 };
 
-/// A queue for payload.
+/// The queue on which the tests post payload.
 const BULK: usize = 1;
 /// Time limit for each wait. It is far longer than any wait takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -107,7 +107,7 @@ impl Attachment {
         let _ = superseded.wait_for(|superseded| *superseded).await;
     }
 
-    /// The store of target `index`.
+    /// Returns the object store of the target with this index.
     ///
     /// # Panics
     /// Panics if the target does not exist.

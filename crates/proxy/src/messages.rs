@@ -113,7 +113,7 @@ pub(crate) enum StoreCall {
     /// A call to the channel itself.
     Channel(ChannelCall),
     /// Writes to stages of several targets; the header's target is ignored. The host may send the
-    /// answer [`Answer::Coded`] before the final answer.
+    /// answer [`CallAnswer::Coded`] before the final answer.
     StageStripes {
         stripes: Stripes,
         place: PayloadPlace,
@@ -125,7 +125,8 @@ pub(crate) enum StoreCall {
 /// A call to the channel itself. It always uses the control socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ChannelCall {
-    /// Opens `len` bytes at `offset` in host memory to DMA. A device cannot use the range before.
+    /// Opens `len` bytes at `offset` in host memory to DMA. Before this call, a device cannot use
+    /// the range.
     Export { offset: u64, len: u64 },
     /// Writes this frame's payload to `offset` in host memory, in place of a DMA transfer. The host
     /// does not answer.
@@ -195,7 +196,7 @@ pub(crate) type CallOutcome = Result<CallAnswer, StoreError>;
 /// Encodes control data.
 pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
     // Serializing plain data into memory cannot fail.
-    postcard::to_stdvec(value).expect("plain data")
+    postcard::to_stdvec(value).expect("plain data can be serialized")
 }
 
 /// Decodes control data. Also returns the bytes that follow it.

@@ -3,8 +3,8 @@
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-/// Adaptive polling. After an event, the task reschedules itself for a while, as long as such
-/// polling has found work lately. Other tasks can run in between. Then the task waits to be woken.
+/// Adaptive polling. After an event, the task reschedules itself for a while, if such polling has
+/// found work recently. Other tasks can run in between. Then the task waits to be woken.
 pub(crate) struct Poller {
     until: Option<Instant>,
     /// Grows when polling finds work and shrinks when it does not. At 0, polling is only tried

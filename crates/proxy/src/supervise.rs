@@ -118,7 +118,8 @@ async fn open(
     Ok((link, driver, targets))
 }
 
-/// The host memory to request, if the engine can reach any over this socket.
+/// The host memory to request from the store; `None` if the attachment must use the control socket
+/// alone.
 fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     let reach = shared.engine.reach();
     let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;

@@ -76,8 +76,8 @@ impl DoorbellCredits {
                 message.len()
             )));
         };
-        let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("four bytes"));
-        let count = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
+        let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("the slice has four bytes"));
+        let count = u64::from_le_bytes(bytes[8..].try_into().expect("the slice has eight bytes"));
         if bytes[..4] != MAGIC || credits > WINDOW - self.left {
             return Err(ChannelError::protocol("a doorbell is malformed or returns unused credits"));
         }

@@ -38,7 +38,7 @@ pub struct OfiOptions {
     pub max_transfer: usize,
     /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
-    /// Maximum time to connect, when attaching or later.
+    /// Time limit for opening the connections to a peer, when attaching and after a failure.
     pub attach_timeout: Duration,
     /// Faults to inject.
     pub faults: Faults,

@@ -21,7 +21,7 @@ pub(super) struct ActiveChain {
     /// to a number.
     pub(super) awaits: Vec<(PeerId, u64)>,
     failure: Option<String>,
-    /// The fault decision for the next transfer; `None` if it was not made yet.
+    /// The effect of injected faults on the next transfer; `None` if it was not decided yet.
     pub(super) fate: Option<Fate>,
     /// Damaged copies of data, which the chain sends if a fault corrupts its writes.
     pub(super) copies: Vec<MemoryRegion>,
@@ -93,7 +93,7 @@ impl ActiveChain {
         self.posted.iter().all(|op| op.complete || !op.read)
     }
 
-    /// Whether all transfers have completed on this side.
+    /// Whether all posted transfers have completed on this side, or the chain was abandoned.
     pub(super) fn is_complete(&self) -> bool {
         self.abandoned.is_some() || self.posted.iter().all(|op| op.complete)
     }

@@ -1,8 +1,8 @@
 //! The rules for when an operation on an endpoint must wait for earlier operations.
 //!
 //! Providers order writes after writes, and reads after writes. They do not order a write after a
-//! read: the responder of InfiniBand may perform the read later. They also do not order operations
-//! that use the same local bytes.
+//! read: an InfiniBand device may perform the read after the write. They also do not order
+//! operations that use the same local bytes.
 
 use std::ops::Range;
 

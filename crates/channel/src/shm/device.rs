@@ -34,7 +34,8 @@ struct CopyingChain {
     started: Option<Instant>,
     /// Time until which a fault delays the next transfer.
     stalled: Option<Instant>,
-    /// Whether the fault decision for the next transfer was already made.
+    /// Whether an injected fault has already delayed the next transfer, so that no other fault
+    /// applies to it.
     excused: bool,
 }
 
@@ -128,7 +129,8 @@ impl ShmDevice {
         !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
     }
 
-    /// Polls for work for a while if polling found work lately. Returns `true` if there is work.
+    /// Polls for work for a while if polling has found work recently. Returns `true` if there is
+    /// work.
     fn spin(&mut self) -> bool {
         self.sleeps = self.sleeps.wrapping_add(1);
         let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
@@ -250,7 +252,7 @@ impl ShmDevice {
                     wait(until);
                     continue;
                 }
-                self.heads[queue].as_mut().expect("a head").stalled = None;
+                self.heads[queue].as_mut().expect("the queue has a chain at its head").stalled = None;
             }
             self.urgent_run = if queue == URGENT { self.urgent_run + 1 } else { 0 };
             if queue != URGENT {

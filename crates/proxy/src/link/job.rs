@@ -115,7 +115,7 @@ pub(crate) struct Job {
     pub(super) names_stages: Vec<StageId>,
     pub(super) kind: AnswerUse,
     pub(super) answer_to: Option<AnswerTo>,
-    /// Notified when the parity is computed.
+    /// The sender that reports that parity was computed.
     pub(super) coded: Option<Coded>,
     /// When the call was made. `clock` measures the OSD request that the call belongs to.
     pub(super) since: Instant,

@@ -176,9 +176,9 @@ struct State {
     /// Position up to which the host has put replies that no doorbell has announced yet, and when
     /// the link learnt of it.
     unheard: Option<(u64, Instant)>,
-    /// Bytes that payload transfers had already moved when DMA failed, and bytes that the control
-    /// socket then carried instead.
+    /// Bytes that payload transfers had already moved when DMA failed.
     kept_bytes: u64,
+    /// Bytes that the control socket has carried in place of DMA.
     put_bytes: u64,
     /// Why the incarnation must end.
     fatal: Option<String>,
@@ -191,7 +191,7 @@ struct Lane {
     queue: VecDeque<u64>,
 }
 
-/// A stage in this incarnation.
+/// The state of a stage in this incarnation.
 struct StageState {
     host_id: u64,
     /// Number of writes that were submitted and not posted yet. A transaction that names the stage

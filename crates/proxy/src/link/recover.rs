@@ -62,7 +62,7 @@ impl State {
         self.mode == DmaState::Open
     }
 
-    /// Switches to the control socket after a transfer failed, became overdue or brought damaged
+    /// Switches to the control socket after a transfer failed, became overdue or delivered damaged
     /// data.
     pub(super) fn dma_failed(&mut self, why: &str) {
         if !self.is_open() {
@@ -72,7 +72,8 @@ impl State {
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
         self.mode = DmaState::Closing { since: Instant::now() };
-        // Other transfers may be damaged without having been noticed.
+        // Other transfers may have damaged data that nobody has verified, so verify the next
+        // requests.
         self.verify.suspect();
         self.quarantine_everything();
         // Forget all windows: the failed transfer may be due to a broken mapping, which would fail
@@ -177,7 +178,7 @@ impl State {
         }
     }
 
-    /// Keeps memory that a transfer may still access.
+    /// Keeps memory that a transfer may still access until the quarantine ends.
     pub(super) fn keep(&mut self, memory: impl Send + 'static) {
         if self.quarantine.fences > 0 {
             self.quarantine.kept.push(Box::new(memory));
@@ -409,7 +410,7 @@ impl State {
         self.post_probe(transfer, false);
     }
 
-    /// Opens the rings if the probe's data was right and the host's doorbell was heard.
+    /// Opens the rings if the probe's data was correct and the host has rung the osd's doorbell.
     pub(super) fn bell_during_probe(&mut self) {
         if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. }) && self.announced > 0 {
             self.step(ProbeStep::Opening);

@@ -43,7 +43,7 @@ struct DoneRead {
 }
 
 impl State {
-    /// Handles a reply.
+    /// Handles a reply that arrived on `route`.
     pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
         let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);

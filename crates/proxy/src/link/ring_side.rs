@@ -142,7 +142,7 @@ impl RingSide {
         let data: Vec<&[u8]> = inline.iter().map(|(_, piece)| &piece[..]).collect();
         let sealed = header.seal_whole(control, &data);
         let total = sealed.len() + data_len;
-        debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes");
+        debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes exceeds the limit");
         let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         let inbound = self.layout().inbound();
         inbound.write(self.memory.arena(), self.head, &parts);

@@ -145,7 +145,7 @@ impl Rings {
         })
     }
 
-    /// Takes the doorbell's count. Returns `true` if the doorbell rang.
+    /// Adds the doorbell's count to the announced bytes. Returns `true` if the doorbell was rung.
     fn hear(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Poll::Ready(count) = self.doorbell.poll_wait(cx) else { return Ok(false) };
         if let Some(rung) = &mut self.closed {
@@ -161,7 +161,7 @@ impl Rings {
         Ok(true)
     }
 
-    /// Takes the next entry.
+    /// Takes the next announced entry from the inbound ring.
     fn take(&mut self) -> channel::Result<RingRead> {
         if self.announced == 0 || self.is_closed() || self.broken {
             return Ok(RingRead::Nothing);

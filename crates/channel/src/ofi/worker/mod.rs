@@ -57,7 +57,8 @@ struct Remote {
 }
 
 enum PeerState {
-    /// Deadline of the attempt, and the sender that reports its result to a caller that attaches.
+    /// The connections are being opened. The fields are the deadline, and the sender of the result
+    /// to a caller that attaches.
     Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
     /// All connections are established.
     Up,
