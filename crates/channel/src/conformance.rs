@@ -21,24 +21,24 @@ use crate::{
 /// Length of each side's memory, in bytes.
 pub const LEN: usize = 8 << 20;
 
-/// Time limit of any wait in a check.
+/// Time limit for each wait in a check.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A queue for payload.
+/// The queue on which the checks post payload.
 const BULK: QueueId = 1;
 
-/// An engine that is attached to a peer, with the peer's end.
+/// An engine that is attached to a peer, with the peer's memory and doorbells.
 pub struct JoinedEngine {
     /// The engine.
     pub engine: Arc<dyn DmaEngine>,
     /// The peer.
     pub peer: EnginePeer,
-    /// The doorbell on which the peer reports bytes.
+    /// The osd's doorbell, which the peer rings through `osd_doorbell`.
     pub bell: Box<dyn Bell>,
     /// The peer's memory, [`LEN`] bytes.
     pub there: Arc<Arena>,
-    /// The eventfd that counts what the engine has rung.
+    /// The host's doorbell: the eventfd that the engine rings.
     pub host_doorbell: OwnedFd,
-    /// The eventfd that the peer rings.
+    /// The eventfd through which the peer rings the osd's doorbell.
     pub osd_doorbell: OwnedFd,
     /// Objects that must live as long as the attachment.
     pub keep: Box<dyn Any>,
@@ -52,23 +52,33 @@ pub struct JoinedEngine {
 pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
     let checks: [(&str, Check); 13] = [
-        ("bytes_go_both_ways", |rig| Box::pin(bytes_go_both_ways(rig))),
+        ("transfers_move_bytes_in_both_directions", |rig| {
+            Box::pin(transfers_move_bytes_in_both_directions(rig))
+        }),
         ("bytes_arrive_before_the_doorbell", |rig| Box::pin(bytes_arrive_before_the_doorbell(rig))),
-        ("doorbells_add_up", |rig| Box::pin(doorbells_add_up(rig))),
-        ("the_impossible_is_refused", |rig| Box::pin(the_impossible_is_refused(rig))),
-        ("a_failure_ends_its_chain", |rig| Box::pin(a_failure_ends_its_chain(rig))),
-        ("a_failure_leaves_what_was_done", |rig| Box::pin(a_failure_leaves_what_was_done(rig))),
-        ("a_queue_is_in_order", |rig| Box::pin(a_queue_is_in_order(rig))),
-        ("an_empty_chain_is_a_fence", |rig| Box::pin(an_empty_chain_is_a_fence(rig))),
-        ("regions_end_after_their_chains", |rig| Box::pin(regions_end_after_their_chains(rig))),
-        ("regions_that_end_at_once_leave_nothing", |rig| {
-            Box::pin(regions_that_end_at_once_leave_nothing(rig))
+        ("doorbell_counts_add_up", |rig| Box::pin(doorbell_counts_add_up(rig))),
+        ("invalid_chains_and_ranges_are_refused", |rig| Box::pin(invalid_chains_and_ranges_are_refused(rig))),
+        ("a_failed_transfer_ends_its_chain", |rig| Box::pin(a_failed_transfer_ends_its_chain(rig))),
+        ("a_failed_chain_keeps_its_completed_transfers", |rig| {
+            Box::pin(a_failed_chain_keeps_its_completed_transfers(rig))
         }),
-        ("a_full_queue_tells_when_there_is_room", |rig| Box::pin(a_full_queue_tells_when_there_is_room(rig))),
-        ("parts_of_the_peer_count_from_their_start", |rig| {
-            Box::pin(parts_of_the_peer_count_from_their_start(rig))
+        ("the_chains_of_a_queue_run_in_order", |rig| Box::pin(the_chains_of_a_queue_run_in_order(rig))),
+        ("an_empty_chain_completes_after_all_earlier_chains", |rig| {
+            Box::pin(an_empty_chain_completes_after_all_earlier_chains(rig))
         }),
-        ("a_reset_gives_up_what_is_posted", |rig| Box::pin(a_reset_gives_up_what_is_posted(rig))),
+        ("a_dropped_region_still_serves_earlier_chains", |rig| {
+            Box::pin(a_dropped_region_still_serves_earlier_chains(rig))
+        }),
+        ("regions_that_are_dropped_at_once_are_unregistered", |rig| {
+            Box::pin(regions_that_are_dropped_at_once_are_unregistered(rig))
+        }),
+        ("a_full_queue_wakes_its_caller_when_it_has_room", |rig| {
+            Box::pin(a_full_queue_wakes_its_caller_when_it_has_room(rig))
+        }),
+        ("offsets_in_a_partial_region_count_from_its_start", |rig| {
+            Box::pin(offsets_in_a_partial_region_count_from_its_start(rig))
+        }),
+        ("a_reset_cancels_posted_chains", |rig| Box::pin(a_reset_cancels_posted_chains(rig))),
     ];
     for (name, check) in checks {
         let rig = Rig::new(attach().await);
@@ -124,16 +134,16 @@ impl Rig {
             if done.len() >= count { Poll::Ready(()) } else { Poll::Pending }
         });
         let all = tokio::time::timeout(PATIENCE, all).await;
-        assert!(all.is_ok(), "{count} completions are due, there are {done:?}");
+        assert!(all.is_ok(), "{count} completions were expected, but only {done:?} arrived");
         done
     }
 
     async fn rung(&self) -> u64 {
         let rung = poll_fn(|cx| self.host_doorbell.poll_wait(cx));
-        tokio::time::timeout(PATIENCE, rung).await.expect("the doorbell").unwrap()
+        tokio::time::timeout(PATIENCE, rung).await.expect("the host's doorbell was not rung in time").unwrap()
     }
 
-    /// Waits until the host's doorbell has counted `count` in total, in any number of steps.
+    /// Waits until the counts of the host's doorbell add up to `count`.
     async fn rung_in_all(&self, count: u64) {
         let mut sum = 0;
         while sum < count {
@@ -159,7 +169,7 @@ fn look(arena: &Arena, offset: usize, len: usize) -> Vec<u8> {
     out
 }
 
-async fn bytes_go_both_ways(rig: Rig) {
+async fn transfers_move_bytes_in_both_directions(rig: Rig) {
     let most = rig.engine.max_transfer();
     let bytes = fill(&rig.here, 1);
     let pieces = |at: fn(&Rig, usize, usize) -> Transfer| -> Vec<Transfer> {
@@ -169,7 +179,7 @@ async fn bytes_go_both_ways(rig: Rig) {
     let done = rig.completions(1).await;
     assert_eq!((done[0].tag, &done[0].result), (3, &Ok(())));
     assert!(done[0].started <= done[0].finished);
-    assert!(look(&rig.there, 0, LEN) == bytes, "complete means in place");
+    assert!(look(&rig.there, 0, LEN) == bytes, "the bytes of a completed chain are in place");
     let bytes = fill(&rig.there, 2);
     rig.post(URGENT, pieces(|rig, offset, len| rig.fetch(offset, offset, len)), 4);
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
@@ -191,8 +201,8 @@ async fn bytes_arrive_before_the_doorbell(rig: Rig) {
     }
 }
 
-async fn doorbells_add_up(rig: Rig) {
-    // No task waits on either doorbell meanwhile.
+async fn doorbell_counts_add_up(rig: Rig) {
+    // No task waits on either doorbell while both are rung.
     for i in 0..500 {
         let chain = Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), tag: None };
         rig.engine.post(URGENT, chain).unwrap();
@@ -202,7 +212,10 @@ async fn doorbells_add_up(rig: Rig) {
     let mut sum = 0;
     while sum < 1000 {
         let rung = poll_fn(|cx| rig.bell.poll_wait(cx));
-        sum += tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap();
+        sum += tokio::time::timeout(PATIENCE, rung)
+            .await
+            .expect("the osd's doorbell was not rung in time")
+            .unwrap();
     }
     assert_eq!(sum, 1000);
     // Ring one doorbell at a time, in alternating directions.
@@ -212,11 +225,17 @@ async fn doorbells_add_up(rig: Rig) {
         assert_eq!(rig.rung().await, 1);
         Doorbell::ring(rig.osd_doorbell.as_fd(), 5).unwrap();
         let rung = poll_fn(|cx| rig.bell.poll_wait(cx));
-        assert_eq!(tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap(), 5);
+        assert_eq!(
+            tokio::time::timeout(PATIENCE, rung)
+                .await
+                .expect("the osd's doorbell was not rung in time")
+                .unwrap(),
+            5
+        );
     }
 }
 
-async fn the_impossible_is_refused(rig: Rig) {
+async fn invalid_chains_and_ranges_are_refused(rig: Rig) {
     let most = rig.engine.max_transfer();
     rig.post(BULK, vec![rig.send(0, most)], 1);
     let long = rig.engine.post(BULK, tagged(vec![rig.send(0, most + 1)], 2));
@@ -229,7 +248,7 @@ async fn the_impossible_is_refused(rig: Rig) {
     assert_eq!((done.len(), done[0].tag), (1, 1));
 }
 
-async fn a_failure_ends_its_chain(rig: Rig) {
+async fn a_failed_transfer_ends_its_chain(rig: Rig) {
     fill(&rig.here, 9);
     let transfers = vec![rig.send(LEN - 5, 10), rig.send(0, 10)];
     // A failure is reported even for a chain without a tag.
@@ -237,14 +256,14 @@ async fn a_failure_ends_its_chain(rig: Rig) {
     let done = rig.completions(1).await;
     let failed = done[0].result.as_ref().unwrap_err();
     assert!(failed.why.contains("outside") && failed.done == 0 && done[0].tag == 0, "{done:?}");
-    assert_eq!(look(&rig.there, 0, 10), [0; 10], "what followed was not carried out");
+    assert_eq!(look(&rig.there, 0, 10), [0; 10], "the transfer after the failure was not performed");
     let counters = rig.engine.counters();
     assert_eq!((counters.doorbells, counters.failed), (0, 1));
     rig.post(BULK, vec![rig.send(0, 10)], 5);
-    assert_eq!(rig.completions(1).await[0].result, Ok(()), "other chains are not concerned");
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "the next chain succeeds");
 }
 
-async fn a_failure_leaves_what_was_done(rig: Rig) {
+async fn a_failed_chain_keeps_its_completed_transfers(rig: Rig) {
     let bytes = fill(&rig.here, 9);
     let transfers = vec![rig.send(0, 4096), rig.send(8192, 4096), rig.send(LEN, 1)];
     rig.post(BULK, transfers, 6);
@@ -253,7 +272,7 @@ async fn a_failure_leaves_what_was_done(rig: Rig) {
     assert!(look(&rig.there, 8192, 4096) == bytes[8192..][..4096]);
 }
 
-async fn a_queue_is_in_order(rig: Rig) {
+async fn the_chains_of_a_queue_run_in_order(rig: Rig) {
     for round in 0..50 {
         let bytes = fill(&rig.here, round);
         assert!(rig.there.copy_in(0, &[0xee; 4096]));
@@ -269,13 +288,19 @@ async fn a_queue_is_in_order(rig: Rig) {
             done.iter().map(|c| (c.tag, c.result.is_ok())).collect::<Vec<_>>(),
             [(1, true), (2, true), (3, true)]
         );
-        assert!(look(&rig.here, half, 4096) == [0xee; 4096], "round {round}: a read sees what was there");
-        assert!(look(&rig.here, half + 4096, 4096) == bytes[..4096], "round {round}: and what was written");
-        assert!(look(&rig.there, 8192, 4096) == [0xee; 4096], "round {round}: what was read is sent");
+        assert!(
+            look(&rig.here, half, 4096) == [0xee; 4096],
+            "round {round}: the first fetch returns the old bytes"
+        );
+        assert!(
+            look(&rig.here, half + 4096, 4096) == bytes[..4096],
+            "round {round}: the second fetch returns the new bytes"
+        );
+        assert!(look(&rig.there, 8192, 4096) == [0xee; 4096], "round {round}: the fetched bytes are sent");
     }
 }
 
-async fn an_empty_chain_is_a_fence(rig: Rig) {
+async fn an_empty_chain_completes_after_all_earlier_chains(rig: Rig) {
     let len = rig.engine.max_transfer().min(1 << 20);
     for tag in 1..=20 {
         rig.post(BULK, vec![rig.send(0, len)], tag);
@@ -285,10 +310,10 @@ async fn an_empty_chain_is_a_fence(rig: Rig) {
     rig.post(BULK, Vec::new(), 99);
     let done = rig.completions(21).await;
     assert_eq!(done.iter().map(|c| c.tag).collect::<Vec<_>>(), (1..=20).chain([99]).collect::<Vec<_>>());
-    assert!(look(&rig.there, 0, len) == bytes[..len], "what had no tag is in place, too");
+    assert!(look(&rig.there, 0, len) == bytes[..len], "the bytes of the untagged chain are in place, too");
 }
 
-async fn regions_end_after_their_chains(mut rig: Rig) {
+async fn a_dropped_region_still_serves_earlier_chains(mut rig: Rig) {
     for tag in 1..=10 {
         rig.post(BULK, vec![rig.send(0, 1 << 18)], tag);
     }
@@ -298,12 +323,15 @@ async fn regions_end_after_their_chains(mut rig: Rig) {
     rig.engine.post(BULK, late).unwrap();
     rig.post(BULK, vec![rig.send(0, 8)], 12);
     let done = rig.completions(12).await;
-    assert!(done[..10].iter().all(|c| c.result.is_ok()), "posted before: {done:?}");
+    assert!(
+        done[..10].iter().all(|c| c.result.is_ok()),
+        "chains that were posted before the drop succeed: {done:?}"
+    );
     assert!(done[10].result.as_ref().unwrap_err().why.contains("not registered"), "{done:?}");
     assert!(done[11].result.is_ok());
 }
 
-async fn regions_that_end_at_once_leave_nothing(rig: Rig) {
+async fn regions_that_are_dropped_at_once_are_unregistered(rig: Rig) {
     let arena = Arena::shared("short", 4096).unwrap();
     for tag in 1..=500 {
         rig.post(BULK, vec![rig.send(0, 64)], tag);
@@ -316,10 +344,10 @@ async fn regions_that_end_at_once_leave_nothing(rig: Rig) {
         rig.post(queue, Vec::new(), 501);
     }
     rig.completions(rig.engine.queues()).await;
-    assert_eq!(Arc::strong_count(&arena), 1, "regions that have ended are still registered");
+    assert_eq!(Arc::strong_count(&arena), 1, "dropped regions are still registered");
 }
 
-async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
+async fn a_full_queue_wakes_its_caller_when_it_has_room(rig: Rig) {
     let (mut full, mut posted) = (0, 0);
     // Each chain takes some time, so the queue fills up.
     while posted < 2 * rig.engine.queue_depth() {
@@ -334,7 +362,7 @@ async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
                     rig.engine.poll_completions(cx, &mut Vec::new());
                     if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }
                 });
-                tokio::time::timeout(PATIENCE, room).await.expect("nobody was woken");
+                tokio::time::timeout(PATIENCE, room).await.expect("the caller was not woken");
             }
             Err(RejectedChain::Refused(e)) => panic!("{e}"),
         }
@@ -342,7 +370,7 @@ async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
     assert!(full > 0, "the queue was never full");
 }
 
-async fn parts_of_the_peer_count_from_their_start(rig: Rig) {
+async fn offsets_in_a_partial_region_count_from_its_start(rig: Rig) {
     let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
     assert!(rig.here.copy_in(0, b"part"));
     rig.post(BULK, vec![rig.transfer(&rig.local, 0, &part, 4096, 4)], 1);
@@ -353,7 +381,7 @@ async fn parts_of_the_peer_count_from_their_start(rig: Rig) {
     assert_eq!(look(&rig.there, 12286, 4), [0; 4]);
 }
 
-async fn a_reset_gives_up_what_is_posted(rig: Rig) {
+async fn a_reset_cancels_posted_chains(rig: Rig) {
     fill(&rig.there, 3);
     let len = rig.engine.max_transfer();
     let mut given_up = false;
@@ -365,22 +393,22 @@ async fn a_reset_gives_up_what_is_posted(rig: Rig) {
         }
         rig.engine.reset();
         let done = rig.completions(200).await;
-        assert_eq!(done.len(), 200, "each completes once, one way or the other");
+        assert_eq!(done.len(), 200, "each chain completes exactly once");
         given_up = done.iter().any(|completion| completion.result.is_err());
         if given_up {
             break;
         }
     }
-    assert!(given_up, "the reset has done nothing");
+    assert!(given_up, "the reset never cancelled a chain");
     assert!(rig.here.copy_in(0, &vec![0x55; LEN]));
     rig.post(BULK, Vec::new(), 51);
     rig.completions(1).await;
     tokio::time::sleep(Duration::from_millis(20)).await;
-    assert!(look(&rig.here, 0, LEN).iter().all(|b| *b == 0x55), "nothing is written after that");
+    assert!(look(&rig.here, 0, LEN).iter().all(|b| *b == 0x55), "a cancelled chain writes nothing later");
     let bytes = fill(&rig.here, 4);
     let ring = Some((rig.peer.id, 7));
     rig.engine.post(URGENT, Chain { ring, ..tagged(vec![rig.send(0, 4096)], 52) }).unwrap();
-    assert_eq!(rig.completions(1).await[0].result, Ok(()), "then it works again");
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "the engine works again after a reset");
     assert_eq!(rig.rung().await, 7);
     assert!(look(&rig.there, 0, 4096) == bytes[..4096]);
 }

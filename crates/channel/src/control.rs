@@ -1,7 +1,7 @@
 //! The control socket: frames over a UNIX or TCP stream.
 //!
-//! A frame has the format of a ring entry, but may be longer: see [`crate::EntryHeader`]. The one
-//! task that owns the socket polls it.
+//! A frame has the format of a ring entry, but may be longer: see [`crate::EntryHeader`]. One task
+//! owns the socket and polls it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +16,7 @@ use crate::{ChannelError, EntryHeader, HEADER_LEN, Result};
 
 /// Maximum length of a frame, in bytes.
 pub const MAX_FRAME: usize = 32 << 20;
-/// Minimum length of a read, in bytes. The buffer of a long frame grows only as data arrives.
+/// Minimum buffer space for one read from the socket, in bytes.
 const READ_STEP: usize = 64 << 10;
 
 /// A UNIX or TCP byte stream.
@@ -28,7 +28,7 @@ pub struct ControlSocket {
     stream: Box<dyn Stream>,
     input: BytesMut,
     output: VecDeque<Bytes>,
-    /// Bytes of `output`.
+    /// Total length of the buffers in `output`, in bytes.
     unsent: usize,
 }
 
@@ -49,15 +49,14 @@ impl ControlSocket {
         self.unsent += self.output[at].len() + data_len;
     }
 
-    /// Bytes of queued frames that the socket has not accepted yet. A peer that sends requests and
-    /// reads no replies makes this grow without bound. The caller must then stop taking the peer's
-    /// frames.
+    /// Bytes of queued frames that the socket has not accepted yet. If a peer sends requests but
+    /// reads no replies, this number grows until the caller stops taking the peer's frames.
     #[must_use]
     pub fn unsent(&self) -> usize {
         self.unsent
     }
 
-    /// Writes as much as the socket accepts. Ready when everything is written.
+    /// Writes as much as the socket accepts. Ready when all queued frames are written.
     ///
     /// # Errors
     /// Fails if the socket fails.
@@ -107,7 +106,7 @@ impl ControlSocket {
         let total = (header.control_len as usize).saturating_add(header.data_len as usize);
         if total > MAX_FRAME - HEADER_LEN {
             return Err(ChannelError::protocol(format!(
-                "a frame of {total} bytes, at most {MAX_FRAME} are possible"
+                "it announced a frame of {total} bytes; the limit is {MAX_FRAME}"
             )));
         }
         if self.input.len() < header.total_len() {

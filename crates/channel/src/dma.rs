@@ -1,4 +1,4 @@
-//! The contract of a DMA engine.
+//! The contract between a DMA engine and its callers.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,7 +10,8 @@ use futures::future::BoxFuture;
 
 use crate::{ChannelError, MemoryAccess, Reach, Result};
 
-/// Number of a registered region. Only the engine that assigned the number knows its memory.
+/// Number of a memory region that is registered with an engine. Only this engine can find the
+/// memory by the number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegionId(pub u32);
 
@@ -18,7 +19,7 @@ pub struct RegionId(pub u32);
 pub struct OnDrop(Option<Box<dyn FnOnce() + Send + Sync>>);
 
 impl OnDrop {
-    /// Runs `action` when dropped.
+    /// Creates a value that runs `action` when it is dropped.
     #[must_use]
     pub fn new(action: impl FnOnce() + Send + Sync + 'static) -> OnDrop {
         OnDrop(Some(Box::new(action)))
@@ -39,8 +40,8 @@ impl std::fmt::Debug for OnDrop {
     }
 }
 
-/// Memory that an engine may read and write. Dropping the region unregisters it, after all chains
-/// that were posted before.
+/// Memory that an engine may read and write. Dropping the region unregisters it. Chains that were
+/// posted before the drop can still use it.
 #[derive(Debug)]
 pub struct DmaRegion {
     id: RegionId,
@@ -49,7 +50,8 @@ pub struct DmaRegion {
 }
 
 impl DmaRegion {
-    /// Creates a region whose registration ends with `unregister`. For engines.
+    /// Creates a region. Only engines call this function. Dropping the region drops `unregister`,
+    /// which must end the registration.
     #[must_use]
     pub fn new(id: RegionId, len: usize, unregister: OnDrop) -> DmaRegion {
         DmaRegion { id, len, _unregister: unregister }
@@ -67,7 +69,7 @@ impl DmaRegion {
         self.len
     }
 
-    /// Never true: a region has at least one byte.
+    /// Whether the region has no bytes. This is never true for a registered region.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -83,7 +85,7 @@ pub struct DmaAddress {
     pub offset: usize,
 }
 
-/// One copy of `len` bytes.
+/// A copy of `len` bytes from `src` to `dst`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transfer {
     /// The source.
@@ -94,27 +96,28 @@ pub struct Transfer {
     pub len: usize,
 }
 
-/// Number of a queue of an engine. Queue [`URGENT`] is for short chains.
+/// Index of one of the engine's queues. Queue [`URGENT`] is for short chains.
 pub type QueueId = usize;
 
-/// The queue for short chains: ring entries and the fetches of entries. If all queues share one
-/// device (`shm`), the engine serves this queue before the others. If each queue has its own
-/// connection (`ofi`), all queues are equal.
+/// The queue for short chains, which send or fetch ring entries. If all queues share one device
+/// (`shm`), the engine serves this queue before the others. If each queue has its own connection
+/// (`ofi`), all queues have the same priority.
 pub const URGENT: QueueId = 0;
 
-/// Transfers that are performed in order, then a doorbell, then a completion. The first failure
-/// ends the chain: the engine skips the rest and reports the completion. The chains of one queue
-/// run in the order in which they were posted, so an empty chain is a fence. Chains of different
-/// queues run in any order.
+/// A list of transfers that the engine performs in order. After the last transfer, the engine rings
+/// a doorbell and reports a completion, if the chain asks for them. If a transfer fails, the engine
+/// skips the rest of the chain and reports the failure. The chains of one queue run in the order in
+/// which they were posted. An empty chain is therefore a fence: it completes after all earlier
+/// chains of its queue. Chains of different queues run in any order.
 #[derive(Debug, Clone, Default)]
 pub struct Chain {
     /// The transfers.
     pub transfers: Vec<Transfer>,
-    /// The peer's doorbell and the count to add to it after the last transfer. An engine may ring
-    /// once for several chains.
+    /// The peer whose doorbell the engine rings after the last transfer, and the count to add to
+    /// the doorbell. An engine may ring once for several chains.
     pub ring: Option<(PeerId, u64)>,
-    /// Returned in the completion. A chain without a tag has a completion only if it fails, with
-    /// tag 0.
+    /// A number that the completion repeats. A chain without a tag has a completion only if the
+    /// chain fails. That completion has tag 0.
     pub tag: Option<u64>,
 }
 
@@ -125,7 +128,7 @@ impl Chain {
         self.transfers.iter().map(|t| t.len).sum()
     }
 
-    /// Whether the chain has nothing to move, as a fence.
+    /// Whether the chain contains no transfers, as in a fence.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.transfers.is_empty()
@@ -139,17 +142,18 @@ pub struct ChainCompletion {
     pub tag: u64,
     /// Why the chain failed, if it did.
     pub result: Result<(), ChainFailure>,
-    /// When the chain's first transfer began. Before that, the chain waited.
+    /// When the chain's first transfer began. Until then, the chain waited in its queue.
     pub started: Instant,
     /// When the chain's last transfer ended.
     pub finished: Instant,
 }
 
-/// A chain that failed before its end.
+/// Why a chain failed, and how many of its transfers were complete.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a DMA transfer failed: {why}")]
 pub struct ChainFailure {
-    /// Number of transfers that were complete before the failure. They remain in effect.
+    /// Number of transfers that were complete before the failure. The bytes that they copied stay
+    /// at their destination.
     pub done: usize,
     /// The cause.
     pub why: String,
@@ -158,16 +162,17 @@ pub struct ChainFailure {
 /// A chain that the engine did not accept.
 #[derive(Debug)]
 pub enum RejectedChain {
-    /// The queue is full. The engine wakes the waker of [`DmaEngine::poll_completions`] when there
-    /// is room again.
+    /// The queue is full. The engine wakes the waker of [`DmaEngine::poll_completions`] when the
+    /// queue has room again.
     Full(Chain),
     /// The chain is invalid.
     Refused(ChannelError),
 }
 
-/// Reports bytes that were put into a ring. Only one task may wait for it.
+/// A doorbell on which this side waits. The peer rings it with the number of bytes that it has put
+/// into a ring. Only one task may wait for a doorbell.
 pub trait Bell: Send {
-    /// Takes the count of new bytes once it is not zero.
+    /// Waits until the doorbell's count is not zero. Then returns the count and resets it to zero.
     ///
     /// # Errors
     /// Fails if no more counts can arrive.
@@ -178,8 +183,8 @@ pub trait Bell: Send {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u32);
 
-/// A store's process that an engine is attached to. Dropping it detaches the peer, after all chains
-/// that were posted before.
+/// A store's process that an engine is attached to. Dropping this value detaches the peer after all
+/// chains that were posted before.
 pub struct EnginePeer {
     /// The peer's number.
     pub id: PeerId,
@@ -194,11 +199,11 @@ pub struct EnginePeer {
 pub struct EngineTuning {
     /// Maximum length of a transfer, in bytes. The device's own limit still applies.
     pub max_transfer: Option<usize>,
-    /// How long software polls for the device's completions before it sleeps.
+    /// How long the engine polls for more work before it sleeps.
     pub spin: Option<Duration>,
 }
 
-/// A peer, and the doorbell on which it reports bytes.
+/// A peer that the engine has attached to, and the doorbell that the peer rings.
 pub type Joined = (EnginePeer, Box<dyn Bell>);
 
 /// Counters of an engine since its start.
@@ -216,31 +221,31 @@ pub struct Counters {
 
 /// Moves bytes between DPU memory and host memory. The osd's process owns the engine.
 ///
-/// A peer's memory arrives as a descriptor or an offer, and the caller gets only a number for it.
-/// The only access to that memory is to post transfers. All methods may be called from any thread,
-/// and none of them blocks.
+/// The caller passes the access to a peer's memory on to the engine, as a file descriptor or an
+/// offer, and gets only a number for the memory. It can access the memory only by posting
+/// transfers. All methods may be called from any thread, and none of them blocks.
 pub trait DmaEngine: Send + Sync {
-    /// The engine's name for people and metrics, e.g. `shm`.
+    /// The engine's name in status reports and metrics, e.g. `shm`.
     fn name(&self) -> &str;
 
-    /// Whether CPU time of this machine replaces hardware.
+    /// Whether the engine uses CPU time of this machine in place of DMA hardware.
     fn is_emulated(&self) -> bool;
 
     /// Maximum length of a transfer, in bytes.
     fn max_transfer(&self) -> usize;
 
-    /// Number of queues, at least one. A chain never waits for a whole chain of another queue, at
-    /// most for its current transfer.
+    /// Number of queues, at least one. A chain never waits for a whole chain of another queue, but
+    /// at most for that chain's current transfer.
     fn queues(&self) -> usize;
 
     /// Maximum number of chains per queue that are posted and not complete.
     fn queue_depth(&self) -> usize;
 
-    /// Fixed time that each chain of payload costs, regardless of its length. If it is not zero,
-    /// longer chains are better.
+    /// Fixed time that each chain of payload costs, regardless of its length. If this time is not
+    /// zero, one long chain is faster than several short chains.
     fn setup_cost(&self) -> Duration;
 
-    /// Registers memory of this process.
+    /// Registers memory of this process, so that chains can use it.
     ///
     /// # Errors
     /// Fails if the engine has no room for another region.
@@ -249,23 +254,23 @@ pub trait DmaEngine: Send + Sync {
     /// How the engine reaches host memory. The osd asks the store for this kind of access.
     fn reach(&self) -> Reach;
 
-    /// Whether a peer must make a new offer and the engine must attach again after a failure. For
-    /// such an engine, only the end of the old offer guarantees that no earlier transfer arrives
-    /// late.
+    /// Whether the engine must attach to a new offer of the peer after a failure. For these
+    /// engines, only the end of the old offer guarantees that no earlier transfer arrives late.
     fn attaches_anew(&self) -> bool;
 
-    /// Attaches to a store's process, through the access that the process sent: `len` bytes of
-    /// memory and two doorbells. Also returns the doorbell that the peer rings. Await the future
-    /// within a tokio runtime, which then serves the doorbell. The engine limits the time that
-    /// attaching takes. Dropping the future cancels it.
+    /// Attaches to a store's process. That process has sent `access`, which leads to `len` bytes of
+    /// memory and two doorbells. Returns the peer and the doorbell that the peer rings. Await the
+    /// future within a tokio runtime, which then serves the doorbell. The engine limits the time of
+    /// the attempt. Dropping the future cancels the attempt.
     ///
     /// # Errors
-    /// [`ChannelError::WrongMemoryAccess`]. Also fails if the memory is not sealed or has another
-    /// length, or if the peer cannot be reached.
+    /// [`ChannelError::WrongMemoryAccess`] if the engine cannot use this kind of access. Also fails
+    /// if the memory is not sealed, if it does not have `len` bytes, or if the peer cannot be
+    /// reached.
     fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>>;
 
-    /// Registers part of a peer's memory. If the registration fails later, the chains that use it
-    /// fail.
+    /// Registers part of a peer's memory. The registration may fail after this call has returned.
+    /// The chains that use the region then fail.
     ///
     /// # Errors
     /// Fails if the range is outside the memory, or if the engine has no room for another region.
@@ -278,15 +283,15 @@ pub trait DmaEngine: Send + Sync {
     /// See [`RejectedChain`].
     fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), RejectedChain>;
 
-    /// Appends new completions to `out`, and registers `cx` to be woken when there are more. Only
-    /// one caller at a time.
+    /// Appends new completions to `out`, and registers `cx` to be woken by the next completion.
+    /// Only one task may call this function at a time.
     fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>);
 
     /// Changes settings of the running engine.
     fn tune(&self, tuning: EngineTuning);
 
-    /// Cancels all incomplete chains. They complete as failed, and none of them accesses memory
-    /// after that.
+    /// Cancels all incomplete chains. They complete with a failure, and access no memory after
+    /// their completion.
     fn reset(&self);
 
     /// The engine's counters.

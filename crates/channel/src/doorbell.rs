@@ -1,8 +1,8 @@
-//! Doorbells: eventfds that count bytes of ring entries.
+//! Doorbells: eventfds whose count is the number of new bytes in a ring.
 //!
-//! [`Doorbell::of_peer`] checks a doorbell that a peer created. A write to another kind of
-//! descriptor, or to a blocking eventfd, could block the engine's thread for as long as the peer
-//! likes.
+//! [`Doorbell::of_peer`] checks a doorbell that a peer created. Without this check, the peer could
+//! send another kind of descriptor or a blocking eventfd. A write to it could block the engine's
+//! thread until the peer reads.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -29,9 +29,9 @@ impl Doorbell {
     }
 
     /// Checks a peer's doorbell and makes it non-blocking. This rejects other kinds of descriptors
-    /// and prevents accidental blocking. It cannot stop a malicious peer: both sides share the
-    /// flag, so the peer can clear it later and fill the count. The next write then blocks, and
-    /// Linux offers no write to an eventfd that avoids this.
+    /// and prevents accidental blocking. It does not protect against a malicious peer: both sides
+    /// share the flag `O_NONBLOCK`, so the peer can clear the flag later and fill the count. The
+    /// next write to the eventfd then blocks, and Linux offers no other way to write to an eventfd.
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if the descriptor is not an eventfd.
@@ -45,7 +45,7 @@ impl Doorbell {
         Ok(fd)
     }
 
-    /// Waits on `fd` in the current tokio runtime.
+    /// Creates a doorbell that waits on `fd` in the current tokio runtime.
     ///
     /// # Errors
     /// Fails if `fd` cannot be polled.
@@ -59,15 +59,15 @@ impl Doorbell {
         Ok(Doorbell { fd })
     }
 
-    /// Adds `count` to the doorbell `fd`, which must be non-blocking. A doorbell that is already
-    /// full needs no further count.
+    /// Adds `count` to the doorbell `fd`, which must be non-blocking. If the doorbell's count is at
+    /// its maximum, the call succeeds without adding to it.
     ///
     /// # Errors
     /// Fails if `fd` is not an eventfd.
     pub fn ring(fd: BorrowedFd<'_>, count: u64) -> io::Result<()> {
         match rustix::io::write(fd, &count.to_ne_bytes()) {
             Ok(8) | Err(rustix::io::Errno::AGAIN) => Ok(()),
-            Ok(n) => Err(io::Error::other(format!("a doorbell took {n} bytes"))),
+            Ok(n) => Err(io::Error::other(format!("a write to a doorbell took {n} of 8 bytes"))),
             Err(e) => Err(e.into()),
         }
     }
@@ -90,7 +90,11 @@ impl Bell for Doorbell {
                     guard.clear_ready();
                     return Poll::Ready(Ok(u64::from_ne_bytes(count)));
                 }
-                Ok(n) => return Poll::Ready(Err(io::Error::other(format!("a doorbell gave {n} bytes")))),
+                Ok(n) => {
+                    return Poll::Ready(Err(io::Error::other(format!(
+                        "a read of a doorbell returned {n} of 8 bytes"
+                    ))));
+                }
                 Err(rustix::io::Errno::AGAIN) => guard.clear_ready(),
                 Err(e) => return Poll::Ready(Err(e.into())),
             }

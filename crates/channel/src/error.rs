@@ -8,7 +8,7 @@ pub type Result<T, E = ChannelError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum ChannelError {
     /// The socket failed, or the peer closed it.
-    #[error("control socket failed: {0}; the peer has gone or is restarting")]
+    #[error("control socket failed: {0}; the peer has stopped or is restarting")]
     Socket(#[from] std::io::Error),
     /// The peer violated the protocol.
     #[error("peer broke the channel's protocol: {0}; its attachment was ended")]
@@ -30,7 +30,7 @@ pub enum ChannelError {
         /// The form of access that was given.
         what: &'static str,
     },
-    /// The transfer is invalid: too long, in an unknown region, or outside its region.
+    /// The transfer is invalid: it is too long, in an unknown region, or outside its region.
     #[error("DMA transfer refused: {0}")]
     Transfer(String),
     /// The engine has stopped.

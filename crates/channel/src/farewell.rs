@@ -1,17 +1,18 @@
-//! Ends a region or a peer after all work that was posted before, in every queue.
+//! Removes a region or a peer from an engine after all work that was posted before, in every queue.
 //!
-//! All queues of an engine share the object that ends: each queue gets one share of it. Each queue
-//! works in order. When a share leaves its queue, the engine has therefore started all chains
-//! before it. The thread that takes the last share ends the object.
+//! Each queue of the engine gets one reference (*share*) to the region or peer. A queue delivers
+//! its items in order. When the engine takes a share out of a queue, it has therefore already
+//! handled the earlier chains of that queue. The thread that takes the last share removes the
+//! region or peer.
 
 use std::sync::Arc;
 
-/// Puts one share of `what` into each of `queues` queues, with `send`. The thread that takes the
-/// last share out of its queue gets `what` from [`Arc::into_inner`].
+/// Puts one share of `what` into each of `queues` queues by calling `send`. The thread that takes
+/// the last share out of its queue gets `what` from [`Arc::into_inner`].
 ///
-/// Only the queues hold references. If the sender kept another reference until the end, the
-/// receiving threads could empty the queues first. None of them would then find the last share, and
-/// `what` would never end.
+/// Only the queues hold references. If the sender kept another reference while it sends, the
+/// receiving threads could empty the queues first. None of them would then hold the last reference,
+/// and `what` would never be removed.
 pub(crate) fn share_among_queues<T>(what: T, queues: usize, mut send: impl FnMut(usize, Arc<T>)) {
     // `repeat_n` moves the original into the last share and does not clone it.
     for (queue, share) in std::iter::repeat_n(Arc::new(what), queues).enumerate() {
@@ -24,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_share_is_found_although_queues_are_emptied_while_it_is_sent() {
+    fn the_last_share_is_found_even_if_each_share_is_received_at_once() {
         let mut ended = Vec::new();
         share_among_queues("region", 5, |queue, share| {
             ended.extend(Arc::into_inner(share).map(|what| (queue, what)));
@@ -33,7 +34,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_share_is_the_one_that_comes_out_last_of_all() {
+    fn only_the_share_that_is_received_last_yields_the_object() {
         for late in 0..5 {
             let mut shares = Vec::new();
             share_among_queues("region", 5, |queue, share| shares.push((queue, share)));

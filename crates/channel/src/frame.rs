@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use crate::{ChannelError, Result};
 
-/// Length of a header, in bytes: one cell of a ring.
+/// Length of a header, in bytes. A header fills one cell of a ring.
 pub const HEADER_LEN: usize = 64;
 
 const MAGIC: [u8; 4] = *b"OBCH";
@@ -63,7 +63,7 @@ pub struct EntryHeader {
     pub position: u64,
     /// In a request: whether the receiver must verify the payload's checksums ([`VERIFY`]).
     pub flags: u32,
-    /// In a reply: how long the store had the request, in microseconds.
+    /// In a reply: time between the store's receipt of the request and its reply, in microseconds.
     pub elapsed_us: u32,
 }
 
@@ -151,8 +151,10 @@ impl EntryHeader {
         }
         let kind = EntryKind::from_byte(bytes[4])
             .ok_or_else(|| ChannelError::protocol(format!("unknown kind of entry {}", bytes[4])))?;
-        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let u32_at =
+            |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("the slice has four bytes"));
+        let u64_at =
+            |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has eight bytes"));
         Ok(EntryHeader {
             kind,
             target: u16::from_le_bytes([bytes[6], bytes[7]]),
@@ -170,12 +172,12 @@ impl EntryHeader {
 }
 
 /// Verifies the checksum over header and control data, which are in one buffer, and over the
-/// payload if it is covered.
+/// payload if the header's flags say that the checksum covers it.
 ///
 /// # Errors
 /// [`ChannelError::Protocol`] if the checksum does not match.
 fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
-    let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
+    let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("the slice has four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);
     let covered = if header.flags & WHOLE != 0 { data } else { &[] };
     let found = crc32c_of([&*sealed, covered]);
@@ -203,7 +205,7 @@ impl ChannelEntry {
     /// payload alive.
     pub(crate) fn from_parts(header: EntryHeader, mut sealed: Vec<u8>, data: Bytes) -> Result<ChannelEntry> {
         if sealed.len() != header.sealed_len() || data.len() != header.data_len as usize {
-            return Err(ChannelError::protocol("an entry has another length than its header says"));
+            return Err(ChannelError::protocol("an entry does not have the length that its header states"));
         }
         verify(header, &mut sealed, &data)?;
         Ok(ChannelEntry { header, control: Bytes::from(sealed).slice(HEADER_LEN..), data })
@@ -217,7 +219,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sealed_is_read_back(target: u16, id: u64, after: u64, consumed: u64, position: u64, flags: u32, elapsed_us: u32,
+        fn a_sealed_entry_is_read_back_unchanged(target: u16, id: u64, after: u64, consumed: u64, position: u64, flags: u32, elapsed_us: u32,
             control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
             let flags = flags & !WHOLE;
             let header = EntryHeader { after, consumed, position, flags, elapsed_us, data_len: data.len() as u32, reply_max: 7,
@@ -239,7 +241,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), HEADER_LEN..400), fix_magic: bool) {
+        fn parsing_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), HEADER_LEN..400), fix_magic: bool) {
             let mut bytes = bytes;
             if fix_magic {
                 bytes[..4].copy_from_slice(&MAGIC);
@@ -253,7 +255,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_in_header_or_control_is_found(control in proptest::collection::vec(any::<u8>(), 0..100), bit: usize) {
+        fn a_flipped_bit_in_header_or_control_data_is_detected(control in proptest::collection::vec(any::<u8>(), 0..100), bit: usize) {
             let mut bytes = EntryHeader::new(EntryKind::Reply, 1, 2).seal(&control);
             let bit = bit % (bytes.len() * 8);
             bytes[bit / 8] ^= 1 << (bit % 8);

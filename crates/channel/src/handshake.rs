@@ -32,10 +32,10 @@ pub const VERSION: u16 = 7;
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// Interval of the keepalive probes to a silent TCP peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// A TCP peer counts as gone if sent data stays unacknowledged for this long. TCP sends no
-/// keepalive probes meanwhile.
+/// The connection to a TCP peer fails if sent data stays unacknowledged for this long. TCP sends no
+/// keepalive probes while data is unacknowledged.
 const UNACKNOWLEDGED: Duration = KEEPALIVE.saturating_mul(4);
-/// Number of descriptors: host memory, the host's doorbell, the osd's doorbell.
+/// Number of file descriptors in a welcome: host memory, the host's doorbell, the osd's doorbell.
 const DESCRIPTORS: usize = 3;
 
 /// The osd's first frame.
@@ -86,7 +86,7 @@ impl std::fmt::Display for Reach {
 /// The store's answer to the request for host memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MemoryAnswer {
-    /// No memory. If it was requested, the text says why there is none.
+    /// The store provides no memory. If the osd has requested memory, the text says why.
     None(Option<String>),
     /// Memory and doorbells are attached to the frame, as descriptors.
     Descriptors,
@@ -94,7 +94,7 @@ pub enum MemoryAnswer {
     Offer(OfiOffer),
 }
 
-/// Description of a target for the osd.
+/// Describes a target to the osd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetInfo {
     /// The target's UUID, as a number.
@@ -119,9 +119,9 @@ pub struct ChannelWelcome {
 /// What an engine needs to access host memory.
 #[derive(Debug)]
 pub enum MemoryAccess {
-    /// For engines on the same machine.
+    /// File descriptors, for engines on the same machine.
     Descriptors(MemoryFds),
-    /// For engines that reach it over a network.
+    /// An offer, for engines that reach host memory over a network.
     Offer(OfiOffer),
 }
 
@@ -130,24 +130,25 @@ pub enum MemoryAccess {
 pub struct MemoryFds {
     /// The memfd of host memory. The osd passes it to a DMA engine and must not map it.
     pub memory: OwnedFd,
-    /// The engine rings it when entries have arrived in the inbound ring.
+    /// The host's doorbell. The engine rings it when entries have arrived in the inbound ring.
     pub host_doorbell: OwnedFd,
-    /// The store rings it when new entries are in the outbox.
+    /// The osd's doorbell. The store rings it when new entries are in the outbox.
     pub osd_doorbell: OwnedFd,
 }
 
 /// A connected stream before the handshake.
 #[derive(Debug)]
 pub enum Socket {
-    /// Can carry descriptors.
+    /// A UNIX socket, which can carry file descriptors.
     Unix(UnixStream),
-    /// Cannot carry descriptors. Host memory is only available over a network.
+    /// A TCP socket, which cannot carry file descriptors. The osd can then reach host memory only
+    /// over a network.
     Tcp(TcpStream),
 }
 
 impl Socket {
-    /// Prepares a TCP stream: it sends small frames at once. It fails within 20 s if the peer's
-    /// machine has disappeared or accepts no data.
+    /// Prepares a TCP stream for the channel. The stream sends small frames without delay. It fails
+    /// within 20 s if the peer's machine has disappeared or acknowledges no data.
     ///
     /// # Errors
     /// Fails if the stream is already closed.
@@ -209,7 +210,7 @@ impl Socket {
         self.receive_exact(&mut head, &mut fds).await?;
         let header = EntryHeader::parse(&head)?;
         if header.kind != kind || header.data_len != 0 || header.control_len as usize > MAX_HANDSHAKE {
-            return Err(ChannelError::protocol("the first frame is not what it must be"));
+            return Err(ChannelError::protocol(format!("the first frame is not a valid {kind:?}")));
         }
         let mut bytes = vec![0; header.sealed_len()];
         bytes[..HEADER_LEN].copy_from_slice(&head);
@@ -221,7 +222,7 @@ impl Socket {
 /// Opens an attachment from the osd's side.
 ///
 /// # Errors
-/// Fails if the store refuses, sends an invalid answer, or the socket fails. The caller sets a
+/// Fails if the store refuses, sends an invalid answer, or the socket fails. The caller must set a
 /// deadline.
 pub async fn join(
     mut socket: Socket,
@@ -233,14 +234,18 @@ pub async fn join(
     let answer: Result<ChannelWelcome, String> = decode(&frame.control)?;
     let welcome = answer.map_err(ChannelError::Refused)?;
     if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
-        return Err(ChannelError::protocol("the welcome does not answer the hello"));
+        return Err(ChannelError::protocol(
+            "the nonce or the version of the welcome does not match the hello",
+        ));
     }
     let access = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
         (MemoryAnswer::Descriptors, Ok([memory, host_doorbell, osd_doorbell])) => {
             Some(MemoryAccess::Descriptors(MemoryFds { memory, host_doorbell, osd_doorbell }))
         }
         (MemoryAnswer::Descriptors, Err(_)) => {
-            return Err(ChannelError::protocol("the welcome came without its descriptors"));
+            return Err(ChannelError::protocol(
+                "the welcome does not carry the file descriptors that it announces",
+            ));
         }
         (MemoryAnswer::Offer(offer), _) => Some(MemoryAccess::Offer(offer.clone())),
         (MemoryAnswer::None(_), _) => None,
@@ -248,13 +253,13 @@ pub async fn join(
     Ok((welcome, access, socket.into_control()))
 }
 
-/// Opens an attachment from the store's side. `decide` gets the osd's hello and whether the socket
-/// carries descriptors, and returns the answer. A welcome that announces descriptors must come with
-/// them.
+/// Opens an attachment from the store's side. `decide` receives the osd's hello, and `true` if the
+/// socket can carry file descriptors. It returns the welcome, the descriptors to send with it, and
+/// the caller's own state. If the welcome announces descriptors, `decide` must return them.
 ///
 /// # Errors
-/// Fails if the osd sends no valid hello, if `decide` refuses (the osd is told why), or if the
-/// socket fails. The caller sets a deadline.
+/// Fails if the osd sends no valid hello, if `decide` refuses (the osd then receives the reason),
+/// or if the socket fails. The caller must set a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
     decide: impl FnOnce(&ChannelHello, bool) -> Result<(ChannelWelcome, Option<MemoryFds>, S)>,
@@ -266,7 +271,10 @@ pub async fn accept<S>(
         decide(&hello, carries_descriptors)
     } else {
         let ChannelHello { version_min, version_max, .. } = hello;
-        let what = format!("this store speaks version {VERSION}, the osd {version_min} to {version_max}");
+        let what = format!(
+            "the store uses protocol version {VERSION}, the osd versions {version_min} to {version_max}; \
+             update the older one"
+        );
         Err(ChannelError::Refused(what))
     };
     let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
@@ -283,7 +291,7 @@ pub async fn accept<S>(
 
 fn encode(value: &impl Serialize) -> Bytes {
     // Serializing plain data into memory cannot fail.
-    Bytes::from(postcard::to_stdvec(value).expect("plain data"))
+    Bytes::from(postcard::to_stdvec(value).expect("plain data can be serialized"))
 }
 
 fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T> {
@@ -321,18 +329,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = decode::<ChannelHello>(&bytes);
             let _ = decode::<Result<ChannelWelcome, String>>(&bytes);
         }
     }
 
     #[tokio::test]
-    async fn a_tcp_peer_that_vanishes_is_noticed_also_while_it_owes_acknowledgements() {
+    async fn a_tcp_socket_detects_a_vanished_peer_within_20_seconds() {
         use rustix::net::sockopt;
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let Socket::Tcp(stream) = Socket::tcp(stream).unwrap() else { panic!("a TCP socket") };
+        let Socket::Tcp(stream) = Socket::tcp(stream).unwrap() else {
+            panic!("the socket is not a TCP socket")
+        };
         assert!(sockopt::socket_keepalive(&stream).unwrap());
         let asked = sockopt::tcp_keepidle(&stream).unwrap()
             + sockopt::tcp_keepintvl(&stream).unwrap() * sockopt::tcp_keepcnt(&stream).unwrap();
@@ -341,7 +351,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn descriptors_travel_with_the_welcome() {
+    async fn the_welcome_carries_file_descriptors() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });

@@ -2,10 +2,11 @@
 //!
 //! The osd's process owns *DPU memory*, and the store's process owns *host memory*. Neither process
 //! maps the other's memory. A [`DmaEngine`] moves data between them, in transfers of at most
-//! [`DmaEngine::max_transfer`] bytes. Small entries travel through two [`ring`]s with
-//! [`Doorbell`]s, and a control socket ([`ControlSocket`]) carries all other messages. This crate
-//! knows nothing of stores. Only the crate `proxy` uses it, and that crate defines the meaning of
-//! the entries. `docs/channel.md` shows the memories, the rings and the entries.
+//! [`DmaEngine::max_transfer`] bytes. Requests and replies travel as small entries through two
+//! [`ring`]s with [`Doorbell`]s, and a control socket ([`ControlSocket`]) carries all other
+//! messages. This crate does not interpret the entries. Their meaning is defined in the crate
+//! `proxy`, the only user of this crate. `docs/channel.md` shows the memories, the rings and the
+//! entries.
 
 #![forbid(unsafe_code)]
 

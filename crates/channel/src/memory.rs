@@ -3,8 +3,9 @@
 //! Host memory consists of the inbound ring, the outbox ring and the data region. DPU memory starts
 //! with a *mirror* of host memory, which has the same layout. The sender of an entry or a payload
 //! writes it into its own copy of the layout, and DMA moves it to the same offset on the other
-//! side. A holder of a range of the data region therefore always has staging memory for it, and
-//! never waits for such memory. The pool of staging buffers for the OSD follows the mirror.
+//! side. A request that holds a range of the data region therefore always has staging memory for
+//! that range, and never waits for staging memory. Behind the mirror, DPU memory contains the OSD's
+//! pool of staging buffers.
 
 use std::sync::Arc;
 
@@ -70,14 +71,15 @@ impl MemoryLayout {
         self.data_offset() + self.data_len as usize
     }
 
-    /// Never true for a layout that [`check`](Self::check) accepts.
+    /// Whether host memory has no bytes. This is never true for a layout that
+    /// [`check`](Self::check) accepts.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Sizes of the osd's memory.
+/// Sizes of DPU memory.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions {
     /// The layout of the mirror.
@@ -116,7 +118,7 @@ impl DpuMemory {
         let MemoryOptions { pool_len, largest_buffer, .. } = options;
         if !largest_buffer.is_power_of_two() || largest_buffer < MIN_BUFFER || pool_len < largest_buffer {
             let what = format!(
-                "staging memory of {pool_len} bytes in buffers of up to {largest_buffer} is not possible"
+                "staging memory of {pool_len} bytes with buffers of {largest_buffer} bytes is not possible"
             );
             return Err(ChannelError::Refused(what));
         }
@@ -160,7 +162,7 @@ pub struct HostMemory {
     pub arena: Arc<Arena>,
     /// The layout of the memory.
     pub layout: MemoryLayout,
-    /// The data region. The osd assigns its ranges.
+    /// The data region. The osd assigns ranges of it to requests.
     pub data: Lease,
 }
 
@@ -182,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_that_cannot_be_are_refused() {
+    fn invalid_memory_sizes_are_refused() {
         let fine = MemoryOptions {
             layout: MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 },
             pool_len: 1 << 20,

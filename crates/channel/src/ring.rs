@@ -40,13 +40,13 @@ pub fn footprint(len: usize) -> usize {
 
 impl Ring {
     /// The one or two ranges of memory that hold `len` bytes at `position`. The second range is
-    /// empty unless the bytes wrap.
+    /// empty unless the bytes wrap around the ring's end.
     ///
     /// # Panics
     /// Panics if `len` exceeds the ring, because the ranges would overlap other memory.
     #[must_use]
     pub fn spans(&self, position: u64, len: usize) -> [Range<usize>; 2] {
-        assert!(len <= self.len, "{len} bytes in a ring of {}", self.len);
+        assert!(len <= self.len, "{len} bytes do not fit in a ring of {}", self.len);
         let start = (position % self.len as u64) as usize;
         let first = len.min(self.len - start);
         [self.offset + start..self.offset + start + first, self.offset..self.offset + len - first]
@@ -59,37 +59,37 @@ impl Ring {
     /// bugs of the caller.
     pub fn write(&self, memory: &Arena, position: u64, parts: &[&[u8]]) {
         let whole: usize = parts.iter().map(|part| part.len()).sum();
-        assert!(whole <= self.len, "an entry of {whole} bytes in a ring of {}", self.len);
+        assert!(whole <= self.len, "an entry of {whole} bytes does not fit in a ring of {}", self.len);
         let mut at = position;
         for part in parts {
             let [first, second] = self.spans(at, part.len());
             let (head, tail) = part.split_at(first.len());
             assert!(
                 memory.copy_in(first.start, head) && memory.copy_in(second.start, tail),
-                "ring outside memory"
+                "the ring is not inside its memory"
             );
             at += part.len() as u64;
         }
     }
 
-    /// Copies the entry at `position` and verifies the copy, because a peer may be writing the
-    /// memory. `available` is the number of bytes that the doorbell has announced from `position`
-    /// on.
+    /// Copies the entry at `position` and verifies the copy, because a peer may write to the memory
+    /// at the same time. `available` is the number of bytes that the doorbell has announced from
+    /// `position` on.
     ///
     /// # Errors
-    /// [`ChannelError::Protocol`] if there is no valid entry.
+    /// [`ChannelError::Protocol`] if there is no valid entry at `position`.
     pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<ChannelEntry> {
         let mut head = [0; HEADER_LEN];
         let available = available.min(self.len);
         if available < HEADER_LEN {
-            return Err(ChannelError::protocol("the doorbell announced less than an entry"));
+            return Err(ChannelError::protocol("the doorbell announced fewer bytes than a header has"));
         }
         self.copy_out(memory, position, &mut head)?;
         let header = EntryHeader::parse(&head)?;
         if header.position != position {
             let found = header.position;
             return Err(ChannelError::protocol(format!(
-                "a stale entry: of position {found}, not {position}"
+                "the entry at position {position} is stale: its header states position {found}"
             )));
         }
         (header.control_len as usize)
@@ -97,7 +97,7 @@ impl Ring {
             .and_then(|len| len.checked_add(HEADER_LEN))
             .filter(|&len| len <= MAX_ENTRY && footprint(len) <= available)
             .ok_or_else(|| {
-                ChannelError::protocol("an entry is longer than the doorbell or the limit allows")
+                ChannelError::protocol("an entry is longer than the doorbell has announced or than the limit")
             })?;
         let mut sealed = vec![0; header.sealed_len()];
         sealed[..HEADER_LEN].copy_from_slice(&head);
@@ -139,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn entries_come_out_as_they_went_in_also_around_the_end(sizes in proptest::collection::vec((0usize..2000, 0usize..2000), 1..40)) {
+        fn entries_are_read_back_unchanged_even_if_they_wrap(sizes in proptest::collection::vec((0usize..2000, 0usize..2000), 1..40)) {
             let memory = Arena::anonymous(16384).unwrap();
             let mut position = 0;
             for (control, data) in sizes {
@@ -155,7 +155,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_memory_never_panics(bytes in proptest::collection::vec(any::<u8>(), 128), position in 0u64..100_000, available in 0usize..9000) {
+        fn reading_arbitrary_memory_never_panics(bytes in proptest::collection::vec(any::<u8>(), 128), position in 0u64..100_000, available in 0usize..9000) {
             let memory = Arena::anonymous(16384).unwrap();
             let position = position / CELL as u64 * CELL as u64;
             put(&memory, position, b"x", b"y");
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "in a ring of 8192")]
-    fn what_is_longer_than_the_ring_is_not_written() {
+    fn writing_more_bytes_than_the_ring_holds_panics() {
         let memory = Arena::anonymous(16384).unwrap();
         RING.write(&memory, 64, &[&[1; 8000], &[1; 193]]);
     }
@@ -177,13 +177,16 @@ mod tests {
         let len = put(&memory, 0, b"control", b"data");
         assert!(RING.read(&memory, 0, len).is_ok());
         assert!(RING.read(&memory, 0, 0).is_err(), "a doorbell without an entry");
-        assert!(RING.read(&memory, RING.len as u64, len).is_err(), "an entry of the last round");
-        assert!(RING.read(&memory, 64, 8000).is_err(), "no entry there");
+        assert!(
+            RING.read(&memory, RING.len as u64, len).is_err(),
+            "an entry of the previous pass through the ring"
+        );
+        assert!(RING.read(&memory, 64, 8000).is_err(), "no entry at this position");
         RING.write(&memory, HEADER_LEN as u64 + 2, &[b"X"]);
         assert!(RING.read(&memory, 0, len).is_err(), "changed after it was sealed");
         put(&memory, 0, &[0; 5000], b"");
         assert!(RING.read(&memory, 0, 64).is_err(), "longer than announced");
         let short = Ring { len: 128, ..RING };
-        assert!(short.read(&memory, 0, usize::MAX).is_err(), "longer than the ring, whatever was announced");
+        assert!(short.read(&memory, 0, usize::MAX).is_err(), "longer than the ring");
     }
 }

@@ -1,6 +1,7 @@
-//! The engine `ofi`, both ends on one machine: over `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a network device that has RDMA.
-#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+//! Tests of the engine `ofi` with both ends on one machine. They run over `tcp` on the loopback
+//! interface, unless `OUTBOARD_TEST_FABRIC` names another provider and address. Example:
+//! `verbs@192.0.2.1`, with the address of a network device that supports RDMA.
+#![allow(clippy::print_stderr, reason = "a skipped test prints why it is skipped")]
 
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
@@ -20,14 +21,15 @@ use outboard_channel::{
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The provider, and an address of this machine at which it is found.
+/// The provider to test, and an address of this machine that it can use.
 fn provider() -> (String, IpAddr) {
     let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
-    let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
-    (provider.to_owned(), address.parse().expect("an address"))
+    let (provider, address) = chosen.split_once('@').expect("OUTBOARD_TEST_FABRIC must be PROVIDER@ADDRESS");
+    (provider.to_owned(), address.parse().expect("OUTBOARD_TEST_FABRIC must contain an IP address"))
 }
 
-/// A host; `None`, said loudly, where there is no libfabric. In CI that is a failure.
+/// Starts a host. Without libfabric, panics in CI, and elsewhere prints a message and returns
+/// `None`.
 fn host() -> Option<OfiHost> {
     let (provider, address) = provider();
     match OfiHost::start(OfiHostOptions::new(&provider, SocketAddr::new(address, 0))) {
@@ -104,18 +106,18 @@ impl Rig {
         self.completions(1).await.remove(0)
     }
 
-    /// At least `count`.
+    /// Waits for at least `count` completions.
     async fn completions(&self, count: usize) -> Vec<ChainCompletion> {
         let mut done = Vec::new();
         let all = poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
             if done.len() < count { Poll::Pending } else { Poll::Ready(()) }
         });
-        tokio::time::timeout(PATIENCE, all).await.expect("the completions");
+        tokio::time::timeout(PATIENCE, all).await.expect("completions did not arrive in time");
         done
     }
 
-    /// The engine tells that the connection is lost, though no chain was under way.
+    /// Waits until the engine reports that the connection was lost. No chain may be in progress.
     async fn lost(&self) {
         let lost = self.completion().await;
         assert!(lost.tag == 0 && lost.result.is_err(), "{lost:?}");
@@ -129,7 +131,7 @@ impl Rig {
 }
 
 #[tokio::test]
-async fn it_does_what_engines_do() {
+async fn the_engine_passes_the_conformance_suite() {
     let Some(host) = host() else { return };
     let host = Arc::new(host);
     conformance::run(async || {
@@ -150,7 +152,7 @@ async fn it_does_what_engines_do() {
 }
 
 #[tokio::test]
-async fn only_who_has_the_secret_gets_in_and_only_once() {
+async fn an_offer_admits_one_engine_and_only_with_its_secret() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
@@ -165,19 +167,19 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
         .expect("refused")
         .to_string();
     assert!(second.contains("taken"), "{second}");
-    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first one goes on");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first attachment still works");
     let other = OfiOffer { provider: "another".to_owned(), ..rig.grant.offer.clone() };
     assert!(matches!(engine().attach(MemoryAccess::Offer(other), LEN).await, Err(ChannelError::Refused(_))));
 }
 
 #[tokio::test]
-async fn what_was_granted_is_revoked() {
+async fn a_dropped_grant_revokes_access_to_its_memory() {
     let Some(host) = host() else { return };
     let mut rig = Rig::new(&host);
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; 4096]));
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
-    // Another attachment, whose secret and memory are other ones.
+    // Grant other memory under another secret. This drops the first grant.
     rig.grant = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
     rig.lost().await;
     assert!(rig.here.copy_in(0, &[2; 4096]));
@@ -186,11 +188,11 @@ async fn what_was_granted_is_revoked() {
     assert_eq!(rig.content()[..4096], [1; 4096]);
     let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
-    assert_eq!(rig.content()[..4096], [1; 4096], "the other memory was written");
+    assert_eq!(rig.content()[..4096], [1; 4096], "the second attachment wrote to the first memory");
 }
 
 #[tokio::test]
-async fn a_key_of_another_memory_ends_the_attachment_that_tries_it() {
+async fn a_wrong_memory_key_fails_only_the_attachment_that_uses_it() {
     let Some(host) = host() else { return };
     let (victim, rig) = (Rig::new(&host), Rig::new(&host));
     let (_victims_peer, _victims_bell, victims_region) = victim.attach().await;
@@ -201,14 +203,14 @@ async fn a_key_of_another_memory_ends_the_attachment_that_tries_it() {
     assert!(rig.here.copy_in(0, &[7; 4096]));
     let failed = rig.copy(&region, 4096).await;
     assert_eq!(failed.result.unwrap_err().done, 0);
-    // It may connect again, and fail again.
+    // The engine may connect again, but the next transfer fails again.
     assert!(rig.copy(&region, 4096).await.result.is_err());
     assert!(victim.content().iter().chain(&rig.content()).all(|byte| *byte == 0));
-    assert_eq!(victim.copy(&victims_region, 4096).await.result, Ok(()), "the others go on");
+    assert_eq!(victim.copy(&victims_region, 4096).await.result, Ok(()), "the other attachment still works");
 }
 
 #[tokio::test]
-async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
+async fn the_loss_of_a_host_is_noticed_and_the_engine_can_attach_to_another() {
     let Some(first) = host() else { return };
     let rig = Rig::new(&first);
     let (peer, bell, region) = rig.attach().await;
@@ -217,15 +219,18 @@ async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
     assert!(rig.copy(&region, 4096).await.result.is_err());
     drop((peer, region));
     let end = poll_fn(|cx| bell.poll_wait(cx));
-    assert!(tokio::time::timeout(PATIENCE, end).await.expect("an end").is_err(), "nobody rings any more");
+    assert!(
+        tokio::time::timeout(PATIENCE, end).await.expect("the doorbell did not end in time").is_err(),
+        "no more counts can arrive"
+    );
     let Some(second) = host() else { return };
     let rig = Rig { grant: second.grant(&rig.there).unwrap(), ..rig };
     let (_peer, _bell, region) = rig.attach().await;
-    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine joins the next one");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine works with the next host");
 }
 
 #[tokio::test]
-async fn connections_that_are_lost_are_made_again() {
+async fn lost_connections_are_opened_again() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let (_peer, bell, region) = rig.attach().await;
@@ -236,7 +241,13 @@ async fn connections_that_are_lost_are_made_again() {
         assert_eq!(rig.content()[..4096], [round; 4096]);
         Doorbell::ring(rig.grant.osd_doorbell.as_fd(), 3).unwrap();
         let rung = poll_fn(|cx| bell.poll_wait(cx));
-        assert_eq!(tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap(), 3);
+        assert_eq!(
+            tokio::time::timeout(PATIENCE, rung)
+                .await
+                .expect("the osd's doorbell was not rung in time")
+                .unwrap(),
+            3
+        );
         for _ in 0..8 {
             let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
             rig.engine.post(1, chain).unwrap();
@@ -244,11 +255,11 @@ async fn connections_that_are_lost_are_made_again() {
         rig.engine.reset();
         given_up += rig.completions(8).await.iter().filter(|c| c.result.is_err()).count();
     }
-    assert!(given_up > 0, "no connection was lost");
+    assert!(given_up > 0, "no reset cancelled a chain");
 }
 
 #[tokio::test]
-async fn a_host_whose_device_has_failed_keeps_nothing_and_nobody_waiting() {
+async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
     if host().is_none() {
         return;
     }
@@ -259,22 +270,25 @@ async fn a_host_whose_device_has_failed_keeps_nothing_and_nobody_waiting() {
     let memory = Arena::shared("there", LEN).unwrap();
     let grants: Vec<OfiGrant> = (0..100).map(|_| host.grant(&memory).unwrap()).collect();
     faults.arm("store.device=fail,count=1".parse().unwrap()).unwrap();
-    // Wakes its thread, which then fails, before or after it has taken this in.
+    // This wakes the host's thread, which then fails before or after it handles the grant.
     drop(host.grant(&memory));
     let ended = async {
         while host.is_running() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, ended).await.expect("the device has failed");
+    tokio::time::timeout(PATIENCE, ended).await.expect("the host did not stop in time");
     assert!(matches!(host.grant(&memory), Err(ChannelError::EngineStopped(_))));
-    assert_eq!(Arc::strong_count(&memory), 1, "no registration is left, of whatever was granted when");
+    assert_eq!(Arc::strong_count(&memory), 1, "all registrations have ended");
     let revoked = tokio::task::spawn_blocking(|| grants.into_iter().for_each(|g| g.revoke().unwrap()));
-    tokio::time::timeout(PATIENCE, revoked).await.expect("nobody waits for what has ended").unwrap();
+    tokio::time::timeout(PATIENCE, revoked)
+        .await
+        .expect("a revocation blocks after the host has stopped")
+        .unwrap();
 }
 
 #[tokio::test]
-async fn a_device_that_fails_is_told_of_and_opened_anew() {
+async fn a_device_failure_is_reported_and_the_device_is_opened_again() {
     let Some(host) = host() else { return };
     let faults = Faults::default();
     let rig = Rig::with(&host, engine_with(&faults));
@@ -283,18 +297,18 @@ async fn a_device_that_fails_is_told_of_and_opened_anew() {
     for _ in 0..2 {
         faults.clear();
         faults.arm("dma.device=fail,count=1".parse().unwrap()).unwrap();
-        // Wakes the thread; no chain is under way that could tell.
+        // This wakes the thread. No chain is in progress that could report the failure.
         drop(rig.engine.register_local(&rig.here).unwrap());
         rig.lost().await;
         assert_eq!(faults.fired(Site::DmaDevice), 1);
-        // There is no device now. What is held up ends all the same.
+        // No device is open now. A delayed transfer still completes.
         faults.arm("dma.transfer=stall,late=50ms,count=1".parse().unwrap()).unwrap();
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     }
 }
 
 #[tokio::test]
-async fn nobody_there_is_an_error() {
+async fn attaching_to_a_stopped_host_fails() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     drop(host);
@@ -302,7 +316,7 @@ async fn nobody_there_is_an_error() {
 }
 
 #[tokio::test]
-async fn attachments_leave_no_descriptors_behind() {
+async fn ended_attachments_leave_no_file_descriptors_open() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
@@ -313,17 +327,18 @@ async fn attachments_leave_no_descriptors_behind() {
         let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     }
-    // Each had ten connections' ends; other tests of this process have some, too.
+    // Each attachment had the ends of five connections, ten in total. Other tests of this process
+    // have open descriptors, too.
     assert!(open() < before + 250, "{before} before, {} after", open());
 }
 
 #[tokio::test]
-async fn after_a_revocation_nothing_arrives() {
+async fn no_transfer_arrives_after_its_grant_was_revoked() {
     let Some(host) = host() else { return };
     let mut rig = Rig::new(&host);
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; LEN]));
-    // Plenty on its way when the grant ends, and the first of it there.
+    // Revoke the grant when many transfers are in progress and the first byte has arrived.
     const CHAINS: usize = 100;
     for _ in 0..CHAINS {
         let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
@@ -337,17 +352,17 @@ async fn after_a_revocation_nothing_arrives() {
             assert!(rig.there.copy_out(0, &mut first));
         }
     };
-    tokio::time::timeout(PATIENCE, begun).await.expect("the first byte");
+    tokio::time::timeout(PATIENCE, begun).await.expect("the first byte did not arrive in time");
     std::mem::replace(&mut rig.grant, other).revoke().unwrap();
     assert!(rig.there.copy_in(0, &[9; LEN]));
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(rig.content().iter().all(|byte| *byte == 9), "late bytes have arrived");
     let done = rig.completions(CHAINS).await;
-    assert!(done.iter().any(|c| c.result.is_err()), "nothing was on its way any more");
+    assert!(done.iter().any(|c| c.result.is_err()), "all transfers were complete before the revocation");
 }
 
 #[tokio::test]
-async fn attachments_of_other_engines_are_refused() {
+async fn an_engine_refuses_memory_access_meant_for_another_engine() {
     if host().is_none() {
         return;
     }
@@ -358,7 +373,7 @@ async fn attachments_of_other_engines_are_refused() {
 }
 
 #[tokio::test]
-async fn injected_faults_do_what_they_say() {
+async fn injected_faults_have_their_documented_effects() {
     let Some(host) = host() else { return };
     let faults = Faults::default();
     let rig = Rig::with(&host, engine_with(&faults));
@@ -371,7 +386,7 @@ async fn injected_faults_do_what_they_say() {
 
     arm("dma.transfer=fail,count=1");
     assert_eq!(rig.copy(&region, 4096).await.result.unwrap_err().done, 0);
-    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the next one is not concerned");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the next transfer succeeds");
 
     arm("dma.transfer=stall,late=200ms,count=1");
     let posted = std::time::Instant::now();
@@ -381,15 +396,15 @@ async fn injected_faults_do_what_they_say() {
     arm("dma.transfer=corrupt,count=1");
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     let wrong = |bytes: &[u8]| bytes.iter().filter(|byte| **byte != 1).count();
-    assert_eq!(wrong(&rig.content()[..4096]), 1, "one byte over there");
+    assert_eq!(wrong(&rig.content()[..4096]), 1, "one byte of host memory is damaged");
     let mut here = [0; 4096];
     assert!(rig.here.copy_out(0, &mut here));
-    assert_eq!(wrong(&here), 0, "and none here");
+    assert_eq!(wrong(&here), 0, "no byte of DPU memory is damaged");
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     arm("dma.transfer=corrupt,count=1");
     assert_eq!(rig.fetch(&region, 4096).await.result, Ok(()));
     assert!(rig.here.copy_out(0, &mut here));
-    assert_eq!((wrong(&here), wrong(&rig.content()[..4096])), (1, 0), "one that was read");
+    assert_eq!((wrong(&here), wrong(&rig.content()[..4096])), (1, 0), "one fetched byte is damaged");
 
     arm("dma.doorbell=drop,count=1");
     for count in [64, 128] {
@@ -398,5 +413,9 @@ async fn injected_faults_do_what_they_say() {
     }
     let bell = Doorbell::new(rig.grant.host_doorbell.try_clone().unwrap()).unwrap();
     let rung = tokio::time::timeout(PATIENCE, poll_fn(|cx| bell.poll_wait(cx))).await.unwrap();
-    assert_eq!((rung.unwrap(), faults.fired(Site::DmaDoorbell)), (128, 1), "only the second");
+    assert_eq!(
+        (rung.unwrap(), faults.fired(Site::DmaDoorbell)),
+        (128, 1),
+        "only the second doorbell arrives"
+    );
 }

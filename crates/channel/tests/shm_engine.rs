@@ -1,4 +1,5 @@
-//! The engine `shm`: what is its own beside the contract that all engines keep (`channel::conformance`).
+//! Tests of the engine `shm`: the conformance suite that all engines pass (`channel::conformance`),
+//! and the behaviour that only this engine has.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -13,9 +14,9 @@ use outboard_channel::{
     EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, ShmEngine, ShmOptions, Transfer, URGENT,
 };
 
-/// A queue for payload.
+/// The queue on which the tests post payload.
 const BULK: usize = 1;
-/// Nothing here takes that long, on a busy machine either.
+/// Time limit for each wait. It is far longer than any wait takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Rig {
@@ -38,7 +39,7 @@ async fn rig_with(options: ShmOptions) -> Rig {
     let engine = ShmEngine::start(options).unwrap();
     let (here, there) = (Arena::shared("here", LEN).unwrap(), Arena::shared("there", LEN).unwrap());
     let local = engine.register_local(&here).unwrap();
-    // The store's end of the doorbells is not looked at: the engine rings the very one that it hears.
+    // No test here checks the doorbells, so the engine gets the same eventfd as both doorbells.
     let bell = Doorbell::create().unwrap();
     let descriptors = MemoryFds {
         memory: there.share_fd().unwrap().unwrap(),
@@ -71,7 +72,7 @@ impl Rig {
             self.engine.poll_completions(cx, &mut done);
             if done.len() >= count { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         });
-        tokio::time::timeout(PATIENCE, all).await.expect("the completions");
+        tokio::time::timeout(PATIENCE, all).await.expect("completions did not arrive in time");
         done
     }
 }
@@ -81,7 +82,7 @@ fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
 }
 
 #[tokio::test]
-async fn memory_that_could_shrink_is_not_attached() {
+async fn memory_without_a_seal_against_shrinking_is_refused() {
     let engine = ShmEngine::start(ShmOptions::default()).unwrap();
     let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&loose, 8192).unwrap();
@@ -92,7 +93,7 @@ async fn memory_that_could_shrink_is_not_attached() {
 }
 
 #[tokio::test]
-async fn what_is_rung_is_an_eventfd_that_does_not_block() {
+async fn a_peers_doorbell_must_be_an_eventfd_and_never_blocks_the_engine() {
     let engine = ShmEngine::start(ShmOptions::default()).unwrap();
     let there = Arena::shared("there", LEN).unwrap();
     let attach = async |host_doorbell: OwnedFd, osd_doorbell: OwnedFd| {
@@ -103,10 +104,10 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
     let bell = || Doorbell::create().unwrap();
     let (_out, pipe) = rustix::pipe::pipe().unwrap();
     for (host, osd) in [(pipe.try_clone().unwrap(), bell()), (bell(), pipe)] {
-        let refused = attach(host, osd).await.err().expect("a pipe is no doorbell").to_string();
+        let refused = attach(host, osd).await.err().expect("a pipe was accepted as a doorbell").to_string();
         assert!(refused.contains("must be an eventfd"), "{refused}");
     }
-    // One that blocks, and is full.
+    // Use a blocking eventfd whose count is full.
     let full = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
     Doorbell::ring(full.as_fd(), u64::MAX - 1).unwrap();
     let (peer, _bell) = attach(full, bell()).await.unwrap();
@@ -117,18 +118,18 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
         engine.poll_completions(cx, &mut done);
         if done.len() >= 2 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
     });
-    tokio::time::timeout(PATIENCE, both).await.expect("the engine goes on");
+    tokio::time::timeout(PATIENCE, both).await.expect("the engine is blocked");
 }
 
 #[tokio::test]
-async fn the_configured_limit_holds_however_it_is_tuned() {
+async fn tuning_cannot_exceed_the_configured_transfer_limit() {
     let rig = rig_with(ShmOptions { max_transfer: 64 << 10, ..ShmOptions::default() }).await;
     let tune = |max_transfer| {
         rig.engine.tune(EngineTuning { max_transfer: Some(max_transfer), spin: None });
         rig.engine.max_transfer()
     };
     assert_eq!((tune(1 << 20), tune(8192), tune(0)), (64 << 10, 8192, 4096));
-    // What was cut before it was tuned goes through.
+    // A transfer that was prepared before the tuning is accepted.
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64 << 10)], 1)).unwrap();
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
     let long = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, (64 << 10) + 1)], 2));
@@ -136,7 +137,7 @@ async fn the_configured_limit_holds_however_it_is_tuned() {
 }
 
 #[tokio::test]
-async fn short_chains_do_not_wait_for_long_ones() {
+async fn short_chains_overtake_long_chains_of_other_queues() {
     let rig = rig().await;
     let long = vec![rig.to_peer(0, 2 << 20); 200];
     rig.engine.post(BULK, tagged(long.clone(), 1)).unwrap();
@@ -145,11 +146,15 @@ async fn short_chains_do_not_wait_for_long_ones() {
     rig.engine.post(URGENT, tagged(vec![rig.to_peer(0, 64)], 4)).unwrap();
     let done = rig.completions(4).await;
     let order: Vec<u64> = done.iter().map(|c| c.tag).collect();
-    assert_eq!(order[..2], [4, 3], "the urgent one first, then the shortest: queues take turns");
+    assert_eq!(
+        order[..2],
+        [4, 3],
+        "the urgent chain completes first, then the shortest, because queues take turns"
+    );
 }
 
 #[tokio::test]
-async fn the_nth_transfer_fails_and_what_was_done_before_is_told() {
+async fn a_failed_chain_reports_how_many_transfers_were_complete() {
     let (faults, options) = faults("dma.transfer=fail,after=2,count=1");
     let rig = rig_with(options).await;
     assert!(rig.here.copy_in(0, &[7; 4096]));
@@ -164,7 +169,7 @@ async fn the_nth_transfer_fails_and_what_was_done_before_is_told() {
 }
 
 #[tokio::test]
-async fn a_corrupt_transfer_says_nothing() {
+async fn an_injected_corruption_is_not_reported_by_the_engine() {
     let (faults, options) = faults("dma.transfer=corrupt,count=1");
     let rig = rig_with(options).await;
     assert!(rig.here.copy_in(0, &[7; 4096]));
@@ -177,11 +182,11 @@ async fn a_corrupt_transfer_says_nothing() {
 }
 
 #[tokio::test]
-async fn a_stalled_transfer_is_late_and_holds_up_its_queue_only_or_is_given_up() {
+async fn a_stalled_transfer_delays_only_its_queue_until_a_reset_cancels_it() {
     let (faults, options) = faults("dma.transfer=stall,late=200ms,count=2");
     let rig = rig_with(options).await;
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64)], 1)).unwrap();
-    // The second one stalls, too; the third one passes.
+    // The transfer of this queue stalls, too. The empty chain behind it has no transfer to stall.
     rig.engine.post(BULK + 1, tagged(vec![rig.to_peer(0, 64)], 2)).unwrap();
     rig.engine.post(BULK + 1, tagged(Vec::new(), 3)).unwrap();
     rig.engine.post(URGENT, tagged(Vec::new(), 4)).unwrap();
@@ -201,11 +206,11 @@ async fn a_stalled_transfer_is_late_and_holds_up_its_queue_only_or_is_given_up()
     let done = rig.completions(2).await;
     assert!(done.iter().all(|c| c.result.as_ref().unwrap_err().why.contains("reset")), "{done:?}");
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64)], 7)).unwrap();
-    assert_eq!(rig.completions(1).await[0].result, Ok(()), "it works again");
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "the engine works again after the reset");
 }
 
 #[tokio::test]
-async fn a_doorbell_can_get_lost() {
+async fn an_injected_fault_drops_a_doorbell() {
     let (faults, options) = faults("dma.doorbell=drop,count=1");
     let rig = rig_with(options).await;
     let ring = Some((rig.peer.id, 64));
@@ -215,10 +220,10 @@ async fn a_doorbell_can_get_lost() {
 }
 
 #[tokio::test]
-async fn the_paced_profile_takes_payload_one_at_a_time() {
+async fn the_paced_profile_runs_payload_chains_one_at_a_time() {
     let rig = rig_with(ShmOptions { profile: Profile::Bf3Paper, ..ShmOptions::default() }).await;
     let payload = || vec![rig.to_peer(0, 1_000_000)];
-    // Also on the urgent queue: what counts is what is moved.
+    // Use the urgent queue as well: the length of a chain decides whether it is payload.
     for (queue, tag) in [(BULK, 1), (URGENT, 2)] {
         rig.engine.post(queue, tagged(payload(), tag)).unwrap();
     }
@@ -228,12 +233,12 @@ async fn the_paced_profile_takes_payload_one_at_a_time() {
     for completion in &done {
         assert!(completion.finished - completion.started >= cost, "{completion:?}");
     }
-    assert!(done[1].started >= done[0].finished, "not at the same time");
+    assert!(done[1].started >= done[0].finished, "the second chain starts after the first has completed");
     assert!(rig.engine.setup_cost() > Duration::ZERO);
 }
 
 #[tokio::test]
-async fn it_does_what_engines_do() {
+async fn the_engine_passes_the_conformance_suite() {
     conformance::run(async || {
         let engine = ShmEngine::start(ShmOptions::default()).unwrap();
         let there = Arena::shared("there", conformance::LEN).unwrap();
@@ -251,7 +256,7 @@ async fn it_does_what_engines_do() {
 }
 
 #[tokio::test]
-async fn attachments_of_other_engines_are_refused() {
+async fn an_engine_refuses_memory_access_meant_for_another_engine() {
     let engine = ShmEngine::start(ShmOptions::default()).unwrap();
     let memory = fabric::RemoteRegion { key: 1, base: 0, len: LEN as u64 };
     let address = ([127, 0, 0, 1], 1).into();

@@ -23,7 +23,7 @@ pub struct AttachmentStatus {
     pub connected: bool,
     /// Number of incarnations of the store so far. It exceeds 1 if the store restarted.
     pub incarnations: u64,
-    /// Why the last incarnation ended, if one did.
+    /// Why the last incarnation ended, if one has ended.
     pub last_failure: Option<String>,
     /// Number of stages in the current incarnation.
     pub stages: usize,
@@ -42,7 +42,8 @@ pub struct Offload {
     pub health: health::HealthReport,
     /// Bytes of host memory in quarantine, because transfers may still access them.
     pub quarantined: usize,
-    /// Bytes that had arrived by DMA when it failed and were not sent again, in this incarnation.
+    /// Bytes that had already arrived when DMA failed, and that were not sent again, in this
+    /// incarnation.
     pub kept_bytes: u64,
     /// Bytes that the control socket carried in place of DMA, in this incarnation.
     pub fallback_bytes: u64,
@@ -84,8 +85,11 @@ impl Attachment {
 
     fn no_store_error(&self) -> ChannelError {
         let why = self.handle.shared.lock().last_failure.clone();
-        let why = why.unwrap_or_else(|| "no answer".to_owned());
-        ChannelError::Refused(format!("no attachment to {:?}: {why}", self.handle.shared.endpoint))
+        let why = why.unwrap_or_else(|| "the store did not answer".to_owned());
+        ChannelError::Refused(format!(
+            "no attachment to {:?} could be opened: {why}",
+            self.handle.shared.endpoint
+        ))
     }
 
     /// The store's targets, as named in the first handshake. A store with other targets is refused
@@ -103,17 +107,17 @@ impl Attachment {
         let _ = superseded.wait_for(|superseded| *superseded).await;
     }
 
-    /// The store of target `index`.
+    /// Returns the object store of the target with this index.
     ///
     /// # Panics
     /// Panics if the target does not exist.
     #[must_use]
     pub fn store(&self, index: usize) -> Arc<ProxyStore> {
-        assert!(index < self.targets().len(), "there is no target {index}");
+        assert!(index < self.targets().len(), "target {index} does not exist");
         Arc::new(ProxyStore::new(Arc::clone(&self.handle), index as u16))
     }
 
-    /// All targets together, for data that is written to several targets.
+    /// Access to all targets together, for calls that write to several targets.
     #[must_use]
     pub fn stripes(&self) -> Arc<ProxyStripes> {
         Arc::new(ProxyStripes::new(Arc::clone(&self.handle)))
@@ -126,7 +130,7 @@ impl Attachment {
         self.handle.shared.memory.pool()
     }
 
-    /// The engine that moves payload.
+    /// The DMA engine.
     #[must_use]
     pub fn engine(&self) -> &Arc<dyn DmaEngine> {
         &self.handle.shared.engine

@@ -1,5 +1,5 @@
-//! Calls to a store process. A call uses the current link. If the link is lost, a harmless call is
-//! repeated on the next link.
+//! Calls to a store process. A call uses the current link. If the link is lost, a call that is safe
+//! to repeat is made again on the next link.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,7 +16,7 @@ pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
 pub(crate) type Received = Result<CallAnswered, oneshot::error::RecvError>;
 
 /// Passes a call to the current link, or queues it for the next link. The call's place in the order
-/// is fixed when this function returns.
+/// of calls is fixed when this function returns.
 pub(crate) fn start(
     handle: &AttachmentHandle,
     target: u16,
@@ -41,7 +41,8 @@ pub(crate) fn deadline(handle: &AttachmentHandle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
-/// Repeats a call that failed because its incarnation ended, until `deadline`.
+/// Waits for the answer to a call. If the call fails because its incarnation ended, makes the call
+/// again, until `deadline`.
 pub(crate) async fn retrying<A: Future<Output = Received>>(
     handle: &AttachmentHandle,
     deadline: Instant,
@@ -61,5 +62,5 @@ pub(crate) async fn retrying<A: Future<Output = Received>>(
 
 /// The error for an answer that does not match the call.
 pub(crate) fn unexpected() -> StoreError {
-    StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
+    StoreError::Disconnected("the store's answer does not match the call".into())
 }

@@ -2,12 +2,12 @@
 //!
 //! The osd's process opens an [`Attachment`] to the store's process and gets one [`ProxyStore`] per
 //! target. Calls that carry data use the rings and the data region of the [`channel`]. All other
-//! calls use its control socket (`docs/channel.md` has the table). On the host, a [`Server`] takes
-//! the calls in order and executes them on the real stores.
+//! calls use its control socket. A table in `docs/channel.md` lists the calls. On the host, a
+//! [`Server`] takes the calls in order and executes them on the real stores.
 //!
 //! If the store's process dies, the attachment opens a new link when the store returns. This crate
-//! decides which calls may be repeated. The crate `channel` moves the bytes. Neither crate looks
-//! into objects.
+//! decides which calls may be repeated. The crate `channel` moves the bytes. Neither crate
+//! interprets the data of objects.
 
 #![forbid(unsafe_code)]
 

@@ -26,11 +26,12 @@ pub(crate) enum PayloadPlace {
 /// The source of the fragments that contain no data units: parity, or the copies of a mirror.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ParityFrom {
-    /// The payload contains them, after the data.
+    /// The payload contains these fragments, after the data fragments.
     Payload,
-    /// They are copies of the first fragment.
+    /// These fragments are copies of the first fragment.
     Copies,
-    /// This device computes them. They go into the range after the data, if there is a range.
+    /// This device computes these fragments. If the payload is in a range, they are stored there,
+    /// after the data fragments.
     By(ParityDevice),
 }
 
@@ -44,17 +45,18 @@ impl From<&Parity> for ParityFrom {
     }
 }
 
-/// A piece of each of several fragments. The payload contains the pieces one after the other, each
-/// contiguous.
+/// A write of one piece to each of several fragments. The payload contains the pieces one after the
+/// other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stripes {
-    /// For each fragment, the target's index and the stage's number on the host.
+    /// For each fragment, the target's index and the stage's number on the host; `None` if the
+    /// fragment is not written.
     pub(crate) parts: Vec<Option<(u16, u64)>>,
     /// Number of data fragments.
     pub(crate) data: u16,
     /// Length of each fragment's piece, in bytes.
     pub(crate) len: u64,
-    /// Offset in each stage, in bytes.
+    /// Offset of the piece in each stage, in bytes.
     pub(crate) offset: u64,
     pub(crate) parity: ParityFrom,
     /// Checksums of the payload's blocks.
@@ -111,7 +113,7 @@ pub(crate) enum StoreCall {
     /// A call to the channel itself.
     Channel(ChannelCall),
     /// Writes to stages of several targets; the header's target is ignored. The host may send the
-    /// answer [`Answer::Coded`] before the final answer.
+    /// answer [`CallAnswer::Coded`] before the final answer.
     StageStripes {
         stripes: Stripes,
         place: PayloadPlace,
@@ -123,17 +125,19 @@ pub(crate) enum StoreCall {
 /// A call to the channel itself. It always uses the control socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ChannelCall {
-    /// Opens a range of the data region to DMA. A device needs this before it can use the range.
+    /// Opens `len` bytes at `offset` in host memory to DMA. Before this call, a device cannot use
+    /// the range.
     Export { offset: u64, len: u64 },
-    /// Writes this frame's payload to the given place of the data region, instead of DMA. Not
-    /// answered.
+    /// Writes this frame's payload to `offset` in host memory, in place of a DMA transfer. The host
+    /// does not answer.
     Put { offset: u64 },
-    /// Asks for the bytes of a range of the data region.
+    /// Asks for `len` bytes at `offset` in host memory, in place of a DMA transfer.
     Get { offset: u64, len: u64 },
     /// Asks how many bytes the store has taken from the inbound ring and put into the outbox.
     Positions,
     /// Closes the rings after a failure of DMA. The osd has taken `taken` bytes from the outbox.
-    /// The host sends all later replies over the control socket.
+    /// The host sends the replies behind this position, and all later replies, over the control
+    /// socket.
     Close { taken: u64 },
     /// Asks for a new offer of host memory, because the last offer is void. The rings must be
     /// closed.
@@ -182,7 +186,7 @@ pub(crate) enum CallAnswer {
     Coded(Option<u64>),
     /// No parity was computed, and nothing was written.
     NotCoded(String),
-    /// The store of this fragment failed.
+    /// The write of the fragment with this number failed, with this error.
     PartFailed(u16, StoreError),
 }
 
@@ -192,7 +196,7 @@ pub(crate) type CallOutcome = Result<CallAnswer, StoreError>;
 /// Encodes control data.
 pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
     // Serializing plain data into memory cannot fail.
-    postcard::to_stdvec(value).expect("plain data")
+    postcard::to_stdvec(value).expect("plain data can be serialized")
 }
 
 /// Decodes control data. Also returns the bytes that follow it.
@@ -209,7 +213,10 @@ pub(crate) fn pack_checksums(checksums: &[u32]) -> Bytes {
 /// Unpacks checksums from bytes.
 pub(crate) fn unpack_checksums(mut packed: &[u8]) -> Result<Vec<u32>, StoreError> {
     if !packed.len().is_multiple_of(4) {
-        return Err(StoreError::InvalidArgument(format!("{} bytes of checksums", packed.len())));
+        return Err(StoreError::InvalidArgument(format!(
+            "{} bytes of checksums are not a multiple of 4",
+            packed.len()
+        )));
     }
     let mut checksums = Vec::with_capacity(packed.len() / 4);
     while packed.has_remaining() {
@@ -218,7 +225,7 @@ pub(crate) fn unpack_checksums(mut packed: &[u8]) -> Result<Vec<u32>, StoreError
     Ok(checksums)
 }
 
-/// Shortens the texts of an error so that they fit into any reply.
+/// Shortens the texts of an error so that the error fits into any reply.
 pub(crate) fn shorten(error: StoreError) -> StoreError {
     use StoreError as E;
     let cut = |mut text: String| {
@@ -256,7 +263,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode::<StoreCall>(&bytes);
             let _ = decode::<CallOutcome>(&bytes);
             let _ = unpack_checksums(&bytes);
@@ -264,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn long_errors_are_cut_and_keep_their_type() {
+    fn long_error_texts_are_cut_and_keep_their_error_type() {
         let error = shorten(StoreError::NoSuchObject("ü".repeat(4000)));
         assert!(matches!(&error, StoreError::NoSuchObject(s) if s.len() < 130));
         let encoded = encode(&CallOutcome::Err(error.clone()));

@@ -24,14 +24,14 @@ pub enum StoreEndpoint {
 pub struct AttachmentOptions {
     /// Sizes of DPU memory.
     pub memory: MemoryOptions,
-    /// The engine that moves payload; `None` starts an emulated one (`shm`).
+    /// The DMA engine; `None` starts the emulated engine `shm`.
     pub engine: Option<Arc<dyn DmaEngine>>,
     /// Maximum number of unanswered requests on the ring.
     pub outstanding: usize,
     /// Maximum payload of one read or one transaction, in bytes. At most 16 MiB.
     pub largest_request: usize,
-    /// How long calls wait for an absent store, and how long [`Attachment::connect`](crate::Attachment::connect) tries to
-    /// connect.
+    /// How long calls wait for an absent store, and how long
+    /// [`Attachment::connect`](crate::Attachment::connect) tries to connect.
     pub wait_for_store: Duration,
     /// Use the control socket alone, even if DMA is possible.
     pub socket_only: bool,
@@ -57,7 +57,7 @@ pub struct DmaTuning {
     /// Maximum number of host-memory windows that stay open. With 0, every request opens its own
     /// window.
     pub region_cache: usize,
-    /// How long the osd keeps polling for completions after the last one, before it sleeps.
+    /// How long the osd keeps polling for completions after the last completion, before it sleeps.
     pub poll: Duration,
     /// Maximum length of a transfer, in bytes. The engine may have a lower limit. `None` uses the
     /// engine's limit.

@@ -3,8 +3,8 @@
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-/// Adaptive polling. After an event, the task reschedules itself for a while, as long as such
-/// polling has found work lately. Other tasks can run in between. Then the task waits to be woken.
+/// Adaptive polling. After an event, the task reschedules itself for a while, if such polling has
+/// found work recently. Other tasks can run in between. Then the task waits to be woken.
 pub(crate) struct Poller {
     until: Option<Instant>,
     /// Grows when polling finds work and shrinks when it does not. At 0, polling is only tried
@@ -13,8 +13,9 @@ pub(crate) struct Poller {
     skipped: u32,
 }
 
-/// Polling stops after `CREDIT_MAX` failures in a row. It is then tried once in `RETRY` occasions.
+/// Polling stops after it has found no event this many times in a row.
 const CREDIT_MAX: u32 = 8;
+/// After polling has stopped, it is tried again after one of this many events.
 const RETRY: u32 = 32;
 
 impl Default for Poller {
@@ -76,29 +77,36 @@ mod tests {
         wakes.0.load(Ordering::Relaxed) > 0
     }
 
-    /// Simulates one event, after which polling finds nothing until its time is over.
+    /// Simulates one event, after which polling finds nothing until its time is over. Returns
+    /// whether the task polled.
     fn in_vain(poller: &mut Poller) -> bool {
         let tried = turn(poller, true, LONG);
         if tried {
             // Simulate the end of the polling time.
             poller.until = Some(Instant::now());
         }
-        assert!(!turn(poller, false, LONG), "it sleeps");
+        assert!(!turn(poller, false, LONG), "the task sleeps");
         tried
     }
 
     #[test]
-    fn it_looks_on_for_a_while_after_something_has_come() {
+    fn a_task_polls_for_a_while_after_an_event_and_then_sleeps() {
         let mut poller = Poller::default();
-        assert!(!turn(&mut poller, false, LONG), "nothing has come");
-        assert!(turn(&mut poller, true, LONG) && turn(&mut poller, false, LONG), "it looks for more");
+        assert!(!turn(&mut poller, false, LONG), "no event has occurred");
+        assert!(
+            turn(&mut poller, true, LONG) && turn(&mut poller, false, LONG),
+            "the task polls for more events"
+        );
         poller.until = Some(Instant::now());
-        assert!(!turn(&mut poller, false, LONG) && !turn(&mut poller, false, LONG), "then it sleeps");
-        assert!(!turn(&mut poller, true, Duration::ZERO), "it is switched off");
+        assert!(
+            !turn(&mut poller, false, LONG) && !turn(&mut poller, false, LONG),
+            "after the polling time, the task sleeps"
+        );
+        assert!(!turn(&mut poller, true, Duration::ZERO), "polling is switched off");
     }
 
     #[test]
-    fn what_does_not_pay_is_tried_only_now_and_then_until_it_pays() {
+    fn futile_polling_becomes_rare_until_it_finds_an_event() {
         let mut poller = Poller::default();
         let tried = (0..CREDIT_MAX + 4 * RETRY).filter(|_| in_vain(&mut poller)).count() as u32;
         assert!((CREDIT_MAX + 3..=CREDIT_MAX + 5).contains(&tried), "{tried} times");

@@ -18,7 +18,7 @@ use crate::link::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadC
 use crate::messages::{CallAnswer, StoreCall, unpack_checksums};
 use crate::shared::AttachmentHandle;
 
-/// One target of a store process, as the DPU uses it.
+/// One target of a store process, as the osd uses it.
 ///
 /// If the store restarts, `ProxyStore` repeats calls that only read, and `stage`. Any other
 /// unanswered call then fails with [`StoreError::Disconnected`], and its outcome is unknown. A call
@@ -37,7 +37,7 @@ impl ProxyStore {
     }
 
     /// Passes a call to the current link, or queues it for the next link. The call's place in the
-    /// order is fixed when this function returns.
+    /// order of calls is fixed when this function returns.
     fn start(&self, call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
@@ -55,7 +55,7 @@ impl ProxyStore {
         Box::pin(async move { reply(answer.await?) })
     }
 
-    /// Issues a call now, and issues it again if its incarnation ends.
+    /// Issues a call now, and issues it again if its incarnation ends before the answer arrives.
     fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
         &self,
         mut make: M,
@@ -134,7 +134,7 @@ async fn read_on(
             return Err(unexpected());
         };
         if offset != align_down(window.offset) {
-            // The loop might never end if it continued here.
+            // With an answer for another offset, the loop might never end.
             return Err(unexpected());
         }
         let checksums = unpack_checksums(&checksums)?;
@@ -154,7 +154,11 @@ async fn read_on(
         let wanted = whole.offset.saturating_add(whole.len).min(all.object_size);
         let size = wanted.saturating_sub(all.offset);
         if size > MAX_READ {
-            return Err(StoreError::TooLarge { what: "what one read returns".into(), size, limit: MAX_READ });
+            return Err(StoreError::TooLarge {
+                what: "the result of one read".into(),
+                size,
+                limit: MAX_READ,
+            });
         }
         if end >= wanted || got == 0 || !end.is_multiple_of(BLOCK) {
             return Ok(read.unwrap_or_default());
@@ -233,8 +237,9 @@ impl ProxyStore {
             });
         });
         Box::pin(async move {
-            let segments =
-                rx.await.unwrap_or_else(|_| Err(StoreError::Disconnected("attachment dropped".into())))?;
+            let segments = rx
+                .await
+                .unwrap_or_else(|_| Err(StoreError::Disconnected("the attachment was dropped".into())))?;
             for segment in segments {
                 done(segment).await?;
             }
@@ -248,7 +253,7 @@ impl ProxyStore {
         }
         let answers = self.start(move |link, target, answer_to| match incarnation {
             Some(incarnation) if incarnation != link.incarnation => {
-                let over = CallError::Lost(format!("incarnation {incarnation} is over"));
+                let over = CallError::Lost(format!("incarnation {incarnation} has ended"));
                 // The caller may have been cancelled; ignore the error.
                 drop(answer_to.send(Err(over)));
             }
@@ -292,7 +297,7 @@ fn write_segments(
     }
     if !aligned {
         return Err(StoreError::InvalidArgument(format!(
-            "staged bytes at {offset} do not start with a block"
+            "staged data at offset {offset} does not start at a block boundary"
         )));
     }
     let (data, checksums) = payload.into_parts();

@@ -15,7 +15,7 @@ use crate::shared::AttachmentHandle;
 const MAX_BYTES: usize = 8 << 20;
 
 /// All targets of a store process, for calls that write to several of them. If the store restarts,
-/// calls fail with [`StoreError::Disconnected`].
+/// unanswered writes fail with [`StoreError::Disconnected`].
 pub struct ProxyStripes {
     handle: Arc<AttachmentHandle>,
 }

@@ -78,7 +78,8 @@ impl State {
 }
 
 impl Shared {
-    /// Registers the memory with the engine. The store is not connected yet, so calls wait.
+    /// Creates the state of an attachment and registers DPU memory with the engine. The store is
+    /// not connected yet, so calls wait.
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
@@ -147,15 +148,16 @@ impl Shared {
         match &mut state.phase {
             AttachmentState::Up(link) => {
                 let link = Arc::clone(link);
-                // Still under the lock, so that calls of one thread stay behind the calls that
-                // waited.
+                // Make the call under the lock, so that it stays behind the earlier calls that
+                // waited for the link.
                 call(Ok(&link));
             }
             AttachmentState::Away(waiting) if waiting.len() < MAX_WAITING => {
                 let deadline = Instant::now() + self.options.wait_for_store;
                 waiting.push_back(WaitingCall { deadline, call: Box::new(call) });
             }
-            // A plain store error, because a lost call would be retried and refused again.
+            // Return a store error. The caller would retry a lost call, which would be refused
+            // again.
             AttachmentState::Away(_) => {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));
@@ -174,7 +176,7 @@ impl Shared {
         }
     }
 
-    /// Whether a call that failed with its incarnation may be retried.
+    /// Whether a call that failed because its incarnation ended may be retried.
     pub(crate) fn may_retry(&self) -> bool {
         !matches!(self.lock().phase, AttachmentState::Closed)
     }
@@ -199,9 +201,9 @@ impl Shared {
         let now = Instant::now();
         let due = waiting.iter().take_while(|w| w.deadline <= now).count();
         let due: VecDeque<WaitingCall> = waiting.drain(..due).collect();
-        let why = state.last_failure.clone().unwrap_or_else(|| "it does not answer".into());
+        let why = state.last_failure.clone().unwrap_or_else(|| "the store does not answer".into());
         drop(state);
-        fail(due, &format!("the store stayed away: {why}"));
+        fail(due, &format!("the store did not return in time: {why}"));
     }
 
     /// Handles the end of the incarnation. New calls wait from now on.

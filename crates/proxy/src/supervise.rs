@@ -1,5 +1,4 @@
-//! The supervision of an attachment: it opens one link after the other, one for each incarnation of
-//! the store.
+//! The task that supervises an attachment. It opens one link for each incarnation of the store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,11 +39,14 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
                 shared.incarnation.send_replace(incarnation);
                 let why = driver.run(shared.closing.notified(), |why| shared.away(why)).await;
                 drop(link);
-                tracing::warn!("incarnation {incarnation} of {:?} ended: {why}", shared.endpoint);
+                tracing::warn!(
+                    "incarnation {incarnation} of the store at {:?} ended: {why}",
+                    shared.endpoint
+                );
                 metrics::counter!("outboard_proxy_sessions_ended").increment(1);
             }
             Ok(Err(e)) => shared.away(&e.to_string()),
-            Err(_) => shared.away("it does not answer"),
+            Err(_) => shared.away("the store does not answer"),
         }
         shared.expire();
         tokio::select! {
@@ -75,13 +77,14 @@ async fn open(
     let (welcome, access, control) = channel::join(socket, &hello).await?;
     check_targets(shared, &welcome)?;
     let why_no_dma = match &welcome.memory {
-        MemoryAnswer::None(why) if wanted => {
-            Some(why.clone().unwrap_or_else(|| "the store gave no host memory and no reason".to_owned()))
-        }
+        MemoryAnswer::None(why) if wanted => Some(
+            why.clone()
+                .unwrap_or_else(|| "the store provides no host memory and states no reason".to_owned()),
+        ),
         _ => None,
     };
     if let Some(why) = &why_no_dma {
-        tracing::warn!("payload goes through the socket in this incarnation, which is slow: {why}");
+        tracing::warn!("the control socket carries all payload in this incarnation, which is slow: {why}");
     }
     shared.lock().why_no_dma = why_no_dma;
     let attached = match access.filter(|_| wanted) {
@@ -98,7 +101,7 @@ async fn open(
         region_cache: shared.tuning().region_cache,
         poll: shared.tuning().poll,
     };
-    // The host memory is new, so a fault of the old memory may be gone.
+    // The host memory is new, so DMA may work even if it failed with the old memory.
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
@@ -108,14 +111,15 @@ async fn open(
     }
     let driver = ChannelDriver::new(Arc::clone(&link), control, bell);
     tracing::info!(
-        "incarnation {incarnation} of {:?}: the store's attachment {}",
+        "incarnation {incarnation} of the store at {:?} began with attachment {}",
         shared.endpoint,
         welcome.attachment
     );
     Ok((link, driver, targets))
 }
 
-/// The host memory to request, if the engine can reach any over this socket.
+/// The host memory to request from the store; `None` if the attachment must use the control socket
+/// alone.
 fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     let reach = shared.engine.reach();
     let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;
@@ -132,7 +136,8 @@ struct HostRings {
 }
 
 /// Attaches the engine to host memory. If the network prevents this now, a later probe may still
-/// succeed, so the result is a ring with a failure. An invalid offer is an error.
+/// succeed, so the function returns the rings together with the failure. It returns an error for an
+/// invalid offer.
 async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings, ChannelError> {
     let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
     let outstanding = shared.options.outstanding.min(engine.queue_depth());
@@ -155,7 +160,7 @@ fn check_targets(shared: &Shared, welcome: &ChannelWelcome) -> Result<(), Channe
     match &shared.lock().targets {
         Some(known) if *known != welcome.targets => {
             shared.superseded.send_replace(true);
-            Err(ChannelError::Refused("the store came back with other targets; restart the osd".into()))
+            Err(ChannelError::Refused("the store returned with other targets; restart the osd".into()))
         }
         _ if welcome.targets.is_empty() => Err(ChannelError::Refused("the store has no targets".into())),
         _ => Ok(()),

@@ -72,7 +72,7 @@ fn check_ops(count: usize) -> Result<()> {
     if count <= MAX_OPS {
         return Ok(());
     }
-    let what = format!("a transaction of {count} ops, at most {MAX_OPS} are possible; split it");
+    let what = format!("a transaction has {count} ops, but the limit is {MAX_OPS}; split it");
     Err(StoreError::InvalidArgument(what))
 }
 
@@ -209,7 +209,9 @@ impl TransactionEncoder {
                 self.bytes(dst.as_bytes());
             }
             other => {
-                return Err(StoreError::InvalidArgument(format!("this channel has no op like {other:?}")));
+                return Err(StoreError::InvalidArgument(format!(
+                    "this version of the channel cannot encode the op {other:?}"
+                )));
             }
         }
         Ok(())
@@ -227,7 +229,9 @@ pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
         0 => false,
         1 => true,
         other => {
-            return Err(StoreError::InvalidArgument(format!("{other} says whether the reserve is used")));
+            return Err(StoreError::InvalidArgument(format!(
+                "the flag for the use of the reserve is {other}, not 0 or 1"
+            )));
         }
     };
     let count = input.count(1)?;
@@ -272,7 +276,8 @@ impl TransactionDecoder<'_> {
         Ok(self.control.split_to(len))
     }
 
-    /// Reads a number of items, each of which takes at least `least` bytes.
+    /// Reads the number of items in a list. Each item must occupy at least `least` bytes of the
+    /// remaining input.
     fn count(&mut self, least: usize) -> Result<usize> {
         let count = self.u32()? as usize;
         if count > self.control.len() / least { Err(truncated()) } else { Ok(count) }
@@ -416,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn every_op_survives_the_way() {
+    fn every_op_is_decoded_as_it_was_encoded() {
         for align in [1, 4096] {
             let encoded = encode(&every_op(), align, |s| Ok(s.0)).unwrap();
             assert!(encoded.data.iter().all(|(at, _)| at.is_multiple_of(align)));
@@ -427,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_the_reserve_is_used_is_a_zero_or_a_one() {
+    fn a_reserve_flag_other_than_0_or_1_is_refused() {
         let ordinary = Transaction { uses_reserve: false, ..every_op() };
         let encoded = encode(&ordinary, 1, |s| Ok(s.0)).unwrap();
         let data = data_section(&encoded);
@@ -438,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn more_ops_than_there_may_be_are_refused_on_both_sides() {
+    fn too_many_ops_are_refused_by_encoder_and_decoder() {
         let touch = Op::Touch { oid: ObjectId::new("a").unwrap() };
         let of = |count| Transaction { ops: vec![touch.clone(); count], ..every_op() };
         let most = encode(&of(MAX_OPS), 1, |s| Ok(s.0)).unwrap();
@@ -446,8 +451,8 @@ mod tests {
         let refused = encode(&of(MAX_OPS + 1), 1, |s| Ok(s.0)).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
         let mut more = most.control;
-        // The number of ops. It follows the collection's name, which has a length byte, and the
-        // byte about the reserve.
+        // The number of ops follows the collection's name (1 byte after 4 bytes of length) and the
+        // flag for the reserve.
         more[6..10].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
         let refused = decode(Bytes::from(more), &Bytes::new()).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
@@ -455,7 +460,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_encodings_never_panic(at: usize, value: u8, cut: usize) {
+        fn decoding_damaged_transactions_never_panics(at: usize, value: u8, cut: usize) {
             let encoded = encode(&every_op(), 1, |s| Ok(s.0)).unwrap();
             let data = data_section(&encoded);
             let mut control = encoded.control;
@@ -466,7 +471,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn decoding_arbitrary_bytes_never_panics(control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _ = decode(Bytes::from(control), &Bytes::from(data));
         }
     }

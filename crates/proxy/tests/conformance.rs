@@ -1,4 +1,4 @@
-//! `ProxyStore` is an `ObjectStore` like any other, on every path.
+//! Checks that `ProxyStore` behaves like every other `ObjectStore`, on every path of payload.
 
 mod common;
 
@@ -27,32 +27,32 @@ async fn like_the_model(path: Path) {
 }
 
 #[tokio::test]
-async fn every_case_by_dma() {
+async fn the_conformance_suite_passes_by_dma() {
     every_case(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn every_case_over_a_unix_socket() {
+async fn the_conformance_suite_passes_over_a_unix_socket() {
     every_case(Path::Unix).await;
 }
 
 #[tokio::test]
-async fn every_case_over_tcp() {
+async fn the_conformance_suite_passes_over_tcp() {
     every_case(Path::Tcp).await;
 }
 
 #[tokio::test]
-async fn random_operations_by_dma() {
+async fn random_operations_match_the_model_by_dma() {
     like_the_model(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn random_operations_over_a_socket() {
+async fn random_operations_match_the_model_over_a_socket() {
     like_the_model(Path::Unix).await;
 }
 
 #[tokio::test]
-async fn every_case_on_a_drive() {
+async fn the_conformance_suite_passes_on_a_drive() {
     let nodes: Mutex<Vec<(Node, tempfile::TempDir)>> = Mutex::default();
     let make = || async {
         let dir = tempfile::tempdir().unwrap();
@@ -65,16 +65,16 @@ async fn every_case_on_a_drive() {
 }
 
 #[tokio::test]
-async fn random_operations_on_a_drive() {
+async fn random_operations_match_the_model_on_a_drive() {
     let dir = tempfile::tempdir().unwrap();
     let node = node_of(Path::Dma, on_drive(&dir.path().join("target")), options()).await;
     random_operations(Arc::clone(&node.store), seed(), 800).await;
     node.store.umount().await.unwrap();
 }
 
-/// Whatever goes wrong on the way of the DMA changes nothing that is seen from outside.
+/// Faults of DMA do not change the results of operations.
 #[tokio::test]
-async fn random_operations_while_dma_fails() {
+async fn random_operations_match_the_model_while_dma_fails() {
     let faults = Faults::default();
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), watched(&faults)).await;
     for (n, text) in [

@@ -1,4 +1,5 @@
-//! Payload of every size, order between the two planes, and what is counted on the way.
+//! Tests of the data path: payload of all sizes, the order of calls on the rings and on the control
+//! socket, copies, and resources that are freed.
 
 mod common;
 
@@ -32,7 +33,7 @@ fn staged(stage: StageId, n: usize, len: usize) -> Op {
 async fn put(store: &Arc<dyn ObjectStore>, n: usize, payload: Payload) {
     let len = payload.len();
     if len == 0 {
-        // Nothing can be staged; the object is made all the same.
+        // Zero bytes cannot be staged. An empty inline write creates the object.
         let source = WriteSource::Inline(payload);
         return store
             .queue_transaction(transaction(Op::Write { oid: oid(n), offset: 0, source }))
@@ -65,17 +66,17 @@ async fn all_sizes(path: Path) {
 }
 
 #[tokio::test]
-async fn every_size_by_dma() {
+async fn payload_of_every_size_is_read_back_by_dma() {
     all_sizes(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn every_size_over_a_socket() {
+async fn payload_of_every_size_is_read_back_over_a_socket() {
     all_sizes(Path::Tcp).await;
 }
 
 #[tokio::test]
-async fn payload_inside_a_transaction_of_every_size() {
+async fn inline_payload_is_read_back_up_to_the_largest_request() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     for (n, size) in SIZES.into_iter().take(8).enumerate() {
@@ -94,7 +95,7 @@ async fn payload_inside_a_transaction_of_every_size() {
 }
 
 #[tokio::test]
-async fn a_transaction_takes_no_more_of_host_memory_than_its_payload() {
+async fn a_transaction_needs_no_more_host_memory_than_its_payload() {
     let mut small = options();
     small.memory.layout.data_len = 2 * MIB as u64;
     small.largest_request = 2 * MIB;
@@ -107,11 +108,11 @@ async fn a_transaction_takes_no_more_of_host_memory_than_its_payload() {
 }
 
 #[tokio::test]
-async fn ops_that_are_too_long_for_an_entry_go_with_the_payload() {
+async fn ops_that_are_too_long_for_an_entry_are_sent_with_the_payload() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     for len in [5000, MIB] {
-        // 100 bytes each, beside some payload.
+        // Each omap entry has about 100 bytes. The transaction also has payload.
         let entries: Vec<_> =
             (0..1000).map(|n| (Bytes::from(format!("key {n:092}")), Bytes::from("v"))).collect();
         let source = WriteSource::Inline(payload(2, len));
@@ -127,7 +128,7 @@ async fn ops_that_are_too_long_for_an_entry_go_with_the_payload() {
 }
 
 #[tokio::test]
-async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
+async fn payload_in_staging_buffers_is_transferred_without_a_copy() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     let pool = node.attachment.pool();
@@ -138,16 +139,16 @@ async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
     node.store.stage_write(stage, 0, Payload::compute(0, buffer.freeze())).await.unwrap();
     node.store.queue_transaction(transaction(staged(stage, 0, MIB))).await.unwrap();
     let written = node.attachment.engine().counters();
-    assert!(written.bytes - before.bytes >= MIB as u64, "every byte was moved by the engine");
+    assert!(written.bytes - before.bytes >= MIB as u64, "the engine moved every byte to the host");
 
     let dest = pool.alloc(MIB).await.unwrap();
     let at = dest.offset();
     let read = node.store.read(&cid(), &oid(0), 0, MIB as u64, Some(dest)).await.unwrap();
-    assert_eq!(pool.arena().offset_of(&read.data[0]), Some(at), "it landed where it was wanted");
+    assert_eq!(pool.arena().offset_of(&read.data[0]), Some(at), "the data is in the caller's buffer");
     assert_eq!(read.contiguous(), pattern(5, MIB));
     let fetched = node.attachment.engine().counters();
-    assert!(fetched.bytes - written.bytes >= MIB as u64, "and back");
-    assert!(fetched.bytes - before.bytes < 2 * MIB as u64 + 64 * 1024, "and nothing was moved twice");
+    assert!(fetched.bytes - written.bytes >= MIB as u64, "the engine moved every byte back");
+    assert!(fetched.bytes - before.bytes < 2 * MIB as u64 + 64 * 1024, "the engine moved no byte twice");
     assert_eq!(fetched.failed, 0);
 }
 
@@ -165,7 +166,7 @@ async fn reads_do_not_wait_for_staging_buffers() {
 }
 
 #[tokio::test]
-async fn many_at_once_in_little_memory() {
+async fn many_concurrent_requests_succeed_in_little_memory() {
     let mut small = options();
     small.memory.layout.data_len = 4 * MIB as u64;
     small.memory.layout.ring_len = 40 << 10;
@@ -198,7 +199,7 @@ async fn many_at_once_in_little_memory() {
 }
 
 #[tokio::test]
-async fn dropped_futures_undo_nothing_and_leak_nothing() {
+async fn dropped_futures_undo_no_change_and_leak_nothing() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     for n in 0..20 {
@@ -220,10 +221,14 @@ async fn dropped_futures_undo_nothing_and_leak_nothing() {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("left: {:?}, {:?}", node.server.status(), node.attachment.pool().free_bytes());
+    panic!(
+        "stages or buffers are left over: {:?}, {:?}",
+        node.server.status(),
+        node.attachment.pool().free_bytes()
+    );
 }
 
-/// An engine that does something to every chain, on a thread of its own, before it is carried out.
+/// An engine with a thread that calls a closure with every chain before the chain is performed.
 struct Meddling {
     engine: Arc<ShmEngine>,
     chains: mpsc::Sender<(QueueId, Chain)>,
@@ -286,7 +291,7 @@ impl DmaEngine for Meddling {
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
         assert!(
             chain.transfers.iter().all(|t| t.len <= self.max_transfer()),
-            "the engine's limit was asked for"
+            "transfers respect the engine's limit"
         );
         self.posted.fetch_add(1, Ordering::Relaxed);
         self.chains.send((queue, chain)).unwrap();
@@ -302,7 +307,7 @@ impl DmaEngine for Meddling {
 
 #[tokio::test]
 async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
-    // What goes over the socket is there first.
+    // The engine is slow, so calls on the control socket reach the host first.
     let slow = Meddling::start(|_| std::thread::sleep(Duration::from_millis(5)));
     let engine: Arc<dyn DmaEngine> = slow.clone();
     let options = AttachmentOptions { engine: Some(engine), ..options() };
@@ -322,7 +327,7 @@ async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
 }
 
 #[tokio::test]
-async fn two_targets_have_orders_of_their_own() {
+async fn two_targets_of_an_attachment_are_independent() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let targets =
@@ -343,7 +348,7 @@ async fn two_targets_have_orders_of_their_own() {
 }
 
 #[tokio::test]
-async fn threads_share_a_store_and_each_has_its_order() {
+async fn threads_can_share_a_store_and_the_calls_of_each_keep_their_order() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     let threads: Vec<_> = (0..4)
@@ -375,7 +380,7 @@ async fn threads_share_a_store_and_each_has_its_order() {
 }
 
 #[test]
-fn calls_fail_when_the_runtime_of_their_attachment_goes() {
+fn calls_fail_when_the_runtime_of_their_attachment_is_dropped() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let node = runtime.block_on(node(Path::Dma));
     let calls: Vec<_> = (0..10).map(|_| node.store.stat(&cid(), &oid(0))).collect();
@@ -399,14 +404,14 @@ async fn a_closed_attachment_fails_its_calls() {
     make_collection(&node.store).await;
     let stat = node.store.stat(&cid(), &oid(0));
     node.attachment.close();
-    // Whatever came first.
+    // The answer may arrive before or after the close.
     assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
     assert!(matches!(node.store.space().await, Err(StoreError::Disconnected(_))));
     assert!(!node.attachment.status().connected);
 }
 
 #[tokio::test]
-async fn a_stage_that_nobody_takes_is_released() {
+async fn a_stage_whose_caller_was_cancelled_is_released() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     let untaken = node.store.stage(1 << 20);
@@ -423,7 +428,7 @@ async fn a_stage_that_nobody_takes_is_released() {
 }
 
 #[tokio::test]
-async fn a_server_that_stops_frees_what_its_attachment_had_staged() {
+async fn a_server_frees_the_stages_of_its_attachment_when_it_stops() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     node.store.stage(1 << 20).await.unwrap();
@@ -432,7 +437,7 @@ async fn a_server_that_stops_frees_what_its_attachment_had_staged() {
     assert_eq!((behind.space().await.unwrap().staged, node.server.status().stages), (0, 0));
 }
 
-/// Numbers of the objects there are.
+/// The numbers of all existing objects.
 async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
     let (ids, more) = store.list(&cid(), None, usize::MAX).await.unwrap();
     assert!(!more);
@@ -441,7 +446,7 @@ async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
 }
 
 #[tokio::test]
-async fn what_an_ended_attachment_left_queued_comes_before_everything_of_the_next() {
+async fn calls_of_an_ended_attachment_precede_all_calls_of_the_next() {
     const EACH: usize = 64;
     let dir = tempfile::tempdir().unwrap();
     let mut node = node_of(Path::Dma, common::on_drive(&dir.path().join("target")), options()).await;
@@ -460,16 +465,22 @@ async fn what_an_ended_attachment_left_queued_comes_before_everything_of_the_nex
         left_over += node.server.status().leftover_calls;
         let found = objects(&node.store).await;
         let of_round = found.range(base..).count();
-        assert!(found.range(base..).copied().eq(base..base + of_round), "in order, none left out");
+        assert!(
+            found.range(base..).copied().eq(base..base + of_round),
+            "transactions were executed in order and without gaps"
+        );
         let mut acknowledged = 0;
         for done in queued {
             acknowledged += usize::from(done.await.is_ok());
         }
-        assert!(of_round >= acknowledged, "{of_round} of {acknowledged} acknowledged");
+        assert!(of_round >= acknowledged, "only {of_round} of {acknowledged} acknowledged objects exist");
         while node.server.status().leftover_calls > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        assert!(objects(&node.store).await == found, "something landed late");
+        assert!(
+            objects(&node.store).await == found,
+            "a transaction of the ended attachment was executed late"
+        );
         cut_off += usize::from(acknowledged < EACH);
     }
     assert!(cut_off > 0 && left_over > 0, "{cut_off} attachments cut off, {left_over} calls left over");

@@ -1,5 +1,7 @@
-//! DMA that fails, stalls, corrupts and loses doorbells, under load: the socket takes over at once, keeping what had
-//! arrived; nothing acknowledged is lost; memory that a late transfer may touch is in quarantine; a probe brings DMA back.
+//! Tests of DMA that fails, stalls, corrupts data and loses doorbells, under load. The control
+//! socket takes over at once, and data that had arrived is not sent again. No acknowledged change
+//! is lost. Memory that a late transfer may access is in quarantine. After a successful probe, DMA
+//! is used again.
 
 mod common;
 
@@ -27,24 +29,25 @@ async fn survives(text: &str, site: Site) -> Node {
 }
 
 #[tokio::test]
-async fn a_transfer_that_fails() {
+async fn a_failed_transfer_continues_over_the_socket_and_dma_recovers() {
     let node = survives("dma.transfer=fail,after=20,count=1", Site::DmaTransfer).await;
     assert!(node.attachment.status().offload.fallback_bytes > 0);
 }
 
 #[tokio::test]
-async fn a_transfer_that_stalls_and_completes_late() {
+async fn dma_recovers_from_a_transfer_that_completes_late() {
     survives("dma.transfer=stall,late=600ms,after=20,count=1", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_transfer_that_never_completes_is_ended_by_a_reset() {
+async fn a_reset_ends_a_transfer_that_never_completes() {
     survives("dma.transfer=stall,late=3600000ms,after=20,count=1", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_transfer_that_corrupts() {
-    // One alone may hit what nobody reads: the rest of the last cell of an entry.
+async fn corruption_by_transfers_is_detected_and_dma_recovers() {
+    // Corrupt three transfers, because one corruption may hit unused bytes at the end of an entry's
+    // last cell.
     survives("dma.transfer=corrupt,after=20,count=3", Site::DmaTransfer).await;
 }
 
@@ -58,7 +61,7 @@ async fn a_window_that_could_not_be_mapped_is_opened_again() {
     let node = faulty_node(Path::Dma, options).await;
     load(&node, 4, recovered(1)).await;
     assert_eq!(engine.bad_windows.load(Ordering::Relaxed), 0);
-    // More than the one failure only if the window was used once more.
+    // A second failure would show that the broken window was used again.
     is_whole(&node).await;
     let last = node.attachment.status().offload.health.last_failure.unwrap();
     assert!(last.contains("not registered"), "{last}");
@@ -66,12 +69,12 @@ async fn a_window_that_could_not_be_mapped_is_opened_again() {
 }
 
 #[tokio::test]
-async fn a_doorbell_that_does_not_reach_the_host() {
+async fn the_loss_of_a_doorbell_to_the_host_is_detected() {
     survives("dma.doorbell=drop,after=10,count=1", Site::DmaDoorbell).await;
 }
 
 #[tokio::test]
-async fn a_doorbell_that_does_not_reach_the_osd() {
+async fn the_loss_of_a_doorbell_to_the_osd_is_detected() {
     let (here, there) = (Faults::default(), Faults::default());
     let mut node = faulty(&here).await;
     let dir = tempfile::tempdir().unwrap();
@@ -98,7 +101,7 @@ async fn a_doorbell_that_does_not_reach_the_osd() {
 async fn segments_that_had_arrived_are_not_sent_again() {
     let faults = Faults::default();
     let node = faulty(&faults).await;
-    // One transaction of four segments, of which the third fails; nothing else moves payload.
+    // The third of the four segments of a transaction fails. No other call moves payload.
     put(&node.store, 0, 1, 10).await;
     let before = node.attachment.status().offload;
     assert_eq!((before.kept_bytes, before.fallback_bytes), (0, 0));
@@ -110,14 +113,15 @@ async fn segments_that_had_arrived_are_not_sent_again() {
     let after = node.attachment.status().offload;
     // Two segments of 2 MiB had arrived.
     assert_eq!(after.kept_bytes, 4 * MIB as u64);
-    assert_eq!(after.fallback_bytes, 4 * MIB as u64, "the rest, once");
+    assert_eq!(after.fallback_bytes, 4 * MIB as u64, "the rest is sent once");
     check(&node.store, 1, 7, len).await;
 
-    // The same the other way round.
+    // Check the same for a read.
     load(&node, 1, recovered(1)).await;
     let before = node.attachment.status().offload;
     faults.clear();
-    // The entry of the request, the fetch of the reply, then the data in segments.
+    // The transfers are the request's entry, the fetch of the reply, and then the segments of the
+    // data.
     faults.arm(fault("dma.transfer=fail,after=4,count=1")).unwrap();
     check(&node.store, 1, 7, len).await;
     assert_eq!(faults.fired(Site::DmaTransfer), 1);
@@ -127,20 +131,24 @@ async fn segments_that_had_arrived_are_not_sent_again() {
 }
 
 #[tokio::test]
-async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
+async fn a_late_transfer_never_writes_to_memory_with_a_new_owner() {
     let faults = Faults::default();
-    // Until the cool-down is over, the engine is not reset.
+    // The engine is not reset before the end of the cool-down.
     let options = AttachmentOptions { cool_down: Duration::from_secs(1), ..watched(&faults) };
     let node = faulty_node(Path::Dma, options).await;
-    // All payload queues get one stalled transfer each; the requests are answered long before those complete.
+    // Stall one transfer of each write. The requests are answered long before these transfers
+    // complete.
     faults.arm(fault("dma.transfer=stall,late=1500ms,count=3")).unwrap();
     let writes: Vec<_> = (0..3).map(|n| put(&node.store, n, n as u64, MIB)).collect();
     futures::future::join_all(writes).await;
     assert!(faults.fired(Site::DmaTransfer) >= 1);
     let status = node.attachment.status();
     assert!(status.offload.quarantined >= MIB, "{status:?}");
-    assert!(node.attachment.engine().counters().bytes < MIB as u64, "they have not completed");
-    // The rest of the memory is used all the while, by the socket.
+    assert!(
+        node.attachment.engine().counters().bytes < MIB as u64,
+        "the stalled transfers have not completed"
+    );
+    // Meanwhile, requests on the control socket use the rest of host memory.
     let operations = load(&node, 4, recovered(1)).await;
     assert!(operations > 10);
     is_whole(&node).await;
@@ -152,10 +160,10 @@ async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
 }
 
 #[tokio::test]
-async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
+async fn a_failed_probe_leaves_dma_unused_for_another_cool_down() {
     let faults = Faults::default();
     let node = faulty(&faults).await;
-    // Whatever is tried fails, three times.
+    // The next three transfers fail, including those of probes.
     faults.arm(fault("dma.transfer=fail,count=3")).unwrap();
     load(&node, 2, recovered(1)).await;
     let health = node.attachment.status().offload.health;
@@ -165,7 +173,7 @@ async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
 }
 
 #[tokio::test]
-async fn faults_of_every_kind_at_random() {
+async fn dma_recovers_from_random_faults_of_every_kind() {
     let faults = Faults::default();
     let node = faulty(&faults).await;
     for (seed, text) in [
@@ -192,7 +200,7 @@ async fn faults_of_every_kind_at_random() {
     is_whole(&node).await;
 }
 
-/// Descriptors and mappings of this process.
+/// Numbers of open descriptors and of memfd mappings of this process.
 fn held() -> (usize, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     (
@@ -202,11 +210,15 @@ fn held() -> (usize, usize) {
 }
 
 #[test]
-fn attachments_cut_off_in_mid_transfer_leak_nothing() {
-    // A process of its own, so that other tests' descriptors do not count.
+fn attachments_that_are_closed_during_transfers_leak_nothing() {
+    // Run this test in a process of its own, so that descriptors of other tests do not count.
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["attachments_cut_off_in_mid_transfer_leak_nothing", "--exact", "--test-threads=1"])
+            .args([
+                "attachments_that_are_closed_during_transfers_leak_nothing",
+                "--exact",
+                "--test-threads=1",
+            ])
             .env("OUTBOARD_TEST_ALONE", "1")
             .status()
             .unwrap();
@@ -245,12 +257,12 @@ fn attachments_cut_off_in_mid_transfer_leak_nothing() {
             faults.clear();
             put(&node.store, 1, 1, MIB).await;
             check(&node.store, 1, 1, MIB).await;
-            // The first rounds make what stays: the runtime's own descriptors.
+            // The first rounds create descriptors that stay open, such as those of the runtime.
             if round == 2 {
                 before = Some(held());
             }
         }
         tokio::time::sleep(Duration::from_millis(300)).await;
-        assert_eq!(Some(held()), before, "descriptors, mappings");
+        assert_eq!(Some(held()), before, "open descriptors and mappings");
     });
 }

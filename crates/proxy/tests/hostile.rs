@@ -1,4 +1,5 @@
-//! Peers that lie, and what it costs them: one request, or their attachment. The other side goes on.
+//! Tests of peers that violate the protocol. A violation fails one request of the peer or ends the
+//! peer's attachment. The other side continues to work.
 
 mod common;
 
@@ -29,7 +30,7 @@ fn hello() -> ChannelHello {
     ChannelHello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8 }
 }
 
-/// An osd that can write what it likes into host memory.
+/// An osd that can write arbitrary bytes into host memory.
 struct EvilOsd {
     control: ControlSocket,
     memory: Arc<Arena>,
@@ -41,11 +42,11 @@ struct EvilOsd {
 
 impl EvilOsd {
     async fn join(node: &Node) -> EvilOsd {
-        let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+        let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
             let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
-            // Refused as long as the attachment before has not ended.
+            // The server refuses this osd until the previous attachment has ended.
             if let Ok((_, Some(MemoryAccess::Descriptors(descriptors)), control)) =
                 channel::join(socket, &hello()).await
             {
@@ -54,7 +55,7 @@ impl EvilOsd {
                 let osd_doorbell = Doorbell::new(osd_doorbell).unwrap();
                 return EvilOsd { control, memory, host_doorbell, osd_doorbell, head: 0, taken: 0 };
             }
-            assert!(Instant::now() < deadline, "no attachment");
+            assert!(Instant::now() < deadline, "the server accepted no attachment in time");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -63,7 +64,8 @@ impl EvilOsd {
         Doorbell::ring(self.host_doorbell.as_fd(), count).unwrap();
     }
 
-    /// Puts an entry and rings; `change` has the last word on its bytes.
+    /// Puts an entry into the inbound ring and rings the doorbell. `change` can alter the entry's
+    /// bytes first.
     fn send(&mut self, header: EntryHeader, control: &[u8], change: impl FnOnce(&mut Vec<u8>)) {
         let mut bytes = EntryHeader { position: self.head, ..header }.seal(control);
         change(&mut bytes);
@@ -81,16 +83,19 @@ impl EvilOsd {
         frame
     }
 
-    /// Until the store hangs up.
+    /// Waits for the store's notice that an entry is invalid.
     async fn is_told_of_damage(&mut self, what: &str) {
         let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
         let told = tokio::time::timeout(Duration::from_secs(5), frame).await.expect(what).expect(what);
         assert_eq!((told.header.kind, told.header.id), (EntryKind::Reply, 0), "{what}");
     }
 
+    /// Waits until the store closes the connection.
     async fn hung_up_on(mut self) {
         let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
-        let gone = tokio::time::timeout(Duration::from_secs(5), frame).await.expect("the attachment goes on");
+        let gone = tokio::time::timeout(Duration::from_secs(5), frame)
+            .await
+            .expect("the attachment did not end in time");
         assert!(gone.is_err());
     }
 }
@@ -99,7 +104,8 @@ fn request(id: u64) -> EntryHeader {
     EntryHeader { reply_max: 1024, ..EntryHeader::new(EntryKind::Request, 0, id) }
 }
 
-/// Control data of a `Read` or a `StageWrite` of the range, as postcard puts it: the tag, then the fields.
+/// Control data of a `StageWrite` with its payload in this range. In postcard's encoding, the tag
+/// comes before the fields.
 fn stage_write_of_range(offset: u64, len: u64) -> Vec<u8> {
     let mut out = vec![1];
     for v in [1u64, 0, 0] {
@@ -120,7 +126,7 @@ fn varint(out: &mut Vec<u8>, mut v: u64) {
     out.push(v as u8);
 }
 
-/// After whatever happened, an honest osd is served.
+/// Checks that the server still serves a correct osd.
 async fn still_serves(node: &Node) {
     let deadline = Instant::now() + Duration::from_secs(5);
     while node.server.status().connected {
@@ -129,7 +135,7 @@ async fn still_serves(node: &Node) {
     }
     let attachment = Attachment::connect(node.endpoint.clone(), options()).await.unwrap();
     let store: Arc<dyn ObjectStore> = attachment.store(0);
-    // It may be there from before.
+    // The collection may already exist.
     let _ = store.queue_transaction(transaction(Op::CreateCollection)).await;
     let source = WriteSource::Inline(Payload::compute(0, pattern(1, 100_000)));
     store.queue_transaction(transaction(Op::Write { oid: oid(1), offset: 0, source })).await.unwrap();
@@ -139,7 +145,7 @@ async fn still_serves(node: &Node) {
     );
 }
 
-/// A node whose own attachment is closed, so that an evil one finds a place.
+/// A node whose own attachment is closed, so that a hostile osd can attach.
 async fn vacant() -> Node {
     let node = node(Path::Dma).await;
     node.attachment.close();
@@ -150,7 +156,7 @@ async fn vacant() -> Node {
 }
 
 #[tokio::test]
-async fn requests_that_make_no_sense_cost_that_request() {
+async fn an_invalid_request_fails_without_ending_the_attachment() {
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
     let data_end = LAYOUT.len() as u64;
@@ -165,15 +171,15 @@ async fn requests_that_make_no_sense_cost_that_request() {
         evil.send(request(id as u64 + 1), &stage_write_of_range(offset, len), |_| ());
         let reply = evil.reply().await;
         assert_eq!(reply.header.id, id as u64 + 1);
-        assert_eq!(reply.control[0], 1, "an error");
+        assert_eq!(reply.control[0], 1, "the reply is an error");
         assert!(String::from_utf8_lossy(&reply.control).contains("region"), "{:?}", reply.control);
     }
-    // An unknown call, and one that is cut off.
+    // Send an unknown call, a truncated call, and no call.
     for control in [&[200u8, 1, 2][..], &[1], &[]] {
         evil.send(request(9), control, |_| ());
         assert!(String::from_utf8_lossy(&evil.reply().await.control).contains("decoded"));
     }
-    assert_eq!(node.server.status().violations, 0, "the attachment went on all the time");
+    assert_eq!(node.server.status().violations, 0, "the attachment never ended");
     drop(evil);
     still_serves(&node).await;
 }
@@ -181,11 +187,11 @@ async fn requests_that_make_no_sense_cost_that_request() {
 type Lie = fn(&mut EvilOsd);
 
 #[tokio::test]
-async fn rings_that_make_no_sense_cost_the_attachment() {
+async fn an_impossible_doorbell_or_entry_ends_the_attachment() {
     let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
-        ("a target that is not there", |evil| {
+        ("a target that does not exist", |evil| {
             evil.send(EntryHeader { target: 7, ..request(1) }, b"x", |_| ())
         }),
         ("a reply instead of a request", |evil| {
@@ -204,13 +210,13 @@ async fn rings_that_make_no_sense_cost_the_attachment() {
 }
 
 #[tokio::test]
-async fn what_is_no_entry_ends_the_use_of_the_rings() {
+async fn an_invalid_entry_ends_the_use_of_the_rings() {
     let lies: [(&str, Lie); 5] = [
         ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
         ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
         ("an absurd length", |evil| evil.send(request(1), b"x", |bytes| bytes[12..16].fill(0xff))),
         ("a length beyond what was announced", |evil| evil.send(request(1), b"x", |bytes| bytes[16] = 200)),
-        ("an entry twice", |evil| {
+        ("an entry that is announced twice", |evil| {
             evil.send(request(1), b"x", |_| ());
             evil.ring(2 * CELL as u64);
         }),
@@ -220,7 +226,7 @@ async fn what_is_no_entry_ends_the_use_of_the_rings() {
         let mut evil = EvilOsd::join(&node).await;
         lie(&mut evil);
         evil.is_told_of_damage(what).await;
-        // Nothing is taken any more, however right it is.
+        // The host takes no further entry, not even a valid one.
         evil.send(request(2), b"x", |_| ());
         let frame = std::future::poll_fn(|cx| evil.control.poll_frame(cx));
         assert!(tokio::time::timeout(Duration::from_millis(50), frame).await.is_err(), "{what}");
@@ -233,10 +239,10 @@ async fn what_is_no_entry_ends_the_use_of_the_rings() {
 }
 
 #[tokio::test]
-async fn more_requests_than_agreed_cost_the_attachment() {
+async fn more_requests_than_agreed_end_the_attachment() {
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
-    // They wait for a transaction that never comes.
+    // These requests wait for a transaction that never arrives.
     for id in 1..=9 {
         evil.send(EntryHeader { after: 5, ..request(id) }, &[13], |_| ());
     }
@@ -246,7 +252,7 @@ async fn more_requests_than_agreed_cost_the_attachment() {
 }
 
 #[tokio::test]
-async fn a_transaction_that_comes_twice_costs_the_attachment_whatever_its_number() {
+async fn a_transaction_that_is_sent_twice_ends_the_attachment() {
     let node = vacant().await;
     for (n, after) in [5, u64::MAX].into_iter().enumerate() {
         let mut evil = EvilOsd::join(&node).await;
@@ -261,10 +267,10 @@ async fn a_transaction_that_comes_twice_costs_the_attachment_whatever_its_number
 }
 
 #[tokio::test]
-async fn a_store_holds_no_more_for_an_osd_than_its_share() {
+async fn a_store_limits_the_bytes_of_calls_that_it_holds_back() {
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
-    // Bytes to be staged after a transaction that never comes.
+    // Send stage writes that wait for a transaction that never arrives.
     let long = Bytes::from(vec![0; 16 << 20]);
     let mut sent = 0;
     let why = loop {
@@ -272,29 +278,32 @@ async fn a_store_holds_no_more_for_an_osd_than_its_share() {
         header.data_len = long.len() as u32;
         evil.control.push(header, &[1, 1, 0, 0, 0, 0], [long.clone()]);
         sent += 1;
-        assert!(sent < 64, "a GiB is held");
+        assert!(sent < 64, "the store holds back a GiB of calls");
         let flushed = std::future::poll_fn(|cx| evil.control.poll_flush(cx));
-        match tokio::time::timeout(Duration::from_secs(10), flushed).await.expect("it takes nothing more") {
+        match tokio::time::timeout(Duration::from_secs(10), flushed)
+            .await
+            .expect("the store neither takes data nor ends the attachment")
+        {
             Ok(()) => {}
             Err(e) => break e,
         }
     };
-    assert!(sent >= 16, "{sent} came through before: {why}");
+    assert!(sent >= 16, "the attachment ended after only {sent} calls: {why}");
     assert_eq!(node.server.status().violations, 1);
     drop(evil);
     still_serves(&node).await;
 }
 
 #[tokio::test]
-async fn garbage_on_the_socket_costs_the_connection() {
+async fn garbage_on_the_socket_ends_the_connection() {
     let node = vacant().await;
-    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
     for garbage in [vec![0u8; 64], vec![0xff; 5000], EntryHeader::new(EntryKind::Hello, 0, 0).seal(&[9; 40])]
     {
         let mut stream = UnixStream::connect(path).await.unwrap();
         tokio::io::AsyncWriteExt::write_all(&mut stream, &garbage).await.unwrap();
         let mut rest = Vec::new();
-        // Closed or reset; both end it.
+        // The connection may be closed or reset; ignore the result.
         let _ = tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut rest).await;
         assert!(rest.is_empty());
     }
@@ -310,47 +319,55 @@ async fn garbage_on_the_socket_costs_the_connection() {
     still_serves(&node).await;
 }
 
-/// Replies that nobody reads must not pile up in the store: it takes no more questions then, and goes on when they are read.
 #[tokio::test]
-async fn peers_that_say_no_hello_lose_their_places_to_others_oldest_first() {
+async fn the_oldest_peers_without_a_hello_lose_their_places_to_new_peers() {
     let node = vacant().await;
-    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
     let mut silent = Vec::new();
     for _ in 0..40 {
         silent.push(UnixStream::connect(path).await.unwrap());
     }
     let mut byte = [0];
     silent[0].readable().await.unwrap();
-    assert_eq!(silent[0].try_read(&mut byte).unwrap(), 0, "the first one is hung up on");
+    assert_eq!(silent[0].try_read(&mut byte).unwrap(), 0, "the server has closed the oldest connection");
     let last = silent[39].try_read(&mut byte).map_err(|e| e.kind());
-    assert_eq!(last, Err(std::io::ErrorKind::WouldBlock), "the last one has its place");
+    assert_eq!(last, Err(std::io::ErrorKind::WouldBlock), "the newest connection is open");
     drop(EvilOsd::join(&node).await);
     still_serves(&node).await;
 }
 
+/// A store must not collect replies that its peer does not read. It then takes no more requests,
+/// and continues when the peer reads the replies.
 #[tokio::test]
-async fn who_asks_and_does_not_read_has_to_wait() {
+async fn a_peer_that_reads_no_replies_cannot_send_more_requests() {
     const QUESTIONS: u64 = 10_000;
     const LEN: u64 = 64 << 10;
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
-    // `Get` of so many bytes of the data region.
+    // Control data of a `Get` of `LEN` bytes of the data region.
     let mut get = vec![9, 2];
     varint(&mut get, LAYOUT.data_offset() as u64);
     varint(&mut get, LEN);
     for id in 1..=QUESTIONS {
         evil.control.push(EntryHeader::new(EntryKind::Request, 0, id), &get, []);
     }
-    // The sockets' own buffers have room for but a part of them.
+    // The sockets' buffers have room for only a part of the requests.
     let asked = std::future::poll_fn(|cx| evil.control.poll_flush(cx));
     let taken = tokio::time::timeout(Duration::from_millis(500), asked).await;
-    assert!(taken.is_err(), "the store has taken all, with {} MiB of replies", (QUESTIONS * LEN) >> 20);
+    assert!(
+        taken.is_err(),
+        "the store has taken all requests and holds {} MiB of replies",
+        (QUESTIONS * LEN) >> 20
+    );
     for id in 1..=QUESTIONS {
         let reply = std::future::poll_fn(|cx| {
             drop(evil.control.poll_flush(cx));
             evil.control.poll_frame(cx)
         });
-        let reply = tokio::time::timeout(Duration::from_secs(5), reply).await.expect("it goes on").unwrap();
+        let reply = tokio::time::timeout(Duration::from_secs(5), reply)
+            .await
+            .expect("the store sent no further reply")
+            .unwrap();
         assert_eq!((reply.header.id, reply.data.len() as u64), (id, LEN));
     }
     assert_eq!((evil.control.unsent(), node.server.status().violations), (0, 0));
@@ -358,12 +375,13 @@ async fn who_asks_and_does_not_read_has_to_wait() {
     still_serves(&node).await;
 }
 
-/// A store that welcomes one osd with this memory; gives what it needs to lie on.
+/// A hostile store that welcomes one osd with this memory. Returns the control socket and the osd's
+/// doorbell, for further violations.
 async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (ControlSocket, OwnedFd) {
     evil_store_with(listener, memory, Doorbell::create().unwrap()).await
 }
 
-/// Also with this as the host's doorbell.
+/// Like [`evil_store`], with this descriptor as the host's doorbell.
 async fn evil_store_with(
     listener: &UnixListener,
     memory: OwnedFd,
@@ -385,7 +403,7 @@ async fn evil_store_with(
 }
 
 #[tokio::test]
-async fn memory_that_is_not_what_was_agreed_is_refused() {
+async fn memory_without_seals_or_of_another_length_is_refused() {
     let options = AttachmentOptions { wait_for_store: Duration::from_millis(400), ..options() };
     let len = options.memory.layout.len() as u64;
     let memfd = |len: u64, seals: SealFlags| {
@@ -405,7 +423,7 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
         let listener = UnixListener::bind(&at).unwrap();
-        // The same lie at every attempt.
+        // Send the same invalid memory at each attempt to attach.
         let store = async {
             loop {
                 drop(evil_store(&listener, memfd(len, seals)).await);
@@ -413,13 +431,13 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
         };
         let refused = tokio::select! {
             refused = Attachment::connect(StoreEndpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
-            () = store => unreachable!("it never ends"),
+            () = store => unreachable!("the hostile store never stops"),
         };
         assert!(refused.contains(why), "{refused}");
     }
 }
 
-/// Whoever rings it would be held up for good.
+/// A write to this doorbell would block for ever.
 #[tokio::test]
 async fn a_doorbell_that_is_a_full_pipe_is_refused() {
     let options = AttachmentOptions { wait_for_store: Duration::from_millis(400), ..options() };
@@ -432,7 +450,7 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
     while rustix::io::write(&pipe, &[0; 4096]).is_ok() {}
     rustix::fs::fcntl_setfl(&pipe, rustix::fs::OFlags::empty()).unwrap();
     let listener = UnixListener::bind(&at).unwrap();
-    // The same lie at every attempt.
+    // Send the same invalid doorbell at each attempt to attach.
     let store = async {
         loop {
             drop(evil_store_with(&listener, fd.try_clone().unwrap(), pipe.try_clone().unwrap()).await);
@@ -440,19 +458,19 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
     };
     let refused = tokio::select! {
         refused = Attachment::connect(StoreEndpoint::Unix(at), options) => refused.err().unwrap().to_string(),
-        () = store => unreachable!("it never ends"),
+        () = store => unreachable!("the hostile store never stops"),
     };
     assert!(refused.contains("must be an eventfd"), "{refused}");
 }
 
 #[tokio::test]
-async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
+async fn a_protocol_violation_by_the_store_fails_calls_as_disconnected() {
     type Lie = fn(&Arena, &OwnedFd, MemoryLayout);
     let lies: [Lie; 3] = [
         |_, bell, _| Doorbell::ring(bell.as_fd(), 1 << 40).unwrap(),
         |_, bell, _| Doorbell::ring(bell.as_fd(), CELL as u64).unwrap(),
         |memory, bell, layout| {
-            // An answer to a question that nobody asked.
+            // A reply to a request that was never sent.
             let bytes = EntryHeader::new(EntryKind::Reply, 0, 77).seal(b"x");
             layout.outbox().write(memory, 0, &[&bytes]);
             Doorbell::ring(bell.as_fd(), footprint(bytes.len()) as u64).unwrap();
@@ -460,7 +478,7 @@ async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
     ];
     let options = AttachmentOptions {
         wait_for_store: Duration::from_millis(400),
-        // It does not answer the question how far it has come either.
+        // The hostile store does not report its ring positions either.
         overdue: Duration::from_millis(10),
         ..options()
     };
@@ -485,7 +503,7 @@ async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
     }
 }
 
-/// A store without memory that answers whatever it is asked with this.
+/// A store without host memory that sends the same answer to every request.
 async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
     let listener = UnixListener::bind(at).unwrap();
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
@@ -508,10 +526,10 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
 }
 
 #[tokio::test]
-async fn an_answer_of_another_kind_is_never_taken_for_success() {
+async fn an_answer_of_the_wrong_kind_is_never_taken_for_success() {
     let options =
         AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
-    // A new stage, bytes, and damage where nothing can have been damaged.
+    // The answers: a new stage, the bytes of a query, and damage although DMA carried nothing.
     for (answer, ends_attachment) in [(&[0u8, 1, 5][..], false), (&[0, 3, 1, 0], false), (&[0, 6], true)] {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
@@ -544,24 +562,24 @@ async fn an_answer_of_another_kind_is_never_taken_for_success() {
     }
 }
 
-/// `osd` comes to its end, whether the hostile store goes on or not.
+/// Waits for the end of `osd`, even if the hostile store ends earlier.
 async fn ends_beside(store: impl Future<Output = ()>, osd: impl Future<Output = ()>) {
     tokio::select! {
         () = osd => {}
         () = async { store.await; std::future::pending().await } => {}
-        () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
+        () = tokio::time::sleep(Duration::from_secs(20)) => panic!("the calls of the osd did not end"),
     }
 }
 
 #[tokio::test]
-async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
+async fn reads_with_false_answers_end_and_fail_as_disconnected() {
     let options =
         AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
-    // More data than announced, and a piece that is never the one asked for.
+    // The store sends more data than announced, or a piece of data that was not requested.
     for (len, sent, ends_attachment) in [(10, 8192, true), (4096, 4096, false)] {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
-        // Ok, the third answer; and no checksums.
+        // The encoding of `Ok`, then of the third variant (`Read`), with no checksums.
         let mut answer = vec![0, 2];
         [0, len, 0, 1 << 20].into_iter().for_each(|n| varint(&mut answer, n));
         let evil = false_answers(&at, &answer, pattern(1, sent));
@@ -586,7 +604,7 @@ async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
 }
 
 #[tokio::test]
-async fn data_that_changes_on_the_way_is_found_by_its_reader() {
+async fn the_reader_detects_data_that_does_not_match_its_checksums() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     let mut damaged = pattern(3, 8192).to_vec();

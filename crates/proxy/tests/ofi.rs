@@ -1,6 +1,8 @@
-//! Attachments whose engine is `ofi`, over `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1`: they do what other attachments do, on one machine and with nothing but the network
-//! between osd and store; a failure costs an offer; who cannot have memory is told why.
+//! Tests of attachments whose engine is `ofi`. They run over `tcp` on the loopback interface,
+//! unless `OUTBOARD_TEST_FABRIC` names another provider and address, e.g. `verbs@192.0.2.1`. These
+//! attachments behave like other attachments, on one machine and with only the network between osd
+//! and store. After a failure, the store makes a new offer. If a store cannot offer memory, the osd
+//! learns the reason.
 
 mod common;
 
@@ -26,7 +28,7 @@ use store::{MemStore, ObjectStore};
 
 const PATHS: [Path; 2] = [Path::Ofi, Path::OfiTcp];
 
-/// Over a network that the processors of this machine play, transfers take their time.
+/// Options with longer time limits, because transfers over an emulated network are slow.
 fn patient(faults: &Faults) -> AttachmentOptions {
     AttachmentOptions { overdue: Duration::from_millis(600), ..watched(faults) }
 }
@@ -46,17 +48,17 @@ async fn every_case(path: Path) {
 }
 
 #[tokio::test]
-async fn every_case_beside_a_unix_socket() {
+async fn the_conformance_suite_passes_with_a_unix_socket() {
     every_case(Path::Ofi).await;
 }
 
 #[tokio::test]
-async fn every_case_beside_tcp() {
+async fn the_conformance_suite_passes_with_a_tcp_socket() {
     every_case(Path::OfiTcp).await;
 }
 
 #[tokio::test]
-async fn random_operations_beside_either_socket() {
+async fn random_operations_match_the_model_with_either_socket() {
     if !has_fabric() {
         return;
     }
@@ -69,7 +71,7 @@ async fn random_operations_beside_either_socket() {
     }
 }
 
-/// Twice each, on both kinds of sockets.
+/// Injects a fault and checks the recovery, with both kinds of control socket.
 async fn goes_wrong(text: &str, site: Site) {
     if !has_fabric() {
         return;
@@ -80,32 +82,32 @@ async fn goes_wrong(text: &str, site: Site) {
 }
 
 #[tokio::test]
-async fn a_transfer_that_fails() {
+async fn dma_recovers_from_a_failed_transfer() {
     goes_wrong("dma.transfer=fail,after=20,count=1", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_transfer_that_stalls_and_completes_late() {
+async fn dma_recovers_from_a_transfer_that_completes_late() {
     goes_wrong("dma.transfer=stall,late=1500ms,after=20,count=1", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_transfer_that_never_completes() {
+async fn dma_recovers_from_a_transfer_that_never_completes() {
     goes_wrong("dma.transfer=stall,late=3600000ms,after=20,count=1", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_transfer_that_corrupts() {
+async fn corruption_by_transfers_is_detected_and_dma_recovers() {
     goes_wrong("dma.transfer=corrupt,after=20,count=3", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
-async fn a_doorbell_that_does_not_reach_the_host() {
+async fn the_loss_of_a_doorbell_to_the_host_is_detected() {
     goes_wrong("dma.doorbell=drop,after=10,count=1", Site::DmaDoorbell).await;
 }
 
 #[tokio::test]
-async fn a_device_of_the_stores_that_fails_is_opened_anew_in_the_same_attachment() {
+async fn a_failed_device_of_the_store_is_opened_again_in_the_same_attachment() {
     if !has_fabric() {
         return;
     }
@@ -123,7 +125,7 @@ async fn a_device_of_the_stores_that_fails_is_opened_anew_in_the_same_attachment
 }
 
 #[tokio::test]
-async fn an_engine_that_is_reset_under_load() {
+async fn dma_recovers_from_a_reset_of_the_engine_under_load() {
     if !has_fabric() {
         return;
     }
@@ -131,7 +133,8 @@ async fn an_engine_that_is_reset_under_load() {
         let node = faulty_node(path, patient(&Faults::default())).await;
         for times in 1..=2 {
             let working = load(&node, 4, recovered(times));
-            // A reset that finds nothing under way costs a connection, and nobody notices.
+            // A reset without transfers in progress only closes the connections, which is not a
+            // failure.
             let reset = async {
                 while node.attachment.status().offload.health.failures < times {
                     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -145,7 +148,7 @@ async fn an_engine_that_is_reset_under_load() {
 }
 
 #[tokio::test]
-async fn faults_of_every_kind_at_random() {
+async fn dma_recovers_from_random_faults_of_every_kind() {
     if !has_fabric() {
         return;
     }
@@ -171,7 +174,7 @@ async fn faults_of_every_kind_at_random() {
     is_whole(&node).await;
 }
 
-/// An attachment of an osd that wants `ofi`, with a store that has these options.
+/// Starts a store with these options and attaches an osd to it.
 async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, Server, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
@@ -182,7 +185,7 @@ async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, 
 }
 
 #[tokio::test]
-async fn without_an_offer_the_socket_serves_and_the_status_says_why() {
+async fn without_an_offer_the_socket_carries_all_and_the_status_says_why() {
     if !has_fabric() {
         return;
     }
@@ -211,9 +214,9 @@ async fn without_an_offer_the_socket_serves_and_the_status_says_why() {
 }
 
 #[tokio::test]
-async fn a_store_that_offers_serves_engines_on_its_machine_as_well() {
+async fn a_store_that_makes_offers_also_serves_engines_on_its_machine() {
     let (attachment, server, dir) = joined(offering(), options()).await;
-    assert!(attachment.status().by_dma, "descriptors");
+    assert!(attachment.status().by_dma, "host memory through descriptors");
     drop(attachment);
     while server.status().connected {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -221,11 +224,11 @@ async fn a_store_that_offers_serves_engines_on_its_machine_as_well() {
     if has_fabric() {
         let attachment =
             Attachment::connect(StoreEndpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
-        assert!(attachment.status().by_dma, "an offer");
+        assert!(attachment.status().by_dma, "host memory through an offer");
     }
 }
 
-/// Descriptors and mappings of this process, and its threads.
+/// Numbers of open descriptors, of memfd mappings and of threads of this process.
 fn held() -> (usize, usize, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let count = |at: &str| std::fs::read_dir(at).unwrap().count();
@@ -233,11 +236,16 @@ fn held() -> (usize, usize, usize) {
 }
 
 #[test]
-fn attachments_leave_nothing_behind() {
-    // A process of its own, so that other tests' descriptors do not count.
+fn ended_attachments_leave_no_descriptors_mappings_or_threads() {
+    // Run this test in a process of its own, so that descriptors of other tests do not count.
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["attachments_leave_nothing_behind", "--exact", "--test-threads=1", "--nocapture"])
+            .args([
+                "ended_attachments_leave_no_descriptors_mappings_or_threads",
+                "--exact",
+                "--test-threads=1",
+                "--nocapture",
+            ])
             .env("OUTBOARD_TEST_ALONE", "1")
             .status()
             .unwrap();
@@ -263,7 +271,7 @@ fn attachments_leave_nothing_behind() {
             let options = by_ofi(patient(&faults));
             node.attachment = Attachment::connect(node.endpoint.clone(), options).await.unwrap();
             node.store = node.attachment.store(0);
-            // The first rounds make what stays: the runtime's and libfabric's own.
+            // The first rounds create resources that stay, those of the runtime and of libfabric.
             if round == 2 {
                 tokio::time::sleep(Duration::from_millis(300)).await;
                 before = Some(held());
@@ -271,14 +279,18 @@ fn attachments_leave_nothing_behind() {
         }
         let deadline = Instant::now() + Duration::from_secs(5);
         while Some(held()) != before {
-            assert!(Instant::now() < deadline, "descriptors, mappings, threads: {before:?}, {:?}", held());
+            assert!(
+                Instant::now() < deadline,
+                "descriptors, mappings and threads were {before:?}, are {:?}",
+                held()
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     });
 }
 
 #[tokio::test]
-async fn a_network_that_comes_late_is_used_when_it_is_there() {
+async fn a_network_that_is_down_at_first_is_used_once_it_works() {
     if !has_fabric() {
         return;
     }
@@ -298,7 +310,7 @@ async fn a_network_that_comes_late_is_used_when_it_is_there() {
         }
     });
     futures::future::join_all(tasks).await;
-    assert_eq!(attachment.engine().counters().bytes, 0, "the socket serves");
+    assert_eq!(attachment.engine().counters().bytes, 0, "the control socket carries everything");
     let deadline = Instant::now() + Duration::from_secs(10);
     while attachment.status().offload.health.state != HealthState::Active {
         assert!(Instant::now() < deadline, "{:?}", attachment.status());
@@ -308,6 +320,6 @@ async fn a_network_that_comes_late_is_used_when_it_is_there() {
     let before = attachment.engine().counters().bytes;
     put(&store, 9, 9, MIB).await;
     check(&store, 9, 9, MIB).await;
-    assert!(attachment.engine().counters().bytes >= before + 2 * MIB as u64, "by DMA");
+    assert!(attachment.engine().counters().bytes >= before + 2 * MIB as u64, "DMA carries the payload");
     assert_eq!((attachment.status().incarnations, server.status().violations), (1, 0));
 }

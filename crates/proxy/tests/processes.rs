@@ -1,4 +1,5 @@
-//! Real processes that are killed: the store's, and the osd's. What they held is free afterwards.
+//! Tests that kill real processes of the store and the osd, and check that their resources are
+//! freed.
 
 mod common;
 
@@ -45,7 +46,7 @@ impl Process {
         Process(child)
     }
 
-    /// SIGKILL, and waits until it is gone.
+    /// Kills the process with SIGKILL and waits for its end.
     fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -63,7 +64,7 @@ impl Drop for Process {
     }
 }
 
-/// Not a test by itself: what a [`Process`] does.
+/// Not a test: the code that a [`Process`] runs. Without a role, it does nothing.
 #[test]
 fn child_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -90,7 +91,7 @@ fn child_process() {
             let stage = store.stage(8 << 20).await.unwrap();
             store.stage_write(stage, 0, payload(1, 1 << 20)).await.unwrap();
             ready();
-            // Killed in the middle of this.
+            // The parent kills this process during the writes.
             loop {
                 let writes = (0..8).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20)));
                 for write in writes.collect::<Vec<_>>() {
@@ -102,12 +103,12 @@ fn child_process() {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "the parent waits for it")]
+#[expect(clippy::print_stdout, reason = "the parent waits for this line")]
 fn ready() {
     println!("READY");
 }
 
-/// Descriptors and mappings of this process that belong to channels.
+/// Numbers of descriptors and of mappings of this process that belong to channels.
 fn held() -> (usize, usize) {
     let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
     let fds = links
@@ -134,12 +135,12 @@ fn write(n: usize, len: usize) -> Op {
 }
 
 #[test]
-fn a_killed_store_comes_back() {
+fn an_attachment_continues_after_its_store_was_killed() {
     alone(comes_back(options()));
 }
 
 #[test]
-fn a_killed_store_comes_back_and_offers_its_memory_anew() {
+fn an_attachment_by_ofi_continues_after_its_store_was_killed() {
     if has_fabric() {
         alone(async { comes_back(by_ofi(options())).await });
     }
@@ -157,13 +158,14 @@ async fn comes_back(osd: AttachmentOptions) {
         maps.contains("outboard-host") && !maps.contains("outboard-dpu"),
         "the store maps host memory only"
     );
-    // Opens the first window of host memory, as the last write will.
+    // Open the first window of host memory before counting, because the last write opens it as
+    // well.
     store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
     let before = held();
     let mut stage = StageId(0);
     for round in 1..=3u64 {
         stage = store.stage(4 << 20).await.unwrap();
-        // Plenty under way when it dies.
+        // Many calls are in progress when the store is killed.
         let writes: Vec<_> =
             (0..64).map(|n| store.queue_transaction(transaction(write(n, 300_000)))).collect();
         let staged: Vec<_> = (0..4).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20))).collect();
@@ -179,7 +181,7 @@ async fn comes_back(osd: AttachmentOptions) {
             let _ = write.await;
         }
         assert!(lost > 0, "the kill came too late to hit anything");
-        // Called while nobody is there; carried out by the next process.
+        // These calls are made while no store is running. The next process executes them.
         until("the loss was not noticed", || !attachment.status().connected).await;
         let collection = store.queue_transaction(transaction(Op::CreateCollection));
         let listing = store.collections();
@@ -202,7 +204,7 @@ async fn comes_back(osd: AttachmentOptions) {
 }
 
 #[test]
-fn reads_are_repeated_and_calls_wait_only_so_long() {
+fn reads_are_repeated_and_waiting_calls_fail_after_a_time_limit() {
     alone(async {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
@@ -212,7 +214,8 @@ fn reads_are_repeated_and_calls_wait_only_so_long() {
         let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
         process.kill();
-        // Sent to the dead process, answered by the next one, which is empty.
+        // These calls are sent to the dead process. The next process, whose store is empty, answers
+        // them.
         let stat = store.stat(&cid(), &oid(0));
         let read = store.read(&cid(), &oid(0), 0, 100_000, None);
         process = Process::start("store", &socket);
@@ -227,7 +230,7 @@ fn reads_are_repeated_and_calls_wait_only_so_long() {
 }
 
 #[test]
-fn a_killed_osd_leaves_nothing_behind() {
+fn the_resources_of_a_killed_osd_are_freed() {
     alone(async {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
@@ -240,11 +243,14 @@ fn a_killed_osd_leaves_nothing_behind() {
             let mut osd = Process::start("osd", &socket);
             assert_eq!(server.status().stages, 1);
             assert!(store.space().await.unwrap().staged > 0);
-            assert_ne!(held(), before, "host memory is there while the attachment lasts");
+            assert_ne!(held(), before, "host memory exists during the attachment");
             std::thread::sleep(Duration::from_millis(20));
             osd.kill();
             until("the attachment did not end", || !server.status().connected).await;
-            until("stages are left", || server.status().stages + server.status().leftover_calls == 0).await;
+            until("stages or calls are left over", || {
+                server.status().stages + server.status().leftover_calls == 0
+            })
+            .await;
             assert_eq!(store.space().await.unwrap().staged, 0, "the store has its space back");
             until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || {
                 held() == before
@@ -257,7 +263,7 @@ fn a_killed_osd_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_second_osd_is_refused_while_the_first_is_there() {
+fn a_second_osd_is_refused_while_the_first_is_attached() {
     alone(async {
         let node = common::node(common::Path::Dma).await;
         let options = AttachmentOptions { wait_for_store: Duration::from_millis(300), ..options() };
@@ -270,12 +276,12 @@ fn a_second_osd_is_refused_while_the_first_is_there() {
 }
 
 #[test]
-fn an_idle_attachment_wakes_nobody() {
+fn an_idle_attachment_wakes_no_thread() {
     alone(idles(common::Path::Dma));
 }
 
 #[test]
-fn an_idle_attachment_by_ofi_wakes_nobody() {
+fn an_idle_attachment_by_ofi_wakes_no_thread() {
     if has_fabric() {
         alone(idles(common::Path::OfiTcp));
     }
@@ -293,16 +299,16 @@ async fn idles(path: common::Path) {
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!(switches(), before, "wake-ups of chan and dma threads");
     node.store.space().await.unwrap();
-    assert_ne!(switches(), before, "and they are counted");
+    assert_ne!(switches(), before, "the wake-ups of a call are counted");
 }
 
 #[test]
-fn what_was_acknowledged_survives_a_killed_store() {
+fn acknowledged_writes_survive_the_kill_of_the_store() {
     alone(survives_kills(options()));
 }
 
 #[test]
-fn what_was_acknowledged_by_ofi_survives_a_killed_store() {
+fn acknowledged_writes_by_ofi_survive_the_kill_of_the_store() {
     if has_fabric() {
         alone(async { survives_kills(by_ofi(options())).await });
     }
@@ -328,7 +334,7 @@ async fn survives_kills(osd: AttachmentOptions) {
             })
         });
         let writes: Vec<_> = writes.collect();
-        // Some are through, some are not.
+        // Some writes are acknowledged before the kill, and others are not.
         let mut writes = writes.into_iter();
         for write in writes.by_ref().take(4) {
             acknowledged.extend(write.await.unwrap());
@@ -354,14 +360,14 @@ async fn survives_kills(osd: AttachmentOptions) {
 }
 
 #[test]
-fn threads_end_with_their_owners() {
+fn threads_end_when_their_attachment_and_server_are_dropped() {
     alone(async {
         let threads = || {
             let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
             let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
             names.filter(|name| name.starts_with("dma-") || name.starts_with("chan-")).count()
         };
-        // Those of the test before may just be ending.
+        // Threads of the previous test may still be ending.
         until("a thread of another test is left", || threads() == 0).await;
         let node = common::node(common::Path::Dma).await;
         make_collection(&node.store).await;
@@ -372,7 +378,7 @@ fn threads_end_with_their_owners() {
 }
 
 #[test]
-fn what_was_computed_before_a_loss_is_not_applied_after_it() {
+fn a_transaction_of_an_ended_incarnation_is_never_applied() {
     alone(async {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
@@ -385,7 +391,7 @@ fn what_was_computed_before_a_loss_is_not_applied_after_it() {
         process.kill();
         until("the loss was not noticed", || !attachment.status().connected).await;
         let second = store.incarnation();
-        assert_ne!(first, second, "it changes before anything is queued in the new incarnation");
+        assert_ne!(first, second, "the incarnation changes before a call is queued in it");
         let stale = store.queue_transaction_in(first, transaction(write(2, 10)));
         let fresh = store.queue_transaction_in(second, transaction(write(3, 10)));
         process = Process::start("drive", &socket);

@@ -1,4 +1,5 @@
-//! Stripes through the channel are what they are without it, on every path, whatever goes wrong on the way.
+//! Checks that writes of stripes through the channel have the same results as direct writes, on
+//! every path of payload and during faults of DMA.
 
 mod common;
 
@@ -15,7 +16,7 @@ use store::conformance::{Striped, seed};
 use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
 
-/// As fast as this machine computes.
+/// An accelerator that is as fast as this machine computes.
 fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
     let options = AcceleratorOptions::new(EngineRate::paper(1e12));
     accelerator::start(AcceleratorOptions { faults: faults.clone(), ..options }).unwrap()
@@ -33,7 +34,7 @@ async fn striped(path: Path, options: AttachmentOptions, faults: &Faults) -> (No
 }
 
 #[tokio::test]
-async fn by_dma_and_by_sockets() {
+async fn stripe_writes_are_correct_by_dma_and_over_sockets() {
     for path in [Path::Dma, Path::Unix, Path::Tcp] {
         let (node, striped) = striped(path, options(), &Faults::default()).await;
         striped.run(seed()).await;
@@ -43,7 +44,7 @@ async fn by_dma_and_by_sockets() {
 }
 
 #[tokio::test]
-async fn by_libfabric() {
+async fn stripe_writes_are_correct_over_libfabric() {
     if has_fabric() {
         let (node, striped) = striped(Path::Ofi, options(), &Faults::default()).await;
         striped.run(seed()).await;
@@ -52,7 +53,7 @@ async fn by_libfabric() {
 }
 
 #[tokio::test]
-async fn while_dma_fails() {
+async fn stripe_writes_are_correct_while_dma_fails() {
     let mut fired = 0;
     for kind in ["fail", "corrupt", "stall,late=30ms"] {
         let faults = Faults::default();
@@ -71,7 +72,7 @@ async fn while_dma_fails() {
 }
 
 #[tokio::test]
-async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
+async fn a_failed_or_missing_accelerator_is_reported_as_a_coding_error() {
     let faults = Faults::default();
     let (_node, striped) = striped(Path::Dma, options(), &faults).await;
     faults.arm(fault("ec.offload=fail,count=1")).unwrap();
@@ -101,7 +102,7 @@ async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
 }
 
 #[tokio::test]
-async fn the_host_says_how_busy_it_is() {
+async fn the_host_reports_its_processor_load() {
     let (_node, striped) = striped(Path::Dma, options(), &Faults::default()).await;
     let host = striped.stripes.host_reading().await.unwrap();
     assert!(host.reading.all >= host.reading.busy && host.reading.busy > Duration::ZERO);

@@ -1,4 +1,5 @@
-//! Calls that wait, for credit, for a range, for one another, with little of everything: they wait in no circle.
+//! Tests in which calls wait for ring credit, for ranges of host memory and for one another, with
+//! few of these resources. No deadlock may occur.
 
 mod common;
 
@@ -37,9 +38,9 @@ async fn soon<T>(what: &str, of: impl Future<Output = T>) -> T {
 }
 
 #[tokio::test]
-async fn queries_take_no_place_of_the_transaction_that_they_follow() {
+async fn queries_do_not_block_the_transaction_that_they_follow() {
     let node = narrow(Path::Unix, options()).await;
-    // The second one has its number, and waits for the first one's place.
+    // The second transaction already has its number, but waits for the range of the first.
     let writes: Vec<_> = (0..2).map(|n| node.store.queue_transaction(write(n, 3 * MIB))).collect();
     let stats: Vec<_> = (0..300).map(|_| node.store.stat(&cid(), &oid(1))).collect();
     for write in soon("transactions wait", join_all(writes)).await {
@@ -51,10 +52,10 @@ async fn queries_take_no_place_of_the_transaction_that_they_follow() {
 }
 
 #[tokio::test]
-async fn a_stage_write_takes_no_place_of_a_transaction_on_its_way() {
+async fn a_stage_write_and_an_earlier_transaction_do_not_deadlock() {
     let node = narrow(Path::Dma, AttachmentOptions { outstanding: 1, ..options() }).await;
     let stage = node.store.stage(4096).await.unwrap();
-    // Its payload goes first, so that the short write is posted before it.
+    // The transaction's payload is sent first, so the short write is posted before the transaction.
     let long = node.store.queue_transaction(write(0, MIB));
     let short = node.store.stage_write(stage, 0, payload(1, 4096));
     soon("the stage write waits", short).await.unwrap();
@@ -64,7 +65,7 @@ async fn a_stage_write_takes_no_place_of_a_transaction_on_its_way() {
 }
 
 #[tokio::test]
-async fn a_lost_doorbell_is_found_however_many_queries_follow_the_transaction() {
+async fn a_lost_doorbell_is_detected_even_if_many_queries_follow() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     faults.arm(fault("dma.doorbell=drop,count=1")).unwrap();
@@ -79,7 +80,7 @@ async fn a_lost_doorbell_is_found_however_many_queries_follow_the_transaction() 
 }
 
 #[tokio::test]
-async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
+async fn the_limit_of_calls_does_not_apply_to_calls_of_the_link_itself() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
@@ -94,28 +95,28 @@ async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
             stat => assert_eq!(stat.unwrap().size, MIB as u64),
         }
     }
-    assert!(refused > 5000, "{refused} of 40000 were more than there is room for");
+    assert!(refused > 5000, "only {refused} of 40000 calls were refused");
     assert_eq!(node.attachment.status().incarnations, 1, "{:?}", node.attachment.status());
 }
 
-/// Until nothing has been under way for so long that nobody looks at the clock.
+/// Waits until the attachment has been idle for so long that no timer is running.
 async fn idle() {
     tokio::time::sleep(Duration::from_millis(600)).await;
 }
 
 #[tokio::test]
-async fn payload_that_stalls_in_an_idle_attachment_is_noticed() {
+async fn a_stalled_transfer_in_an_idle_attachment_is_detected() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     for (n, len) in [(0, MIB), (1, 70_000)] {
         let stage = node.store.stage(len as u64).await.unwrap();
-        // Opens the window.
+        // This opens the window of host memory that the stage write uses.
         node.store.queue_transaction(write(n, len)).await.unwrap();
         idle().await;
         faults.clear();
         faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
         let before = node.attachment.status().offload.health;
-        // Nothing but this is going on.
+        // No other call is in progress.
         soon("the stage write waits", node.store.stage_write(stage, 0, payload(1, len))).await.unwrap();
         assert_eq!(faults.fired(Site::DmaTransfer), 1);
         let after = node.attachment.status().offload.health;
@@ -137,7 +138,7 @@ async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() 
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     for n in 0..6 {
-        // By itself, and with its entry.
+        // The long payload has its own chain. The short payload shares a chain with its entry.
         let len = if n % 2 == 0 { MIB } else { 20_000 };
         let stage = node.store.stage(len as u64).await.unwrap();
         let recoveries = node.attachment.status().offload.health.recoveries;
@@ -165,9 +166,10 @@ async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() 
     assert_eq!(node.attachment.status().incarnations, 1);
 }
 
-/// Without a cache each request asks for its window; those that had asked together before share the answer.
+/// Without a cache, each request asks the host to open its window. Requests that had shared one
+/// question before also share its answer.
 #[tokio::test]
-async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
+async fn jobs_that_wait_for_a_window_continue_when_the_cache_is_switched_off() {
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options()).await;
     make_collection(&node.store).await;
     let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
@@ -182,13 +184,13 @@ async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
     }
 }
 
-/// The runtime of an attachment goes while the engine may still be reading a staging buffer.
+/// The runtime of an attachment is dropped while the engine may still read a staging buffer.
 #[test]
-fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
+fn a_buffer_that_dma_may_use_is_not_freed_with_the_runtime() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let faults = Faults::default();
     let node = runtime.block_on(async {
-        // The engine is not reset meanwhile.
+        // The long cool-down prevents a reset of the engine during the test.
         let options = AttachmentOptions { cool_down: Duration::from_secs(600), ..watched(&faults) };
         let node = faulty_node(Path::Dma, options).await;
         let stage = node.store.stage(MIB as u64).await.unwrap();
@@ -201,14 +203,18 @@ fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
         node
     });
     let pool = node.attachment.pool().clone();
-    assert_eq!(pool.free_bytes().0, 15 * MIB, "it went by the socket; the engine has it all the same");
+    assert_eq!(
+        pool.free_bytes().0,
+        15 * MIB,
+        "the socket carried the data, but the engine may still read the buffer"
+    );
     drop(runtime);
     drop((node.store, node.attachment));
-    assert_eq!(pool.free_bytes().0, 15 * MIB, "somebody else may get it now");
+    assert_eq!(pool.free_bytes().0, 15 * MIB, "the buffer was freed although the engine may still read it");
 }
 
 #[tokio::test]
-async fn calls_that_find_no_place_to_wait_for_the_store_fail_at_once() {
+async fn calls_above_the_limit_of_waiting_calls_fail_at_once() {
     let options = AttachmentOptions { wait_for_store: Duration::from_secs(600), ..options() };
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
     make_collection(&node.store).await;

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{Doorbell, Result};
 
-/// An eventfd that costs a system call only if the thread sleeps.
+/// An eventfd that wakes a thread. Waking costs a system call only if the thread sleeps.
 pub(super) struct Alarm {
     sleeping: AtomicBool,
     fd: OwnedFd,
@@ -19,8 +19,8 @@ impl Alarm {
         Ok(Alarm { sleeping: AtomicBool::new(false), fd: Doorbell::create()? })
     }
 
-    /// Wakes the thread. Call it after new work is visible to the thread. It pairs with the fence
-    /// in [`sleep`](Self::sleep): either the thread sees the work, or this call sees that the
+    /// Wakes the thread. Call it after new work is visible to the thread. The fence pairs with the
+    /// fence in [`sleep`](Self::sleep): either the thread sees the work, or this call sees that the
     /// thread sleeps.
     pub(super) fn wake(&self) {
         fence(Ordering::SeqCst);
@@ -31,7 +31,7 @@ impl Alarm {
 
     fn ring(&self) {
         if let Err(e) = Doorbell::ring(self.fd.as_fd(), 1) {
-            tracing::error!("a thread cannot be woken: {e}");
+            tracing::error!("a thread of engine ofi cannot be woken: {e}");
         }
     }
 

@@ -1,11 +1,13 @@
-//! Doorbells as messages, with credits that keep the sender within the peer's posted receives.
+//! Doorbells as messages. Credits ensure that a side never sends more messages than its peer has
+//! posted receives.
 //!
 //! A message has 16 bytes, little endian: `"OBBL"`, the credits that are returned (u32), and the
 //! doorbell's count (u64). A message with count 0 is no doorbell and only returns credits. A side
-//! may have [`WINDOW`] unanswered doorbells. Later counts are added up, and one message sends the
-//! sum when credits return. So no count is lost, and none is late by more than one round trip.
-//! Messages without a doorbell need no credit. A side sends one of them for each half window that
-//! was used, so at most two are in flight. [`RECEIVES`] includes room for them.
+//! may send [`WINDOW`] doorbells before the peer returns credits. It adds up later counts, and
+//! sends the sum in one message when credits return. So no count is lost, and no count is delayed
+//! by more than one round trip. Messages without a doorbell need no credit. A side sends one of
+//! them for each half window of doorbells that it has received, so at most two are in flight.
+//! [`RECEIVES`] includes room for them.
 
 use crate::{ChannelError, Result};
 
@@ -34,7 +36,7 @@ impl Default for DoorbellCredits {
 }
 
 impl DoorbellCredits {
-    /// Rings the doorbell.
+    /// Adds `count` to the next doorbell that this side sends.
     pub(super) fn ring(&mut self, count: u64) {
         self.pending = self.pending.saturating_add(count);
     }
@@ -62,25 +64,28 @@ impl DoorbellCredits {
         self.owed = 0;
     }
 
-    /// Handles a received message whose receive was posted again. Returns the doorbell's count, or
-    /// 0.
+    /// Handles a received message. The caller must have posted its receive again. Returns the
+    /// doorbell's count, or 0 if the message only returns credits.
     ///
     /// # Errors
     /// Fails if the message is invalid.
     pub(super) fn received(&mut self, message: &[u8]) -> Result<u64> {
         let Ok(bytes) = <[u8; MESSAGE]>::try_from(message) else {
-            return Err(ChannelError::protocol(format!("a doorbell of {} bytes", message.len())));
+            return Err(ChannelError::protocol(format!(
+                "a doorbell has {} bytes, not {MESSAGE}",
+                message.len()
+            )));
         };
-        let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("four bytes"));
-        let count = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
+        let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("the slice has four bytes"));
+        let count = u64::from_le_bytes(bytes[8..].try_into().expect("the slice has eight bytes"));
         if bytes[..4] != MAGIC || credits > WINDOW - self.left {
-            return Err(ChannelError::protocol("a doorbell with credits that were not used"));
+            return Err(ChannelError::protocol("a doorbell is malformed or returns unused credits"));
         }
         self.left += credits;
         if count > 0 {
             self.owed += 1;
             if self.owed > WINDOW {
-                return Err(ChannelError::protocol("more doorbells than there were credits for"));
+                return Err(ChannelError::protocol("it sent more doorbells than it had credits for"));
             }
         }
         Ok(count)
@@ -111,7 +116,7 @@ mod tests {
         /// For any interleaving of the two sides: counts arrive in full, no side has more messages
         /// in flight than receives are posted, and no side waits forever.
         #[test]
-        fn nothing_is_lost_and_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
+        fn no_count_is_lost_and_posted_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
             let mut sides = [DoorbellCredits::default(), DoorbellCredits::default()];
             let mut wires: [VecDeque<[u8; MESSAGE]>; 2] = Default::default();
             let (mut rung, mut heard) = ([0; 2], [0; 2]);

@@ -1,4 +1,4 @@
-//! The engine, as its callers use it.
+//! [`OfiEngine`]: the interface of the engine `ofi` to its callers.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -38,7 +38,7 @@ pub struct OfiOptions {
     pub max_transfer: usize,
     /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
-    /// Maximum time to connect, when attaching or later.
+    /// Time limit for opening the connections to a peer, when attaching and after a failure.
     pub attach_timeout: Duration,
     /// Faults to inject.
     pub faults: Faults,
@@ -88,11 +88,14 @@ impl OfiEngine {
     /// connections are established.
     async fn attach_offer(&self, offer: OfiOffer, len: usize) -> Result<Joined> {
         if offer.provider != self.provider {
-            let what = format!("it offers provider {}, this osd uses {}", offer.provider, self.provider);
+            let what = format!(
+                "it offers provider {}, but this osd uses {}; configure the same provider for both",
+                offer.provider, self.provider
+            );
             return Err(ChannelError::Refused(what));
         }
         if offer.memory.len != len as u64 || len < LEAST_MEMORY {
-            let what = format!("host memory of {} bytes, {len} were agreed", offer.memory.len);
+            let what = format!("it offers {} bytes of host memory instead of {len}", offer.memory.len);
             return Err(ChannelError::protocol(what));
         }
         let (id, rung) = (PeerId(self.fresh_id()), Arc::new(Rung::default()));
@@ -108,7 +111,7 @@ impl OfiEngine {
             Ok(Ok(result)) => result?,
             Ok(Err(_)) => return Err(ChannelError::EngineStopped(self.name().to_owned())),
             Err(_) => {
-                let what = format!("no connection within {:?}", self.attach_timeout);
+                let what = format!("no connection was established within {:?}", self.attach_timeout);
                 return Err(ChannelError::Refused(what));
             }
         };
@@ -142,7 +145,7 @@ impl DmaEngine for OfiEngine {
         "ofi"
     }
 
-    /// The provider `tcp` is slow, but it emulates nothing.
+    /// Returns `false` for every provider: `tcp` is slow, but it emulates no hardware.
     fn is_emulated(&self) -> bool {
         false
     }
@@ -185,7 +188,7 @@ impl DmaEngine for OfiEngine {
                 MemoryAccess::Offer(offer) => self.attach_offer(offer, len).await,
                 MemoryAccess::Descriptors(_) => Err(ChannelError::WrongMemoryAccess {
                     engine: self.name().to_owned(),
-                    what: "descriptors of this machine",
+                    what: "file descriptors of this machine",
                 }),
             }
         })
@@ -193,7 +196,7 @@ impl DmaEngine for OfiEngine {
 
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion> {
         if range.is_empty() || range.end > peer.len {
-            let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
+            let what = format!("the range {range:?} is not inside the {} bytes of peer memory", peer.len);
             return Err(ChannelError::Transfer(what));
         }
         let (id, len) = (RegionId(self.fresh_id()), range.len());
@@ -206,11 +209,11 @@ impl DmaEngine for OfiEngine {
         // limit.
         let most = self.configured_max.min(self.shared.provider_max.load(Ordering::Relaxed));
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
-            let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
+            let what = format!("a transfer has {} bytes, but the limit is {most}", long.len);
             return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         }
         let Some(queue) = self.shared.queues.get(queue) else {
-            let what = format!("there is no queue {queue}, only {QUEUES}");
+            let what = format!("queue {queue} does not exist; the engine has {QUEUES} queues");
             return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         };
         queue.post(chain)?;

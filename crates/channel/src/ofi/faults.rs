@@ -9,7 +9,7 @@ use fabric::{Access, MemoryRegion};
 use super::port::EngineDomain;
 use crate::Result;
 
-/// The fate of a transfer that is ready to be posted.
+/// The effect of injected faults on a transfer that is ready to be posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     /// The transfer is posted.
@@ -23,7 +23,7 @@ pub(super) enum Fate {
 }
 
 impl Fate {
-    /// Decides the fate of a transfer. Called once for each transfer.
+    /// Decides the effect of injected faults on a transfer. Called once for each transfer.
     pub(super) fn of_transfer(faults: &Faults) -> Fate {
         match faults.hit(Site::DmaTransfer) {
             Some(Action::Fail) => Fate::Fails,
@@ -37,8 +37,8 @@ impl Fate {
 /// Page size of the memory mapping, in bytes.
 const PAGE: usize = 4096;
 
-/// Inverts the byte in the middle of `len` bytes at `offset`, as a faulty device would. The bytes
-/// may be in an allocated buffer.
+/// Inverts the byte in the middle of `len` bytes at `offset`, as a faulty device would. This works
+/// even if the bytes belong to an allocated buffer.
 pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
     if len == 0 {
         return Ok(());
@@ -50,8 +50,9 @@ pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Copies the bytes and damages one byte of the copy. The copy is written instead of the original
-/// bytes, which may have other readers. The bytes may be in an allocated buffer.
+/// Copies the bytes and damages one byte of the copy. The engine sends the copy in place of the
+/// original bytes, which may have other readers. This works even if the bytes belong to an
+/// allocated buffer.
 pub(super) fn damaged_copy(
     port: &EngineDomain,
     arena: &Arena,
@@ -66,6 +67,6 @@ pub(super) fn damaged_copy(
     }
     let copy = Arena::anonymous(len.max(1))?;
     let copied = copied && copy.copy_in(0, &bytes);
-    debug_assert!(copied, "a transfer outside its memory");
+    debug_assert!(copied, "the transfer is inside its memory");
     Ok(MemoryRegion::register(&port.domain, &copy, Access::Local)?)
 }

@@ -17,25 +17,25 @@ pub(super) struct ActiveChain {
     /// Whether the chain's doorbell, if any, was rung.
     pub(super) rung: bool,
     started: Option<Instant>,
-    /// What must be confirmed before the chain is complete: for each peer, all writes up to a
-    /// number.
+    /// The writes that must be confirmed before the chain is complete: for each peer, all writes up
+    /// to a number.
     pub(super) awaits: Vec<(PeerId, u64)>,
     failure: Option<String>,
-    /// The fault decision for the next transfer; `None` if it was not made yet.
+    /// The effect of injected faults on the next transfer; `None` if it was not decided yet.
     pub(super) fate: Option<Fate>,
-    /// Damaged copies that the corrupted writes use.
+    /// Damaged copies of data, which the chain sends if a fault corrupts its writes.
     pub(super) copies: Vec<MemoryRegion>,
-    /// Set when the chain's peer is gone: the number of transfers that were complete. The chain
-    /// then waits for nothing more.
+    /// Set when the connection to the chain's peer is lost: the number of transfers that were
+    /// complete. The chain then waits for no other completion.
     abandoned: Option<usize>,
 }
 
-/// A posted transfer, with its number on the lane.
+/// A posted transfer. Its number counts the operations of its connection.
 struct PostedTransfer {
     number: u64,
     read: bool,
     complete: bool,
-    /// Whether the data that the transfer reads must be damaged.
+    /// Whether an injected fault damages the transfer's data.
     corrupt: bool,
 }
 
@@ -60,7 +60,7 @@ impl ActiveChain {
         self.chain.transfers.get(self.posted.len()).copied()
     }
 
-    /// Whether everything in the chain was posted.
+    /// Whether the chain's transfers and doorbell were posted, or the chain has failed.
     pub(super) fn is_posted(&self) -> bool {
         self.failure.is_some() || self.next().is_none() && (self.rung || self.chain.ring.is_none())
     }
@@ -93,18 +93,18 @@ impl ActiveChain {
         self.posted.iter().all(|op| op.complete || !op.read)
     }
 
-    /// Whether all transfers have completed on this side.
+    /// Whether all posted transfers have completed on this side, or the chain was abandoned.
     pub(super) fn is_complete(&self) -> bool {
         self.abandoned.is_some() || self.posted.iter().all(|op| op.complete)
     }
 
-    /// Marks the chain as failed. Nothing more of it is posted.
+    /// Marks the chain as failed. Its remaining transfers are not posted.
     pub(super) fn fail(&mut self, why: &str) {
         self.failure.get_or_insert_with(|| why.to_owned());
     }
 
-    /// Abandons the chain because its peer is gone. The peer had confirmed writes up to
-    /// `confirmed`.
+    /// Fails the chain because the connection to its peer was lost. The peer had confirmed writes
+    /// up to `confirmed`.
     pub(super) fn abandon(&mut self, why: &str, confirmed: u64) {
         self.fail(why);
         if self.abandoned.is_none() {
@@ -119,7 +119,8 @@ impl ActiveChain {
         self.posted.iter().take_while(done).count()
     }
 
-    /// The chain's completion, if it needs one. The chain must be confirmed or abandoned.
+    /// Returns the chain's completion, or `None` if a chain without a tag was successful. The
+    /// chain's writes must be confirmed, or the chain abandoned.
     pub(super) fn finish(self) -> Option<ChainCompletion> {
         let finished = Instant::now();
         let done = self.abandoned.unwrap_or(self.posted.len());
@@ -136,7 +137,7 @@ impl ActiveChain {
     }
 }
 
-/// Chains in order, with consecutive numbers.
+/// The unfinished chains of one queue, in posting order and with consecutive numbers.
 #[derive(Default)]
 pub(super) struct Flow {
     works: VecDeque<ActiveChain>,

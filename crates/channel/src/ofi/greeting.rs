@@ -8,9 +8,9 @@
 //!   +------+--------+-------+-------+---------+--------+
 //! ```
 //!
-//! The connections of one attachment count their attempts. A connection of a later attempt replaces
-//! the connection of an earlier attempt, because the host may not have noticed that the earlier one
-//! closed.
+//! The engine counts its attempts to connect to an attachment. A connection of a later attempt
+//! replaces the connections of an earlier attempt, because the host may not have noticed that the
+//! earlier connections closed.
 
 use super::QUEUES;
 
@@ -38,7 +38,8 @@ impl Greeting {
         bytes
     }
 
-    /// Decodes a greeting. Returns `None` for another version. Providers may append zeros.
+    /// Decodes a greeting. Returns `None` if `data` does not start with a greeting of this version.
+    /// Ignores later bytes, because providers may append zeros.
     pub(super) fn decode(data: &[u8]) -> Option<Greeting> {
         let bytes: &[u8; LEN] = data.first_chunk()?;
         let attempt = u32::from_le_bytes(*bytes[8..].first_chunk()?);
@@ -53,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_greetings_are_greetings() {
+    fn only_greetings_of_this_version_are_decoded() {
         let greeting = Greeting { queue: 3, attempt: 7, secret: 1 << 100 | 5 };
         let bytes = greeting.encode();
         assert_eq!(Greeting::decode(&[&bytes[..], &[0; 30]].concat()), Some(greeting));

@@ -1,8 +1,8 @@
 //! The rules for when an operation on an endpoint must wait for earlier operations.
 //!
 //! Providers order writes after writes, and reads after writes. They do not order a write after a
-//! read: the responder of InfiniBand may perform the read later. They also do not order operations
-//! that use the same local bytes.
+//! read: an InfiniBand device may perform the read after the write. They also do not order
+//! operations that use the same local bytes.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub(super) struct Footprint {
     pub(super) read: bool,
     /// The local bytes, and the region that contains them.
     pub(super) local: (RegionId, Range<usize>),
-    /// The remote bytes, from the start of the peer's memory.
+    /// The remote bytes, as offsets from the start of the peer's memory.
     pub(super) remote: Range<usize>,
 }
 
@@ -43,15 +43,24 @@ mod tests {
     }
 
     #[test]
-    fn only_what_providers_do_not_order_waits() {
+    fn an_operation_waits_only_if_providers_do_not_order_it() {
         let write = footprint(false, 1, 0..10, 100..110);
         let read = footprint(true, 1, 50..60, 100..110);
-        assert!(!write.must_follow(&write), "writes are in order");
+        assert!(!write.must_follow(&write), "providers order writes");
         assert!(!read.must_follow(&write), "a read sees the writes before it");
         assert!(write.must_follow(&read), "a write must not overtake a read of the same bytes");
-        assert!(!footprint(false, 1, 0..10, 110..120).must_follow(&read), "of others it may");
-        assert!(footprint(false, 1, 59..61, 0..2).must_follow(&read), "what was read is written on");
-        assert!(!footprint(false, 2, 59..61, 0..2).must_follow(&read), "other memory");
+        assert!(
+            !footprint(false, 1, 0..10, 110..120).must_follow(&read),
+            "a write may overtake a read of other bytes"
+        );
+        assert!(
+            footprint(false, 1, 59..61, 0..2).must_follow(&read),
+            "a write waits for the read that fills its source"
+        );
+        assert!(
+            !footprint(false, 2, 59..61, 0..2).must_follow(&read),
+            "operations on different local regions are independent"
+        );
         assert!(footprint(true, 1, 9..12, 0..3).must_follow(&write), "the write's source is still needed");
         assert!(footprint(true, 1, 50..51, 7..8).must_follow(&read), "both write the same bytes");
     }

@@ -1,4 +1,4 @@
-//! The store's side: host memory that the engine of one attachment may read and write.
+//! The store's side of engine `ofi`: it grants the engine of an attachment access to host memory.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -39,8 +39,8 @@ pub struct OfiHostOptions {
     /// The address to listen on; port 0 selects a free port. The osd's process must be able to
     /// reach it.
     pub address: SocketAddr,
-    /// Number of concurrent attachments for which queues have room. More grants are possible, but
-    /// their connections may fail.
+    /// Number of concurrent attachments for which the device's queues have room. More grants are
+    /// possible, but their connections may fail.
     pub attachments: usize,
     /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
@@ -93,9 +93,9 @@ enum HostCommand {
 pub struct OfiGrant {
     /// The offer for the osd's process.
     pub offer: OfiOffer,
-    /// An eventfd that counts what the osd's process rings.
+    /// The host's doorbell: an eventfd whose count grows when the osd's engine rings it.
     pub host_doorbell: OwnedFd,
-    /// An eventfd whose counts are sent to the osd's process.
+    /// The osd's doorbell: an eventfd whose counts are sent to the osd's process.
     pub osd_doorbell: OwnedFd,
     id: u32,
     host: Arc<Shared>,
@@ -143,7 +143,8 @@ impl OfiHost {
         self.address
     }
 
-    /// Whether the host serves. It stops when the device fails, and must then be replaced.
+    /// Whether the host still serves. It stops when its network device fails, and must then be
+    /// replaced.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !self.shared.stopped.load(Ordering::Acquire)
@@ -184,8 +185,8 @@ impl OfiHost {
 
 impl OfiGrant {
     /// Ends the attachment, and returns when its connections are closed. After that, no transfer
-    /// reaches the memory. The call blocks until the host's thread has finished, usually far less
-    /// than a millisecond. It does not block if the host's device has failed.
+    /// reaches the memory. The call blocks until the host's thread has closed them, which usually
+    /// takes far less than a millisecond. It does not block if the host's device has failed.
     ///
     /// # Errors
     /// Fails if this takes more than a second.
@@ -202,7 +203,7 @@ impl OfiGrant {
 }
 
 fn stopped() -> ChannelError {
-    ChannelError::EngineStopped("ofi, its host side".to_owned())
+    ChannelError::EngineStopped("ofi (host side)".to_owned())
 }
 
 impl Shared {
@@ -215,8 +216,8 @@ impl Shared {
         }
     }
 
-    /// Marks the thread as ended. It pairs with the fence in [`send`](Self::send): either this call
-    /// sees a command, or the sender sees that the thread has ended.
+    /// Marks the thread as ended. The fence pairs with the fence in [`send`](Self::send): either
+    /// this call sees a command, or the sender sees that the thread has ended.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -244,11 +245,11 @@ struct MemoryGrant {
     secret: u128,
     /// The connections that were requested so far, by queue.
     lines: [Option<EngineEndpoint>; QUEUES],
-    /// The engine's connection attempt to which the connections belong.
+    /// Number of the engine's connection attempt to which the connections belong.
     attempt: u32,
     host_doorbell: OwnedFd,
     osd_doorbell: OwnedFd,
-    /// Dropped after the connections.
+    /// Declared after the connections, so that it is dropped after them.
     _region: MemoryRegion,
 }
 
@@ -261,14 +262,14 @@ impl MemoryGrant {
         self.lines.get_mut(token.queue)?.as_mut()
     }
 
-    /// Whether the store's doorbell can be forwarded to the osd.
+    /// Whether the connection that carries the osd's doorbell is established.
     fn hears(&self) -> bool {
         self.lines[URGENT].as_ref().is_some_and(|line| line.established)
     }
 
     /// Sends the counts that the store has rung. Returns `false` if the provider's queue was full.
     fn flush(&mut self) -> Result<bool> {
-        // Counts that are rung before there is a connection stay in the eventfd.
+        // Counts that are rung before the connection is established stay in the eventfd.
         if self.hears()
             && let Some(line) = &mut self.lines[URGENT]
         {
@@ -313,7 +314,7 @@ struct HostWorker {
     running: bool,
 }
 
-/// Runs after a panic as well.
+/// Closes all connections when the thread ends, even after a panic.
 impl Drop for HostWorker {
     fn drop(&mut self) {
         self.attachments.clear();
@@ -429,7 +430,7 @@ impl HostWorker {
         let refuse = |request: ConnectionRequest, why: &str| {
             tracing::debug!("a connection was refused: {why}");
             if let Err(e) = request.refuse(why.as_bytes()) {
-                tracing::debug!("it could not be told: {e}");
+                tracing::debug!("the refusal of a connection could not be sent: {e}");
             }
         };
         let Some(Greeting { queue, attempt, secret }) = Greeting::decode(request.data()) else {
@@ -442,7 +443,7 @@ impl HostWorker {
             attachment.attempt = attempt;
         }
         if attempt < attachment.attempt || attachment.lines[queue].is_some() {
-            return refuse(request, "the attachment is taken");
+            return refuse(request, "the attachment is already taken");
         }
         match accept(request, &self.port, Token::new(*id, attempt, queue)) {
             Ok(line) => attachment.lines[queue] = Some(line),

@@ -14,9 +14,11 @@ const PROBE: usize = 8;
 /// The operations of one lane. Their numbers count from 1 in posting order.
 pub(super) struct OperationQueue {
     pub(super) line: EngineEndpoint,
-    /// The last operation, write and read that were posted.
+    /// Number of the last operation that was posted.
     last: u64,
+    /// Number of the last write that was posted.
     pub(super) last_write: u64,
+    /// Number of the last read that was posted.
     last_read: u64,
     /// All writes up to this number are in place.
     pub(super) confirmed: u64,
@@ -69,8 +71,8 @@ impl OperationQueue {
         Ok(number)
     }
 
-    /// Ensures that the writes up to `number` will be confirmed. Only one probe is in progress at a
-    /// time.
+    /// Ensures that the writes up to `number` will be confirmed. Posts a probe unless a later read
+    /// or another probe is in progress.
     pub(super) fn confirm(
         &mut self,
         number: u64,
@@ -88,7 +90,8 @@ impl OperationQueue {
         Ok(())
     }
 
-    /// Handles the successful completion of a read or a write.
+    /// Handles the successful completion of a read or a write. Returns `None` if the operation is
+    /// not known.
     pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<CompletedOperation> {
         let at = self.under_way.iter().position(|op| op.number == number)?;
         let UnderWay { of, .. } = self.under_way.swap_remove(at);

@@ -1,5 +1,5 @@
-//! One connection of an attachment, as both sides use it: an endpoint, and doorbells in both
-//! directions.
+//! One connection of an attachment: an endpoint, and doorbells in both directions. Both sides use
+//! this code.
 
 use std::sync::Arc;
 
@@ -13,7 +13,8 @@ use crate::Result;
 const SLOT: usize = 64;
 /// Maximum number of messages being sent. Their buffers follow the buffers of the receives.
 const SENDS: usize = RECEIVES;
-/// Maximum number of a line's operations that have completions.
+/// Maximum number of messages of a line that are being sent or received. The completion queue needs
+/// room for each of them.
 pub(super) const DEPTH: usize = RECEIVES + SENDS;
 
 /// An endpoint with posted receives.
@@ -28,7 +29,7 @@ pub(super) struct EngineEndpoint {
 }
 
 impl EngineEndpoint {
-    /// Posts the receives. The endpoint must be established after that.
+    /// Posts the receives. The caller must establish the endpoint after that.
     pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<EngineEndpoint> {
         let memory = Arena::anonymous(DEPTH * SLOT)?;
         let slots = MemoryRegion::register(domain, &memory, Access::Messages)?;
@@ -51,12 +52,12 @@ impl EngineEndpoint {
         self.endpoint.receive(self.slots.slice(slot * SLOT, SLOT)?, slot as u64)
     }
 
-    /// Rings the peer's doorbell when [`flush`](Self::flush) is called next.
+    /// Adds `count` to the peer's doorbell. The next call of [`flush`](Self::flush) sends it.
     pub(super) fn ring(&mut self, count: u64) {
         self.credits.ring(count);
     }
 
-    /// Sends pending messages. Returns `false` if a message could not be sent.
+    /// Sends pending messages. Returns `false` if the provider's queue is full.
     pub(super) fn flush(&mut self) -> Result<bool> {
         if !self.established {
             return Ok(true);
@@ -66,7 +67,7 @@ impl EngineEndpoint {
             // again.
             let Some(slot) = self.free.last().copied() else { break };
             let inside = self.memory.copy_in(slot * SLOT, &message);
-            debug_assert!(inside, "slots are inside");
+            debug_assert!(inside, "slots are inside their memory");
             match self.endpoint.send(self.slots.slice(slot * SLOT, MESSAGE)?, slot as u64) {
                 Ok(()) => {
                     self.free.pop();
@@ -90,7 +91,7 @@ impl EngineEndpoint {
         let mut message = [0; MESSAGE + 1];
         let len = completion.len.min(message.len());
         let inside = self.memory.copy_out(slot * SLOT, &mut message[..len]);
-        debug_assert!(inside, "slots are inside");
+        debug_assert!(inside, "slots are inside their memory");
         self.receive(slot).map_err(fail)?;
         self.credits.received(&message[..len])
     }

@@ -1,6 +1,6 @@
 //! The engine `ofi`: one-sided reads and writes of host memory over libfabric. On a BlueField, it
 //! runs over `verbs`, between the DPU's processors and the host or another machine. Over `tcp`, it
-//! runs anywhere.
+//! runs on any machine.
 //!
 //! ```text
 //!   osd's process                                        store's process
@@ -13,36 +13,36 @@
 //!
 //! **Attaching.** The store's process registers the memory of an attachment and
 //! [grants](OfiHost::grant) it. The osd's process receives the resulting [`OfiOffer`] over the
-//! control socket and [attaches](crate::DmaEngine::attach) to it. It opens one connection for each
-//! queue of the engine, so that the queues do not wait for one another. Each connection request
+//! control socket and [attaches](crate::DmaEngine::attach) to it. The engine opens one connection
+//! for each of its queues, so that the queues do not wait for one another. Each connection request
 //! carries the offer's secret. Dropping the grant closes the connections and then ends the
 //! registration.
 //!
 //! **Access rights.** The osd's memory is registered only for the osd's own operations. The store's
-//! process can send it messages of 16 bytes and nothing else. iWARP would break this rule
+//! process can only send messages of 16 bytes to the osd. iWARP would break this rule
 //! ([`fabric::Info::exposes_local_memory`]), so the engine refuses iWARP. The osd can read and
 //! write only the granted memory.
 //!
 //! **Order.** A doorbell is a message. The engine sends it on the same endpoint, after the writes
 //! that it announces. The engine requests `FI_ORDER_SAW` for its endpoints. According to fi_cq(3),
 //! all earlier writes are then in place when the message arrives. A write's own completion proves
-//! less: over `tcp`, a write completes when it was handed to the socket. A chain with a tag is
+//! less: over `tcp`, a write completes as soon as it is handed to the socket. A chain with a tag is
 //! therefore complete only when a *read* that was posted after its last write has completed
 //! (`FI_ORDER_RAW`). If no such read is in progress, the engine posts a read of 8 bytes, which
-//! serves all waiting chains. `FI_DELIVERY_COMPLETE` would prove the same, but `verbs` does not
-//! offer it. No provider orders a write after a read, or operations that use the same local bytes.
-//! The engine delays such operations itself (module `hazards`).
+//! confirms the writes of all waiting chains. `FI_DELIVERY_COMPLETE` would prove the same, but
+//! `verbs` does not offer it. No provider orders a write after a read, or operations that use the
+//! same local bytes. The engine itself delays these operations (module `hazards`).
 //!
 //! **Progress.** Over `tcp`, bytes move only while both sides poll. The thread of each side polls
-//! while there is work. Then it polls for a short time if this found work lately. Otherwise it
-//! sleeps on the queues' descriptors.
+//! while it has work. After that, it polls for a short time if such polling has found work
+//! recently. Then it sleeps until a file descriptor of its device becomes readable.
 //!
 //! **End.** An error, a closed connection, a failed device or a [`reset`](crate::DmaEngine::reset)
 //! closes all endpoints of the peer. After that, no transfer accesses memory, and the peer's chains
 //! fail. If the peer has no chains, a completion with tag 0 reports the failure, because doorbells
-//! and untagged writes may have been lost. A reset needs no such report, since its caller knows of
-//! it. The next chain for the peer connects again. The store's process replaces older connections
-//! by newer ones.
+//! and untagged writes may have been lost. A reset needs no report, because its caller knows of it.
+//! For the next chain of the peer, the engine connects again. The store's process replaces older
+//! connections with newer ones.
 
 mod alarm;
 mod credits;
@@ -76,15 +76,16 @@ pub fn prepare_process() {
     fabric::Library::prepare();
 }
 
-/// What the osd's process needs to reach an attachment's host memory. The offer is a secret, since
-/// every process that has it can access the memory.
+/// The data that the osd's process needs to reach an attachment's host memory. The offer is a
+/// secret, since every process that has it can access the memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfiOffer {
     /// The libfabric provider, e.g. `verbs` or `tcp`.
     pub provider: String,
     /// The address on which the store's process listens.
     pub address: SocketAddr,
-    /// Identifies the attachment, and proves that the sender received the offer.
+    /// A number that each connection request repeats. It identifies the attachment, and proves that
+    /// the requester received the offer.
     pub secret: u128,
     /// The memory's key, base address and length in bytes.
     pub memory: RemoteRegion,

@@ -13,7 +13,7 @@ use crate::Result;
 /// Maximum number of events taken at once.
 const EVENTS: usize = 64;
 
-/// Fabric, domain and queues, and scratch memory for the reads that confirm writes.
+/// The device's libfabric objects, and scratch memory for the reads that confirm writes.
 pub(super) struct EngineDomain {
     pub(super) completions: CompletionQueue,
     pub(super) events: EventQueue,
@@ -39,7 +39,8 @@ impl EngineDomain {
             && own.domain_name() == info.domain_name()
     }
 
-    /// Takes events and completions, maybe not all of them. Polling also makes bytes move.
+    /// Takes events and completions, but possibly not all of them. Some providers move data only
+    /// while they are polled.
     pub(super) fn poll(
         &self,
         events: &mut Vec<FabricEvent>,
@@ -53,11 +54,12 @@ impl EngineDomain {
         Ok(())
     }
 
-    /// Sleeps until there may be an event, or until one of `others` is readable.
+    /// Sleeps until an event may have occurred, one of `others` is readable, or `timeout` has
+    /// passed.
     pub(super) fn wait(&self, others: &[std::os::fd::BorrowedFd<'_>], timeout: Option<Duration>) {
         let queues: [&dyn Waitable; 2] = [&self.events, &self.completions];
         if let Err(e) = fabric::wait(self.domain.fabric(), &queues, others, timeout) {
-            tracing::error!("cannot wait for the network: {e}");
+            tracing::error!("cannot wait for network events: {e}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

@@ -1,4 +1,4 @@
-//! The counts that a peer has rung, which pass from the engine's thread to its callers.
+//! The doorbell counts of a peer, which the engine's thread passes to the callers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use futures::task::AtomicWaker;
 
 use crate::Bell;
 
-/// The counts that the peer has rung.
+/// The sum of the peer's doorbell counts that no caller has taken yet.
 #[derive(Default)]
 pub(super) struct Rung {
     count: AtomicU64,

@@ -27,9 +27,9 @@ pub(super) struct Shared {
     pub(super) completions: SegQueue<ChainCompletion>,
     pub(super) waker: AtomicWaker,
     pub(super) alarm: Alarm,
-    /// The effective limit: the minimum of the configured, tuned and provider limits, in bytes.
+    /// The configured or tuned limit of a transfer, in bytes. The provider's limit applies as well.
     pub(super) max_transfer: AtomicUsize,
-    /// The provider's limit, in bytes.
+    /// The provider's limit of a transfer, in bytes.
     pub(super) provider_max: AtomicUsize,
     pub(super) spin_ns: AtomicU64,
     pub(super) bytes: AtomicU64,
@@ -38,23 +38,23 @@ pub(super) struct Shared {
     pub(super) failed: AtomicU64,
 }
 
-/// One queue, as callers use it.
+/// One queue, into which callers put items for the thread.
 #[derive(Default)]
 pub(super) struct OfiQueue {
     pub(super) items: SegQueue<OfiItem>,
     /// Number of chains that are posted and not complete.
     posted: AtomicUsize,
-    /// Whether a caller waits for room.
+    /// Whether a caller has found the queue full and waits for room.
     was_full: AtomicBool,
 }
 
 pub(super) enum OfiItem {
     Chain(Chain),
-    /// Ends the region when every queue has delivered this item.
+    /// Unregisters the region once the thread has taken this item from every queue.
     Unregister(Arc<RegionId>),
-    /// Detaches the peer when every queue has delivered this item.
+    /// Detaches the peer once the thread has taken this item from every queue.
     Detach(Arc<PeerId>),
-    /// Separates older items from items that were posted after a reset. The reset's command
+    /// Separates the items that a reset cancels from later items. The command [`OfiCommand::Reset`]
     /// follows.
     Reset,
 }
@@ -96,7 +96,8 @@ impl Shared {
         self.alarm.wake();
     }
 
-    /// Counts a chain of the queue as complete. Returns `true` if a caller waits for room.
+    /// Counts a chain of the queue as complete. Returns `true` if a caller waits for room and must
+    /// be woken.
     pub(super) fn chain_ended(&self, queue: QueueId) -> bool {
         let queue = &self.queues[queue];
         queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
@@ -110,8 +111,8 @@ impl OfiQueue {
         while self.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             self.posted.fetch_sub(1, Ordering::SeqCst);
             self.was_full.store(true, Ordering::SeqCst);
-            // If the queue has emptied meanwhile, the thread might not wake the caller. Then there
-            // is room.
+            // The thread wakes the caller only if it sees `was_full`. It may have emptied the queue
+            // before. In that case, the queue has room now, so try again.
             if self.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

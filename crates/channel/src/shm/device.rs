@@ -13,15 +13,17 @@ use super::{QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
 use crate::dma::{ChainFailure, PeerId, URGENT};
 use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Transfer};
 
-/// While short chains keep arriving, the device holds back doorbells and completions, as interrupt
-/// coalescing does. This constant and the next limit the chains and bytes that are held back.
+/// Maximum number of chains whose doorbells and completions the device holds back. While short
+/// chains keep arriving, it reports them together, as interrupt coalescing does.
 const COALESCE_CHAINS: usize = 16;
+/// Length in bytes above which a chain counts as payload. Before a longer transfer, the device
+/// reports all that it holds back.
 const COALESCE_BYTES: usize = 64 << 10;
 /// After this many urgent chains in a row, the other queues get a turn.
 const URGENT_RUN: usize = 32;
-/// Polling stops after this many failures in a row. It is then tried once in a fixed number of
-/// sleeps.
+/// Polling stops after it has found no work this many times in a row.
 const SPIN_CREDIT_MAX: u32 = 8;
+/// After polling has stopped, it is tried again before one of this many sleeps.
 const SPIN_RETRY: u32 = 32;
 
 /// A chain that is in progress.
@@ -32,7 +34,8 @@ struct CopyingChain {
     started: Option<Instant>,
     /// Time until which a fault delays the next transfer.
     stalled: Option<Instant>,
-    /// Whether the fault decision for the next transfer was already made.
+    /// Whether an injected fault has already delayed the next transfer, so that no other fault
+    /// applies to it.
     excused: bool,
 }
 
@@ -44,7 +47,7 @@ enum PollOutcome {
     Idle,
 }
 
-/// The state of the thread, which alone holds the mappings of both sides.
+/// The state of the device's thread. Only this thread maps the memory of both sides.
 pub(super) struct ShmDevice {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
@@ -56,9 +59,10 @@ pub(super) struct ShmDevice {
     /// The queue that had the last turn.
     last: usize,
     urgent_run: usize,
-    /// A chain of a paced device that is not finished: its queue, and its end time.
+    /// The chain that a paced device has copied but not completed: its queue, the chain, and its
+    /// end time.
     paced: Option<(usize, CopyingChain, Instant)>,
-    /// Doorbells that are held back, to be rung together.
+    /// Doorbells that the device holds back, with the sums of their counts.
     ringing: Vec<(PeerId, u64)>,
     completions: Vec<ChainCompletion>,
     completed: bool,
@@ -117,14 +121,16 @@ impl ShmDevice {
         }
     }
 
-    /// Whether there is new work that can start. Items behind a chain that waits do not count.
+    /// Whether a command or an item can be handled now. Items behind an unfinished chain do not
+    /// count.
     fn has_input(&self) -> bool {
         let open = |queue: usize| self.heads[queue].is_none() && !self.is_paced(queue);
         let mut queues = self.shared.queues.iter().enumerate();
         !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
     }
 
-    /// Polls for work for a while if polling found work lately. Returns `true` if there is work.
+    /// Polls for work for a while if polling has found work recently. Returns `true` if there is
+    /// work.
     fn spin(&mut self) -> bool {
         self.sleeps = self.sleeps.wrapping_add(1);
         let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
@@ -179,11 +185,11 @@ impl ShmDevice {
 
     fn window(&self, peer: PeerId, range: std::ops::Range<usize>) -> Result<DeviceMemory> {
         let (whole, _) =
-            self.peers.get(&peer).ok_or_else(|| ChannelError::Transfer("the peer has gone".into()))?;
+            self.peers.get(&peer).ok_or_else(|| ChannelError::Transfer("the peer is not attached".into()))?;
         Ok(whole.pinned_for_device(range)?)
     }
 
-    /// Moves the next chain of a queue to its head. Returns `false` if the queue is empty.
+    /// Ensures that a queue has a chain at its head. Returns `false` if the queue is empty.
     fn fill(&mut self, queue: usize) -> bool {
         while self.heads[queue].is_none() {
             match self.shared.queues[queue].items.pop() {
@@ -191,11 +197,11 @@ impl ShmDevice {
                 Some(ShmItem::Chain(chain)) => {
                     self.heads[queue] =
                         Some(CopyingChain { chain, done: 0, started: None, stalled: None, excused: false });
-                    // Commands first: they register the memory that the chain uses.
+                    // Handle commands first: they register the memory that the chain uses.
                     self.take_commands();
                 }
-                // Commands first: the command that created the region or the peer may not have been
-                // handled yet.
+                // Handle commands first: the command that created the region or the peer may not
+                // have been handled yet.
                 Some(ShmItem::Unregister(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
                         self.take_commands();
@@ -246,7 +252,7 @@ impl ShmDevice {
                     wait(until);
                     continue;
                 }
-                self.heads[queue].as_mut().expect("a head").stalled = None;
+                self.heads[queue].as_mut().expect("the queue has a chain at its head").stalled = None;
             }
             self.urgent_run = if queue == URGENT { self.urgent_run + 1 } else { 0 };
             if queue != URGENT {
@@ -272,8 +278,8 @@ impl ShmDevice {
         self.paced.is_some() || self.heads.iter().flatten().any(|work| work.stalled.is_some())
     }
 
-    /// Advances the head of a queue, by one transfer. Completes the whole chain if it is urgent or
-    /// the device takes one chain at a time.
+    /// Performs the next transfer of the chain at the head of a queue. On the urgent queue or a
+    /// paced device, performs all transfers of the chain.
     fn advance(&mut self, queue: usize) {
         let Some(mut work) = self.heads[queue].take() else { return };
         let whole = queue == URGENT || self.pace.is_some();
@@ -310,7 +316,7 @@ impl ShmDevice {
         }
     }
 
-    /// Makes one transfer. Returns `false` if a fault delays it.
+    /// Performs one transfer. Returns `false` if an injected fault delays it.
     fn carry_out(&mut self, transfer: &Transfer, work: &mut CopyingChain) -> Result<bool, String> {
         let fault = match std::mem::take(&mut work.excused) {
             true => None,
@@ -333,7 +339,7 @@ impl ShmDevice {
         if fault == Some(Action::Corrupt) && transfer.len > 0 {
             let at = transfer.dst.offset + transfer.len / 2;
             let inside = dst.invert(at);
-            debug_assert!(inside, "it was just written");
+            debug_assert!(inside, "the byte was just written");
         }
         self.shared.bytes.fetch_add(transfer.len as u64, Ordering::Relaxed);
         self.shared.transfers.fetch_add(1, Ordering::Relaxed);
@@ -398,7 +404,7 @@ impl ShmDevice {
         }
     }
 
-    /// Rings the held-back doorbells and reports completions.
+    /// Rings the doorbells and reports the completions that were held back.
     fn announce(&mut self) {
         self.held_chains = 0;
         for (peer, count) in self.ringing.drain(..) {
@@ -419,7 +425,7 @@ impl ShmDevice {
     }
 }
 
-/// Whether a chain moves payload, and not only ring entries.
+/// Whether a chain is long enough to count as payload. Shorter chains move ring entries.
 fn is_payload(chain: &Chain) -> bool {
     chain.len() > COALESCE_BYTES
 }

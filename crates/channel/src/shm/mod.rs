@@ -1,15 +1,15 @@
 //! The emulated engine `shm`: a thread that replaces DMA hardware.
 //!
-//! Both memories are memfds, and the thread `dma-0` is the only part of the system that maps both.
-//! The thread maps peer memory itself and keeps the mapping in its private table
+//! DPU memory and host memory are memfds, and the thread `dma-0` is the only part of the system
+//! that maps both. The thread maps peer memory itself and keeps the mapping in its private table
 //! ([`device::ShmDevice`]). It also has its own mapping of local memory, as hardware would
 //! ([`DeviceMemory`]). Hardware would save the CPU time of this thread, so Outboard accounts for it
 //! separately, by the thread's name.
 //!
 //! The thread serves several queues, as one device does. It prefers short chains of the urgent
-//! queue and serves the other queues in turn, one transfer at a time. Without work, it polls for up
-//! to [`ShmOptions::spin`], as long as polling keeps finding work, and then parks. An idle engine
-//! takes no CPU time.
+//! queue and serves the other queues in turn, one transfer at a time. When it has no work, it polls
+//! for up to [`ShmOptions::spin`] if polling has found work recently, and then parks. An idle
+//! engine takes no CPU time.
 
 mod device;
 
@@ -68,7 +68,8 @@ impl Profile {
         }
     }
 
-    /// The fixed time of a payload chain, and the time per byte.
+    /// The fixed time of a payload chain, and the time per 1000 bytes. `None` means that the device
+    /// adds no delay.
     fn pace(self) -> Option<(Duration, Duration)> {
         match self {
             Profile::Memcpy => None,
@@ -127,21 +128,21 @@ struct Shared {
     failed: AtomicU64,
 }
 
-/// One queue, as callers use it.
+/// One queue, into which callers put items for the thread.
 #[derive(Default)]
 struct ShmQueue {
     items: SegQueue<ShmItem>,
     /// Number of chains that are posted and not complete.
     posted: AtomicUsize,
-    /// Whether a caller waits for room.
+    /// Whether a caller has found the queue full and waits for room.
     was_full: AtomicBool,
 }
 
 enum ShmItem {
     Chain(Chain),
-    /// Ends the region when every queue has delivered this item.
+    /// Unregisters the region once the thread has taken this item from every queue.
     Unregister(Arc<RegionId>),
-    /// Detaches the peer when every queue has delivered this item.
+    /// Detaches the peer once the thread has taken this item from every queue.
     Detach(Arc<PeerId>),
 }
 
@@ -223,8 +224,8 @@ impl Shared {
         self.wake_worker();
     }
 
-    /// Wakes the worker. It pairs with the fence in [`ShmDevice::sleep`]: either the worker sees
-    /// the command, or this call sees that the worker sleeps.
+    /// Wakes the worker if it sleeps. The fence pairs with the fence in [`ShmDevice::sleep`]:
+    /// either the worker sees the command, or this call sees that the worker sleeps.
     fn wake_worker(&self) {
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed)
@@ -291,7 +292,7 @@ impl DmaEngine for ShmEngine {
             match access {
                 MemoryAccess::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
                 MemoryAccess::Offer(_) => {
-                    let what = "an offer of libfabric";
+                    let what = "a libfabric offer";
                     Err(ChannelError::WrongMemoryAccess { engine: self.name.clone(), what })
                 }
             }
@@ -300,7 +301,7 @@ impl DmaEngine for ShmEngine {
 
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion> {
         if range.is_empty() || range.end > peer.len {
-            let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
+            let what = format!("the range {range:?} is not inside the {} bytes of peer memory", peer.len);
             return Err(ChannelError::Transfer(what));
         }
         let (id, len) = (RegionId(self.fresh_id()), range.len());
@@ -313,18 +314,18 @@ impl DmaEngine for ShmEngine {
         // limit.
         let most = self.configured_max;
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
-            let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
+            let what = format!("a transfer has {} bytes, but the limit is {most}", long.len);
             return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         }
         let Some(queue) = self.shared.queues.get(queue) else {
-            let what = format!("there is no queue {queue}, only {QUEUES}");
+            let what = format!("queue {queue} does not exist; the engine has {QUEUES} queues");
             return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         };
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
-            // If the queue has emptied meanwhile, the thread might not wake the caller. Then there
-            // is room.
+            // The thread wakes the caller only if it sees `was_full`. It may have emptied the queue
+            // before. In that case, the queue has room now, so try again.
             if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

@@ -2,7 +2,7 @@
 //!
 //! Payload has its own engine queues, and the stage or the request selects the queue. A long
 //! request therefore does not delay ring entries, and it delays other payload by one transfer at
-//! most. A failed payload transfer has not touched the rings. Only its request continues over the
+//! most. A failed payload transfer has not touched the rings. Its request continues over the
 //! control socket, and the bytes that had arrived are not sent again.
 
 use std::collections::{HashMap, VecDeque};
@@ -23,16 +23,16 @@ const PAYLOAD_TAG: u64 = 1 << 62;
 /// high setup cost per chain.
 const LONGEST_CHAIN: usize = 16 << 20;
 
-/// The request whose data a chain moves, and the direction.
+/// The request whose data a chain moves, and the direction of the transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cargo {
-    /// The payload of a job.
+    /// The payload of this job, to the host.
     Upload(u64),
-    /// The data of a read.
+    /// The data of this read, from the host.
     Fetch(u64),
 }
 
-/// Cargo that is not posted in a chain yet.
+/// The transfers of one request that were not posted in a chain yet.
 struct Wish {
     cargo: Cargo,
     queue: QueueId,
@@ -49,7 +49,7 @@ pub(super) struct Holds {
     pub(super) _region: Option<Arc<DmaRegion>>,
 }
 
-/// The share of one request in a posted chain.
+/// The transfers of one request in a posted chain.
 struct PostedCargo {
     /// `None` once the request continues without the chain.
     cargo: Option<Cargo>,
@@ -65,10 +65,10 @@ struct PostedChain {
     at: Instant,
 }
 
-/// The outcome of the transfers of one cargo.
+/// The outcome of the transfers of one request.
 pub(super) struct Landed {
     pub(super) cargo: Cargo,
-    /// Bytes that reached their destination, counted from the start of the cargo.
+    /// Number of bytes that reached their destination, from the start of the request's data.
     pub(super) bytes: usize,
     /// Why some bytes did not arrive, if any are missing.
     pub(super) failure: Option<String>,
@@ -88,8 +88,8 @@ impl Dma {
         self.posted.is_empty() && self.waiting.is_empty()
     }
 
-    /// Posts the waiting cargo. A device with a setup cost gets one chain at a time, which combines
-    /// all waiting cargo.
+    /// Posts the waiting transfers. A device with a setup cost gets one chain at a time, which
+    /// combines the transfers of several requests.
     fn post(&mut self, ring: &mut RingSide) {
         if ring.engine().setup_cost() == Duration::ZERO {
             while let Some(wish) = self.waiting.pop_front() {
@@ -154,13 +154,14 @@ impl Dma {
         Some(landed)
     }
 
-    /// Takes the cargo that was posted before `then`. Its requests continue without it.
+    /// Returns the requests whose transfers were posted before `then` and are not complete. The
+    /// caller continues these requests without DMA.
     fn overdue(&mut self, then: Instant) -> Vec<Cargo> {
         let late = self.posted.values_mut().filter(|posted| posted.at < then);
         late.flat_map(|posted| &mut posted.parts).filter_map(|part| part.cargo.take()).collect()
     }
 
-    /// Takes the cargo that was not handed to the engine yet.
+    /// Drops the transfers that were not handed to the engine yet, and returns their requests.
     fn take_waiting(&mut self) -> Vec<Cargo> {
         self.waiting.drain(..).map(|wish| wish.cargo).collect()
     }
@@ -229,7 +230,7 @@ impl State {
         }
     }
 
-    /// Moves the cargo that waits for the engine to the control socket.
+    /// Moves the requests whose transfers were not handed to the engine yet to the control socket.
     pub(super) fn give_up_waiting(&mut self) {
         let waiting = self.dma.take_waiting();
         self.go_on_without(waiting);
@@ -244,7 +245,7 @@ impl State {
         }
     }
 
-    /// Records that `bytes` of a job's payload have arrived and that no more will.
+    /// Records that DMA has moved `bytes` of a job's payload and will move no more of it.
     fn uploaded(&mut self, id: u64, bytes: usize) {
         if let Some(job) = self.jobs.get_mut(&id) {
             job.arrived = bytes;

@@ -1,4 +1,4 @@
-//! The task that receives what the host sends back.
+//! The task that receives the host's replies.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -36,6 +36,7 @@ pub(crate) struct ChannelDriver {
     poller: Poller,
     /// Memory that DMA may still use after the incarnation's end.
     kept: Leftovers,
+    /// Whether no DMA of the incarnation is in progress any more.
     drained: bool,
 }
 
@@ -116,7 +117,7 @@ impl ChannelDriver {
         .await;
     }
 
-    /// Ready when the incarnation must end.
+    /// Handles everything that is ready. Completes with the reason when the incarnation must end.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ChannelError> {
         match self.turns(cx) {
             Ok(progress) => {
@@ -218,10 +219,10 @@ impl ChannelDriver {
             let frame = frame?;
             let mut state = self.link.lock();
             if frame.header.kind != channel::EntryKind::Reply {
-                return Err(ChannelError::Protocol("the store sent something else than replies".into()));
+                return Err(ChannelError::Protocol("the store sent a frame that is not a reply".into()));
             }
             if frame.header.id == NO_REPLY {
-                state.dma_failed("the host found something else than an entry");
+                state.dma_failed("the host found an invalid entry in its ring");
             } else {
                 state.reply(frame, Route::Socket)?;
             }
@@ -294,15 +295,15 @@ impl State {
         }
         self.fetch_since = None;
         let mut available = std::mem::take(&mut self.asked);
-        // If DMA fails during the loop, the remaining replies come over the control socket.
+        // If DMA fails during the loop, the remaining replies arrive over the control socket.
         while available > 0 && self.is_open() {
             let Some(ring) = &mut self.ring else { break };
             let (frame, footprint) = match ring.take(available) {
                 Ok(taken) => taken,
                 Err(e) => {
-                    // Assume that DMA damaged the entry. If the host wrote it wrong, the copy on
-                    // the control socket shows that.
-                    self.dma_failed(&format!("replies were damaged on their way: {e}"));
+                    // Assume that DMA damaged the entry. If the host wrote an invalid entry, its
+                    // copy on the control socket is invalid as well.
+                    self.dma_failed(&format!("replies were damaged during their transfer: {e}"));
                     return Ok(());
                 }
             };
@@ -334,7 +335,9 @@ impl State {
         let count = usize::try_from(count).unwrap_or(usize::MAX);
         let fits = self.announced.checked_add(count).filter(|sum| sum + self.asked <= limit);
         self.announced = fits.filter(|sum| sum.is_multiple_of(channel::ring::CELL)).ok_or_else(|| {
-            ChannelError::Protocol(format!("the doorbell announced {count} bytes, the outbox has {limit}"))
+            ChannelError::Protocol(format!(
+                "the doorbell announced {count} bytes, more than fit in the outbox of {limit}"
+            ))
         })?;
         if self.asked == 0 {
             self.fetch();

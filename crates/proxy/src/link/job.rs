@@ -23,8 +23,8 @@ const MAX_INLINE: usize = 12 << 10;
 const MAX_INLINE_READ: usize = 8 << 10;
 /// Space reserved for a reply without data, such as an error text or a stat, in bytes.
 const SMALL_REPLY: usize = 1024;
-/// Maximum length of a payload that shares a chain with its ring entry, in bytes. One chain needs
-/// no wake-up between payload and entry.
+/// Maximum length of a payload that shares a chain with its ring entry, in bytes. With one chain,
+/// no task must be woken between payload and entry.
 const SHORT: usize = 64 << 10;
 
 /// How a request reaches the host.
@@ -37,7 +37,7 @@ pub(crate) enum Route {
 /// What the link does with the answer to a call.
 #[derive(Debug)]
 pub(crate) enum AnswerUse {
-    /// Passes it to the caller.
+    /// Passes the answer to the caller.
     Plain,
     /// The answer names a new stage, which the link registers.
     Stage,
@@ -47,7 +47,7 @@ pub(crate) enum AnswerUse {
     Channel(ChannelKind),
 }
 
-/// Which call to the channel itself an answer belongs to.
+/// The call to the channel itself that an answer belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChannelKind {
     /// Opens this window to DMA.
@@ -103,9 +103,9 @@ pub(crate) struct Job {
     pub(super) route: Route,
     /// Whether the payload is in place or travels with the request.
     pub(super) payload_ready: bool,
-    /// Whether the job belongs in the target's lane.
+    /// Whether the job belongs in the target's lane, the ordered queue of transactions and reads.
     pub(super) in_lane: bool,
-    /// The stage that counts the job as an unposted write.
+    /// The stage that the job writes to, if it is a stage write.
     pub(super) writes_stage: Option<u64>,
     /// Whether the host must verify the payload's checksums.
     pub(super) suspect: bool,
@@ -115,7 +115,7 @@ pub(crate) struct Job {
     pub(super) names_stages: Vec<StageId>,
     pub(super) kind: AnswerUse,
     pub(super) answer_to: Option<AnswerTo>,
-    /// Notified when the parity is computed.
+    /// The sender that reports that parity was computed.
     pub(super) coded: Option<Coded>,
     /// When the call was made. `clock` measures the OSD request that the call belongs to.
     pub(super) since: Instant,
@@ -128,8 +128,8 @@ pub(super) fn fits_inline(encoded: &EncodedTransaction) -> bool {
 }
 
 /// Offset of a transaction's data section in its range, in bytes. It is 0 if the control data fits
-/// in the entry. Else the range begins with the control data, and the data section starts on the
-/// next page.
+/// in the entry. Otherwise the range begins with the control data, and the data section starts on
+/// the next page.
 fn data_at(encoded: &EncodedTransaction) -> usize {
     let control_len = encoded.control.len();
     if control_len <= MAX_INLINE { 0 } else { control_len.next_multiple_of(MIN_BUFFER) }
@@ -216,7 +216,7 @@ impl Job {
     }
 
     /// Creates a stripe write. It depends only on the creation of its stages. Callers must not name
-    /// these stages in another call until it is answered.
+    /// these stages in another call until this call is answered.
     pub(super) fn stripes(
         stripes: Stripes,
         data: Vec<FragmentBytes>,
@@ -327,12 +327,12 @@ impl Job {
         self.in_lane || self.writes_stage.is_some() || matches!(self.call, StoreCall::StageStripes { .. })
     }
 
-    /// Whether DMA carries any part of the payload.
+    /// Whether DMA carries or has carried any part of the payload.
     pub(super) fn is_by_dma(&self) -> bool {
         self.route == Route::Ring && !self.upload.is_empty() || self.arrived > 0
     }
 
-    /// Whether no other call waits for this call.
+    /// Whether the job is a query: a call that no other call waits for.
     pub(super) fn is_query(&self) -> bool {
         self.answer_to.is_some()
             && matches!(self.kind, AnswerUse::Plain | AnswerUse::Stage)

@@ -30,8 +30,8 @@ impl State {
         None
     }
 
-    /// Takes a job and posts every job that can be sent. The limit in `accept` does not apply to
-    /// the link's own jobs.
+    /// Queues a job, and then sends every job that is ready. The limit in `accept` does not apply
+    /// to the link's own jobs.
     pub(super) fn submit(&mut self, mut job: Job) {
         if self.dead.is_some() {
             return;
@@ -68,7 +68,7 @@ impl State {
         }
     }
 
-    /// Moves every job as far as possible.
+    /// Advances every job as far as possible.
     pub(super) fn pump(&mut self) {
         self.grant_ranges();
         self.advance_lanes();
@@ -121,8 +121,8 @@ impl State {
         }
     }
 
-    /// Continues a job that received its range. A job on the ring first needs the window that
-    /// contains the range.
+    /// Continues a job that received its range. For a job on the ring, the window that contains the
+    /// range must first be open to DMA.
     fn granted(&mut self, id: u64, offset: usize) {
         if self.jobs.get(&id).is_none_or(|job| job.route == Route::Socket) {
             return self.payload_ready(id);
@@ -166,11 +166,11 @@ impl State {
         }
     }
 
-    /// Decides whether a job that is about to be posted is suspect. A write of a stage is unsure if
-    /// it is suspect or on the control socket, because a transaction that names the stage could
-    /// then overtake it. Transactions that name the stage wait until the write is answered. This
-    /// does not apply without host memory: the control socket then carries everything in order, and
-    /// nothing is sent twice.
+    /// Decides whether a stage write that is about to be posted is suspect, so that the host must
+    /// verify its payload. The write is unsure if it is suspect or on the control socket, because a
+    /// transaction that names the stage could then overtake it. Transactions that name the stage
+    /// wait until the write is answered. This does not apply without host memory: the control
+    /// socket then carries everything in order, and nothing is sent twice.
     pub(super) fn doubt(&mut self, id: u64) {
         let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
         let Some(stage) = job.writes_stage else { return };
@@ -212,8 +212,7 @@ impl State {
         }
     }
 
-    /// Whether all writes of the stages that a transaction names are ahead of it, and will stay
-    /// ahead.
+    /// Whether all writes to the stages that a transaction names precede it for certain.
     fn stages_posted(&self, job: &Job) -> bool {
         let mut stages = job.names_stages.iter().filter_map(|stage| self.stages.get(&stage.0));
         stages.all(|staged| staged.unposted == 0 && staged.unsure == 0)
@@ -258,7 +257,7 @@ impl State {
         }
     }
 
-    /// Queues a frame to the channel that the host does not answer.
+    /// Queues a call to the channel, with data, that the host does not answer.
     pub(super) fn put_on_socket(&mut self, call: ChannelCall, data: Bytes) {
         let header = EntryHeader::new(FrameKind::Request, 0, NO_REPLY);
         self.control_out.push((header, encode(&StoreCall::Channel(call)), vec![data]));

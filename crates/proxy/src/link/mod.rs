@@ -1,16 +1,16 @@
 //! The osd's end of the channel, for one incarnation of the store.
 //!
 //! Any thread may submit a [`Job`] to the [`StoreChannel`], under a short lock. The calling thread
-//! itself posts every job that can be sent at once. Each link has one
-//! [`ChannelDriver`](driver::Driver) task, which runs on the OSD's runtime and receives the host's
-//! replies. The osd's end has no thread of its own: such a thread would cost every call two more
-//! wake-ups. Instead, a reply wakes the thread that runs the waiting task.
+//! itself posts every job that can be sent at once. Each link has one [`ChannelDriver`] task, which
+//! runs on the OSD's runtime and receives the host's replies. The osd's end has no thread of its
+//! own: such a thread would cost every call two more wake-ups. Instead, a reply wakes the thread
+//! that runs the waiting task.
 //!
 //! **Order.** Each target has a *lane* for its transactions and reads. The link posts the jobs of a
 //! lane strictly in the order of the calls. Queries are sent over the control socket at once; the
 //! header of a query names the transaction that it follows, and the host holds the query back until
-//! it has that transaction. A write to a stage follows no other call. A transaction that names the
-//! stage waits for the writes to that stage. Deadlock is impossible, because nothing that a
+//! it has that transaction. A write to a stage waits for no other call. A transaction that names
+//! the stage waits for the writes to that stage. Deadlock is impossible, because nothing that a
 //! transaction needs waits for a transaction or a query.
 
 mod dma;
@@ -97,7 +97,7 @@ pub(crate) type CallAnswered = Result<Delivered, CallError>;
 pub(crate) struct Delivered {
     pub(crate) answer: CallAnswer,
     pub(crate) data: Vec<Bytes>,
-    /// Whether the data was compared with its checksums.
+    /// Whether the data was verified against its checksums.
     pub(crate) verified: bool,
 }
 
@@ -106,10 +106,10 @@ impl Delivered {
         Delivered { answer, data, verified: false }
     }
 }
-/// Where the answer to a call is sent.
+/// The sender that passes the answer to the caller of a call.
 pub(crate) type AnswerTo = oneshot::Sender<CallAnswered>;
 
-/// The callers' view of the channel during one incarnation of the store.
+/// The interface through which callers use the channel during one incarnation of the store.
 pub(crate) struct StoreChannel {
     state: Mutex<State>,
     driver: AtomicWaker,
@@ -140,7 +140,8 @@ struct State {
     /// Queries that were not sent yet. No other call waits for a query.
     queries: VecDeque<u64>,
     queries_out: usize,
-    /// Free ranges of the host's data region. Without host memory, it limits the bytes in flight.
+    /// Free ranges of the host's data region. Without host memory, this allocator only limits the
+    /// bytes in flight.
     ranges: Buddy,
     ring: Option<RingSide>,
     control_out: Vec<(EntryHeader, Vec<u8>, Vec<Bytes>)>,
@@ -158,7 +159,7 @@ struct State {
     /// Duration after which a transfer is overdue.
     overdue: Duration,
     probe_pattern: Vec<u8>,
-    /// Host memory that the driver must attach to.
+    /// An offer of host memory that the engine must attach to.
     offer: Option<OfiOffer>,
     /// How long the driver keeps polling after the last event.
     poll: Duration,
@@ -172,10 +173,12 @@ struct State {
     fetch_since: Option<Instant>,
     /// When the host was last asked for its ring positions.
     asked_positions: Option<Instant>,
+    /// Position up to which the host has put replies that no doorbell has announced yet, and when
+    /// the link learnt of it.
     unheard: Option<(u64, Instant)>,
-    /// Bytes that payload transfers had already moved when DMA failed, and bytes that the control
-    /// socket then carried instead.
+    /// Bytes that payload transfers had already moved when DMA failed.
     kept_bytes: u64,
+    /// Bytes that the control socket has carried in place of DMA.
     put_bytes: u64,
     /// Why the incarnation must end.
     fatal: Option<String>,
@@ -188,19 +191,20 @@ struct Lane {
     queue: VecDeque<u64>,
 }
 
-/// A stage in this incarnation.
+/// The state of a stage in this incarnation.
 struct StageState {
     host_id: u64,
-    /// Writes that were called and not posted yet. A transaction that names the stage is posted
-    /// after these writes.
+    /// Number of writes that were submitted and not posted yet. A transaction that names the stage
+    /// is posted after these writes.
     unposted: u32,
-    /// Unanswered writes that a later transaction could overtake. These are the writes on the
-    /// control socket, and the writes whose checksums the host verifies, because they may have to
-    /// be sent again.
+    /// Number of unanswered writes that a later transaction could overtake. These are the writes on
+    /// the control socket, and the writes whose checksums the host verifies, because they may have
+    /// to be sent again.
     unsure: u32,
-    /// Writes that were called and not answered yet.
+    /// Number of writes that were submitted and not answered yet.
     unanswered: u32,
-    /// The stage was released. The entry is removed once all its writes are answered.
+    /// Whether the stage was released. A released stage is removed once all its writes are
+    /// answered.
     released: bool,
 }
 
@@ -229,8 +233,8 @@ enum ReadLanding {
     /// In the mirror of the read's range, because no other memory that DMA can reach was available.
     /// The data is then copied to the caller's buffer, if there is one.
     Mirror(Option<ArenaBuf>),
-    /// The control socket brings the data: into the caller's buffer if there is one, else the
-    /// caller receives the frame's own memory.
+    /// The control socket carries the data. It is copied into the caller's buffer if there is one.
+    /// Otherwise, the caller receives the frame's own memory.
     Socket(Option<ArenaBuf>),
 }
 
@@ -339,8 +343,8 @@ impl StoreChannel {
     }
 
     /// Locks the state. The lock is hardly contended: callers and the driver hold it for about a
-    /// microsecond. No code panics under the lock while the state is half changed, so a poisoned
-    /// lock is safe to use.
+    /// microsecond. No code panics under the lock while the state is half changed, so the state is
+    /// consistent even if the lock is poisoned.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -5,9 +5,13 @@ use std::time::Instant;
 /// Whether the rings and DMA are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DmaState {
+    /// The rings and DMA are in use.
     Open,
+    /// DMA has failed, and the host has not yet reported which requests it has taken.
     Closing { since: Instant },
+    /// The control socket carries everything.
     Closed,
+    /// A probe tests whether DMA works again.
     Probing { since: Instant, step: ProbeStep },
 }
 
@@ -26,7 +30,8 @@ pub(super) enum ProbeStep {
     Unheard,
     /// The transfer back is in progress.
     Back,
-    /// The bytes are right, and the link waits for the host's doorbell.
+    /// The bytes that came back are correct, and the link waits for the doorbell that the host
+    /// rings.
     Bell,
     /// The host opens its rings.
     Opening,

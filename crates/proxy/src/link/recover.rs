@@ -36,8 +36,8 @@ use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode};
 
 /// Length of a probe, in bytes.
 const PROBE: usize = 4096;
-/// The host's report may take this many times the limit for a transfer. After that, the incarnation
-/// ends.
+/// Time limit for the host's report, as a multiple of the limit for a transfer. The incarnation
+/// ends if the host exceeds it.
 const PATIENCE: u32 = 20;
 /// Maximum interval of the checks during recovery.
 const SOON: Duration = Duration::from_millis(50);
@@ -62,7 +62,7 @@ impl State {
         self.mode == DmaState::Open
     }
 
-    /// Switches to the control socket after a transfer failed, became overdue or brought damaged
+    /// Switches to the control socket after a transfer failed, became overdue or delivered damaged
     /// data.
     pub(super) fn dma_failed(&mut self, why: &str) {
         if !self.is_open() {
@@ -72,7 +72,8 @@ impl State {
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
         self.mode = DmaState::Closing { since: Instant::now() };
-        // Other transfers may be damaged without having been noticed.
+        // Other transfers may have damaged data that nobody has verified, so verify the next
+        // requests.
         self.verify.suspect();
         self.quarantine_everything();
         // Forget all windows: the failed transfer may be due to a broken mapping, which would fail
@@ -138,8 +139,8 @@ impl State {
                 self.jobs.insert(*id, pending.job);
             }
         }
-        // A job without a lane is sent at once. Other jobs return to their lanes: the stage writes
-        // that they depend on are sent again, and may still turn out to be damaged.
+        // A job without a lane is sent at once. Other jobs return to their lanes, and wait there
+        // for the stage writes that they depend on. These writes may be sent again.
         lost.extend(std::mem::take(&mut self.held));
         for id in lost.into_iter().rev() {
             let Some(job) = self.jobs.get(&id) else { continue };
@@ -155,7 +156,7 @@ impl State {
     /// Sends a request again over the control socket, because the host found its payload damaged.
     pub(super) fn damaged(&mut self, id: u64, mut job: Job) {
         if !job.was_wrong_before() {
-            self.dma_failed("payload was damaged on its way");
+            self.dma_failed("payload was damaged during its transfer");
         }
         (job.route, job.arrived, job.region) = (Route::Socket, 0, None);
         self.jobs.insert(id, job);
@@ -166,7 +167,8 @@ impl State {
         }
     }
 
-    /// Frees a range. If a transfer may still access the range, it stays in quarantine first.
+    /// Frees a range. If a transfer may still access the range, the range first stays in
+    /// quarantine.
     pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
         let Some(range) = range else { return };
         if self.quarantine.fences > 0 {
@@ -176,7 +178,7 @@ impl State {
         }
     }
 
-    /// Keeps memory that a transfer may still access.
+    /// Keeps memory that a transfer may still access until the quarantine ends.
     pub(super) fn keep(&mut self, memory: impl Send + 'static) {
         if self.quarantine.fences > 0 {
             self.quarantine.kept.push(Box::new(memory));
@@ -198,7 +200,8 @@ impl State {
         if !(FENCE - queues < completion.tag && completion.tag <= FENCE) {
             return false;
         }
-        // A fence that a reset cancelled proves the same: no earlier transfer moves data any more.
+        // A fence that a reset has cancelled counts as well: after the reset, no earlier transfer
+        // moves data.
         self.quarantine.fences = self.quarantine.fences.saturating_sub(1);
         if self.quarantine.fences == 0 {
             for range in std::mem::take(&mut self.quarantine.ranges) {
@@ -219,7 +222,7 @@ impl State {
             DmaState::Open => {}
             DmaState::Closing { since } => {
                 if now.duration_since(since) > self.overdue * PATIENCE {
-                    self.fatal = Some("the store does not say how far it has come".to_owned());
+                    self.fatal = Some("the store did not report its ring positions in time".to_owned());
                 }
             }
             DmaState::Closed => {
@@ -259,7 +262,7 @@ impl State {
         {
             self.unheard = None;
             if self.heard() < head {
-                return self.dma_failed("a doorbell did not reach this side");
+                return self.dma_failed("a doorbell did not reach the osd");
             }
         }
         let late = self.pending.values().any(|p| p.ring_end > 0 && p.sent < then);
@@ -337,7 +340,7 @@ impl State {
                 Some(bell)
             }
             Err(e) => {
-                self.probe_failed(&format!("host memory cannot be attached anew: {e}"));
+                self.probe_failed(&format!("the engine cannot attach to host memory again: {e}"));
                 None
             }
         }
@@ -378,7 +381,7 @@ impl State {
                 let mut bytes = vec![0; PROBE];
                 let inside = ring.arena().copy_out(ring.layout().outbox().offset, &mut bytes);
                 if !inside || bytes != self.probe_pattern {
-                    return self.probe_failed("the probe came back damaged");
+                    return self.probe_failed("the probe returned damaged");
                 }
                 self.step(ProbeStep::Bell);
                 self.bell_during_probe();
@@ -407,7 +410,7 @@ impl State {
         self.post_probe(transfer, false);
     }
 
-    /// Opens the rings if the probe's data was right and the host's doorbell was heard.
+    /// Opens the rings if the probe's data was correct and the host has rung the osd's doorbell.
     pub(super) fn bell_during_probe(&mut self) {
         if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. }) && self.announced > 0 {
             self.step(ProbeStep::Opening);
@@ -468,7 +471,7 @@ impl State {
             }
             (ChannelKind::Open, Ok(CallAnswer::Done)) => self.opened(),
             (kind, outcome) => {
-                let what = format!("{outcome:?} is no answer to {kind:?}");
+                let what = format!("{outcome:?} is not a valid answer to {kind:?}");
                 return Err(ChannelError::Protocol(what));
             }
         }

@@ -30,7 +30,7 @@ struct CachedWindow {
 /// A window that is being opened.
 #[derive(Default)]
 struct Asked {
-    /// Requests to the host that it has not answered.
+    /// Number of requests to open the window that the host has not answered.
     times: usize,
     waiting: Vec<u64>,
 }
@@ -41,7 +41,7 @@ pub(super) struct Regions {
     window: usize,
     /// Length of the data region, in bytes.
     total: usize,
-    /// Maximum number of cached windows. With 0, every use costs a negotiation.
+    /// Maximum number of cached windows. With 0, every job asks the host to open its window.
     capacity: usize,
     kept: HashMap<usize, CachedWindow>,
     clock: u64,
@@ -102,11 +102,11 @@ impl Regions {
     }
 
     /// Registers a job that waits for a window. Returns whether the caller must ask the host to
-    /// open it.
+    /// open the window.
     pub(super) fn wait(&mut self, window: usize, job: u64) -> bool {
         let asked = self.asked.entry(window).or_default();
         asked.waiting.push(job);
-        // Without a cache, every job has its own negotiation.
+        // Without a cache, every job asks the host for itself.
         let asks = asked.times == 0 || self.capacity == 0;
         asked.times += usize::from(asks);
         asks
@@ -157,7 +157,7 @@ mod tests {
     use std::sync::Mutex;
 
     #[test]
-    fn the_least_recently_used_window_goes_first_and_what_is_in_use_stays_registered() {
+    fn the_least_recently_used_window_is_evicted_but_serves_its_users() {
         let gone = Arc::new(Mutex::new(Vec::new()));
         let region = |id: u32| {
             let gone = Arc::clone(&gone);
@@ -167,7 +167,7 @@ mod tests {
         let mut regions = Regions::new(4096, 10_000, 2);
         assert_eq!((regions.window_of(8191), regions.range_of(2)), (1, 8192..10_000));
         assert!(regions.get(0).is_none());
-        assert!(regions.wait(0, 7) && !regions.wait(0, 8), "asked for once");
+        assert!(regions.wait(0, 7) && !regions.wait(0, 8), "the host is asked only once");
         assert_eq!(regions.opened(0, &region(0)), [7, 8]);
         regions.opened(1, &region(1));
         let in_use = regions.get(0).unwrap();
@@ -176,29 +176,29 @@ mod tests {
         regions.get(2).unwrap();
         regions.opened(3, &region(3));
         assert!(regions.get(0).is_none());
-        assert_eq!(*gone.lock().unwrap(), [1], "somebody is using it");
+        assert_eq!(*gone.lock().unwrap(), [1], "a window in use stays registered");
         drop(in_use);
         assert_eq!(*gone.lock().unwrap(), [1, 0]);
         regions.set_capacity(0);
         assert_eq!(gone.lock().unwrap().len(), 4);
-        assert!(regions.wait(1, 4) && regions.wait(1, 5), "each asks for itself");
+        assert!(regions.wait(1, 4) && regions.wait(1, 5), "without a cache, each job asks the host");
         assert_eq!(regions.opened(1, &region(9)), [4]);
         assert_eq!(regions.give_up(), [5]);
     }
 
     #[test]
-    fn nobody_is_left_behind_when_the_cache_goes_or_comes() {
+    fn every_waiting_job_continues_when_the_cache_is_switched_off_or_on() {
         let region = Arc::new(DmaRegion::new(RegionId(1), 4096, OnDrop::new(|| ())));
         let mut regions = Regions::new(4096, 8192, 1);
-        assert!(regions.wait(0, 1) && !regions.wait(0, 2), "one question for both");
+        assert!(regions.wait(0, 1) && !regions.wait(0, 2), "the host is asked once for both jobs");
         regions.set_capacity(0);
-        assert!(regions.wait(0, 3), "and one for itself");
+        assert!(regions.wait(0, 3), "without a cache, the third job asks again");
         assert_eq!(regions.opened(0, &region), [1]);
-        assert_eq!(regions.opened(0, &region), [2, 3], "no other answer comes");
+        assert_eq!(regions.opened(0, &region), [2, 3], "the last answer serves all remaining jobs");
         assert!(regions.wait(0, 4) && regions.wait(0, 5));
         regions.set_capacity(1);
         assert_eq!(regions.opened(0, &region), [4, 5]);
-        assert_eq!(regions.opened(0, &region), [0; 0], "the second answer");
+        assert_eq!(regions.opened(0, &region), [0; 0], "no job waits for the second answer");
         assert!(regions.get(0).is_some());
     }
 }

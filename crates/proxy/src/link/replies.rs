@@ -43,23 +43,26 @@ struct DoneRead {
 }
 
 impl State {
-    /// Handles a reply.
+    /// Handles a reply that arrived on `route`.
     pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
         let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
         if let Ok(CallAnswer::Coded(took)) = outcome {
-            // After a failure of DMA, this answer may come twice.
+            // After a failure of DMA, this answer may arrive twice.
             if let Some(coded) = self.pending.get_mut(&id).and_then(|pending| pending.job.coded.take()) {
                 // The caller may not need the timing any more; ignore the error.
                 let _ = coded.send(took.map(Duration::from_nanos));
             }
             return Ok(());
         }
-        // Injects a fault. Only a kill is possible here, and it does not return.
+        // Injects a fault. The only possible fault here kills the process, so there is no result to
+        // handle.
         let _ = self.faults.hit(Site::OsdReply);
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
         let Some(SentCall { job, ring_end, .. }) = pending else {
-            return Err(ChannelError::Protocol(format!("a reply to request {id}, which nobody waits for")));
+            return Err(ChannelError::Protocol(format!(
+                "it sent a reply to request {id}, which is not waiting for one"
+            )));
         };
         match (route, &mut self.ring) {
             (Route::Ring, Some(ring)) => ring.answered(job.reply_max()),
@@ -77,7 +80,7 @@ impl State {
         if outcome == Ok(CallAnswer::Damaged) {
             let by_dma = in_range || job.arrived > 0;
             if range.is_none() || job.upload.is_empty() || !by_dma {
-                let what = format!("the payload of request {id}, which did not come by DMA, was damaged");
+                let what = format!("it found damage in the payload of request {id}, which DMA did not carry");
                 return Err(ChannelError::Protocol(what));
             }
             self.damaged(id, job);
@@ -85,7 +88,7 @@ impl State {
         }
         self.written(&job);
         let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = job else {
-            return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
+            return Err(ChannelError::Protocol(format!("it answered request {id}, which expects no answer")));
         };
         let answered = match (kind, outcome) {
             (AnswerUse::Stage, Ok(CallAnswer::Stage(host_id))) => {
@@ -116,11 +119,11 @@ impl State {
         let CallAnswer::Read { len, .. } = answer else { return Ok(()) };
         let answered = match (&read.dest, range) {
             (Some(dest), _) if len > dest.len() as u64 => {
-                let what = format!("{len} bytes were read for a buffer of {}", dest.len());
+                let what = format!("the store read {len} bytes for a buffer of {} bytes", dest.len());
                 Err(StoreError::InvalidArgument(what).into())
             }
             _ if !data.is_empty() && data.len() as u64 != len => {
-                let what = format!("{} bytes came where {len} were announced", data.len());
+                let what = format!("it sent {} bytes of data instead of the announced {len}", data.len());
                 return Err(ChannelError::Protocol(what));
             }
             (_, Some(range)) if in_range && len > 0 => return self.fetch_data(read, answer, range),
@@ -162,7 +165,7 @@ impl State {
         let len = usize::try_from(*len).unwrap_or(usize::MAX);
         if len > range.len {
             return Err(ChannelError::Protocol(format!(
-                "{len} bytes were read into a range of {}",
+                "it read {len} bytes into a range of {} bytes",
                 range.len
             )));
         }
@@ -194,7 +197,8 @@ impl State {
         Ok(())
     }
 
-    /// Handles the end of the DMA that fetches a read's data.
+    /// Handles the end of the DMA that fetches a read's data. `bytes` have arrived; `whole` says
+    /// whether these are all.
     pub(super) fn fetched(&mut self, id: u64, bytes: usize, whole: bool) {
         let Some(done) = self.fetching.get_mut(&id) else { return };
         if !whole {
@@ -211,8 +215,8 @@ impl State {
         };
         match verified(&done.answer, data) {
             Ok(data) => self.deliver(done, data, true),
-            // The data was damaged either by DMA or before it. The copy from the control socket
-            // shows which.
+            // The data was damaged either by DMA or before DMA. The copy from the control socket
+            // shows which is the case.
             Err(why) => {
                 done.doubt = Some(why);
                 self.fetching.insert(id, done);
@@ -221,8 +225,8 @@ impl State {
         }
     }
 
-    /// Gives up the DMA of a read's data because it is overdue. The control socket then brings the
-    /// data to other memory.
+    /// Gives up the DMA of a read's data because it is overdue. The control socket then carries the
+    /// data, which is placed in other memory.
     pub(super) fn fetch_given_up(&mut self, id: u64) {
         let Some(late) = self.fetching.get_mut(&id) else { return };
         let landing = std::mem::replace(&mut late.landing, ReadLanding::Socket(None));
@@ -230,7 +234,7 @@ impl State {
         self.get_rest(id);
     }
 
-    /// Asks over the control socket for the data of a read that DMA has not moved.
+    /// Asks over the control socket for the part of a read's data that DMA has not moved.
     fn get_rest(&mut self, id: u64) {
         let (Some(rest), Some(ring)) = (self.fetching.get(&id), &self.ring) else { return };
         let offset = (ring.range_offset(rest.range) + rest.fetched) as u64;
@@ -247,7 +251,11 @@ impl State {
     pub(super) fn got(&mut self, id: u64, rest: Bytes) -> Result<(), ChannelError> {
         let Some(done) = self.fetching.remove(&id) else { return Ok(()) };
         if rest.len() != done.len - done.fetched {
-            let what = format!("{} bytes came where {} were asked for", rest.len(), done.len - done.fetched);
+            let what = format!(
+                "it sent {} bytes of data instead of the requested {}",
+                rest.len(),
+                done.len - done.fetched
+            );
             return Err(ChannelError::Protocol(what));
         }
         let mut done = done;
@@ -267,7 +275,7 @@ impl State {
         let is_right = verified.is_ok();
         match (verified, &done.doubt) {
             (Ok(_), Some(why)) => {
-                self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
+                self.dma_failed(&format!("the data of a read was damaged during its transfer: {why}"));
             }
             // The data that DMA moved before it failed may be damaged. Fetch it again.
             (Err(_), _) if done.fetched > 0 => {
@@ -294,20 +302,20 @@ impl State {
             Some(mut dest) => {
                 dest.truncate(len);
                 let inside = ring.arena().copy_out(at, &mut dest);
-                debug_assert!(inside, "a range outside the mirror");
+                debug_assert!(inside, "the range is inside the mirror");
                 dest.freeze()
             }
             None => {
                 let mut copy = vec![0; len];
                 let inside = ring.arena().copy_out(at, &mut copy);
-                debug_assert!(inside, "a range outside the mirror");
+                debug_assert!(inside, "the range is inside the mirror");
                 Bytes::from(copy)
             }
         }
     }
 }
 
-/// Records how long the host had a request that was just answered.
+/// Records how long the host worked on a request that was just answered.
 fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
     let Some(clock) = clock else { return };
     let now = Instant::now();
@@ -350,10 +358,10 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
     }
 }
 
-/// Chooses the memory for a read's data. It is the caller's buffer if the engine can reach it.
-/// Without a caller's buffer, it is buffers of the pool. Otherwise it is the mirror. The function
-/// never waits for a free buffer: the buffer's holder may itself wait for this incarnation, which
-/// would be a deadlock.
+/// Chooses the memory for a read's data. If the engine can reach the caller's buffer, it chooses
+/// this buffer. If the caller has no buffer, it allocates buffers of the pool. Otherwise it chooses
+/// the mirror. The function never waits for a free buffer: the buffer's holder may itself wait for
+/// this incarnation, which would be a deadlock.
 fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLanding {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {
@@ -414,7 +422,7 @@ impl StoreChannel {
     }
 }
 
-/// Memory of a dead incarnation's calls, kept until the engine no longer uses it.
+/// Memory of the calls of an ended incarnation, kept until the engine no longer uses it.
 #[derive(Default)]
 pub(super) struct Leftovers {
     requests: Vec<Job>,

@@ -17,9 +17,10 @@ use super::HeldRange;
 use super::job::{Job, RangeUse};
 use super::regions::OpenedWindow;
 
-/// Chains longer than this are posted at once, in bytes.
+/// Length in bytes above which a chain is posted at once. Shorter chains may wait and be posted
+/// together.
 const GATHERED: usize = 64 << 10;
-/// Tag of the chain that fetches replies. Requests have numbers from 1 upwards.
+/// Tag of the chain that fetches replies. Request numbers count from 1 and never reach it.
 pub(super) const FETCH: u64 = u64::MAX;
 
 /// The host memory that the engine is attached to.
@@ -141,7 +142,7 @@ impl RingSide {
         let data: Vec<&[u8]> = inline.iter().map(|(_, piece)| &piece[..]).collect();
         let sealed = header.seal_whole(control, &data);
         let total = sealed.len() + data_len;
-        debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes");
+        debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes exceeds the limit");
         let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         let inbound = self.layout().inbound();
         inbound.write(self.memory.arena(), self.head, &parts);
@@ -157,18 +158,19 @@ impl RingSide {
         self.head
     }
 
-    /// The source for the DMA of a piece of payload. A piece in DPU memory is used in place. Any
-    /// other piece is copied into the mirror, at the offset of its destination.
+    /// Returns the offset in DPU memory from which DMA reads a piece of payload. A piece in DPU
+    /// memory is used in place. Any other piece is copied into the mirror, at the offset of its
+    /// destination.
     pub(super) fn source_of(&self, host_offset: usize, piece: &Bytes) -> usize {
         self.memory.offset_of(piece).unwrap_or_else(|| {
             let inside = self.memory.arena().copy_in(host_offset, piece);
-            debug_assert!(inside, "a range outside the mirror");
+            debug_assert!(inside, "the range is inside the mirror");
             self.copied.increment(piece.len() as u64);
             host_offset
         })
     }
 
-    /// The queue for the payload of a stage or a request.
+    /// The queue for the payload of the stage or request with the number `key`.
     pub(super) fn bulk_queue(&self, key: u64) -> QueueId {
         match self.queues().saturating_sub(1) {
             0 => URGENT,
@@ -336,12 +338,12 @@ impl RingSide {
     }
 
     /// Takes the next reply from the `available` fetched bytes, and returns it with its length in
-    /// the ring. An invalid reply is not taken; the host sends it again.
+    /// the ring. An invalid reply is not taken; the host sends it again over the control socket.
     pub(super) fn take(&mut self, available: usize) -> channel::Result<(ChannelEntry, usize)> {
         let frame = self.layout().outbox().read(self.memory.arena(), self.taken, available)?;
         let consumed = frame.header.consumed;
         if consumed < self.consumed || consumed > self.head {
-            let what = format!("the host says it took {consumed} bytes of {}", self.head);
+            let what = format!("it reports {consumed} bytes as taken, but the osd has sent {}", self.head);
             return Err(ChannelError::Protocol(what));
         }
         self.consumed = consumed;
@@ -378,7 +380,7 @@ mod tests {
     use channel::{EntryKind, MemoryOptions, ShmEngine, ShmOptions};
 
     #[test]
-    fn a_reply_that_lies_about_what_was_taken_is_not_taken() {
+    fn a_reply_with_an_impossible_count_of_taken_bytes_is_refused() {
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = DpuMemory::new(MemoryOptions { layout, pool_len: 64 << 10, largest_buffer: 64 << 10 });
         let memory = memory.unwrap();
@@ -389,7 +391,10 @@ mod tests {
             |consumed| EntryHeader { consumed, ..EntryHeader::new(EntryKind::Reply, 0, 1) }.seal(b"answer");
         let put = |ring: &RingSide, bytes: &[u8]| ring.layout().outbox().write(ring.arena(), 0, &[bytes]);
         put(&ring, &reply(64));
-        assert!(ring.take(ring::footprint(reply(64).len())).is_err(), "nothing was sent that could be taken");
+        assert!(
+            ring.take(ring::footprint(reply(64).len())).is_err(),
+            "the host cannot have taken bytes that were never sent"
+        );
         assert_eq!((ring.taken(), ring.consumed), (0, 0));
         put(&ring, &reply(0));
         let (frame, footprint) = ring.take(ring::footprint(reply(0).len())).unwrap();

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sample_is_looked_at_and_everything_after_a_failure() {
+    fn a_sample_of_requests_is_verified_and_every_request_after_a_failure() {
         let (mut verify, faults) = (Verify::new(4), Faults::default());
         assert_eq!((0..8).filter(|_| verify.next(&faults)).count(), 2);
         verify.suspect();

@@ -19,7 +19,7 @@ use crate::messages::{
 };
 use crate::transaction_codec;
 
-/// The path by which a request came and its reply is sent.
+/// The path on which a request arrived and on which its reply is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Via {
     Ring,
@@ -58,7 +58,7 @@ impl ReceivedCall {
         ReceivedCall { header, came: Instant::now(), via, size, call }
     }
 
-    /// Completes the call without data.
+    /// Completes the call with this outcome and without data.
     pub(super) fn done(self, outcome: CallOutcome) -> FinishedCall {
         let ReceivedCall { header, came, via, .. } = self;
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
@@ -68,9 +68,10 @@ impl ReceivedCall {
         matches!(self.call, Ok((StoreCall::Transaction { .. }, ..)))
     }
 
-    /// Whether the part of the request in its range arrived damaged. An encoded transaction is
-    /// always verified, and payload only if `payload` is true. The entry itself was verified
-    /// before. A range that cannot be read does not count as damaged; the call then fails.
+    /// Whether the part of the request that is in a range of host memory arrived damaged. An
+    /// encoded transaction is always verified, and payload only if `payload` is true. The entry
+    /// itself was verified before. An invalid range does not count as damaged, because the call
+    /// itself then fails.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
@@ -215,7 +216,7 @@ fn start(
 fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)> {
     let data_at = control_len.checked_next_multiple_of(base::pool::MIN_BUFFER);
     let (Some(control), Some(data_at)) = (bytes.get(..control_len), data_at) else {
-        return Err(StoreError::InvalidArgument("a transaction is longer than its range".into()));
+        return Err(StoreError::InvalidArgument("a transaction does not fit in its range".into()));
     };
     Ok((Bytes::copy_from_slice(control), bytes.slice(data_at.min(bytes.len())..)))
 }
@@ -256,7 +257,9 @@ async fn read_into(
     released.wait().await;
     let len: usize = data.iter().map(Bytes::len).sum();
     if len as u64 > room {
-        return Err(StoreError::Io(format!("the store read {len} bytes where {room} were asked for")));
+        return Err(StoreError::Io(format!(
+            "the store returned {len} bytes for a read into a range of {room}"
+        )));
     }
     let (mut buffer, again) = claim(lease.as_ref(), start, room)?;
     let mut at = 0;
@@ -284,7 +287,8 @@ fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
         | StoreCall::Transaction { .. }
         | StoreCall::Read { .. }
         | StoreCall::Channel(_) => {
-            let refused = StoreError::InvalidArgument("no call of the control plane".into());
+            let refused =
+                StoreError::InvalidArgument("this call cannot be executed as a call without data".into());
             return Box::pin(std::future::ready(Err(refused)));
         }
     };
@@ -297,7 +301,9 @@ fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
             StoreReply::Collections(collections) => CallAnswer::Collections(collections),
             StoreReply::Space(space) => CallAnswer::Space(space),
             StoreReply::Read(_) => {
-                return Err(StoreError::Io("the store replied with data to a call without".into()));
+                return Err(StoreError::Io(
+                    "the store replied with data to a call that returns no data".into(),
+                ));
             }
         };
         Ok((answer, Vec::new()))

@@ -15,7 +15,7 @@ use crate::messages::{CallAnswer, CallOutcome, ChannelCall, encode, shorten};
 const MAX_PROBE: u32 = 64 << 10;
 
 impl HostAttachment {
-    /// Executes a call to the channel at once, and answers it if an answer is wanted.
+    /// Executes a call to the channel at once, and answers it unless the call is a `Put`.
     pub(super) fn channel_call(
         &mut self,
         cx: &mut Context<'_>,
@@ -44,7 +44,7 @@ impl HostAttachment {
             ChannelCall::Close { taken } => {
                 let taken = if rings.is_closed() { rings.positions().1 } else { taken };
                 let (position, head) = rings.close()?;
-                // The answer must precede the replies that follow it.
+                // The osd expects this answer before any reply that the ring had carried.
                 self.answer(header, &Ok(CallAnswer::Positions { taken: position, head }), Bytes::new());
                 return self.replies_by_socket(taken);
             }
@@ -95,7 +95,7 @@ impl Rings {
 
     fn get_bytes(&self, offset: u64, len: u64) -> Result<Bytes> {
         if len > (channel::MAX_FRAME - 2 * HEADER_LEN) as u64 {
-            let what = "bytes asked for at once".to_owned();
+            let what = "the data of one request".to_owned();
             return Err(StoreError::TooLarge { what, size: len, limit: channel::MAX_FRAME as u64 });
         }
         let (buffer, _) = claim(Some(self.lease()), offset, len)?;

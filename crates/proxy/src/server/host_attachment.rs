@@ -31,15 +31,15 @@ use crate::poller::Poller;
 
 /// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;
-/// Maximum number of concurrent calls of one attachment, on both paths together. An osd stays below
-/// this limit.
+/// Maximum number of concurrent calls of one attachment, on both paths together. A correct osd
+/// stays below this limit.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
-/// Maximum number of bytes of calls that arrived before the transaction that they follow. An osd
-/// sends payload only when its place in the order has come.
+/// Maximum total length of calls that arrived before the transaction that they follow, in bytes. A
+/// correct osd needs little of this, because it sends calls with payload in their order.
 const MAX_HELD: usize = 256 << 20;
 
-/// Maximum number of bytes of replies that may wait for the osd to read them. Above this limit, the
-/// host takes no frames from the control socket.
+/// Maximum total length of replies that may wait for the osd to read them, in bytes. Above this
+/// limit, the host takes no frames from the control socket.
 const MAX_UNSENT: usize = 64 << 20;
 
 /// How the osd's engine reaches host memory and the doorbells.
@@ -51,11 +51,12 @@ pub(super) enum Reached {
     Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
-/// The access that the osd gets, and the host's doorbell; the answer for the welcome; the
-/// descriptors to send with it.
+/// Host memory that is ready for an osd: its access and the host's doorbell, the answer for the
+/// welcome, and the descriptors to send with the welcome.
 type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
 impl Reached {
+    /// Makes the memory available through file descriptors, for engines on the same machine.
     pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<OpenedMemory> {
         let no_fd = || std::io::Error::other("host memory has no descriptor");
         let memory = memory.arena.share_fd()?.ok_or_else(no_fd)?;
@@ -87,7 +88,8 @@ impl Reached {
         }
     }
 
-    /// Revokes the offer. Nothing that the osd has sent arrives after that.
+    /// Revokes the offer, if there is one. After that, no transfer of the osd's engine reaches host
+    /// memory.
     fn revoke(&mut self) -> channel::Result<()> {
         match self {
             Reached::Offer { grant, .. } => grant.take().map_or(Ok(()), OfiGrant::revoke),
@@ -111,9 +113,11 @@ pub(super) struct Rings {
     head: u64,
     /// Bytes put into the outbox since the osd's doorbell was last rung.
     unannounced: u64,
-    /// Set after DMA has failed. The host then only counts the doorbell and does not use the rings.
+    /// `None` while the rings are in use. After a failure of DMA, the host does not use the rings,
+    /// and this is the sum of the doorbell's counts since then.
     closed: Option<u64>,
-    /// Whether an invalid entry was found. Nothing more is taken until the rings have been closed.
+    /// Whether an invalid entry was found. The host takes no more entries until the rings are
+    /// opened again.
     broken: bool,
     faults: Faults,
 }
@@ -141,7 +145,7 @@ impl Rings {
         })
     }
 
-    /// Takes the doorbell's count. Returns `true` if the doorbell rang.
+    /// Adds the doorbell's count to the announced bytes. Returns `true` if the doorbell was rung.
     fn hear(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Poll::Ready(count) = self.doorbell.poll_wait(cx) else { return Ok(false) };
         if let Some(rung) = &mut self.closed {
@@ -152,12 +156,12 @@ impl Rings {
         let count = usize::try_from(count?).unwrap_or(usize::MAX);
         let sum = self.announced.checked_add(count);
         self.announced = sum.filter(|s| *s <= limit && s.is_multiple_of(ring::CELL)).ok_or_else(|| {
-            ChannelError::Protocol(format!("the doorbell announced {count} bytes, the ring has {limit}"))
+            ChannelError::Protocol(format!("the doorbell announced {count} bytes, but the ring has {limit}"))
         })?;
         Ok(true)
     }
 
-    /// Takes the next entry.
+    /// Takes the next announced entry from the inbound ring.
     fn take(&mut self) -> channel::Result<RingRead> {
         if self.announced == 0 || self.is_closed() || self.broken {
             return Ok(RingRead::Nothing);
@@ -174,10 +178,12 @@ impl Rings {
         self.announced -= footprint;
         self.taken += footprint as u64;
         if self.outstanding >= self.max_outstanding {
-            return Err(ChannelError::Protocol("more requests at a time than were agreed".into()));
+            return Err(ChannelError::Protocol("it sent more requests at a time than agreed".into()));
         }
         if frame.header.reply_max as usize > MAX_ENTRY {
-            return Err(ChannelError::Protocol("a request wants a longer reply than there can be".into()));
+            return Err(ChannelError::Protocol(
+                "a request asks for a longer reply than an entry can hold".into(),
+            ));
         }
         self.outstanding += 1;
         Ok(RingRead::Entry(frame))
@@ -260,7 +266,10 @@ impl Rings {
         let outbox = self.memory.layout.outbox();
         let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
         let mut left = left.ok_or_else(|| {
-            ChannelError::Protocol(format!("the osd took {from} bytes of {} in the outbox", self.head))
+            ChannelError::Protocol(format!(
+                "it reports {from} bytes as taken, but the outbox has had {}",
+                self.head
+            ))
         })? as usize;
         let (mut at, mut frames) = (from, Vec::new());
         while left > 0 {
@@ -275,10 +284,13 @@ impl Rings {
 
     /// Opens the rings again, both empty. Discards the doorbell's count, which belongs to the old
     /// rings. A late doorbell may still announce old bytes, and positions start from 0 again.
-    /// Therefore it also overwrites both rings with zeros, so that no old entry remains.
+    /// Therefore this function also overwrites both rings with zeros, so that no old entry remains.
     pub(super) fn open(&mut self, cx: &mut Context<'_>) -> Result<(), StoreError> {
         if !self.is_closed() || self.outstanding > 0 {
-            let what = format!("{} requests of the rings are unanswered", self.outstanding);
+            let what = format!(
+                "the rings cannot be opened: they are open, or {} of their requests are unanswered",
+                self.outstanding
+            );
             return Err(StoreError::InvalidArgument(what));
         }
         self.rung_while_closed(cx)?;
@@ -372,10 +384,10 @@ impl HostAttachment {
         })
         .await;
         match why {
-            Some(ChannelError::Socket(e)) => tracing::info!("the osd has gone: {e}"),
+            Some(ChannelError::Socket(e)) => tracing::info!("the osd has disconnected: {e}"),
             Some(e) => {
                 self.counts.violations.fetch_add(1, Ordering::Relaxed);
-                tracing::error!("attachment ended: {e}");
+                tracing::error!("the attachment was ended: {e}");
             }
             None => {}
         }
@@ -437,7 +449,7 @@ impl HostAttachment {
         Ok(progress)
     }
 
-    /// Whether so many replies wait for the osd that it must read them before the host takes new
+    /// Whether so many replies wait for the osd that it must read some before the host takes new
     /// calls.
     fn is_behind(&self) -> bool {
         self.control.unsent() > MAX_UNSENT
@@ -451,7 +463,7 @@ impl HostAttachment {
                 RingRead::Entry(frame) => self.admit(cx, frame, Via::Ring)?,
                 RingRead::Nothing => return Ok(progress),
                 RingRead::Damage(e) => {
-                    tracing::warn!("the osd is told that DMA has brought something wrong: {e}");
+                    tracing::warn!("an entry in the inbound ring is invalid, and the osd is informed: {e}");
                     let notice = encode(&CallOutcome::Ok(CallAnswer::Damaged));
                     self.control.push(EntryHeader::new(EntryKind::Reply, 0, NO_REPLY), &notice, []);
                 }
@@ -477,15 +489,16 @@ impl HostAttachment {
         let target = usize::from(header.target);
         if header.kind != EntryKind::Request || target >= self.targets.len() {
             return Err(ChannelError::Protocol(format!(
-                "an entry of kind {:?} for target {target}",
+                "it sent an entry of kind {:?} for target {target}",
                 header.kind
             )));
         }
         let held: usize = self.admissions.iter().map(Admission::held).sum();
         if self.running.len() + held >= MAX_CALLS {
-            return Err(ChannelError::Protocol(format!("more than {MAX_CALLS} calls at a time")));
+            return Err(ChannelError::Protocol(format!("it sent more than {MAX_CALLS} calls at a time")));
         }
-        // Injects a fault. Only a kill is possible here, and it does not return.
+        // Injects a fault. The only possible fault here kills the process, so there is no result to
+        // handle.
         let _ = self.faults.hit(Site::StoreCall);
         let request = ReceivedCall::decode(header, via, &control, data);
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
@@ -504,12 +517,12 @@ impl HostAttachment {
                 self.make(request);
             }),
             Err(_) => {
-                let what = format!("the transaction behind {} came twice", header.after);
+                let what = format!("it sent the transaction after number {} twice", header.after);
                 return Err(ChannelError::Protocol(what));
             }
         }
         if self.held_bytes > MAX_HELD {
-            let what = "more than 256 MiB of calls wait for transactions that have not come";
+            let what = "more than 256 MiB of calls wait for transactions that have not arrived";
             return Err(ChannelError::Protocol(what.to_owned()));
         }
         Ok(())
@@ -578,7 +591,7 @@ mod tests {
     use std::future::poll_fn;
 
     #[tokio::test]
-    async fn memory_is_offered_anew_only_where_it_was_offered_and_is_not_in_use() {
+    async fn a_new_offer_needs_closed_rings_and_an_earlier_offer() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
         let (ours, _, _) = Reached::by_descriptors(&memory).unwrap();
         let mut rings = Rings::new(memory, ours, 8, Faults::default()).unwrap();
@@ -592,7 +605,7 @@ mod tests {
     /// Regression test: a late doorbell once made the host execute an entry of an earlier use of
     /// the rings.
     #[tokio::test]
-    async fn rings_that_are_opened_again_hold_nothing_of_before() {
+    async fn reopened_rings_contain_no_earlier_entries() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
         let ((reached, host_doorbell), _, _) = Reached::by_descriptors(&memory).unwrap();
         let ring_host = host_doorbell.try_clone().unwrap();

@@ -304,9 +304,9 @@ struct ServingContext {
     serves: mpsc::Sender<Infallible>,
 }
 
-/// Peers that have not sent a hello. Their number is small, since the server serves one osd at a
-/// time. When a new peer needs a place, a silent peer loses its place, preferably a peer of an
-/// address above its fair share.
+/// The places of peers that have not sent a hello. Few places suffice, because the server serves
+/// one osd at a time. When a new peer needs a place and none is free, a silent peer loses its
+/// place, preferably a peer of an address above its fair share.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
     /// Notifies each peer when it has lost its place.
@@ -346,7 +346,7 @@ impl Hellos {
     }
 }
 
-/// A place among the peers without a hello. Dropping it frees the place.
+/// The place of one peer that has not sent a hello. Dropping it frees the place.
 struct HelloPlace {
     hellos: Rc<Hellos>,
     id: u64,
@@ -367,7 +367,7 @@ impl Drop for HelloPlace {
     }
 }
 
-/// The seat of the one attachment. Dropping it frees the seat.
+/// The right to be the server's only attachment. Dropping it makes the server accept another osd.
 struct Seat {
     taken: Rc<Cell<bool>>,
     counts: Arc<Counts>,
@@ -399,7 +399,7 @@ impl ServingContext {
                     tokio::task::yield_now().await;
                 }
                 Err(e) => {
-                    tracing::error!("cannot accept an osd: {e}");
+                    tracing::error!("cannot accept a connection of an osd: {e}");
                     hellos.shed();
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
@@ -427,7 +427,7 @@ impl ServingContext {
             let mut seat = None;
             let decide = |hello: &ChannelHello, carries_descriptors: bool| {
                 if taken.replace(true) {
-                    let why = "another osd is joined to this store; stop that one first";
+                    let why = "another osd is attached to this store; stop that osd first";
                     return Err(ChannelError::Refused(why.into()));
                 }
                 let attachment = counts.attachments.load(Ordering::Relaxed) + 1;
@@ -437,13 +437,13 @@ impl ServingContext {
             };
             let opened = tokio::select! {
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-                () = place.lost() => return tracing::debug!("no attachment: another peer has its place"),
+                () = place.lost() => return tracing::debug!("a peer without a hello has lost its place"),
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             let (rings, control) = match opened {
                 Ok(Ok((_, rings, control))) => (rings, control),
-                Ok(Err(e)) => return tracing::warn!("no attachment: {e}"),
-                Err(_) => return tracing::warn!("no attachment: the peer did not say hello"),
+                Ok(Err(e)) => return tracing::warn!("no attachment was opened: {e}"),
+                Err(_) => return tracing::warn!("no attachment was opened: the peer sent no hello in time"),
             };
             drop(place);
             counts.attachments.fetch_add(1, Ordering::Relaxed);
@@ -453,7 +453,9 @@ impl ServingContext {
             let stop = async move {
                 tokio::select! {
                     _ = stopped.wait_for(|stop| *stop) => {}
-                    Ok(()) = offered.changed() => tracing::info!("attachment ends: a target was mounted anew"),
+                    Ok(()) = offered.changed() => {
+                        tracing::info!("the attachment ends because a target was remounted");
+                    }
                 }
             };
             booked(ThreadClass::Channel, attachment.run(stop, || drop(seat))).await;
@@ -461,9 +463,9 @@ impl ServingContext {
     }
 }
 
-/// Decides what the osd gets. It is an attachment with host memory, or one without host memory and
-/// the reason. The second kind works over the control socket, which is slower but works. A request
-/// beyond the server's limits is refused.
+/// Decides how to serve an osd. If it can, the server provides the host memory that the osd asks
+/// for. Otherwise it states the reason, and the control socket carries all data, which is slower. A
+/// request above the server's limits is refused.
 fn decide(
     hello: &ChannelHello,
     carries_descriptors: bool,
@@ -482,7 +484,7 @@ fn decide(
     let opened = match &request.reach {
         Reach::Descriptors if carries_descriptors => Reached::by_descriptors(&memory),
         Reach::Descriptors => {
-            let why = "descriptors do not travel by TCP; use a UNIX socket, or the engine ofi";
+            let why = "file descriptors cannot be sent over TCP; use a UNIX socket, or the engine ofi";
             return Ok((without_memory(welcome, why.to_owned()), None, None));
         }
         Reach::Ofi { provider } => Reached::by_offer(offers, provider, &memory),
@@ -504,7 +506,8 @@ fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -
     if request.layout.len() > options.max_memory || outstanding > options.max_outstanding {
         let (len, most) = (request.layout.len(), options.max_memory);
         return Err(ChannelError::Refused(format!(
-            "{len} bytes of host memory and {outstanding} requests at a time; at most {most} and {} are possible",
+            "the osd asks for {len} bytes of host memory and {outstanding} requests at a time; \
+             the limits are {most} and {}",
             options.max_outstanding
         )));
     }

@@ -1,5 +1,5 @@
-//! Host memory for engines that reach it over a network. It is prepared when the first osd asks for
-//! it.
+//! Offers of host memory to engines that reach it over a network. The network device is opened when
+//! the first osd asks for an offer.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -14,33 +14,37 @@ pub(super) struct OfiHostSource {
 }
 
 impl OfiHostSource {
-    /// Creates a source with these options and faults. It offers nothing if `options` is `None`.
+    /// Creates a source with these options and faults. If `options` is `None`, the source makes no
+    /// offers.
     pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> OfiHostSource {
         let options = options.map(|options| OfiHostOptions { faults: faults.clone(), ..options });
         OfiHostSource { options, host: RefCell::default() }
     }
 
-    /// The host for engines that use `provider`. Call this each time that memory is offered. The
-    /// first call loads libfabric and opens the device, which may take a moment. So does the first
-    /// call after a failure of the device.
+    /// Returns the host for engines that use `provider`. Call this before every offer, because it
+    /// replaces a host whose device has failed. The first call, and the first call after a failure,
+    /// loads libfabric and opens the device, which may take a moment.
     ///
     /// # Errors
-    /// Says why there is no host and what to do. The osd's status shows this text.
+    /// The error is a text for the osd's status. It says why there is no host, and what to do.
     pub(super) fn host(&self, provider: &str) -> Result<Rc<OfiHost>, String> {
         let Some(options) = &self.options else {
-            return Err("this store offers no memory by libfabric; give it an address to listen at, or have the osd use the \
-                        engine shm"
-                .to_owned());
+            return Err(
+                "this store offers no memory by libfabric; configure an address for it to listen on, \
+                 or have the osd use the engine shm"
+                    .to_owned(),
+            );
         };
         if options.provider != provider {
             return Err(format!(
-                "this store offers libfabric's provider {}, the osd uses {provider}; have both use the same",
+                "this store uses libfabric's provider {}, the osd uses {provider}; have both use the same",
                 options.provider
             ));
         }
         if options.address.ip().is_unspecified() {
             return Err(format!(
-                "this store is to offer {}, which nobody can connect to; give it the address at which the osd reaches it",
+                "this store is configured to offer {}, which nobody can connect to; \
+                 configure the address at which the osd reaches the store",
                 options.address
             ));
         }

@@ -24,12 +24,12 @@ struct Fragments {
     parity: Parity,
     /// Buffers for parity that the host computes.
     buffers: Vec<FragmentBuf>,
-    /// Each resolves when the stores have released host memory.
+    /// Each of them resolves when the stores have released a part of host memory.
     released: Vec<Released>,
 }
 
-/// Starts the call. Returns the future of its result and, before it, the future of the notice that
-/// parity was computed.
+/// Starts the call. Returns two futures: first the notice that parity was computed, and second the
+/// result of the call.
 pub(super) fn make(
     targets: &[ServedTarget],
     engines: &Engines,
@@ -43,7 +43,7 @@ pub(super) fn make(
         StoreCall::StageStripes { stripes, place } => {
             start(targets, engines, lease, stripes, place, data, coded)
         }
-        _ => Err(StoreError::InvalidArgument("no stripes".into())),
+        _ => Err(StoreError::InvalidArgument("the call is not a write of stripes".into())),
     });
     let done = Box::pin(async move {
         let outcome = match started {
@@ -54,7 +54,7 @@ pub(super) fn make(
             }
             Err(e) => Err(e),
         };
-        // The notice precedes the answer, if there is a notice.
+        // Wait until the notice was queued or dropped, because it must precede the answer.
         let _ = is_noticed.await;
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     });
@@ -121,17 +121,19 @@ fn fragments(
     let computed = if matches!(stripes.parity, ParityFrom::By(_)) { m } else { 0 };
     let mut released = Vec::new();
     let wrong = |what: String| StoreError::InvalidArgument(format!("stripes of {k}+{m} fragments: {what}"));
-    let too_long = || wrong(format!("{len} bytes each are more than any memory"));
+    let too_long = || wrong(format!("fragments of {len} bytes are too long"));
     let sent_len = len.checked_mul(sent).ok_or_else(too_long)?;
     let (payload, buffers) = match place {
         PayloadPlace::Inline if inline.len() == sent_len => {
             (inline, (0..computed).map(|_| FragmentBuf::heap(len)).collect())
         }
-        PayloadPlace::Inline => return Err(wrong(format!("{} bytes came, not {sent_len}", inline.len()))),
+        PayloadPlace::Inline => {
+            return Err(wrong(format!("the request carries {} bytes, not {sent_len}", inline.len())));
+        }
         PayloadPlace::Range { offset, len: room } => {
             let all = len.checked_mul(sent + computed).ok_or_else(too_long)?;
             if room < all as u64 {
-                return Err(wrong(format!("{all} bytes in a range of {room}")));
+                return Err(wrong(format!("{all} bytes do not fit in a range of {room}")));
             }
             let mut take = |at: usize, len: usize| {
                 let (buffer, free) = claim(lease, offset + at as u64, len as u64)?;
@@ -146,7 +148,11 @@ fn fragments(
     let checksums = unpack_checksums(&stripes.checksums)?;
     let blocks = len / BLOCK as usize;
     if checksums.len() != blocks * sent {
-        return Err(wrong(format!("{} checksums for {} blocks", checksums.len(), blocks * sent)));
+        return Err(wrong(format!(
+            "the request has {} checksums for {} blocks",
+            checksums.len(),
+            blocks * sent
+        )));
     }
     let fragment = |number: usize| {
         let bytes = payload.slice(number * len..(number + 1) * len);
@@ -158,7 +164,7 @@ fn fragments(
     let parity = match stripes.parity {
         ParityFrom::Payload => Parity::Here(rest.into_iter().map(FragmentBytes::from).collect()),
         ParityFrom::Copies if k == 1 => Parity::Copies,
-        ParityFrom::Copies => return Err(wrong("copies of several fragments".into())),
+        ParityFrom::Copies => return Err(wrong("only a single data fragment can be copied".into())),
         ParityFrom::By(coder) => Parity::By(coder),
     };
     Ok(Fragments { data, parity, buffers, released })

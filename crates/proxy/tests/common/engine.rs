@@ -1,4 +1,4 @@
-//! An engine that is not always lucky.
+//! A DMA engine of which some calls fail.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,12 +13,13 @@ use channel::{
 };
 use futures::future::BoxFuture;
 
-/// Another engine, of which some calls go wrong first.
+/// Wraps another engine and makes some of the first calls fail.
 pub struct Unlucky {
     pub engine: Arc<dyn DmaEngine>,
-    /// So many times it cannot attach.
+    /// Number of attempts to attach that still fail.
     pub refusals: AtomicUsize,
-    /// So many parts of peer memory that do not begin at its start, it does not manage to map, which shows when they are used.
+    /// Number of regions of peer memory that are still registered wrongly. Chains that use such a
+    /// region fail. A region at the start of peer memory is never affected.
     pub bad_windows: AtomicUsize,
 }
 

@@ -1,4 +1,4 @@
-//! Work that goes on while something goes wrong, and what must be true afterwards.
+//! Load for tests that inject faults, and checks of the state afterwards.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, pa
 
 pub const MIB: usize = 1 << 20;
 
-/// An attachment whose DMA is watched closely, and whose engine has `faults`.
+/// Options of an attachment with short time limits for DMA, whose engine injects `faults`.
 pub fn watched(faults: &Faults) -> AttachmentOptions {
     AttachmentOptions {
         overdue: Duration::from_millis(250),
@@ -53,7 +53,8 @@ pub async fn put(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) 
 pub async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
     let read = loop {
         match store.read(&cid(), &oid(n), 0, len as u64, None).await {
-            // A reply that came damaged is to be asked for again by whoever knows what has changed since.
+            // A damaged reply makes the read fail. Repeat the read: no other task changes the
+            // object.
             Err(StoreError::Disconnected(_)) => {}
             read => break read.unwrap(),
         }
@@ -62,7 +63,8 @@ pub async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize
     assert!(read.contiguous() == pattern(seed, len), "object {n} of {len} bytes");
 }
 
-/// Several tasks write and read objects of many sizes and compare; returns how many operations were done.
+/// Runs several tasks that write objects of many sizes, read them back and compare, until `until`
+/// is true of the attachment's status. Returns the number of operations.
 pub async fn load(
     node: &Node,
     tasks: usize,
@@ -77,7 +79,11 @@ pub async fn load(
                 let (mut round, mut operations) = (0u64, 0);
                 let deadline = Instant::now() + Duration::from_secs(30);
                 while round < 3 || !until(&attachment.status()) {
-                    assert!(Instant::now() < deadline, "it never came to that: {:?}", attachment.status());
+                    assert!(
+                        Instant::now() < deadline,
+                        "the awaited status was not reached: {:?}",
+                        attachment.status()
+                    );
                     let sizes = [3, 5000, 40_000, 70_000, MIB, 3 * MIB + 17];
                     let len = sizes[(round as usize + task) % sizes.len()];
                     let seed = round * 10 + task as u64;
@@ -97,11 +103,13 @@ pub async fn load(
     operations
 }
 
+/// A condition for [`load`]: DMA has recovered at least `times` times.
 pub fn recovered(times: u64) -> impl Fn(&AttachmentStatus) -> bool {
     move |status| status.offload.health.recoveries >= times
 }
 
-/// DMA has come back since a fault fired that is armed now, at that site.
+/// A condition for [`load`]: the fault that is armed at `site` has fired, and DMA has recovered
+/// since this call.
 pub fn fired_and_recovered(
     node: &Node,
     faults: &Faults,
@@ -114,10 +122,11 @@ pub fn fired_and_recovered(
     }
 }
 
-/// After the faults: one attachment all along, DMA in use, and nothing left behind.
+/// Checks after faults that the attachment never ended, that DMA is in use, and that no memory or
+/// stage is left over.
 pub async fn is_whole(node: &Node) {
     let status = node.attachment.status();
-    assert_eq!((status.incarnations, status.last_failure), (1, None), "the attachment lived through it");
+    assert_eq!((status.incarnations, status.last_failure), (1, None), "the attachment survived the faults");
     // On a busy machine a transfer may be overdue without any fault.
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -140,10 +149,14 @@ pub async fn is_whole(node: &Node) {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("left behind: {:?} {:?}", node.attachment.status(), node.attachment.pool().free_bytes());
+    panic!(
+        "memory or stages are left over: {:?} {:?}",
+        node.attachment.status(),
+        node.attachment.pool().free_bytes()
+    );
 }
 
-/// Arms a fault under load, once and again, and waits for the recovery.
+/// Arms a fault under load and waits for the recovery, twice in a row.
 pub async fn survives(path: Path, options: AttachmentOptions, text: &str, site: Site) -> Node {
     let faults = options.faults.clone();
     let node = faulty_node(path, options).await;
@@ -151,7 +164,7 @@ pub async fn survives(path: Path, options: AttachmentOptions, text: &str, site: 
         faults.clear();
         faults.arm(fault(text)).unwrap();
         let operations = load(&node, 6, fired_and_recovered(&node, &faults, site)).await;
-        assert!(operations > 6, "work went on");
+        assert!(operations > 6, "the load continued during the faults");
     }
     assert!(node.attachment.status().offload.health.failures >= 2);
     is_whole(&node).await;

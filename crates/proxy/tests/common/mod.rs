@@ -1,7 +1,7 @@
-//! A store's server and an osd's attachment with it, in one process.
+//! Helpers that run a store's server and an osd's attachment to it in one process.
 
-#![allow(dead_code, reason = "each test uses a part")]
-#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+#![allow(dead_code, reason = "each test program uses only some of the helpers")]
+#![allow(clippy::print_stderr, reason = "a skipped test prints why it is skipped")]
 
 pub mod engine;
 pub mod load;
@@ -22,15 +22,16 @@ use store::{
     Transaction,
 };
 
-/// Which way payload goes.
+/// The path of payload between osd and store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Path {
     Dma,
     Unix,
     Tcp,
-    /// By libfabric, beside a UNIX socket.
+    /// Payload is sent by libfabric, and the control socket is a UNIX socket.
     Ofi,
-    /// By libfabric, beside a TCP socket: nothing but the network is between the two.
+    /// Payload is sent by libfabric, and the control socket uses TCP. Only the network joins osd
+    /// and store.
     OfiTcp,
 }
 
@@ -44,14 +45,15 @@ impl Path {
     }
 }
 
-/// libfabric's provider, and an address of this machine at which it is found.
+/// The libfabric provider to test, and an address of this machine that it can use.
 pub fn fabric() -> (String, IpAddr) {
     let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
-    let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
-    (provider.to_owned(), address.parse().expect("an address"))
+    let (provider, address) = chosen.split_once('@').expect("OUTBOARD_TEST_FABRIC must be PROVIDER@ADDRESS");
+    (provider.to_owned(), address.parse().expect("OUTBOARD_TEST_FABRIC must contain an IP address"))
 }
 
-/// Whether there is libfabric. If not, the test is skipped, which is said loudly; in CI that is a failure.
+/// Whether libfabric is available. If it is missing, panics in CI, and elsewhere prints that the
+/// test is skipped.
 pub fn has_fabric() -> bool {
     match OfiEngine::start(OfiOptions::default()) {
         Ok(_) => true,
@@ -63,7 +65,7 @@ pub fn has_fabric() -> bool {
     }
 }
 
-/// The engine of these options' attachment.
+/// Returns these options with an engine `ofi`.
 pub fn by_ofi(options: AttachmentOptions) -> AttachmentOptions {
     let (provider, attach_timeout) = (fabric().0, Duration::from_secs(10));
     let faults = options.faults.clone();
@@ -71,7 +73,7 @@ pub fn by_ofi(options: AttachmentOptions) -> AttachmentOptions {
     AttachmentOptions { engine: Some(engine.unwrap()), ..options }
 }
 
-/// Memory is offered by libfabric as well.
+/// Options of a server that can also offer memory by libfabric.
 pub fn offering() -> ServerOptions {
     let (provider, address) = fabric();
     let ofi = Some(OfiHostOptions::new(&provider, SocketAddr::new(address, 0)));
@@ -162,7 +164,7 @@ pub async fn make_collection(store: &Arc<dyn ObjectStore>) {
     store.queue_transaction(transaction(Op::CreateCollection)).await.unwrap();
 }
 
-/// Bytes that differ by `seed` and position.
+/// Bytes that depend on `seed` and on their position.
 pub fn pattern(seed: u64, len: usize) -> Bytes {
     (0..len as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 37) as u8).collect()
 }
@@ -171,7 +173,7 @@ pub fn payload(seed: u64, len: usize) -> Payload {
     Payload::compute(0, pattern(seed, len))
 }
 
-/// A store on a file, made if it is not there yet.
+/// Mounts a store on a file. Creates the store first if the file does not exist.
 pub fn on_drive(at: &std::path::Path) -> Arc<dyn ObjectStore> {
     if !at.exists() {
         let options = MkfsOptions {

@@ -47,8 +47,8 @@ impl EngineWorker {
                 None => break,
                 Some(OfiItem::Chain(chain)) => {
                     self.flows[queue].push(ActiveChain::new(chain));
-                    // Commands first: they register the memory that the chain uses. A reset that is
-                    // queued now also cancels this chain.
+                    // Handle commands first: they register the memory that the chain uses. A reset
+                    // that is queued now also cancels this chain.
                     self.take_commands();
                     self.settle(queue);
                 }
@@ -91,7 +91,7 @@ impl EngineWorker {
                 return Err(format!("{:?} is not registered", src.region));
             }
             (None, None) => return Err(format!("{:?} is not registered with a peer", dst.region)),
-            (Some(_), Some(_)) => return Err("both ends are peer memory".to_owned()),
+            (Some(_), Some(_)) => return Err("source and destination are both peer memory".to_owned()),
         };
         let local =
             self.locals.get(&here.region).ok_or_else(|| format!("{:?} is not registered", here.region))?;
@@ -106,8 +106,8 @@ impl EngineWorker {
         Ok(TransferPlan { peer: *peer, footprint })
     }
 
-    /// Whether the next transfer of the queue's last chain may be posted to this peer, or a fault
-    /// delays it.
+    /// Decides whether the next transfer of the queue's last chain may be posted to this peer.
+    /// Returns `false` if an injected fault delays it, and an error if the fault fails it.
     fn may_go(&mut self, queue: QueueId, peer: PeerId) -> Result<bool, String> {
         let Some((_, work)) = self.flows[queue].last() else { return Ok(false) };
         match *work.fate.get_or_insert_with(|| Fate::of_transfer(&self.faults)) {
@@ -121,12 +121,12 @@ impl EngineWorker {
         }
     }
 
-    /// Posts a transfer. Returns `false` if there is no room yet.
+    /// Posts a transfer. Returns `false` if the transfer must wait for a connection or for room.
     fn post(&mut self, queue: QueueId, number: u64, plan: TransferPlan) -> Result<bool, String> {
         let TransferPlan { peer: id, footprint } = plan;
         let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
         if *work.peer.get_or_insert(id) != id {
-            return Err("one chain for several peers".to_owned());
+            return Err("a chain names several peers".to_owned());
         }
         if !self.reach(id)? {
             return Ok(false);
@@ -168,7 +168,8 @@ impl EngineWorker {
         }
     }
 
-    /// Rings the doorbell of the queue's last chain, once the chain's reads have completed.
+    /// Rings the doorbell of the queue's last chain if the chain's reads have completed. Returns
+    /// `false` if the doorbell must wait.
     fn ring(&mut self, queue: QueueId) -> bool {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         let Some((id, count)) = work.chain.ring else { return false };
@@ -176,7 +177,7 @@ impl EngineWorker {
             return false;
         }
         if *work.peer.get_or_insert(id) != id {
-            work.fail("one chain for several peers");
+            work.fail("a chain names several peers");
             self.settle(queue);
             return true;
         }
@@ -210,7 +211,7 @@ impl EngineWorker {
         work.awaits = unconfirmed.map(|(id, lane)| (id, lane.last_write)).collect();
     }
 
-    /// Removes the complete chains. Returns `true` if there were any.
+    /// Removes complete chains and reports their completions. Returns `true` if there were any.
     pub(super) fn finish(&mut self, queue: QueueId) -> bool {
         let mut worked = false;
         let peers = &self.peers;
@@ -232,8 +233,8 @@ impl EngineWorker {
         worked
     }
 
-    /// Sends doorbells and requests the confirmations that chains await. Returns `true` if a peer
-    /// was lost.
+    /// Sends doorbells and requests the confirmations that chains await. Returns `true` if the
+    /// connection to a peer was lost.
     pub(super) fn flush(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let mut lost = Vec::new();

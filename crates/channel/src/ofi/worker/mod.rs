@@ -38,7 +38,7 @@ const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
 /// progress.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// Memory of this process.
+/// Memory of this process that a caller has registered.
 struct Local {
     /// `None` while there is no port, or if the registration failed.
     registered: Option<MemoryRegion>,
@@ -57,10 +57,12 @@ struct Remote {
 }
 
 enum PeerState {
-    /// Deadline of the attempt, and the sender that reports its result to a caller that attaches.
+    /// The connections are being opened. The fields are the deadline, and the sender of the result
+    /// to a caller that attaches.
     Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
+    /// All connections are established.
     Up,
-    /// The next chain for the peer connects again.
+    /// The connections are closed. The next chain for the peer opens them again.
     Down,
 }
 
@@ -149,7 +151,8 @@ impl EngineWorker {
         for queue in 0..QUEUES {
             worked |= self.advance(queue);
         }
-        // If a peer is lost here, its chains fail, and the next turn finishes them.
+        // If the connection to a peer is lost here, its chains fail, and the next turn finishes
+        // them.
         worked |= self.flush();
         worked
     }
@@ -220,7 +223,7 @@ impl EngineWorker {
             return Err(ChannelError::Refused(what.to_owned()));
         }
         self.open_port(&info, &offer)?;
-        let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no port"))?;
+        let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no network device is open"))?;
         let mut lanes = Vec::with_capacity(QUEUES);
         for queue in 0..QUEUES {
             let token = token_of(id, queue);
@@ -248,7 +251,7 @@ impl EngineWorker {
         }
     }
 
-    /// Gives up peers that have not answered in time.
+    /// Closes the connections to peers that have not answered in time.
     fn give_up_overdue(&mut self) {
         let overdue = |peer: &Remote| match peer.state {
             PeerState::Connecting(until, _) => until <= Instant::now(),
@@ -268,7 +271,10 @@ impl EngineWorker {
             return Ok(());
         }
         if self.peers.values().any(|peer| !peer.lanes.is_empty()) {
-            let what = format!("{} is reached by another device than the peer in use", offer.address);
+            let what = format!(
+                "{} is not reached through the device that is in use for another peer",
+                offer.address
+            );
             return Err(ChannelError::Refused(what));
         }
         self.close_port();
@@ -282,13 +288,13 @@ impl EngineWorker {
     }
 
     /// Closes a port whose domain is unusable, and all its connections. The next chain opens them
-    /// again.
+    /// again. Returns `true` if the port was closed.
     fn close_spoiled_port(&mut self) -> bool {
         let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
         if spoiled {
             let peers: Vec<PeerId> = self.peers.keys().copied().collect();
             for peer in peers {
-                self.lose(peer, "the device is opened anew after a failure", Tell::Always);
+                self.lose(peer, "the device is opened again after a failure", Tell::Always);
             }
             self.close_port();
         }
@@ -385,7 +391,7 @@ impl EngineWorker {
                         && let Some(local) = self.locals.get(&region)
                         && let Err(e) = damage(&local.arena, offset, transfer.len)
                     {
-                        tracing::error!("an injected fault damaged nothing: {e}");
+                        tracing::error!("an injected fault could not damage the data: {e}");
                     }
                     let len = transfer.len as u64;
                     self.shared.bytes.fetch_add(len, Ordering::Relaxed);
@@ -472,8 +478,8 @@ impl EngineWorker {
         forgotten.into_iter().for_each(|item| self.forget(item));
     }
 
-    /// Ends a region or a peer once every queue has delivered its item. Takes commands first,
-    /// because the command that created the region or the peer may still be queued.
+    /// Removes a region or a peer once the thread has taken its item from every queue. Handles
+    /// commands first, because the command that created the region or the peer may still be queued.
     fn forget(&mut self, item: OfiItem) {
         match item {
             OfiItem::Chain(_) | OfiItem::Reset => {}
