@@ -47,8 +47,8 @@ pub(crate) struct OpenedSession {
     pub(crate) reclaimed: Option<ConnectionId>,
 }
 
-/// Time for which a session must be disconnected or silent before a session of an address that has its
-/// fair share of places can take its place.
+/// Time for which a session must be disconnected or silent before a session of an address that has
+/// its fair share of places can take its place.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
