@@ -26,13 +26,13 @@ impl Scrubs {
     /// Notes a new scrub of a pool with `groups` placement groups, unless a scrub is running.
     /// Returns whether the caller must run the new scrub.
     ///
-    /// # Errors
+    /// If `repair` is set and a scrub without repair is running.
     /// If a scrub without repair is running, and the new scrub would repair.
     pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
         let mut scrubs = self.0.borrow_mut();
         match scrubs.get(pool).filter(|scrub| scrub.running) {
             Some(under_way) if repair && !under_way.repair => {
-                let advice = "one without --repair is under way, wait until it has ended".into();
+                let advice = "a scrub without --repair is running, wait until it ends".into();
                 Err(Error::Busy { what: format!("scrubs of pool {pool}"), limit: 1, advice })
             }
             Some(_) => Ok(false),
