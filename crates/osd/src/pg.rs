@@ -392,7 +392,7 @@ impl Pg {
         note
     }
 
-    /// Notes that a transaction with changes from [`Pg::record`] is durable.
+    /// Records that a transaction with changes from [`Pg::record`] is durable.
     pub(crate) fn recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some(reserved) = note.reserved {
@@ -408,7 +408,7 @@ impl Pg {
         }
     }
 
-    /// Notes that a transaction with changes from [`Pg::record`] has failed.
+    /// Records that a transaction with changes from [`Pg::record`] has failed.
     pub(crate) fn not_recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some((session, from)) = note.trimmed
@@ -427,7 +427,7 @@ impl Pg {
         self.state.borrow().marks.contains_key(&session)
     }
 
-    /// Notes that the client has closed a session. From now on, the group refuses the session's
+    /// Records that the client has closed a session. From now on, the group refuses the session's
     /// retries. The next changes or the collector remove its results. `living` are the sessions
     /// that may still send retries.
     pub(crate) fn close_session(&self, session: SessionId, living: &Living) {
@@ -556,7 +556,7 @@ impl Pg {
         Ok(info)
     }
 
-    /// Notes that a transaction was queued. The transaction counts as in flight until the returned
+    /// Records that a transaction was queued. The transaction counts as in flight until the returned
     /// guard is dropped.
     pub(crate) fn committing(&self) -> Committing<'_> {
         let commits = &self.commits;

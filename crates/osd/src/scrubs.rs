@@ -23,7 +23,7 @@ struct Scrub {
 pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
 
 impl Scrubs {
-    /// Notes a new scrub of a pool with `groups` placement groups, unless a scrub is running.
+    /// Records a new scrub of a pool with `groups` placement groups, unless a scrub is running.
     /// Returns whether the caller must run the new scrub.
     ///
     /// If `repair` is set and a scrub without repair is running.
@@ -49,12 +49,12 @@ impl Scrubs {
         self.with(pool, |scrub| scrub.findings.add(found));
     }
 
-    /// Notes that the scrub of a placement group is done.
+    /// Records that the scrub of a placement group is done.
     pub(crate) fn group_done(&self, pool: &str) {
         self.with(pool, |scrub| scrub.groups_done += 1);
     }
 
-    /// Notes that a pool's scrub has ended.
+    /// Records that a pool's scrub has ended.
     pub(crate) fn end(&self, pool: &str, failure: Option<String>) {
         self.with(pool, |scrub| {
             scrub.running = false;

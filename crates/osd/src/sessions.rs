@@ -126,7 +126,7 @@ impl Sessions {
         matches!(self.known.get(&session), Some(ClientPresence::Connected(now)) if *now == connection)
     }
 
-    /// Notes that a connection of the session has ended.
+    /// Records that a connection of the session has ended.
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, ClientPresence::GoneSince(Instant::now()));

@@ -38,7 +38,7 @@ pub(crate) struct ActiveChange<'a> {
 }
 
 impl SpaceReclaim {
-    /// Notes that a change starts or continues.
+    /// Records that a change starts or continues.
     pub(crate) fn enter(&self) -> ActiveChange<'_> {
         self.running.set(self.running.get() + 1);
         ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
