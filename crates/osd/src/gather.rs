@@ -31,7 +31,7 @@ const WHOLE: u64 = 2 << 20;
 /// The same limit, in bytes, while other requests are in progress. The other requests keep network,
 /// DMA and drive busy, so a pipeline within each request would only cost CPU time of the host.
 const WHOLE_IN_COMPANY: u64 = 4 << 20;
-/// Number of requests in progress, including this one, from which [`WHOLE_IN_COMPANY`] applies.
+/// Minimum number of requests in progress, including this one, for [`WHOLE_IN_COMPANY`] to apply.
 pub(crate) const COMPANY: u32 = 4;
 
 /// The data of a change, in memory or staged in the store.

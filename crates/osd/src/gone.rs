@@ -42,8 +42,8 @@ struct StoredGone {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Living {
     pub(crate) known: BTreeSet<SessionId>,
-    /// Sessions of generations below this value may come back, even if `known` does not contain
-    /// them.
+    /// Clients may resume sessions of generations below this value, even if `known` does not
+    /// contain these sessions.
     pub(crate) unseen_below: Option<u64>,
 }
 

@@ -13,7 +13,6 @@
 //! automatically. The target is also probed, after long pauses. Otherwise, an error from the old
 //! mount that arrives after the new incarnation has begun would keep the target lost. Only the new
 //! mount can answer the probe.
-//! arrive after the new incarnation has begun. Only the new mount can answer the probe.
 
 use std::time::Duration;
 
@@ -23,7 +22,7 @@ use wire::TargetState;
 
 use crate::config::TargetRetry;
 
-/// A failure within this time after the target came back is a relapse.
+/// A failure within this time after the target was used again is a relapse.
 const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
 
 /// An event that concerns a target's health.
@@ -35,7 +34,7 @@ pub(crate) enum HealthEvent {
     Failed(StoreError),
     /// A probe was sent.
     ProbeSent,
-    /// The last probe was answered, after this time.
+    /// The last probe was answered. Its answer took this time.
     ProbeAnswered(Duration),
     /// The last probe failed with this error of the target.
     ProbeFailed(StoreError),

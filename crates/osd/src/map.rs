@@ -1,7 +1,7 @@
 //! The node's map: its targets and pools. Each target stores a copy; the copy with the highest map
 //! epoch is valid.
 //!
-//! A copy is stored in pieces in the omap of one object. It needs only index space, so a target
+//! A copy is stored in pieces in the omap of one object. A copy needs only index space, so a target
 //! with a full data area can store it. Older versions of the node stored the copy as the object's
 //! data. This version reads these copies too, and replaces them when the map changes.
 

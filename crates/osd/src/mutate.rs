@@ -360,8 +360,8 @@ impl Change<'_> {
     }
 }
 
-/// Checks conditions against an object. The caller must hold the object's turn, with no pending
-/// transactions.
+/// Checks conditions on an object. The caller must hold the object's turn, and no transaction on
+/// the object may be pending.
 pub(crate) async fn check_conditions(
     place: &ObjectLocation,
     name: &str,

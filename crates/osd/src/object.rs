@@ -56,7 +56,7 @@ pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
     stored.starts_with(b"u").then(|| stored.slice(1..))
 }
 
-/// The state of an object that is in use or was used recently.
+/// The cached state of an object that is in use or was used recently.
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,

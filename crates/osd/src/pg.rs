@@ -556,8 +556,8 @@ impl Pg {
         Ok(info)
     }
 
-    /// Records that a transaction was queued. The transaction counts as in flight until the returned
-    /// guard is dropped.
+    /// Records that a transaction was queued. The transaction counts as in flight until the
+    /// returned guard is dropped.
     pub(crate) fn committing(&self) -> Committing<'_> {
         let commits = &self.commits;
         let number = commits.next.get();

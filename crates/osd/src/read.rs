@@ -43,7 +43,7 @@ struct Begun {
     incarnation: u64,
     at: u64,
     len: u64,
-    /// `None` if there is nothing to read: the object ends before `at`, or it is striped.
+    /// `None` if there is nothing to read: the object ends before `at`, or the object is striped.
     reading: Option<ReplyOf<BackingFuture, ReadData>>,
 }
 

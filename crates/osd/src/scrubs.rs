@@ -26,8 +26,8 @@ impl Scrubs {
     /// Records a new scrub of a pool with `groups` placement groups, unless a scrub is running.
     /// Returns whether the caller must run the new scrub.
     ///
+    /// # Errors
     /// If `repair` is set and a scrub without repair is running.
-    /// If a scrub without repair is running, and the new scrub would repair.
     pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
         let mut scrubs = self.0.borrow_mut();
         match scrubs.get(pool).filter(|scrub| scrub.running) {

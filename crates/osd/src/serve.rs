@@ -1,4 +1,4 @@
-//! Serving of connections: receives requests and sends replies.
+//! Serves connections: receives requests and sends replies.
 
 use std::rc::Rc;
 use std::sync::{Arc, Weak};

@@ -48,7 +48,7 @@ impl Written {
         }
     }
 
-    /// Forgets blocks.
+    /// Forgets the written content of blocks.
     pub(crate) fn remove(&mut self, blocks: Range<u64>) {
         if blocks.is_empty() {
             return;
