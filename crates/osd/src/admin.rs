@@ -42,7 +42,7 @@ impl Osd {
                 let grace = Duration::from_millis(older_than_ms);
                 return Ok(AdminReply::Collected(self.collect_orphans(grace).await));
             }
-            other => return Err(Error::BadRequest(format!("{other:?} is not known here"))),
+            other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
         }
         Ok(AdminReply::Done)
     }

@@ -1,14 +1,14 @@
 //! The node's age: how often its OSD has started, and for how long it has run in total.
 //!
 //! Both numbers only grow, independently of the wall clock. Every target stores them, in the omap
-//! of an object in the node map's collection. The number of starts is the generation of session
-//! ids. The running time measures how long a session has been idle. Time in which the OSD does not
-//! run does not count, because no client can reach the OSD then.
+//! of an object in the node map's collection. The number of starts becomes the generation in the
+//! ids of new sessions. The running time measures how long a session has been idle. Time in which
+//! the OSD does not run does not count, because no client can reach the OSD then.
 //!
-//! A lost age never makes the OSD execute a request twice, because each placement group records the
-//! sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
+//! Even if the age is lost, the OSD executes no request twice, because each placement group records
+//! the sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
 //! starts anyway. If two starts use the same generation, the OSD may refuse retries of the first
-//! requests of new sessions, although their results were not forgotten.
+//! requests of new sessions, although it has not forgotten their results.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -43,8 +43,8 @@ struct StoredAge {
 }
 
 impl Age {
-    /// Begins a new generation: one more than the highest generation on any target. Ignores targets
-    /// that do not store it within `patience`.
+    /// Begins a new generation, whose number is one more than the highest number on any target.
+    /// Ignores targets that do not store the new age within `patience`.
     ///
     /// # Errors
     /// If no target can be read.
@@ -98,7 +98,7 @@ impl Age {
         if !saved.contains(&true) {
             tracing::warn!(
                 generation = self.generation,
-                "no target takes the node's age; after a restart, repeats of some requests may be refused"
+                "no target stored the node's age; after a restart, retries of some requests may be refused"
             );
         }
     }
@@ -114,7 +114,7 @@ async fn read(target: &Target, patience: Duration) -> store::Result<Option<Store
     }
 }
 
-/// Writes the age to a target. Returns whether it is durable there.
+/// Writes the age to a target. Returns whether the age is durable there.
 async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
@@ -123,7 +123,7 @@ async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
     match tokio::time::timeout(patience, queued).await {
         Ok(Ok(())) => true,
         Ok(Err(e)) => {
-            tracing::debug!(target_uuid = %target.uuid, error = %e, "the target does not take the node's age");
+            tracing::debug!(target_uuid = %target.uuid, error = %e, "the target did not store the node's age");
             false
         }
         Err(_) => false,
@@ -139,13 +139,14 @@ impl StoredAge {
         value.freeze()
     }
 
-    /// Decodes what [`StoredAge::encode`] returns; `None` for other bytes.
+    /// Decodes bytes from [`StoredAge::encode`]; `None` for other bytes.
     fn decode(bytes: &[u8]) -> Option<StoredAge> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
         let (generation, ran_ms) = rest.split_at_checked(8)?;
         let generation = u64::from_be_bytes(generation.try_into().ok()?);
         let ran_ms = u64::from_be_bytes(ran_ms.try_into().ok()?);
-        // Half of the generations that fit into a session id are left for future starts.
+        // Higher generations are rejected as damage, so that half of the generations that fit into
+        // a session id remain for later starts.
         let possible = SessionId::FIRST_GENERATION..SessionId::FIRST_GENERATION + (1 << 46);
         possible.contains(&generation).then_some(StoredAge { generation, ran_ms })
     }
@@ -158,7 +159,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_are_no_impossible_age(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
+        fn arbitrary_bytes_never_decode_to_an_impossible_age(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
             if let Some(stored) = StoredAge::decode(&bytes) {
                 prop_assert!(stored.generation >= SessionId::FIRST_GENERATION);
             }
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn an_age_survives_storage() {
+    fn an_age_survives_encoding_and_decoding() {
         let stored = StoredAge { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7 };
         assert_eq!(StoredAge::decode(&stored.encode()), Some(stored));
     }

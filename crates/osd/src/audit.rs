@@ -1,11 +1,11 @@
 //! Compares the recorded size of an object with the size of its data in the store.
 //!
-//! One transaction changes an object's record and its data, so the two sizes agree. Nodes before
-//! object protocol version 5 broke this rule. If a compound truncated an object within a block that
-//! was a hole, the node recorded the right size, but stored the data without the end of that block.
-//! Reads of the object then failed. The missing bytes are zeros, because an earlier op of the same
-//! compound had made the hole. A scrub of any pool finds these objects. A scrub with repair sets
-//! the data to the recorded size.
+//! One transaction changes an object's record and its data, so the two sizes agree. Nodes with an
+//! object protocol before version 5 could break this rule. If a compound truncated an object within
+//! a block that was a hole, the node recorded the right size, but stored the data without the end
+//! of that block. Reads of the object then failed. The missing bytes are zeros, because an earlier
+//! op of the same compound had made the hole. A scrub of any pool finds these objects. A scrub with
+//! repair extends the data to the recorded size.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +30,8 @@ struct ObjectSizes {
 }
 
 impl ObjectSizes {
-    /// Takes the record and the size of the data, as the store or array returned them.
+    /// Creates the pair from the record and the size of the data, as the store or array returned
+    /// them.
     fn new(record: Option<&Bytes>, stored: u64) -> ObjectSizes {
         ObjectSizes {
             recorded: record.and_then(|bytes| ObjectInfo::decode(bytes)).map(|info| info.size),
@@ -42,9 +43,9 @@ impl ObjectSizes {
         self.recorded == Some(self.stored)
     }
 
-    /// Returns the recorded size if the missing bytes are certain to be zeros: the data ends within
-    /// the object's last block or right before it. No other known defect or damage leaves an object
-    /// in this state.
+    /// Returns the recorded size if the missing bytes are certain to be zeros, and `None`
+    /// otherwise. They are certain to be zeros if the data ends within the object's last block or
+    /// right before it. No other known defect or damage leaves an object in this state.
     fn repairable(self) -> Option<u64> {
         self.recorded.filter(|&size| self.stored < size && self.stored >= block::align_down(size))
     }
@@ -52,16 +53,16 @@ impl ObjectSizes {
     fn describe(self) -> String {
         match self.recorded {
             Some(recorded) => {
-                format!("its data ends at {} and its record says {recorded} bytes", self.stored)
+                format!("its data has {} bytes, but its record says {recorded} bytes", self.stored)
             }
-            None => "its record cannot be read".into(),
+            None => "its record cannot be decoded".into(),
         }
     }
 }
 
-/// Describes what is wrong with an object, or with one fragment of an object, on a target. It only
-/// checks the size in bytes and the xattrs, because `fsck` sees one target at a time. `None` if
-/// these show no error.
+/// Returns a description of what is wrong with an object or fragment on a target, or `None` if
+/// nothing is wrong. `fsck` calls this function. It sees one target at a time, so only the stored
+/// `size` in bytes and the xattrs are checked.
 #[must_use]
 pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
     let name = ids::parse(oid)?;
@@ -76,20 +77,21 @@ pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>
     }
     let advice = match sizes.repairable() {
         Some(_) => "start the node and run \"outboard scrub --repair POOL\"",
-        None => "restore it from a copy, or remove it",
+        None => "restore it from a copy, or remove the object",
     };
     Some(format!("object \"{}\": {}; {advice}", name.object.escape_default(), sizes.describe()))
 }
 
 impl Osd {
-    /// Compares the sizes of a user's object. With `repair`, sets the data to the recorded size if
-    /// that is certain to be right.
+    /// Compares the recorded size of a user's object with the stored size. With `repair`, sets the
+    /// stored size to the recorded size if the missing bytes are certain to be zeros.
     ///
     /// # Errors
     /// If the store is unreachable for longer than requests wait for it.
     pub(crate) async fn audit(&self, place: &ObjectLocation, repair: bool) -> wire::Result<Findings> {
         let mut found = Findings::default();
-        // Most objects are correct. This first check does not delay their clients.
+        // Most objects are correct. This first check takes no turn on the object, so it delays no
+        // client.
         if let Ok(sizes) = sizes(place).await
             && sizes.is_none_or(ObjectSizes::agree)
         {
@@ -105,7 +107,7 @@ impl Osd {
             Ok(AuditOutcome::Resized(sizes)) => {
                 (found.wrong_size, found.resized) = (1, 1);
                 metrics::counter!("outboard_osd_objects_resized_total").increment(1);
-                tracing::warn!(oid = %place.oid, ?sizes, "an object has its recorded size again");
+                tracing::warn!(oid = %place.oid, ?sizes, "a scrub extended an object's data to its recorded size");
             }
             Err(Fail::Refused(e)) => {
                 found.damaged = 1;
@@ -141,7 +143,7 @@ async fn sizes(place: &ObjectLocation) -> StepResult<Option<ObjectSizes>> {
 }
 
 /// Compares the sizes of an object; the caller must hold the object's turn. With `repair`, makes
-/// the sizes agree if that is certain to be right.
+/// the sizes agree if the missing bytes are certain to be zeros.
 async fn resize(place: &ObjectLocation, repair: bool) -> StepResult<AuditOutcome> {
     let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else {
         return Ok(AuditOutcome::Right);
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_differ_are_told_with_what_helps() {
+    fn different_sizes_of_an_object_are_reported_with_advice() {
         assert_eq!(inspect(18_450, 18_450, None), None);
         assert_eq!(inspect(18_450, 8192, Some(18_450)), None, "a fragment is shorter than its object");
         for short in [inspect(18_450, 16_384, None), inspect(18_450, 8192, Some(16_384))] {

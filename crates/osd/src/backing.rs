@@ -11,12 +11,13 @@ use store::{
 
 use crate::fail::{Fail, StepResult};
 
-/// Future of a [`Backing`]'s reply.
+/// Future of a reply from a [`Backing`].
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
 /// A target's store, or an array over several targets. Everything that the OSD caches of the
 /// store's content is tagged with the *incarnation* in which it was read. A new incarnation begins
-/// when the store is lost; data from earlier incarnations is then invalid.
+/// when the store restarts or a call to it is lost. Cached data from earlier incarnations is then
+/// invalid.
 pub(crate) struct Backing {
     store: BackingStore,
     /// Name of the store in log messages.
@@ -59,12 +60,12 @@ impl Submit for Backing {
 }
 
 impl Backing {
-    /// Uses the store of one target.
+    /// Creates a backing from the store of one target.
     pub(crate) fn target(store: Arc<dyn ObjectStore>, name: String) -> Backing {
         Backing::new(BackingStore::Target(store), name)
     }
 
-    /// Uses an array over several targets.
+    /// Creates a backing from an array over several targets.
     pub(crate) fn array(array: Array, name: String) -> Backing {
         Backing::new(BackingStore::Array(array), name)
     }
@@ -84,26 +85,27 @@ impl Backing {
         self.incarnation.get()
     }
 
-    /// Notes that a call of incarnation `seen` failed because the store was lost.
+    /// Records that a call of incarnation `seen` was lost. Begins a new incarnation unless one has
+    /// begun since `seen`.
     pub(crate) fn lost(&self, seen: u64) {
         if self.incarnation() == seen {
             self.begin_incarnation();
         }
     }
 
-    /// Fails if `seen` is no longer the current incarnation. Data read since `seen` is valid only
-    /// if this succeeds: the store's client repeats reads after a restart of the store, and a
-    /// repeated read may see changes that are not durable.
+    /// Fails if `seen` is no longer the current incarnation. Data that was read since `seen` is
+    /// valid only if this check succeeds: the store's client repeats reads after a restart of the
+    /// store, and a repeated read may see changes that are not durable.
     pub(crate) fn still(&self, seen: u64) -> StepResult<()> {
         if self.incarnation() != seen {
-            return Err(Fail::Lost("the store has another incarnation".into()));
+            return Err(Fail::Lost("the store restarted or was unreachable during the call".into()));
         }
         Ok(())
     }
 
     /// Waits until each change that earlier incarnations queued in a collection is durable or has
-    /// failed. The OSD must not return data that it read before that, because the data could still
-    /// vanish.
+    /// failed. The OSD must not return data that it read earlier than this, because that data could
+    /// still vanish.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
@@ -116,7 +118,7 @@ impl Backing {
     fn begin_incarnation(&self) {
         self.incarnation.set(self.incarnation.get() + 1);
         metrics::counter!("outboard_osd_store_losses_total").increment(1);
-        tracing::info!(store = %self.name, incarnation = self.incarnation.get(), "the store has another incarnation");
+        tracing::info!(store = %self.name, incarnation = self.incarnation.get(), "the store has a new incarnation");
     }
 
     /// Queues a transaction that was computed in the current incarnation.

@@ -1,11 +1,12 @@
-//! Changes of the node's map: first on all targets, then in memory.
+//! Changes the node's map, first on all targets and then in memory.
 
 use crate::fail::refusal;
 use crate::map::NodeMap;
 use crate::osd::Osd;
 
 impl Osd {
-    /// Changes the target records of the map. Does nothing if the records stay the same.
+    /// Changes the target records of the map. Does nothing if the records stay the same, unless an
+    /// earlier change of the map failed.
     pub(crate) async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> wire::Result<()> {
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();

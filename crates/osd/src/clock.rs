@@ -1,7 +1,7 @@
-//! The wall clock: times that people see, such as when an object was changed or a pool was created.
+//! The wall clock: source of the times that users see, such as the time of an object's last change.
 //!
-//! The wall clock may step in either direction at any time, so correctness never depends on it. The
-//! node's [age](crate::age) measures expiry.
+//! The wall clock may step in either direction at any time, so correctness never depends on it.
+//! Expiry is measured by the node's [age](crate::age) instead.
 
 use std::fmt;
 use std::sync::Arc;

@@ -24,9 +24,10 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The uploads that a head object refers to.
 struct Head {
-    /// The upload that the head names now.
+    /// Upload in the head's current manifest.
     named: Option<UploadId>,
-    /// The upload that the head named last.
+    /// Upload of the last manifest that was committed to the head, even if the head has no manifest
+    /// now.
     committed: Option<UploadId>,
 }
 
@@ -45,9 +46,9 @@ impl Osd {
         }
     }
 
-    /// Removes orphans. A part is an orphan if its upload was committed and then replaced. A part
-    /// is also an orphan if it is at least `grace` old and its uploader has been disconnected for
-    /// at least `grace`.
+    /// Removes orphans. Returns the number of removed parts. A part is an orphan if its upload was
+    /// committed and then replaced. A part is also an orphan if it is at least `grace` old and its
+    /// uploader has been disconnected for at least `grace`.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
         let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
@@ -56,7 +57,9 @@ impl Osd {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 match self.collect_group(pool, &place, grace).await {
                     Ok(count) => removed += count,
-                    Err(e) => tracing::warn!(error = ?e, "orphans of a placement group are left for later"),
+                    Err(e) => {
+                        tracing::warn!(error = ?e, "removing orphans failed; the collector tries again")
+                    }
                 }
             }
         }
@@ -92,7 +95,7 @@ impl Osd {
         }
     }
 
-    /// Returns whether a part is an orphan: its head object does not name its upload, and never
+    /// Returns whether a part is an orphan: its head object does not refer to its upload, and never
     /// will.
     async fn is_orphan(
         &self,
@@ -103,7 +106,8 @@ impl Osd {
     ) -> StepResult<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // The cached information spares a query to the store for each part of an object in use.
+        // The cached object information saves a query to the store for each part of an object in
+        // use.
         if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
             return Ok(false);
         }
@@ -130,8 +134,8 @@ impl Osd {
         let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
-        // A part with a future time was written before the clock stepped back. For this part, only
-        // the uploader's absence counts.
+        // A part whose time lies in the future was written before the wall clock stepped back. The
+        // part then counts as old, so that only the uploader's absence decides.
         let is_old = |stamp: u64| stamp > now_ms || stamp.saturating_add(grace_ms) <= now_ms;
         Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
@@ -152,8 +156,8 @@ impl Osd {
         .await
     }
 
-    /// Forgets sessions that are closed or have been idle for too long. It forgets a few at a time,
-    /// so that requests can run in between.
+    /// Forgets sessions that are closed or have been idle for too long. The collector forgets a few
+    /// sessions at a time, so that requests can run in between.
     async fn expire_sessions(&self) {
         let grace = self.config.session_expiry;
         let alive = |session| self.sessions.borrow().is_alive(session, grace);
@@ -163,8 +167,12 @@ impl Osd {
         for pg in pools.iter().filter(|pool| !pool.closed.get()).flat_map(|pool| &pool.pgs) {
             match self.expire_sessions_of(pg, &expiry).await {
                 Ok(()) => {}
-                Err(Fail::Lost(why)) => tracing::debug!(why, "sessions are left for later"),
-                Err(Fail::Refused(e)) => tracing::warn!(error = %e, "sessions are left for later"),
+                Err(Fail::Lost(why)) => {
+                    tracing::debug!(why, "expiring sessions failed; the collector tries again")
+                }
+                Err(Fail::Refused(e)) => {
+                    tracing::warn!(error = %e, "expiring sessions failed; the collector tries again")
+                }
             }
             tokio::time::sleep(PAUSE).await;
         }

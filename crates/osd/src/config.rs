@@ -12,76 +12,80 @@ use crate::clock::WallClock;
 /// Configuration of an OSD. The defaults suit a production node; tests shorten the times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
-    /// Placement of the node. With `Host`, the OSD measures the time of the stores' calls; with
-    /// `Dpu`, the proxy does.
+    /// Placement of the node. With `Host`, the OSD measures how long calls to the stores take. With
+    /// `Dpu`, the proxy measures it.
     pub placement: Placement,
-    /// Name of the engine that moves data between OSD and store. Shown in the node's status.
+    /// Name of the DMA engine that moves data between OSD and store. Shown in the node's status.
     pub engine: String,
-    /// Whether that engine is emulated. Shown in the node's status.
+    /// Whether the DMA engine is emulated. Shown in the node's status.
     pub emulated: bool,
     /// Time limit for one pull from a client or one push to a client.
     pub transfer_timeout: Duration,
-    /// Longest time that a request waits for an unreachable store. After that, the client gets a
-    /// transient error.
+    /// Maximum time that a request waits for an unreachable store. After this time, the client gets
+    /// a transient error.
     pub store_patience: Duration,
-    /// Time after which placement groups continue without a target that has not answered, if enough
-    /// other targets answer.
+    /// Time limit for an answer of a target. After this time, placement groups continue without the
+    /// target if enough other targets answer.
     pub target_timeout: Duration,
-    /// When the OSD tries unused targets again.
+    /// Schedule by which the OSD probes unused targets.
     pub target_retry: TargetRetry,
     /// Pause between two checks for members that need a rebuild.
     pub upkeep_interval: Duration,
     /// Maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     pub rebuild_rate: u64,
-    /// Maximum share of the time that rebuilds and scrubs take while clients are served, in
-    /// percent.
+    /// Maximum share of the time that rebuilds and scrubs may use while clients are being served,
+    /// in percent.
     pub rebuild_share: u32,
-    /// Most dirty notes per placement group. If more objects change while a target is away, the
-    /// target's rebuild copies all objects of the group.
+    /// Maximum number of dirty notes per placement group. If more objects change while a target is
+    /// away, the target's rebuild copies all objects of the group.
     pub missed_objects_per_pg: usize,
-    /// A session loses its results after it has changed nothing for this time. Only time in which
-    /// the node runs counts.
+    /// Idle time after which a session loses its results. A session is idle while it changes
+    /// nothing. Only time in which the node runs counts.
     pub session_expiry: Duration,
-    /// Minimum age of an orphaned part before the collector removes it. Its uploader must also have
-    /// been disconnected for this time. Must be longer than clients take to reconnect.
+    /// Minimum age at which the collector removes an orphaned part. Its uploader must also have
+    /// been disconnected for this time. The time must be longer than clients take to reconnect.
     pub orphan_grace: Duration,
     /// Pause between two runs of the collector.
     pub collect_interval: Duration,
-    /// Most requests of one connection that the OSD executes at a time.
+    /// Maximum number of requests of one connection that the OSD executes at a time.
     pub requests_per_connection: usize,
-    /// Most sessions that the OSD keeps at a time.
+    /// Maximum number of sessions that the OSD keeps at a time.
     pub sessions: usize,
-    /// Most objects per placement group whose state is cached.
+    /// Maximum number of objects per placement group whose state is cached.
     pub cached_objects_per_pg: usize,
-    /// Most segments of one transfer in flight at a time; 1 transfers them one after the other. May
-    /// be changed at any time.
+    /// Maximum number of segments of one transfer in flight at a time. The value 1 moves the
+    /// segments one after the other. The value may be changed at any time.
     pub segments_in_flight: Arc<AtomicUsize>,
-    /// Reports the health of the offload between OSD and store. Shown in the node's status.
+    /// Source of the DMA engine's health, which the node's status shows. `None` if no offload is in
+    /// use.
     pub offload: Option<OffloadSource>,
-    /// Where the OSD computes parity.
+    /// Configuration of where and how parity is computed.
     pub coding: CodingConfig,
     /// Clock for the times of object changes and pool creations.
     pub clock: WallClock,
 }
 
-/// When the OSD tries a target again that placement groups do not use.
+/// Schedule by which the OSD probes targets that placement groups do not use.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRetry {
     /// Pause between two probes of a slow target.
     pub slow_pause: Duration,
-    /// Longest cool-down of a target that has become slow several times in a row.
+    /// Maximum pause before the first probe of a target that has become slow several times in a
+    /// row.
     pub slow_pause_max: Duration,
-    /// Longest time that a probe may take to bring a target back into use.
+    /// Maximum duration of a probe that brings a target back into use. A slower answer leads to
+    /// another probe.
     pub probe_max: Duration,
     /// Pause before the first probe of a target that has reported an I/O error. The pause doubles
     /// with each failed probe and each relapse.
     pub failing_pause: Duration,
-    /// Upper limit of `failing_pause`'s growth.
+    /// Maximum pause after `failing_pause` was doubled several times.
     pub failing_pause_max: Duration,
-    /// Most relapses in a row after I/O errors. After one more, the OSD gives the target up.
+    /// Maximum number of relapses in a row after I/O errors. At the next relapse, the OSD gives the
+    /// target up and sends no more probes.
     pub relapses_max: u32,
-    /// After a target has reported an I/O error or refused a write, requests that need the target
-    /// wait for this time. Later requests fail.
+    /// Time during which requests wait for a target after it has reported an I/O error or refused a
+    /// write. After this time, requests that need the target fail.
     pub hopeful_for: Duration,
 }
 
@@ -99,7 +103,7 @@ impl Default for TargetRetry {
     }
 }
 
-/// Reports the health of an offload.
+/// Function that reports the health of the DMA offload between OSD and store.
 #[derive(Clone)]
 pub struct OffloadSource(pub Arc<dyn Fn() -> OffloadStatus + Send + Sync>);
 

@@ -33,16 +33,18 @@ pub(crate) struct Draft<'a> {
     /// Size of the object after the ops drafted so far, in bytes.
     size: u64,
     ops: Vec<Op>,
-    /// Blocks that this change has written. Later ops merge with them.
+    /// Blocks that earlier ops of this change have written. Later ops merge their data with these
+    /// blocks.
     written: Written,
-    /// Whether `written` is needed, because more than one op changes data.
+    /// Whether `written` is filled. Only a change with more than one op on data needs it.
     keeps_written: bool,
-    /// First block that has no data in the store, because the object ended before it or the change
-    /// has truncated it.
+    /// Number of the first block that has no data in the store, because the object ended before
+    /// this block or the change has truncated it.
     void_from: u64,
-    /// Blocks that this change stages. Their bytes are in the store and not in this process.
+    /// Numbers of the blocks whose new data is staged in the store, so that this process does not
+    /// have their bytes.
     staged: std::ops::Range<u64>,
-    /// Manifest of the parts that no head will name any more.
+    /// Manifest that the change replaces or removes. After the change, no head refers to its parts.
     dropped: Option<Manifest>,
     appended_at: u64,
 }
@@ -72,8 +74,8 @@ impl Drafted {
     pub(crate) fn make_replacing(&mut self, oid: &ObjectId) {
         let oid = oid.clone();
         match self.object {
-            // The whole blocks replace the old blocks, and the truncation removes the data after
-            // them. If the old object has the same size, there is none.
+            // The change writes whole blocks, which replace the old blocks. The truncation removes
+            // any old data after these blocks.
             Some((size, _)) if self.in_one_piece && size > 0 && size.is_multiple_of(BLOCK) => {
                 self.ops.push(Op::Truncate { oid, size });
             }
@@ -90,7 +92,8 @@ pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> 
     aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
 }
 
-/// Returns the size of an object's data in the store after `ops`, in bytes.
+/// Returns the size of an object's data in the store after `ops`, in bytes. `before` is the size
+/// before `ops`.
 fn size_after(before: u64, ops: &[Op]) -> u64 {
     ops.iter().fold(before, |size, op| match op {
         Op::Write { offset, source, .. } if !source.is_empty() => size.max(offset + source.len()),
@@ -144,8 +147,8 @@ impl<'a> Draft<'a> {
         let made = size_after(self.before, &self.ops);
         if made != self.size {
             let detail = format!(
-                "{}: the change would record {} bytes and store {made}, which is a defect of the node; \
-                 nothing was changed, make the change in several requests",
+                "{}: the change would record a size of {} bytes but store {made} bytes, which is a \
+                 bug in the node; nothing was changed; split the change into several requests",
                 self.name, self.size
             );
             return Err(Error::BadRequest(detail).into());
@@ -204,7 +207,7 @@ impl<'a> Draft<'a> {
                 self.clear(0);
                 self.manifest = Some(*manifest);
             }
-            other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
+            other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
         }
         self.exists = true;
         Ok(())
@@ -217,7 +220,8 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Removes all data. The caller is about to write the first `covered` bytes.
+    /// Removes all data. The caller then writes the first `covered` bytes, so that the removal of a
+    /// shorter object needs no op.
     fn clear(&mut self, covered: u64) {
         self.dropped = self.manifest.take().or(self.dropped);
         if self.size > covered {
@@ -226,7 +230,7 @@ impl<'a> Draft<'a> {
         self.forget_data();
     }
 
-    /// Notes that the object has no data any more.
+    /// Records that the object has no data any more.
     fn forget_data(&mut self) {
         self.size = 0;
         self.void_from = 0;
@@ -254,13 +258,13 @@ impl<'a> Draft<'a> {
                 self.write_bytes(offset, payload.clone()).await
             }
             (OpBytes::Payload, Gathered::Memory(payload)) => {
-                // The pieces of an append may begin elsewhere than expected, so the checksums are
-                // computed again. The data was verified on arrival.
+                // The pieces of the payload do not match the blocks at an append's offset, so the
+                // checksums are computed again. The data was verified on arrival.
                 self.write_bytes(offset, Payload::compute(offset, payload.data().clone())).await
             }
             (OpBytes::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
             (OpBytes::Payload, Gathered::None) => {
-                Err(Error::BadRequest("an op without its data".into()).into())
+                Err(Error::BadRequest("an op refers to data that the request does not contain".into()).into())
             }
         }
     }
@@ -273,7 +277,8 @@ impl<'a> Draft<'a> {
         }
         let (data, crcs) = payload.into_parts();
         let first = if offset.is_multiple_of(BLOCK) { offset } else { block::align_down(offset) + BLOCK };
-        // Blocks before this offset need no merge with later data.
+        // Blocks that end at or before this offset are written whole, without a merge with old
+        // data.
         let whole_end = if end >= self.size { end } else { block::align_down(end) };
         if whole_end > first {
             let skip = (first - offset) as usize;
@@ -322,7 +327,8 @@ impl<'a> Draft<'a> {
     async fn truncate(&mut self, size: u64) -> StepResult<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
-            // Truncating the last block here also computes its checksum here.
+            // The OSD shortens the last block itself, so that it also computes the block's
+            // checksum.
             let kept = self.block(size / BLOCK).await?.slice(..cut as usize);
             let start = block::align_down(size);
             self.shorten(start);
@@ -363,7 +369,8 @@ impl<'a> Draft<'a> {
                 let size = self.size;
                 self.ops.push(Op::Zero { oid: self.oid.clone(), offset: at, len: zeroed });
                 if at + zeroed > size {
-                    // Zeroing the whole last block made the object longer; truncate it again.
+                    // Zeroing the whole last block made the object longer; truncate the object to
+                    // its old size.
                     self.ops.push(Op::Truncate { oid: self.oid.clone(), size });
                 }
                 if self.keeps_written {
@@ -399,7 +406,7 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Merges `data`, which lies within one block, into the block's current content.
+    /// Merges `data`, which lies within one block, into the current content of that block.
     async fn merge(&mut self, offset: u64, data: Bytes) -> StepResult<()> {
         let number = offset / BLOCK;
         let start = number * BLOCK;
@@ -424,7 +431,7 @@ impl<'a> Draft<'a> {
         } else if let Some(bytes) = self.written.get(number) {
             bytes
         } else if self.staged.contains(&number) {
-            let what = "an op changes a part of the bulk data of the same change; make two changes of it";
+            let what = "an op modifies part of the same change's bulk data; split it into two changes";
             return Err(Error::BadRequest(what.into()).into());
         } else if number >= self.void_from {
             Bytes::new()
@@ -455,7 +462,7 @@ impl<'a> Draft<'a> {
         Ok(read.contiguous())
     }
 
-    /// Writes whole blocks; the last one may be shorter if it ends the object.
+    /// Writes whole blocks. The last block may be shorter if the object ends there.
     fn put(&mut self, offset: u64, payload: Payload) {
         if self.keeps_written {
             self.written.put(offset / BLOCK, payload.data().clone());
@@ -465,7 +472,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// Returns the op that sets an object's information.
+/// Returns the op that stores an object's information in its xattrs.
 pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
     let mut xattrs = vec![(INFO_XATTR, info.encode())];
     if let Some(manifest) = info.manifest {

@@ -1,17 +1,18 @@
-//! Why a step of a request did not succeed.
+//! [`Fail`]: the reason why a step of a request failed.
 
 use messenger::MessengerError;
 use store::StoreError;
 
-/// Result of a step.
+/// Result of a step of a request.
 pub(crate) type StepResult<T> = Result<T, Fail>;
 
-/// Why a step did not succeed.
+/// Reason why a step of a request failed.
 #[derive(Debug, Clone)]
 pub(crate) enum Fail {
-    /// The store or its drive has failed: queued changes may or may not be durable. The caller looks up the outcome and retries.
+    /// The store is unreachable or has failed: queued changes may or may not be durable. The caller
+    /// looks up the outcome and retries.
     Lost(String),
-    /// The request is refused.
+    /// The request is refused with this error.
     Refused(wire::Error),
 }
 
@@ -32,10 +33,11 @@ impl From<StoreError> for Fail {
         use wire::Error as E;
         Fail::Refused(match e {
             StoreError::Disconnected(why) => return Fail::Lost(why),
-            // The log may contain the change. Replay at the next mount decides.
+            // The redo log may contain the change. The replay at the next mount decides whether the
+            // change takes effect.
             e @ StoreError::Poisoned(_) => return Fail::Lost(e.to_string()),
-            // Stages live as long as the store's incarnation.
-            StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),
+            // A new incarnation of the store discards all staged data.
+            StoreError::NoSuchStage(id) => return Fail::Lost(format!("staged data {id} no longer exists")),
             StoreError::NoSpace { target, area, needed, free } => {
                 E::NoSpace { target: target.to_string(), area: area.to_string(), needed, free }
             }
@@ -52,7 +54,7 @@ impl From<StoreError> for Fail {
 impl From<MessengerError> for Fail {
     fn from(e: MessengerError) -> Fail {
         Fail::Refused(match e {
-            // Pulling again would not help.
+            // The client cannot read its own data, so pulling the data again would not help.
             MessengerError::Source(why) => wire::Error::SourceFailed(why),
             e => wire::Error::TransferFailed(e.to_string()),
         })
@@ -64,17 +66,17 @@ impl From<base::pool::PoolError> for Fail {
         let base::pool::PoolError::TooLarge { wanted, largest } = e else {
             return Fail::Refused(wire::Error::BadRequest(e.to_string()));
         };
-        let what = "data of one step".into();
+        let what = "size of the staging buffer".into();
         Fail::Refused(wire::Error::TooLarge { what, size: wanted as u64, limit: largest as u64 })
     }
 }
 
-/// Returns the error for the client if the store did not come back in time.
+/// Returns the error for the client if the store did not become reachable in time.
 pub(crate) fn unavailable(why: String) -> wire::Error {
     wire::Error::Unavailable(why)
 }
 
-/// Returns the error for the client.
+/// Converts the failure of a step into the error that the client receives.
 pub(crate) fn refusal(fail: Fail) -> wire::Error {
     match fail {
         Fail::Refused(e) => e,

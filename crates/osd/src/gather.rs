@@ -1,9 +1,10 @@
 //! Fetches a write's data before the write takes its turn on the object.
 //!
 //! Large data is staged. The OSD pulls it from the client in segments, reserves a staging buffer
-//! before each pull, and passes each segment to the store when it arrives. Only whole blocks are
-//! staged, plus a tail that may be the object's end. Partial blocks at the edges of the range stay
-//! in memory, to be merged with the object's blocks later.
+//! before each pull, and passes each segment to the store when it arrives. Staged data consists of
+//! whole blocks and, at its end, perhaps a partial block, because the object may end there. A
+//! partial block at either edge of the range is also kept in memory, to be merged with the object's
+//! blocks later.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -23,20 +24,20 @@ use crate::fail::{Fail, StepResult};
 /// Maximum length of a segment, in bytes. The pool's largest buffer is a further limit.
 pub(crate) const SEGMENT: usize = 2 << 20;
 
-/// Data up to this length, in bytes, is fetched in one piece and goes to the store with its
+/// Data up to this length, in bytes, is pulled as a whole and sent to the store inside the
 /// transaction. This takes one message in each direction instead of four. A pipeline of segments
 /// has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
 /// The same limit, in bytes, while other requests are in progress. The other requests keep network,
-/// DMA and drive busy, so a pipeline within each request would only cost the host's CPU time.
+/// DMA and drive busy, so a pipeline within each request would only cost CPU time of the host.
 const WHOLE_IN_COMPANY: u64 = 4 << 20;
-/// Number of requests in progress, including this one, from which the higher limit applies.
+/// Minimum number of requests in progress, including this one, for [`WHOLE_IN_COMPANY`] to apply.
 pub(crate) const COMPANY: u32 = 4;
 
 /// The data of a change, in memory or staged in the store.
 pub(crate) enum Gathered {
     None,
-    /// Data in memory. Its pieces begin at offset 0 of a block or at the op's own offset.
+    /// Data in memory. Its first piece begins at offset 0 of a block, or at the op's own offset.
     Memory(Payload),
     Staged(StagedPayload),
 }
@@ -53,7 +54,8 @@ pub(crate) struct StagedPayload {
     pub(crate) tail: Bytes,
 }
 
-/// Guard for staged extents. Dropping it frees the extents that no transaction has named.
+/// Guard for staged data. Dropping the guard frees those extents of the stage that no transaction
+/// uses.
 pub(crate) struct StageGuard {
     store: Rc<Backing>,
     pub(crate) id: StageId,
@@ -110,7 +112,8 @@ impl Puller<'_> {
         }
     }
 
-    /// The offset of an append is known only during its turn, so its data waits in memory.
+    /// Pulls the data of an append into memory. The data cannot be staged, because the offset of an
+    /// append is known only during its turn.
     async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> StepResult<Payload> {
         let limit = MAX_APPEND.min(self.staging.largest() as u64);
         if len > limit {
@@ -134,7 +137,7 @@ impl Puller<'_> {
         };
         let staged_len = len - head_len;
         if staged_len == 0 {
-            return Err(Error::BadRequest("less than a block offered as bulk data".into()).into());
+            return Err(Error::BadRequest("the bulk data is too short to be staged".into()).into());
         }
         let stage = StageGuard { store: Rc::clone(store), id: store.stage(staged_len).await? };
         let step = SEGMENT.min(self.staging.largest()) as u64;
@@ -176,8 +179,8 @@ impl Puller<'_> {
         Ok(tail)
     }
 
-    /// Pulls `len` bytes from offset `at` of the offer. `anchor` is the object offset of the first
-    /// byte, modulo the block size.
+    /// Pulls `len` bytes from offset `at` of the client's offer. `anchor` is the object offset of
+    /// the first byte, modulo the block size.
     async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> StepResult<Payload> {
         let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
@@ -194,7 +197,7 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
         );
     };
     if from.direction != BulkDirection::Read || len == 0 {
-        return Err(Error::BadRequest("the bulk descriptor does not offer data".into()).into());
+        return Err(Error::BadRequest("the bulk descriptor does not offer data to be read".into()).into());
     }
     check_place(offset, u64::from(from.phase), len)?;
     Ok(len)
@@ -202,9 +205,10 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
 
 fn check_place(offset: u64, phase: u64, len: u64) -> StepResult<()> {
     if len > 0 && phase != offset % BLOCK {
-        return Err(
-            Error::BadRequest(format!("data is cut for phase {phase}, not for offset {offset}")).into()
-        );
+        return Err(Error::BadRequest(format!(
+            "the data begins at offset {phase} of a block, which does not fit object offset {offset}"
+        ))
+        .into());
     }
     match offset.checked_add(len) {
         Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),

@@ -1,10 +1,11 @@
 //! The set of sessions whose results a placement group has forgotten. With this set, the group
 //! never mistakes a retry for a new request.
 //!
-//! The set may contain more sessions than the group has forgotten, never fewer. Each generation has
-//! a bound: the set contains all sessions with numbers up to the bound, except *spared* sessions. A
-//! session is spared if it was alive when the bound passed its number. A forgotten session is never
-//! spared again. The set contains all sessions of the generations below the floor.
+//! The set contains every session that the group has forgotten, and possibly more. Each generation
+//! has a *bound*: the set contains all sessions with numbers up to the bound, except *spared*
+//! sessions. A session is spared if it was alive when the bound passed its number. A forgotten
+//! session is never spared again. The set also contains all sessions of the generations below a
+//! *floor*.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,21 +14,23 @@ use serde::{Deserialize, Serialize};
 use wire::SessionId;
 
 const FORMAT: u8 = 1;
-/// Most generations with their own bound. With more generations, the oldest go below the floor.
+/// Maximum number of generations with their own bound. If there are more, the floor rises above the
+/// oldest of them.
 const GENERATIONS: usize = 64;
-/// Most spared sessions that are stored. With more, only the newest are stored.
+/// Maximum number of spared sessions that are stored. If there are more, only the newest are
+/// stored.
 const SPARED_STORED: usize = 256;
 
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Gone {
     floor: u64,
-    /// Highest number in the set, by generation.
+    /// The bound of each generation.
     bounds: BTreeMap<u64, u32>,
     spared: BTreeSet<SessionId>,
 }
 
-/// The set as stored.
+/// Stored form of the set.
 #[derive(Serialize, Deserialize)]
 struct StoredGone {
     floor: u64,
@@ -39,8 +42,8 @@ struct StoredGone {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Living {
     pub(crate) known: BTreeSet<SessionId>,
-    /// Sessions of generations below this value may come back, even if `known` does not contain
-    /// them.
+    /// Clients may resume sessions of generations below this value, even if `known` does not
+    /// contain these sessions.
     pub(crate) unseen_below: Option<u64>,
 }
 
@@ -68,7 +71,7 @@ impl Gone {
             || bound.is_some_and(|bound| session.number() <= *bound && !self.spared.contains(&session))
     }
 
-    /// Adds a session whose results are about to be forgotten.
+    /// Adds a session whose results are about to be forgotten. Spares the sessions in `living`.
     pub(crate) fn add(&mut self, session: SessionId, living: &Living) {
         let generation = session.generation();
         if generation < self.floor {
@@ -100,7 +103,7 @@ impl Gone {
         postcard::to_extend(&stored, vec![FORMAT]).expect("plain data can be encoded").into()
     }
 
-    /// Decodes what [`Gone::encode`] returns; `None` for other bytes.
+    /// Decodes bytes from [`Gone::encode`]; `None` for other bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Gone> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
         let StoredGone { floor, bounds, spared } = postcard::from_bytes(rest).ok()?;
@@ -120,7 +123,7 @@ mod tests {
     proptest! {
         /// Forgets, stores and loads sessions in random order.
         #[test]
-        fn what_was_forgotten_stays_forgotten_and_the_living_are_spared(
+        fn forgotten_sessions_stay_forgotten_and_living_sessions_are_spared(
             steps in proptest::collection::vec((0u64..4, 1u32..40, any::<bool>(), any::<bool>()), 1..80),
             living in proptest::collection::btree_set((0u64..4, 1u32..40), 0..60),
         ) {
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_small_however_many_sessions_and_starts_there_were() {
+    fn the_encoded_set_stays_small_with_many_sessions_and_generations() {
         let mut gone = Gone::default();
         let known = (0..1000).map(|n| id(2000, n)).collect();
         let living = Living { known, unseen_below: None };
@@ -168,11 +171,14 @@ mod tests {
         let stored = gone.encode();
         assert!(stored.len() < 8192, "{} bytes", stored.len());
         let back = Gone::decode(&stored).unwrap();
-        assert!(!back.has(id(2000, 999)) && back.has(id(2000, 1)), "the newest ones are spared");
+        assert!(
+            !back.has(id(2000, 999)) && back.has(id(2000, 1)),
+            "only the newest sessions are stored as spared"
+        );
     }
 
     #[test]
-    fn ids_of_older_versions_are_in_the_set() {
+    fn the_initial_set_contains_the_session_ids_of_older_versions() {
         assert!(Gone::default().has(SessionId(1_700_000_000_000 << 80 | 5)));
         assert!(!Gone::default().has(id(0, 1)));
     }

@@ -5,13 +5,14 @@
 //!
 //! - A *slow* target has not answered in time. It is probed at once, and again after short pauses.
 //! - A *failing* target has reported an I/O error. It is probed after longer pauses. Each relapse
-//!   makes the pauses longer, until the target is given up.
-//! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. A new
-//!   incarnation of its store, or the operator, brings it back.
+//!   makes the pauses longer, until the OSD gives the target up.
+//! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. It is used
+//!   again when its store has a new incarnation, or when the operator requests it.
 //!
-//! The store remounts a target that refuses writes by itself, so the target may be back within
-//! seconds. This target is also probed, after long pauses, because an error from the old mount may
-//! arrive after the new incarnation has begun. Only the new mount can answer the probe.
+//! A target that refuses writes may be back within seconds, because its store remounts it
+//! automatically. The target is also probed, after long pauses. Otherwise, an error from the old
+//! mount that arrives after the new incarnation has begun would keep the target lost. Only the new
+//! mount can answer the probe.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use wire::TargetState;
 
 use crate::config::TargetRetry;
 
-/// A failure within this time after the target came back is a relapse.
+/// A failure within this time after the target was used again is a relapse.
 const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
 
 /// An event that concerns a target's health.
@@ -33,13 +34,14 @@ pub(crate) enum HealthEvent {
     Failed(StoreError),
     /// A probe was sent.
     ProbeSent,
-    /// The last probe was answered, after this time.
+    /// The last probe was answered. Its answer took this time.
     ProbeAnswered(Duration),
     /// The last probe failed with this error of the target.
     ProbeFailed(StoreError),
     /// The last probe had no result, for a reason that does not concern the target.
     ProbeLost,
-    /// The store has a new incarnation, or the operator wants the target to be used.
+    /// The store has a new incarnation, or the operator has requested that the target is used
+    /// again.
     Renewed,
 }
 
@@ -47,9 +49,9 @@ pub(crate) enum HealthEvent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum UsabilityChange {
-    /// No change that concerns placement groups.
+    /// The use of the target stays the same.
     None,
-    /// The target is no longer used, or is unused for another kind of reason.
+    /// The target is no longer used, or the kind of its failure has changed.
     Down,
     /// The target is used again.
     Back,
@@ -64,7 +66,7 @@ struct Down {
     /// Time of the next probe; `None` if no probe will be sent or a probe is running.
     next_probe: Option<Instant>,
     pause: Duration,
-    /// The target refuses writes until the store remounts it.
+    /// Whether the target refuses writes until the store remounts it.
     awaits_mount: bool,
 }
 
@@ -87,12 +89,12 @@ impl Health {
         self.down.as_ref().map_or(TargetState::Up, |down| down.state)
     }
 
-    /// Returns why the target is not used.
+    /// Returns why the target is not used; `None` if it is used.
     pub(crate) fn why(&self) -> Option<&str> {
         self.down.as_ref().map(|down| &*down.why)
     }
 
-    /// Returns the time of the next probe.
+    /// Returns the time of the next probe; `None` if no probe is scheduled.
     pub(crate) fn next_probe(&self) -> Option<Instant> {
         self.down.as_ref().and_then(|down| down.next_probe)
     }
@@ -102,7 +104,7 @@ impl Health {
         self.next_probe().is_some_and(|due| due <= now)
     }
 
-    /// Returns whether the target may return before a client gives up.
+    /// Returns whether the target may be used again before a client gives up waiting for it.
     pub(crate) fn is_hopeful(&self, now: Instant) -> bool {
         let is_recent = |down: &Down| now.saturating_duration_since(down.since) < self.retry.hopeful_for;
         self.down.as_ref().is_some_and(|down| match down.state {
@@ -139,7 +141,7 @@ impl Health {
             }
         };
         let probes = self.down.as_ref().is_some_and(|down| down.next_probe.is_some());
-        assert!(!(probes && self.is_probing), "one probe at a time");
+        assert!(!(probes && self.is_probing), "a probe is scheduled only while none is running");
         change
     }
 
@@ -149,7 +151,7 @@ impl Health {
         }
         let relapses = if self.is_relapse(now) { self.slow_relapses + 1 } else { 0 };
         self.slow_relapses = relapses;
-        // The first probe is sent at once. Its answer shows that the target is back.
+        // The first probe is sent at once. The answer to it shows that the target works again.
         let pause = self.retry.slow_pause;
         let first = if relapses == 0 {
             Duration::ZERO
@@ -181,7 +183,8 @@ impl Health {
                 self.failing_relapses = if self.is_relapse(now) { self.failing_relapses + 1 } else { 0 };
                 if self.failing_relapses > self.retry.relapses_max {
                     let times = self.failing_relapses + 1;
-                    let why = format!("{why}; it failed {times} times, each time soon after the last");
+                    let why =
+                        format!("{why}; it failed {times} times, each time soon after it had recovered");
                     return self.lose(now, why, false, is_probe);
                 }
             }
@@ -211,7 +214,8 @@ impl Health {
             return UsabilityChange::None;
         }
         if down.state == TargetState::Failed && now - took < down.since {
-            // The target answered the probe before it failed.
+            // The probe was sent before the target failed, so its answer does not show that the
+            // target works again.
             down.wait(now, down.pause);
             return UsabilityChange::None;
         }
@@ -266,7 +270,7 @@ fn doubled(pause: Duration, times: u32, max: Duration) -> Duration {
     pause.saturating_mul(1 << times.min(16)).min(max)
 }
 
-/// Returns whether an error lasts as long as the store's incarnation.
+/// Returns whether a target with this error stays unusable until its store has a new incarnation.
 fn is_lasting(e: &StoreError) -> bool {
     !matches!(e, StoreError::Io(_))
 }
@@ -306,8 +310,8 @@ mod tests {
         assert!(health.is_probe_due(now) && health.is_hopeful(now + secs(3600)));
         assert_eq!(health.step(now, overdue()), UsabilityChange::None);
         assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
-        assert!(!health.is_probe_due(now + secs(3600)), "one probe at a time");
-        // The first probe waited as long as the target stalled.
+        assert!(!health.is_probe_due(now + secs(3600)), "only one probe runs at a time");
+        // The first probe is answered only after the stall, so its answer is too slow.
         let later = now + secs(13);
         assert_eq!(health.step(later, HealthEvent::ProbeAnswered(secs(13))), UsabilityChange::None);
         assert!(health.is_probe_due(later));
@@ -332,7 +336,7 @@ mod tests {
         assert_eq!(pauses, [0, 250, 500, 1000, 2000, 4000, 4000, 4000]);
         now += RELAPSE_WINDOW;
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
-        assert!(health.is_probe_due(now), "a target that was well for long is probed at once");
+        assert!(health.is_probe_due(now), "after a long time without failures, a target is probed at once");
     }
 
     #[test]
@@ -375,7 +379,11 @@ mod tests {
         assert!(!health.is_hopeful(now));
         assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::Back);
         assert_eq!(health.step(now, failed()), UsabilityChange::Down);
-        assert_eq!(health.state(), TargetState::Failing, "the operator's word begins a new count");
+        assert_eq!(
+            health.state(),
+            TargetState::Failing,
+            "a request of the operator resets the number of relapses"
+        );
     }
 
     #[test]
@@ -386,7 +394,7 @@ mod tests {
         assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         let lost = HealthEvent::Failed(StoreError::Absent("no drive".into()));
         assert_eq!(health.step(now, lost.clone()), UsabilityChange::Down);
-        assert!(!health.is_hopeful(now), "somebody has to bring the drive");
+        assert!(!health.is_hopeful(now), "only an operator can bring the drive back");
         for event in
             [lost, overdue(), failed(), HealthEvent::ProbeAnswered(Duration::ZERO), HealthEvent::ProbeLost]
         {
@@ -402,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_refuses_writes_is_hopeful_for_a_while_and_probed_with_long_pauses() {
+    fn a_target_that_refuses_writes_is_awaited_briefly_and_probed_with_long_pauses() {
         let began = Instant::now();
         let mut now = began;
         let mut health = Health::new(RETRY);
@@ -426,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_answered_before_the_target_failed_does_not_bring_it_back() {
+    fn the_answer_to_a_probe_sent_before_a_failure_does_not_end_the_failure() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
@@ -439,14 +447,14 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_a_probe_from_before_a_renewal_brings_no_later_failure_to_an_end_early() {
+    fn the_answer_to_a_probe_sent_before_a_renewal_does_not_end_a_later_failure() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
         assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::Back);
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
-        assert_eq!(health.next_probe(), None, "the old probe is still under way");
+        assert_eq!(health.next_probe(), None, "the old probe is still running");
         assert_eq!(health.step(now + secs(9), HealthEvent::ProbeAnswered(secs(9))), UsabilityChange::None);
         assert!(health.is_probe_due(now + secs(9)));
     }

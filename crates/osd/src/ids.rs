@@ -7,9 +7,9 @@
 //! part     the same, then                                            00  upload (24 bytes)  index (4 bytes)
 //! ```
 //!
-//! The low bits of the hash select the placement group. In an object's id, the reversed bits put
-//! these bits first. When a group is split, the objects that move to the new half are therefore one
-//! range of ids.
+//! The low bits of the hash select the placement group. An object's id begins with the reversed
+//! hash, so these bits come first. When a group is split, the objects that move to the new half
+//! therefore form one range of ids.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use store::{CollectionId, ObjectId};
@@ -90,8 +90,8 @@ pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
     Some(StoredName { namespace, object, part })
 }
 
-/// The ids built here are never empty, and the checked names are far shorter than the limit for
-/// ids.
+/// Unwraps an id. The ids built in this module are never empty, and names are checked to be far
+/// shorter than the limit for ids.
 fn fixed<T>(id: store::Result<T>) -> T {
     id.expect("an id of bounded, non-zero length")
 }
@@ -104,19 +104,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ids_say_what_they_were_made_of(hash: u32, ns in "[a-z]{0,64}", name in "[^\0]{1,200}", part: Option<(u128, u64, u32)>) {
+        fn an_object_id_decodes_to_the_names_that_it_was_built_from(hash: u32, ns in "[a-z]{0,64}", name in "[^\0]{1,200}", part: Option<(u128, u64, u32)>) {
             let part = part.map(|(s, number, index)| PartId { upload: UploadId { session: SessionId(s), number }, index });
             let id = object(hash, &ns, &name, part.as_ref());
             prop_assert_eq!(parse(&id), Some(StoredName { namespace: ns, object: name, part }));
         }
 
         #[test]
-        fn arbitrary_ids_never_panic(bytes in proptest::collection::vec(any::<u8>(), 1..80)) {
+        fn decoding_arbitrary_ids_never_panics(bytes in proptest::collection::vec(any::<u8>(), 1..80)) {
             let _ = parse(&ObjectId::new(bytes).unwrap());
         }
 
         #[test]
-        fn a_group_is_a_range_and_so_is_each_half_of_it(a: u32, b: u32, order in 0u32..12) {
+        fn the_ids_of_a_group_and_of_each_half_of_it_form_a_range(a: u32, b: u32, order in 0u32..12) {
             let groups = 1 << order;
             let id = |hash| object(hash, "", "x", None);
             prop_assert!(wire::placement::group(a, groups) == wire::placement::group(b, groups)
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn internal_objects_are_not_listed() {
+    fn the_id_of_an_internal_object_decodes_to_no_name() {
         assert_eq!(parse(&meta_object()), None);
     }
 }

@@ -18,9 +18,9 @@ pub(crate) struct InFlight {
 
 /// Result of claiming a request's number.
 pub(crate) enum RequestClaim<'a> {
-    /// The request is the only attempt.
+    /// No other attempt is running; the caller must execute the change.
     First(RunningChange<'a>),
-    /// An earlier attempt is still running.
+    /// An earlier attempt is still running; the receiver gets its outcome.
     Join(watch::Receiver<ChangeOutcome>),
 }
 

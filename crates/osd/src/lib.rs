@@ -1,22 +1,23 @@
-//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline. The
-//! OSD keeps no durable state of its own: the stores keep all of it, and one transaction changes
-//! the data and the related state.
+//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline of
+//! measurements. The OSD keeps no durable state of its own: the stores keep all of it. Each change
+//! updates an object's data and all related state in one transaction.
 //!
-//! [`OsdServer::start`] runs an OSD on its own thread. These modules handle a request:
+//! [`OsdServer::start`] runs an OSD on its own thread. These are the main modules:
 //!
-//! - `serve` decodes the request and finds its session.
+//! - `serve` decodes each request, finds its session and sends the reply.
 //! - `gather` pulls a write's data into staging memory and stages the data in the store.
-//! - `mutate` waits for the object's `turnstile` and checks the conditions. `draft` computes the
-//!   transaction, and the placement group (`pg`) adds the request's result to it. `mutate` replies
-//!   once the transaction is durable.
-//! - `read` and `list` reply with durable data only.
+//! - `mutate` waits for its turn on the object (`turnstile`) and checks the conditions of a change.
+//!   `draft` computes the transaction, and the placement group (`pg`) adds the request's result to
+//!   the transaction. `mutate` returns once the transaction is durable.
+//! - `read` and `list` execute reads and listings. They return only durable data.
 //! - `audit` compares the recorded sizes of objects with the stored sizes.
-//! - `map` names the node's targets and `pools`.
+//! - `map` is the durable record of the node's targets and pools. `pools` creates and removes
+//!   pools.
 //! - `collect` removes orphans and expired results.
 //!
 //! One thread owns all state of an OSD, so the state needs no locks. The OSD reaches the store only
-//! through [`ObjectStore`](store::ObjectStore), so the store may be in the same process or behind a
-//! channel.
+//! through [`ObjectStore`](store::ObjectStore). The store may therefore run in the same process or
+//! behind the host–DPU channel.
 
 #![forbid(unsafe_code)]
 

@@ -19,10 +19,10 @@ use crate::request::RequestContext;
 const PAGE_BYTES: usize = 64 * 1024;
 /// Approximate maximum number of objects that one request scans, whether their names match or not.
 const SCAN_MAX: usize = 8192;
-/// Number of ids that one call to the store returns.
+/// Maximum number of ids that one call to the store returns.
 const STEP: usize = 1024;
 
-/// Returns a page of names.
+/// Returns one page of a listing.
 pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
     let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
@@ -101,8 +101,8 @@ async fn scan_group(
     }
 }
 
-/// Returns the ids of a group's durable objects, in order. The list is empty if the group was never
-/// used.
+/// Returns up to `limit` ids of a group's durable objects, in order and beginning at `from`. The
+/// flag says whether more ids follow. Returns no ids if the group was never used.
 pub(crate) async fn objects(
     place: &ObjectLocation,
     from: Option<ObjectId>,
@@ -110,7 +110,7 @@ pub(crate) async fn objects(
 ) -> StepResult<(Vec<ObjectId>, bool)> {
     let incarnation = place.pg.settle().await?;
     let listing = place.pg.backing.list(&place.pg.cid, from, limit);
-    // The listing includes queued changes. These must be durable before the OSD returns the
+    // The listing includes queued changes, which must be durable before the OSD returns the
     // listing.
     place.pg.all_committed().await;
     let listed = listing.await;
@@ -122,7 +122,7 @@ pub(crate) async fn objects(
     }
 }
 
-/// Returns the next higher id.
+/// Returns the smallest id that is greater than `id`.
 pub(crate) fn after(id: &ObjectId) -> StepResult<ObjectId> {
     Ok(ObjectId::new([id.as_bytes(), &b"\0"[..]].concat())?)
 }
@@ -142,7 +142,7 @@ fn parse_cursor(cursor: &Bytes) -> wire::Result<(u32, Option<ObjectId>)> {
     if cursor.is_empty() {
         return Ok((0, None));
     }
-    let bad = || Error::BadRequest("the cursor is not one of this node".into());
+    let bad = || Error::BadRequest("the cursor does not come from this node".into());
     let (pg, from) = cursor.split_at_checked(4).ok_or_else(bad)?;
     let pg = u32::from_be_bytes(pg.try_into().map_err(|_| bad())?);
     let from = ObjectId::new(Bytes::copy_from_slice(from)).map_err(|_| bad())?;

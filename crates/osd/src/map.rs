@@ -1,7 +1,7 @@
 //! The node's map: its targets and pools. Each target stores a copy; the copy with the highest map
 //! epoch is valid.
 //!
-//! A copy is stored in pieces in the omap of one object. It needs only index space, so a target
+//! A copy is stored in pieces in the omap of one object. A copy needs only index space, so a target
 //! with a full data area can store it. Older versions of the node stored the copy as the object's
 //! data. This version reads these copies too, and replaces them when the map changes.
 
@@ -21,13 +21,13 @@ use crate::target::Target;
 
 /// Maximum size of the map, in bytes. The maximum numbers of pools and targets need far less.
 const MAP_BYTES_MAX: u64 = 1 << 20;
-/// Bytes of the map in one omap entry.
+/// Maximum length of the piece of the map in one omap entry, in bytes.
 const PIECE: usize = 32 << 10;
 /// Maximum number of attempts to read the map at start, if the node cannot start without slow
 /// targets.
 const ROUNDS_MAX: usize = 6;
 const FORMAT: u8 = 2;
-/// Format before the map had redundancy schemes.
+/// Format of maps from before redundancy schemes existed.
 const FORMAT_SINGLE: u8 = 1;
 
 /// See the [module](self) documentation.
@@ -35,7 +35,7 @@ const FORMAT_SINGLE: u8 = 1;
 pub(crate) struct NodeMap {
     pub(crate) epoch: u64,
     pub(crate) node: Uuid,
-    /// The targets, ordered by number. Placement does not depend on this order.
+    /// The targets. The index of a target is its number, on which placement does not depend.
     pub(crate) targets: Vec<TargetRecord>,
     pub(crate) next_pool_id: u32,
     pub(crate) pools: Vec<PoolRecord>,
@@ -45,9 +45,9 @@ pub(crate) struct NodeMap {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TargetRecord {
     pub(crate) uuid: Uuid,
-    /// The operator has taken the target out of use.
+    /// Whether the operator has taken the target out of use.
     pub(crate) out: bool,
-    /// The target has failed and does not have this map.
+    /// Whether the target has failed and does not have this map.
     pub(crate) lost: bool,
 }
 
@@ -58,7 +58,7 @@ pub(crate) struct PoolRecord {
     pub(crate) name: String,
     pub(crate) pg_count: u32,
     pub(crate) made_ms: u64,
-    /// The pool is being removed and can no longer be used.
+    /// Whether the pool is being removed, so that it can no longer be used.
     pub(crate) removing: bool,
     pub(crate) redundancy: Redundancy,
 }
@@ -110,16 +110,16 @@ impl TargetRecord {
 
 impl NodeMap {
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
-    /// copies. Marks targets that fail or do not answer within `patience`. The node starts without
-    /// these targets if the other targets certainly have the newest map. Otherwise, slow targets
-    /// are asked again, up to [`ROUNDS_MAX`] times.
+    /// copies. Targets that fail or do not answer within `patience` are not used. The node starts
+    /// without these targets if the other targets certainly have the newest map. Otherwise, slow
+    /// targets are asked again, up to [`ROUNDS_MAX`] times.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         for _ in 1..ROUNDS_MAX {
             let error = match NodeMap::open_once(targets, patience).await {
                 Err(e) if targets.iter().any(|target| target.is_slow()) => e,
                 opened => return opened,
             };
-            tracing::warn!(%error, "the node cannot start without this target; it is asked again");
+            tracing::warn!(%error, "the node cannot start without a slow target; the target is asked again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
         NodeMap::open_once(targets, patience).await
@@ -178,7 +178,7 @@ impl NodeMap {
     }
 
     /// Writes the map to targets with outdated copies. A target that does not store the map counts
-    /// as failed, if enough other targets have it.
+    /// as failed if enough other targets have the map.
     async fn bring_up_to_date(
         &self,
         targets: &[Rc<Target>],
@@ -188,7 +188,7 @@ impl NodeMap {
         let working = targets.iter().zip(copies).filter(|(target, _)| target.failure().is_none());
         let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
         let writes = behind.into_iter().map(|(target, _)| async move {
-            tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "the target gets the node's map");
+            tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "writing the node's map to a target that lacks it");
             (target, tokio::time::timeout(patience, write_copy(target, self)).await)
         });
         let written = join_all(writes).await;
@@ -211,7 +211,7 @@ impl NodeMap {
             if there == 0 || (there * 2 <= self.targets.len() && !expected) {
                 return Err(start_error(target, error));
             }
-            tracing::warn!(target_uuid = %target.uuid, %error, "the target does not take the node's map");
+            tracing::warn!(target_uuid = %target.uuid, %error, "the target did not store the node's map");
         }
         Ok(())
     }
@@ -241,9 +241,9 @@ impl NodeMap {
         }
     }
 
-    /// Checks whether an unreadable target may have a newer map. This is impossible if most targets
-    /// are readable, because a map is valid only once most targets have it. It is also impossible
-    /// if the newest map that was read says that the unreadable targets are lost.
+    /// Fails with `failure` if an unreadable target may have a newer map. This is impossible if
+    /// most targets are readable, because a map is valid only once most targets have it. It is also
+    /// impossible if the newest map that was read lists the unreadable targets as lost.
     fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
         let failed = targets.iter().filter(|t| t.failure().is_some());
@@ -259,7 +259,7 @@ impl NodeMap {
         self.targets.iter().find(|record| record.uuid == *uuid)
     }
 
-    /// Passes the map's record of each target to the target.
+    /// Tells each target whether the map lists it as out of use.
     pub(crate) fn tell(&self, targets: &[Rc<Target>]) {
         for target in targets {
             let Some(record) = self.record(&target.uuid) else { continue };
@@ -269,9 +269,10 @@ impl NodeMap {
         }
     }
 
-    /// Writes the map to every target that has not failed. Either most targets must store the map,
-    /// or the map must list the other targets as lost. Waits at most `patience` for each target.
-    /// After an error, only some targets may have the map; the next start repairs this.
+    /// Writes the map to every target that has not failed. For success, most targets must store the
+    /// map, or the map must list the other targets as lost. Waits at most `patience` for each
+    /// target. After an error, possibly only some targets have the map; the next start repairs
+    /// this.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
@@ -304,10 +305,10 @@ impl NodeMap {
         if let Some(full) = full {
             return Err(full);
         }
-        let detail = "most targets are needed to change the node's map".into();
+        let detail = "more than half of the targets must store the node's map".into();
         let e = StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail };
         if targets.iter().any(|target| target.is_hopeful()) {
-            return Err(StoreError::Disconnected(format!("{e}; targets that have failed are tried again")));
+            return Err(StoreError::Disconnected(format!("{e}; failed targets are tried again")));
         }
         Err(e)
     }
@@ -327,7 +328,7 @@ impl NodeMap {
 }
 
 fn late(patience: Duration) -> StoreError {
-    StoreError::Io(format!("no answer in {patience:?}"))
+    StoreError::Io(format!("no answer within {patience:?}"))
 }
 
 async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
@@ -351,8 +352,8 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
             let old: SingleMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
             Ok(Some(old.into()))
         }
-        Some((format, _)) => Err(corrupt(format!("format {format} is not known"))),
-        None => Err(corrupt("it is empty".into())),
+        Some((format, _)) => Err(corrupt(format!("unknown format {format}"))),
+        None => Err(corrupt("the copy is empty".into())),
     }
 }
 
@@ -402,7 +403,7 @@ fn is_final(e: &StoreError) -> bool {
     matches!(e, E::Io(_) | E::Absent(_) | E::Poisoned(_) | E::Corrupt { .. })
 }
 
-/// Returns the same for an error in reading a target's copy of the map.
+/// Returns whether an error in reading a target's copy of the map means that the target has failed.
 fn is_final_for(e: &StartError) -> bool {
     match e {
         StartError::Target { source, .. } => is_final(source),

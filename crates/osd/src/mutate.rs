@@ -16,11 +16,11 @@ use crate::pg::{MetaNote, Origin};
 use crate::pool::ObjectLocation;
 use crate::turnstile::{PendingTransaction, Ticket, Turn};
 
-/// First pause before another attempt after the store was lost. The pause doubles up to half a
-/// second.
+/// First pause before another attempt after the store became unreachable. The pause doubles up to
+/// half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Longest time that a change waits for other work to free space.
+/// Maximum time that a change waits for other work to free space.
 const SPACE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A change of one object.
@@ -32,7 +32,7 @@ pub(crate) struct Change<'a> {
     pub(crate) ops: &'a [Mutation],
     /// The request of the change; `None` for the OSD's own changes.
     pub(crate) origin: Option<Origin>,
-    /// Longest time to wait for the store.
+    /// Maximum time to wait for the store.
     pub(crate) patience: Duration,
 }
 
@@ -45,14 +45,14 @@ struct ChangeProgress<'a> {
     ticket: Option<Ticket<'a>>,
 }
 
-/// The state of the object for which a change is computed.
+/// Object state from which a change's transaction is computed.
 #[derive(Clone, Copy)]
 enum Basis {
     /// The current state of the object; `None` if it does not exist.
     Known(Option<ObjectInfo>),
     /// A new object. The transaction fails if the object exists.
     New,
-    /// Any state, because the change replaces all of the object's data.
+    /// Any object state, because the change replaces all of the object's data.
     Unknown,
 }
 
@@ -71,14 +71,14 @@ type Concluded<'a> = (QueuedChange, PendingTransaction<'a>, store::Result<()>);
 /// Effect of a change.
 pub(crate) struct ChangeEffect {
     pub(crate) mutated: Mutated,
-    /// Manifest of the parts that no head names any more.
+    /// Manifest whose parts no head refers to any more.
     pub(crate) dropped: Option<wire::Manifest>,
 }
 
 impl Change<'_> {
-    /// Executes the change exactly once, even if the store is lost in between. `unsure` says
-    /// whether an earlier attempt may have taken effect. `gather` fetches the data, and fetches it
-    /// again if the store has lost it.
+    /// Executes the change exactly once, even if the store becomes unreachable in between. `unsure`
+    /// says whether an earlier attempt may have taken effect. `gather` fetches the data, and is
+    /// called again if the store has lost the data.
     pub(crate) async fn run(
         &self,
         unsure: bool,
@@ -94,7 +94,8 @@ impl Change<'_> {
             let incarnation = self.place.pg.backing.incarnation();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
-                // An earlier attempt may have taken effect. Only its recorded result can tell.
+                // An earlier attempt may have taken effect. Only its recorded result shows whether
+                // it did.
                 Err(Fail::Refused(e)) if progress.unsure && e != Error::RequestExpired => {
                     return Err(Error::OutcomeUnknown(e.to_string()));
                 }
@@ -118,7 +119,11 @@ impl Change<'_> {
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {
-                    tracing::debug!(name = self.name, why, "the store was lost, trying again");
+                    tracing::debug!(
+                        name = self.name,
+                        why,
+                        "the store is unreachable; the change is tried again"
+                    );
                     self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_millis(500));
@@ -163,7 +168,8 @@ impl Change<'_> {
                 Err(back) => turn = back,
             }
         }
-        // The cached state is certain only if no pending transaction could change it by failing.
+        // The cached state assumes that all pending transactions succeed. It is certain only if
+        // none of them could change it by failing.
         let certain = turn.follows_blind_ones();
         let mut info = self.look(progress.object, incarnation).await?;
         let blind = certain
@@ -194,7 +200,8 @@ impl Change<'_> {
         self.conclude((queued, pending, outcome), progress, incarnation)
     }
 
-    /// Returns the information on the object. Also records whether an uncached object was new.
+    /// Returns the information on the object. If the object was uncached, also records whether it
+    /// was new.
     async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = object.known(incarnation).is_none();
@@ -211,12 +218,13 @@ impl Change<'_> {
         matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()
     }
 
-    /// Returns whether the change only frees space. On a full target, it may then use the reserve.
+    /// Returns whether the change only frees space. On a full target, the change may then use the
+    /// reserve.
     fn gives_back(&self, info: Option<&ObjectInfo>) -> bool {
         let Some(info) = info else { return false };
         self.ops.iter().all(|op| match op {
             Mutation::Truncate(size) => *size <= info.size,
-            // Zeros within a block that was a hole need a new block.
+            // Zeroing part of a block needs a new block if the block was a hole.
             Mutation::Zero { offset, len } => offset.checked_add(*len).is_some_and(|end| {
                 let is_whole =
                     offset.is_multiple_of(BLOCK) && (end.is_multiple_of(BLOCK) || end == info.size);
@@ -241,7 +249,7 @@ impl Change<'_> {
 
     /// Executes the change of an uncached object as if the object were new, on condition that it
     /// does not exist. This saves a lookup. The turn lasts until it is known whether the object
-    /// existed. If the object must be read after all, the turn is returned.
+    /// existed. If the object must be read after all, returns the turn.
     async fn make_unseen<'a>(
         &self,
         turn: Turn<'a>,
@@ -352,8 +360,8 @@ impl Change<'_> {
     }
 }
 
-/// Checks conditions against an object. The caller must hold the object's turn, with no pending
-/// transactions.
+/// Checks conditions on an object. The caller must hold the object's turn, and no transaction on
+/// the object may be pending.
 pub(crate) async fn check_conditions(
     place: &ObjectLocation,
     name: &str,
@@ -380,7 +388,7 @@ async fn violation(
     let store = &pg.backing;
     Ok(match condition {
         Condition::Exists => info.is_none().then(|| "the object does not exist".into()),
-        Condition::Absent => info.map(|i| format!("the object exists, as version {}", i.version)),
+        Condition::Absent => info.map(|i| format!("the object exists with version {}", i.version)),
         Condition::Version(wanted) => match info {
             Some(i) if i.version == *wanted => None,
             Some(i) => Some(format!("the object has version {} instead of {wanted}", i.version)),
@@ -411,8 +419,8 @@ async fn violation(
             let len = wanted.len() as u64;
             let read = store.read(&pg.cid, oid, *offset, len, None).await?;
             read.verify().map_err(|e| Error::Corrupt(format!("{name}: {e}")))?;
-            (read.slice(*offset, len) != *wanted).then(|| format!("the bytes at {offset} are others"))
+            (read.slice(*offset, len) != *wanted).then(|| format!("the bytes at offset {offset} differ"))
         }
-        other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
+        other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
     })
 }

@@ -12,11 +12,11 @@ use crate::turnstile::Turnstile;
 pub(crate) const INFO_XATTR: Bytes = Bytes::from_static(b"_");
 
 /// Name of the xattr that stores the last committed upload, on heads of objects that are or were
-/// striped. A full write does not read the old object first. The collector uses this xattr to find
-/// the parts that the write left behind.
+/// striped. A full write does not read the old object first, so it leaves the object's old parts
+/// behind. The collector finds these parts by this xattr.
 pub(crate) const COMMITTED_XATTR: Bytes = Bytes::from_static(b"c");
 
-/// Information that one xattr of every object stores.
+/// Information on an object, which one xattr of the object stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ObjectInfo {
     pub(crate) version: u64,
@@ -39,14 +39,14 @@ impl ObjectInfo {
         postcard::to_extend(self, vec![1]).expect("plain data can be encoded").into()
     }
 
-    /// Decodes what [`ObjectInfo::encode`] returns; `None` for other bytes.
+    /// Decodes bytes from [`ObjectInfo::encode`]; `None` for other bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Option<ObjectInfo> {
         let (1, rest) = bytes.split_first().map(|(format, rest)| (*format, rest))? else { return None };
         postcard::from_bytes(rest).ok()
     }
 }
 
-/// Returns the name in the store of a user's xattr.
+/// Returns the name under which the store keeps a user's xattr.
 pub(crate) fn user_xattr(name: &[u8]) -> Bytes {
     [b"u", name].concat().into()
 }
@@ -56,7 +56,7 @@ pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
     stored.starts_with(b"u").then(|| stored.slice(1..))
 }
 
-/// The state of an object that is in use or was used recently.
+/// The cached state of an object that is in use or was used recently.
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn info_survives_storage() {
+    fn object_info_survives_encoding_and_decoding() {
         let info = ObjectInfo { version: 7, size: 1 << 40, modified_ms: 3, manifest: None };
         assert_eq!(ObjectInfo::decode(&info.encode()), Some(info));
     }

@@ -32,9 +32,9 @@ use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
 
-/// Time after its start in which an OSD does not forget closed sessions of earlier starts. Other
-/// sessions of these starts may still come back with retries. It is as long as the default time
-/// limit of a client's requests.
+/// Time after the OSD's start during which a closed session keeps its results if it was created
+/// before the start. Other sessions from before the start may still reconnect and send retries. The
+/// time equals the default time limit of a client's requests.
 const SETTLING: Duration = Duration::from_secs(60);
 
 /// An object storage daemon. One thread owns it.
@@ -42,20 +42,20 @@ pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
     pub(crate) staging: BufferPool,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
-    /// The targets in the form that the groups use.
+    /// The targets as [`Member`]s, for the array groups of pools with redundancy.
     members: Rc<Vec<Rc<dyn Member>>>,
     pub(crate) map: RefCell<NodeMap>,
-    /// Held during a change of the map.
+    /// Lock that is held during a change of the map.
     pub(crate) changing_map: Mutex<()>,
-    /// Whether a change of the map has failed, so that only some targets may have it.
+    /// Whether the last change of the map failed, so that perhaps only some targets have stored it.
     pub(crate) map_is_uncertain: Cell<bool>,
     pub(crate) pools: RefCell<BTreeMap<String, Rc<ActivePool>>>,
     pub(crate) sessions: RefCell<Sessions>,
-    /// Connections in service.
+    /// Open connections, by number.
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
-    /// Transports other than TCP that clients can use: the kind and the address.
+    /// Transports other than TCP that clients can use: kind and address of each.
     pub(crate) paths: RefCell<Vec<(String, String)>>,
-    /// Counts of what the listener refused and reclaimed.
+    /// Counters of connections that the listener refused, and of places that it reclaimed.
     pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
@@ -89,7 +89,7 @@ impl Osd {
         connections.values().filter_map(Weak::upgrade).filter(|c| c.limits().one_sided).count() as u32
     }
 
-    /// Opens the node on these targets, or creates a new node.
+    /// Opens the node on these targets. Creates a new node if all targets are new.
     pub(crate) async fn open(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
@@ -152,7 +152,7 @@ impl Osd {
                 Rc::clone(&self.targets[index].backing)
             } else {
                 let made = Group::new(self.group_options(record, pg));
-                let group = Rc::new(made.expect("redundancy was checked when the pool was made"));
+                let group = Rc::new(made.expect("the pool was created with a valid scheme"));
                 groups.push(Rc::clone(&group));
                 Rc::new(Backing::array(Array::new(group), format!("{}:{pg}", record.name)))
             };
@@ -179,7 +179,7 @@ impl Osd {
         }
     }
 
-    /// Returns a pool that accepts requests.
+    /// Returns the pool with this name, if it accepts requests.
     pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<ActivePool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
@@ -204,12 +204,13 @@ impl Osd {
         Ok(self.open_pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
-    /// Ends a session. The caller makes sure that none of its requests is in progress. The client
-    /// sends no more retries.
+    /// Ends a session that its client has closed. No request of the session may be in progress, and
+    /// the client must send no more retries.
     pub(crate) fn close_session(&self, session: SessionId) {
         self.sessions.borrow_mut().close(session);
-        // The OSD does not know the ids of sessions that have not come back yet, so it could not
-        // spare them when it forgets this one. This session expires later instead.
+        // Shortly after a start, the OSD does not know which sessions from before the start will
+        // reconnect. Forgetting this session would also mark those of them with lower numbers as
+        // forgotten. This session therefore expires later instead.
         if session.generation() < self.age.generation() && self.age.ran() < SETTLING {
             return;
         }

@@ -13,8 +13,8 @@ use crate::pool::ObjectLocation;
 use crate::task::spawn;
 
 impl Osd {
-    /// Checks that the parts exist which a new manifest names. The collector may have removed parts
-    /// of a client that was disconnected for a long time.
+    /// Checks that all parts of a new manifest exist. The collector may have removed parts of a
+    /// client that was disconnected for a long time.
     pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
         for op in ops {
             let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
@@ -22,7 +22,9 @@ impl Osd {
                 let place = self.place(name, Some(&PartId { upload, index }))?;
                 let found = info_of(&place, self.config.store_patience).await?;
                 if found.is_none_or(|info| info.size != part_size.min(size - start)) {
-                    let what = format!("part {index} of the upload is not there; upload the object again");
+                    let what = format!(
+                        "part {index} of the upload is missing or has the wrong size; upload the object again"
+                    );
                     return Err(Error::BadRequest(what).into());
                 }
             }
@@ -30,7 +32,7 @@ impl Osd {
         Ok(())
     }
 
-    /// Removes the parts of a manifest that no head names any more, in the background. The
+    /// Removes the parts of a manifest that no head refers to any more, in the background. The
     /// collector removes the parts that this task misses.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
@@ -40,13 +42,13 @@ impl Osd {
                 let part = PartId { upload: manifest.upload, index };
                 let Ok(place) = osd.place(&name, Some(&part)) else { return };
                 if let Err(e) = osd.remove_object(&place, &name.to_string()).await {
-                    tracing::warn!(%name, index, error = %e, "a dropped part stays for the collector");
+                    tracing::warn!(%name, index, error = %e, "an unused part was not removed; the collector removes it later");
                 }
             }
         });
     }
 
-    /// Removes an object for the OSD itself. A missing object is no error.
+    /// Removes an object on the OSD's own behalf. Succeeds if the object does not exist.
     pub(crate) async fn remove_object(&self, place: &ObjectLocation, name: &str) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;

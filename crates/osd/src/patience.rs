@@ -8,11 +8,11 @@ use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
 use crate::pool::ObjectLocation;
 
-/// First pause before a step is repeated after the store was lost. The pause doubles up to half a
-/// second.
+/// First pause before a step is repeated after the store became unreachable. The pause doubles up
+/// to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Repeats an attempt while the store is unreachable.
+/// Repeats an attempt while the store is unreachable, for at most `patience`.
 pub(crate) async fn patiently<T>(
     place: &ObjectLocation,
     patience: Duration,
@@ -24,7 +24,7 @@ pub(crate) async fn patiently<T>(
         let incarnation = place.pg.backing.incarnation();
         match attempt().await {
             Err(Fail::Lost(why)) if Instant::now() < until => {
-                tracing::debug!(why, "the store was lost, trying again");
+                tracing::debug!(why, "the store is unreachable; the step is tried again");
                 place.pg.backing.lost(incarnation);
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
@@ -34,7 +34,7 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Inspects an object during a turn, with no pending transactions.
+/// Calls `look` during a turn on the object, while no transaction on the object is pending.
 pub(crate) async fn in_turn<T>(
     place: &ObjectLocation,
     patience: Duration,

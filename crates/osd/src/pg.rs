@@ -7,7 +7,7 @@
 //! g                                  sessions whose results were forgotten (`gone`)
 //! r session (16 bytes) seq (8)       result of a request (postcard)
 //! s session (16 bytes)               mark of a session (postcard)
-//! v                                  versions below that may have been given out (8 bytes)
+//! v                                  versions below this may have been assigned (8 bytes)
 //! ```
 //!
 //! The group executes a retry without a recorded result only if it knows that it has forgotten no
@@ -42,14 +42,14 @@ const VERSION_BATCH: u64 = 1024;
 const TRIM_BATCH: u64 = 64;
 /// Age of a session's mark, in milliseconds, after which the next change writes the mark again.
 const MARK_REFRESH_MS: u64 = 3_600_000;
-/// Most closed sessions that one change's transaction also forgets.
+/// Maximum number of closed sessions whose results one change's transaction also removes.
 const CARRIED: usize = 4;
-/// Largest number of results of a closed session that a change's transaction removes. The collector
+/// Maximum number of results of a closed session that a change's transaction removes. The collector
 /// handles closed sessions with more results, so that transactions of changes stay small.
 const CARRIED_RESULTS: usize = 16;
-/// Most sessions that one transaction of the collector forgets.
+/// Maximum number of sessions that one transaction of the collector forgets.
 pub(crate) const EXPIRED_SESSIONS: usize = 32;
-/// Most results that one transaction of the collector removes.
+/// Maximum number of results that one transaction of the collector removes.
 const EXPIRED_RESULTS: usize = 1024;
 /// Low water of a session whose results the collector is removing.
 const FORGOTTEN: u64 = u64::MAX;
@@ -64,8 +64,8 @@ pub(crate) struct Pg {
     loading: Mutex<()>,
     /// Incarnation in which `state` was read; 0 if it was never read.
     loaded: Cell<u64>,
-    /// Incarnation for which `settle` is done, so that no change of an earlier incarnation
-    /// can still be lost; 0 if there is none.
+    /// Incarnation in which [`Pg::settle`] has finished, so that no change of an earlier
+    /// incarnation can be lost any more; 0 if it never finished.
     settled: Cell<u64>,
     state: RefCell<State>,
     commits: OpenCommits,
@@ -79,12 +79,12 @@ pub(crate) struct Pg {
 pub(crate) struct Expectation(Cell<u8>);
 
 impl Expectation {
-    /// Returns the prediction for the next uncached object.
+    /// Predicts whether the next uncached object is new.
     pub(crate) fn guess(&self) -> bool {
         self.0.get() >= 2
     }
 
-    /// Records whether the last predicted object was new.
+    /// Records whether an uncached object turned out to be new.
     pub(crate) fn learn(&self, was_new: bool) {
         let count = self.0.get();
         self.0.set(if was_new { (count + 1).min(3) } else { count.saturating_sub(1) });
@@ -99,18 +99,18 @@ struct State {
     reserved: u64,
     reserved_durably: bool,
     gone: Gone,
-    /// The meta object still has the key `h` of an older version of the node.
+    /// Whether the meta object still has the key `h` of an older version of the node.
     has_horizon: bool,
     marks: HashMap<SessionId, Mark>,
-    /// Closed sessions that the next changes forget.
+    /// Closed sessions whose results the next changes remove.
     closed: VecDeque<SessionId>,
 }
 
-/// What the group knows about one session.
+/// The group's record of one session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Mark {
-    /// Results of requests with lower numbers may be gone. The group refuses a retry with a lower
-    /// number and no result.
+    /// Results of requests with lower numbers may have been removed. The group refuses a retry with
+    /// a lower number that has no recorded result.
     low_water: u64,
     /// Approximate node age, in milliseconds, of the session's last change in this group. Marks of
     /// older versions of the node hold milliseconds since 1970.
@@ -119,7 +119,7 @@ struct Mark {
     /// or if there are more than `CARRIED_RESULTS` of them.
     #[serde(skip)]
     results: Option<Vec<u64>>,
-    /// The client has closed the session.
+    /// Whether the client has closed the session.
     #[serde(skip)]
     closed: bool,
     /// Number of results recorded since the last trim. `TRIM_BATCH` if the number is unknown.
@@ -149,8 +149,8 @@ pub(crate) struct Origin {
     pub(crate) acked_through: u64,
 }
 
-/// Changes of the group's own state that one transaction contains. The group gets this note back
-/// once the transaction is durable or has failed.
+/// Changes of the group's own state that one transaction contains. The caller returns this note to
+/// the group once the transaction is durable or has failed.
 #[derive(Debug, Default)]
 pub(crate) struct MetaNote {
     reserved: Option<u64>,
@@ -158,16 +158,16 @@ pub(crate) struct MetaNote {
     marked: Option<(SessionId, u64, u64)>,
     /// A session, and the lowest request number whose result the transaction removes.
     trimmed: Option<(SessionId, u64)>,
-    /// Closed sessions that the transaction forgets.
+    /// Closed sessions whose results the transaction removes.
     carried: Vec<(SessionId, Mark)>,
 }
 
-/// Decides which sessions the collector forgets, besides closed ones: idle sessions that are not
-/// alive.
+/// Rule by which the collector forgets sessions. Besides closed sessions, it forgets idle sessions
+/// that are not alive.
 pub(crate) struct Expiry<'a> {
     /// A session is idle if it has changed nothing for this time, in milliseconds.
     pub(crate) idle_ms: u64,
-    /// Returns whether a session is alive.
+    /// Returns whether a session is alive: connected now, or until recently.
     pub(crate) alive: &'a dyn Fn(SessionId) -> bool,
 }
 
@@ -195,14 +195,15 @@ impl Pg {
         }
     }
 
-    /// Returns the state of one object.
+    /// Returns the cached state of an object. The state is empty if it was not cached.
     pub(crate) fn object(&self, oid: &ObjectId) -> Rc<ObjectState> {
         let mut objects = self.objects.borrow_mut();
         if let Some(known) = objects.get(oid) {
             return Rc::clone(known);
         }
         if objects.len() >= self.objects_max {
-            // Evict half of the unreferenced entries at once, which keeps the cost per object low.
+            // Evict half of the unreferenced entries at once, which keeps the average cost per
+            // object low.
             let mut keep = false;
             objects.retain(|_, state| {
                 keep = !keep;
@@ -213,7 +214,7 @@ impl Pg {
     }
 
     /// Reads the group's state unless it was read in the current incarnation. Creates the
-    /// collection if it is missing. Returns the incarnation.
+    /// collection if it is missing. Returns the current incarnation.
     pub(crate) async fn load(&self) -> StepResult<u64> {
         if self.loaded.get() == self.backing.incarnation() {
             return Ok(self.loaded.get());
@@ -268,12 +269,12 @@ impl Pg {
         let find = |key: Bytes| fixed.iter().find(|(k, _)| *k == key).map(|(_, value)| value);
         let reserved = match find(key_versions()) {
             Some(value) => {
-                u64::from_be_bytes(value[..].try_into().map_err(|_| self.corrupt("the number of versions"))?)
+                u64::from_be_bytes(value[..].try_into().map_err(|_| self.corrupt("the version reservation"))?)
             }
             None => 0,
         };
         let decode =
-            |value: &Bytes| Gone::decode(value).ok_or_else(|| self.corrupt("the forgotten sessions"));
+            |value: &Bytes| Gone::decode(value).ok_or_else(|| self.corrupt("the set of forgotten sessions"));
         Ok(State {
             next_version: reserved,
             reserved,
@@ -297,8 +298,9 @@ impl Pg {
                 let session = key[1..].try_into().map_err(|_| self.corrupt("a session's key"))?;
                 let mark: Mark = postcard::from_bytes(value).map_err(|_| self.corrupt("a session's mark"))?;
                 let session = SessionId(u128::from_be_bytes(session));
-                // The number of results is unknown; the next trim finds out. A time later than the
-                // node's age comes from an older version of the node, or the node has lost its age.
+                // The number of results is unknown, so the next change trims them. A time later
+                // than the node's age was written by an older version of the node, or before the
+                // node lost its age.
                 let active_ms = mark.active_ms.min(self.age.ran_ms());
                 marks.insert(session, Mark { active_ms, durable: true, untrimmed: TRIM_BATCH, ..mark });
             }
@@ -390,7 +392,7 @@ impl Pg {
         note
     }
 
-    /// Notes that a transaction with changes from [`Pg::record`] is durable.
+    /// Records that a transaction with changes from [`Pg::record`] is durable.
     pub(crate) fn recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some(reserved) = note.reserved {
@@ -406,7 +408,7 @@ impl Pg {
         }
     }
 
-    /// Notes that a transaction with changes from [`Pg::record`] has failed.
+    /// Records that a transaction with changes from [`Pg::record`] has failed.
     pub(crate) fn not_recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some((session, from)) = note.trimmed
@@ -425,7 +427,7 @@ impl Pg {
         self.state.borrow().marks.contains_key(&session)
     }
 
-    /// Notes that the client has closed a session. From now on, the group refuses the session's
+    /// Records that the client has closed a session. From now on, the group refuses the session's
     /// retries. The next changes or the collector remove its results. `living` are the sessions
     /// that may still send retries.
     pub(crate) fn close_session(&self, session: SessionId, living: &Living) {
@@ -439,7 +441,7 @@ impl Pg {
         }
     }
 
-    /// Returns the sessions that the collector must forget.
+    /// Returns the sessions that the collector must forget by the rule `expiry`.
     pub(crate) async fn expired(&self, expiry: &Expiry<'_>) -> StepResult<Vec<SessionId>> {
         self.load().await?;
         let now_ms = self.age.ran_ms();
@@ -469,7 +471,7 @@ impl Pg {
             let state = &mut *state;
             for Results { session, keys: results, all } in listed {
                 let Entry::Occupied(mut known) = state.marks.entry(session) else { continue };
-                // The client may have come back while the results were listed.
+                // The client may have reconnected while the results were listed.
                 if !expiry.includes(session, known.get(), now_ms) {
                     continue;
                 }
@@ -502,7 +504,7 @@ impl Pg {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, incarnation);
-                // If the state has been read again since then, it is already correct.
+                // If the state has been read again since then, it already contains these sessions.
                 if self.loaded.get() == incarnation {
                     self.state.borrow_mut().put_back(removed);
                 }
@@ -546,7 +548,7 @@ impl Pg {
                 let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("information on object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
             }
-            // Reading an object does not create the collection.
+            // The collection may not exist yet, because reading an object does not create it.
             Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
             Err(e) => return Err(e.into()),
         };
@@ -554,8 +556,8 @@ impl Pg {
         Ok(info)
     }
 
-    /// Notes that a transaction was queued. The transaction counts as in flight until the returned
-    /// guard is dropped.
+    /// Records that a transaction was queued. The transaction counts as in flight until the
+    /// returned guard is dropped.
     pub(crate) fn committing(&self) -> Committing<'_> {
         let commits = &self.commits;
         let number = commits.next.get();
@@ -594,7 +596,7 @@ impl Drop for Committing<'_> {
 struct Results {
     session: SessionId,
     keys: Vec<Bytes>,
-    /// Whether `keys` has all of the session's results.
+    /// Whether `keys` contains all of the session's results.
     all: bool,
 }
 
@@ -625,23 +627,23 @@ impl State {
         };
         let mark = self.marks.entry(origin.session).or_insert_with(|| fresh.clone());
         if is_forgotten {
-            // The session has come back. All its requests from before it was forgotten have numbers
-            // below the end of this request's window. The group refuses retries below that end that
-            // have no result.
+            // The client uses the session again after the group forgot it. All earlier requests of
+            // the session have numbers below the end of this request's window. The group refuses
+            // retries with such numbers that have no result.
             let low_water = origin.seq.saturating_add(REQUEST_WINDOW);
             *mark = Mark { low_water, results: None, untrimmed: TRIM_BATCH, ..fresh };
         }
         mark
     }
 
-    /// Takes a few closed sessions out of the state. Returns the sessions with their marks, and the
-    /// keys to remove.
+    /// Removes a few closed sessions from the state. Returns the sessions with their marks, and the
+    /// keys to remove from the store.
     fn take_closed(&mut self) -> (Vec<(SessionId, Mark)>, Vec<Bytes>) {
         let (mut taken, mut keys) = (Vec::new(), Vec::new());
         for _ in 0..CARRIED {
             let Some(session) = self.closed.pop_front() else { break };
             let Entry::Occupied(known) = self.marks.entry(session) else { continue };
-            // Skip a session that has come back, because it is not closed any more.
+            // A session that its client uses again is no longer closed; skip it.
             let Some(results) = known.get().results.as_ref().filter(|_| known.get().closed) else { continue };
             keys.extend(results.iter().map(|seq| key_result(session, *seq)));
             keys.push(key_session(session));
@@ -663,8 +665,8 @@ impl State {
 }
 
 impl Mark {
-    /// Notes the number of a new result. With more than `CARRIED_RESULTS` results, no numbers are
-    /// kept.
+    /// Records the number of a new result. Beyond `CARRIED_RESULTS` results, the mark keeps no
+    /// numbers.
     fn note_result(&mut self, seq: u64) {
         match &mut self.results {
             Some(few) if few.len() < CARRIED_RESULTS => few.push(seq),
@@ -672,7 +674,8 @@ impl Mark {
         }
     }
 
-    /// Counts one new result. Returns the range of results to remove if a trim is due.
+    /// Counts one more result of the session. If old results must be trimmed now, returns their
+    /// range: the first request number, and the number after the last one.
     fn trim(&mut self, origin: &Origin) -> Option<(u64, u64)> {
         self.untrimmed += 1;
         let unwanted = origin.acked_through.saturating_add(1).min(origin.seq);
@@ -703,7 +706,7 @@ fn key_gone() -> Bytes {
     Bytes::from_static(b"g")
 }
 
-/// Key of a time that older versions of the node stored.
+/// Returns the key under which older versions of the node stored a time.
 fn key_horizon() -> Bytes {
     Bytes::from_static(b"h")
 }

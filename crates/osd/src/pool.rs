@@ -18,7 +18,7 @@ pub(crate) struct ActivePool {
     /// Array groups behind the placement groups of a pool with redundancy; empty without
     /// redundancy.
     pub(crate) groups: Vec<Rc<Group>>,
-    /// The pool accepts no requests, because it is being removed.
+    /// Whether the pool is being removed, so that it accepts no requests.
     pub(crate) closed: Cell<bool>,
 }
 

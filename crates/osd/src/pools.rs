@@ -46,7 +46,7 @@ impl Osd {
         redundancy.check()?;
         let pg_count = if pg_count == 0 { DEFAULT_PG_COUNT } else { pg_count };
         if !pg_count.is_power_of_two() || pg_count > MAX_PG_COUNT {
-            let detail = format!("{pg_count}; possible are powers of two up to {MAX_PG_COUNT}");
+            let detail = format!("{pg_count} is not a power of two up to {MAX_PG_COUNT}");
             return Err(Error::OutOfRange { what: "number of placement groups".into(), detail });
         }
         let _one_at_a_time = self.changing_map.lock().await;
@@ -55,7 +55,7 @@ impl Osd {
             return Err(Error::PoolExists(name));
         }
         if map.pools.len() >= MAX_POOLS {
-            let advice = "remove one, or use namespaces".into();
+            let advice = "remove a pool, or use namespaces".into();
             return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
         }
         let (id, made_ms) = (map.next_pool_id, self.config.clock.now_ms());
@@ -69,8 +69,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Creates the groups of a pool with redundancy before the map names the pool. A group of a
-    /// pool in the map counts as lost if no target has any data of it.
+    /// Creates the groups of a pool with redundancy before the map contains the pool. Otherwise, a
+    /// group without any data on the targets would count as lost.
     async fn create_groups(&self, pool: &ActivePool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
@@ -133,12 +133,12 @@ impl Osd {
         spawn(async move { osd.empty_or_wait(pool).await });
     }
 
-    /// Removes the content and the pool as above, within the calling task. If this fails now, it is
-    /// repeated once all targets are present.
+    /// Removes the content of a closed pool and then the pool from the map, within the calling
+    /// task. If this fails, the OSD tries again once all targets are present.
     pub(crate) async fn empty_or_wait(&self, pool: Rc<ActivePool>) {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
-        tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
+        tracing::warn!(name, error = ?e, "the space of a removed pool is freed once all targets are present");
         self.removed_pools.borrow_mut().push(pool);
     }
 
@@ -148,7 +148,7 @@ impl Osd {
             tokio::task::yield_now().await;
         }
         if !pool.groups.is_empty() && !self.has_all_targets() {
-            return Err(Fail::Lost("a target is not there".into()));
+            return Err(Fail::Lost("a target is not present".into()));
         }
         for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
             let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };

@@ -1,11 +1,11 @@
 //! Execution of reads and queries.
 //!
 //! A read draws a ticket for the object and waits, during its turn, until each earlier change is
-//! durable. It then submits its call to the store, which fixes the state that the read sees, and
-//! ends its turn. Neither a slow store nor a slow client therefore blocks the object. A long read
-//! repeats this for each segment, and detects by the version whether the object changed in between.
-//! The first segment reveals the object's size before its data arrives, so the other segments start
-//! at once.
+//! durable. It then submits its call to the store and ends its turn. The read sees the state of the
+//! object at this submission. Neither a slow store nor a slow client therefore blocks the object. A
+//! long read repeats this for each segment, and detects by the version whether the object changed
+//! in between. The first segment reveals the object's size before its data arrives, so the other
+//! segments start at once.
 
 use std::time::Duration;
 
@@ -30,8 +30,8 @@ use crate::patience::patiently;
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
 
-/// First pause before another attempt after the store was lost. The pause doubles up to half a
-/// second.
+/// First pause before another attempt after the store became unreachable. The pause doubles up to
+/// half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
@@ -43,7 +43,7 @@ struct Begun {
     incarnation: u64,
     at: u64,
     len: u64,
-    /// `None` if there is nothing to read: the object ends before `at`, or it is striped.
+    /// `None` if there is nothing to read: the object ends before `at`, or the object is striped.
     reading: Option<ReplyOf<BackingFuture, ReadData>>,
 }
 
@@ -56,7 +56,7 @@ struct ObjectRead<'a> {
     place: ObjectLocation,
 }
 
-/// Reads data into the reply's payload or into the client's sink.
+/// Reads data of an object into the reply's payload or into the client's sink.
 pub(crate) async fn read(
     osd: &Osd,
     request: &RequestContext,
@@ -81,7 +81,7 @@ impl ObjectRead<'_> {
             None => self.request.connection.limits().max_inline as u64,
         };
         if self.read.sink.is_none() && wanted_end - start > room {
-            let what = "data in an answer".into();
+            let what = "data in a reply".into();
             return Err(Error::TooLarge { what, size: wanted_end - start, limit: room }.into());
         }
         let end = wanted_end.min(start.saturating_add(room));
@@ -98,12 +98,12 @@ impl ObjectRead<'_> {
                 self.push_all(sink, first, start + sent).await?;
                 return Ok((body, Payload::default()));
             }
-            debug_assert_eq!(first.len, sent, "without a sink everything is in one segment");
+            debug_assert_eq!(first.len, sent, "a read without a sink has only one segment");
             match (self.finish(first).await, &self.read.sink) {
                 // Nothing has been sent yet, so the next attempt may return another version of the
                 // object.
                 (Err(Fail::Lost(why)), _) if Instant::now() < until => {
-                    tracing::debug!(why, "the store was lost, reading again");
+                    tracing::debug!(why, "the store is unreachable; reading again");
                     self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -116,7 +116,7 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Returns how long to wait for the store.
+    /// Returns the maximum time to wait for the store.
     fn patience(&self) -> Duration {
         self.request.patience(&self.osd.config)
     }
@@ -126,7 +126,7 @@ impl ObjectRead<'_> {
         INLINE.min(self.request.connection.limits().eager as u64)
     }
 
-    /// Pushes the first segment and all later segments up to `end`, several at a time.
+    /// Pushes the first segment and all later segments up to `end`, several segments at a time.
     async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> StepResult<()> {
         let (start, version) = (first.at, first.info.version);
         let step = self.step();
@@ -152,12 +152,13 @@ impl ObjectRead<'_> {
         SEGMENT.min(self.osd.staging.largest()) as u64
     }
 
-    /// Starts the read at `start`: up to `end`, or one whole segment if that is shorter. The
-    /// object's state need not be known.
+    /// Requests the first segment from the store: from `start` up to `end`, but at most one whole
+    /// segment. The object's state may be uncached.
     async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
-        // Memory is allocated before the object's size is known. Most objects are small.
+        // Memory is allocated before the object's size is known. An uncached object is expected to
+        // be small.
         let likely = match object.known(self.place.pg.backing.incarnation()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
@@ -179,7 +180,7 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Reads one more segment of the version that the first segment had, and pushes it.
+    /// Reads another segment of the given version, and pushes it to the client.
     async fn move_segment(
         &self,
         sink: &BulkDescriptor,
@@ -207,7 +208,7 @@ impl ObjectRead<'_> {
     }
 
     /// Requests a segment of up to `segment` bytes from the store, during this request's turn.
-    /// `likely` is the expected length.
+    /// `likely` is the expected length of the segment.
     async fn begin(
         &self,
         object: &ObjectState,
@@ -238,7 +239,7 @@ impl ObjectRead<'_> {
             let len = segment.min(info.size.saturating_sub(at));
             let has_data = len > 0 && info.manifest.is_none();
             if has_data && len > room {
-                // Repeated at most once, because the buffer then fits the whole segment.
+                // This repeats at most once, because the buffer then fits the whole segment.
                 room = segment;
                 continue;
             }
@@ -288,7 +289,7 @@ fn striped(info: &ObjectInfo) -> ObjectReply {
 
 fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
     if sink.direction != BulkDirection::Write || sink.phase != 0 {
-        return Err(Error::BadRequest("the bulk descriptor does not offer room for blocks".into()).into());
+        return Err(Error::BadRequest("the sink is not writable, or does not begin at a block".into()).into());
     }
     let overflow = || Error::OutOfRange { what: "sink".into(), detail: "its length overflows".into() };
     Ok(sink.len().ok_or_else(overflow)?)
@@ -362,7 +363,7 @@ async fn answer(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> Step
             let (entries, more) = store.omap_iterate(&pg.cid, oid, from.clone(), *limit as usize).await?;
             cut_page(entries, more, to.as_ref())
         }
-        other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
+        other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
     })
 }
 

@@ -9,7 +9,7 @@ use wire::RebuildStatus;
 /// The state of an OSD's rebuilds.
 #[derive(Default)]
 pub(crate) struct Rebuilds {
-    /// Objects and bytes of all rebuilds since the OSD started.
+    /// Number of objects and bytes rebuilt since the OSD started.
     rebuilt: RefCell<Rebuilt>,
     /// Pool and target of the running rebuild.
     under_way: RefCell<Option<(String, Uuid)>>,

@@ -1,4 +1,4 @@
-//! [`RequestContext`]: the context of a request.
+//! [`RequestContext`]: the head, session and connection of a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    /// Returns how long the request may wait for the store.
+    /// Returns the maximum time that the request may wait for the store.
     pub(crate) fn patience(&self, config: &OsdConfig) -> Duration {
         match self.head.deadline_ms {
             0 => config.store_patience,

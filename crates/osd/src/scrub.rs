@@ -25,10 +25,10 @@ const SEGMENT: u64 = 1 << 20;
 
 impl Osd {
     /// Returns the progress of a pool's scrub. With `start`, starts a scrub if none is running.
-    /// `repair` says whether the new scrub repairs.
+    /// `repair` says whether the new scrub repairs objects of the wrong size.
     ///
     /// # Errors
-    /// If a scrub without repair is running, and the new scrub would repair.
+    /// If `repair` is set and a scrub without repair is running.
     pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
         let pool = self.open_pool(&name)?;
@@ -80,7 +80,7 @@ impl Osd {
         }
     }
 
-    /// Repeats an attempt that fails because a group's interval ended.
+    /// Repeats an attempt if it fails because a group's interval ended.
     async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
         let until = Instant::now() + self.config.store_patience;
         loop {
@@ -93,7 +93,8 @@ impl Osd {
         }
     }
 
-    /// Reads all data of a placement group without redundancy. Damaged data can only be reported.
+    /// Reads and verifies all data of a placement group without redundancy. Damaged data can be
+    /// reported, but not repaired.
     async fn verify_group(&self, pool: &ActivePool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
         let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
         let patience = self.config.store_patience;

@@ -23,16 +23,16 @@ struct Scrub {
 pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
 
 impl Scrubs {
-    /// Notes a new scrub of a pool with `groups` placement groups, unless a scrub is running.
+    /// Records a new scrub of a pool with `groups` placement groups, unless a scrub is running.
     /// Returns whether the caller must run the new scrub.
     ///
     /// # Errors
-    /// If a scrub without repair is running, and the new scrub would repair.
+    /// If `repair` is set and a scrub without repair is running.
     pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
         let mut scrubs = self.0.borrow_mut();
         match scrubs.get(pool).filter(|scrub| scrub.running) {
             Some(under_way) if repair && !under_way.repair => {
-                let advice = "one without --repair is under way, wait until it has ended".into();
+                let advice = "a scrub without --repair is running, wait until it ends".into();
                 Err(Error::Busy { what: format!("scrubs of pool {pool}"), limit: 1, advice })
             }
             Some(_) => Ok(false),
@@ -49,12 +49,12 @@ impl Scrubs {
         self.with(pool, |scrub| scrub.findings.add(found));
     }
 
-    /// Notes that the scrub of a placement group is done.
+    /// Records that the scrub of a placement group is done.
     pub(crate) fn group_done(&self, pool: &str) {
         self.with(pool, |scrub| scrub.groups_done += 1);
     }
 
-    /// Notes that a pool's scrub has ended.
+    /// Records that a pool's scrub has ended.
     pub(crate) fn end(&self, pool: &str, failure: Option<String>) {
         self.with(pool, |scrub| {
             scrub.running = false;

@@ -1,4 +1,4 @@
-//! Serving of connections: receives requests and sends replies.
+//! Serves connections: receives requests and sends replies.
 
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -38,18 +38,18 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
                 let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None, heard };
                 spawn(served.run(incoming));
             }
-            Err(e) => tracing::debug!(error = %e, "a peer could not connect"),
+            Err(e) => tracing::debug!(error = %e, "a peer failed to connect"),
         }
     }
 }
 
-/// A connection in service.
+/// An open connection and its session.
 struct Served {
     osd: Rc<Osd>,
     connection: Arc<dyn Connection>,
     id: ConnectionId,
     session: Option<SessionId>,
-    /// Time of the last update of the session's activity.
+    /// Time at which the session's activity was last recorded.
     heard: Instant,
 }
 
@@ -68,7 +68,7 @@ impl Served {
                 }
                 ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
                 ConnectionEvent::Lost(e) => {
-                    tracing::debug!(peer = self.connection.peer().address, error = %e, "connection ended");
+                    tracing::debug!(peer = self.connection.peer().address, error = %e, "a connection ended");
                     break;
                 }
             }
@@ -79,7 +79,8 @@ impl Served {
         }
     }
 
-    /// Handles a message. Returns `false` if the message cannot be decoded at all.
+    /// Handles a message. Returns `false` if the message is not a request, so that the caller must
+    /// close the connection.
     async fn take(
         &mut self,
         message: Message,
@@ -90,7 +91,7 @@ impl Served {
         let Ok((head, rest)) = wire::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
-                "a message that is no request ends its session"
+                "a connection is closed because a message is not a request"
             );
             return false;
         };
@@ -117,7 +118,7 @@ impl Served {
             }
             (_, Some(session)) if self.osd.sessions.borrow().is_attached(session, self.id) => session,
             _ => {
-                let refused = Err(Error::NoSession("it was opened elsewhere, or never".into()));
+                let refused = Err(Error::NoSession("it was resumed elsewhere, or never opened".into()));
                 answer(&self.connection, head.seq, refused, Payload::default()).await;
                 return true;
             }
@@ -147,8 +148,8 @@ impl Served {
         true
     }
 
-    /// Ends the session after its earlier requests are done. Accepts no more requests of the
-    /// session.
+    /// Ends the session once its requests in progress have finished. From now on, the connection
+    /// has no session, so further requests are refused.
     fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
         self.session = None;
         let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));
@@ -171,8 +172,8 @@ impl Served {
         if let Some(before) = self.session.replace(session)
             && before != session
         {
-            // A connection has only one session. Without this, the earlier session would keep its
-            // place forever.
+            // A connection has only one session. If the earlier session stayed attached, it would
+            // keep its place forever.
             self.osd.sessions.borrow_mut().detach(before, self.id);
         }
         if let Some(reclaimed) = reclaimed {
@@ -194,18 +195,18 @@ async fn answer(
 ) {
     if let Err(e) = &result {
         metrics::counter!("outboard_osd_refused_total").increment(1);
-        tracing::debug!(seq, error = %e, "request refused");
+        tracing::debug!(seq, error = %e, "a request was refused");
     }
     let mut header = wire::encode_reply(&Reply { seq, result });
     let limit = connection.limits().max_header;
     if header.len() > limit {
-        let (what, size) = ("the answer".into(), header.len() as u64);
+        let (what, size) = ("size of the reply".into(), header.len() as u64);
         let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
         header = wire::encode_reply(&Reply { seq, result });
     }
     if let Err(e) = connection.send(Message { header, payload }).await {
         // The client reconnects and sends a retry.
-        tracing::debug!(seq, error = %e, "an answer could not be sent");
+        tracing::debug!(seq, error = %e, "a reply could not be sent");
     }
 }
 
@@ -225,7 +226,7 @@ impl Osd {
             RequestBody::Admin(body) => {
                 (self.administer(request, body).await.map(ReplyBody::Admin), Payload::default())
             }
-            other => (Err(Error::BadRequest(format!("{other:?} is not known here"))), Payload::default()),
+            other => (Err(Error::BadRequest(format!("{other:?} is not supported"))), Payload::default()),
         };
         if let Err(Error::NoSpace { target, .. }) = &mut result {
             *target = self.map.borrow().name_of(target);
@@ -247,7 +248,7 @@ impl Osd {
             ObjectRequest::Read(wanted) => return read::read(self, request, &wanted).await,
             ObjectRequest::Query(query) => read::query(self, request, &query).await?,
             ObjectRequest::List(wanted) => list::list(self, request, &wanted).await?,
-            other => return Err(Error::BadRequest(format!("{other:?} is not known here"))),
+            other => return Err(Error::BadRequest(format!("{other:?} is not supported"))),
         };
         Ok((reply, Payload::default()))
     }
@@ -267,7 +268,7 @@ impl Osd {
                     return result;
                 }
                 RequestClaim::Join(_) if !retry => {
-                    return Err(Error::BadRequest(format!("request number {seq} is in use")));
+                    return Err(Error::BadRequest(format!("request number {seq} is in progress already")));
                 }
                 RequestClaim::Join(attempt) => match joined(attempt).await {
                     // The first attempt failed because its connection or the store was lost. This

@@ -1,4 +1,4 @@
-//! Start and stop of an OSD.
+//! Starts and stops an OSD.
 
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -19,9 +19,9 @@ use crate::serve;
 use crate::start_error::StartError;
 use crate::task::spawn;
 
-/// Longest time that a stopping OSD waits for requests in progress.
+/// Maximum time that a stopping OSD waits for requests in progress.
 const DRAIN: Duration = Duration::from_secs(5);
-/// Longest time that a stopping OSD waits for the targets to store the node's age.
+/// Maximum time that a stopping OSD waits for the targets to store the node's age.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// A running OSD. Dropping it stops the OSD without waiting for requests in progress.
@@ -33,14 +33,14 @@ pub struct OsdServer {
 }
 
 impl OsdServer {
-    /// Starts an OSD on its own thread, `osd-0`. Returns when clients can connect.
+    /// Starts an OSD on its own thread, `osd-0`. Returns once clients can connect.
     ///
     /// `targets` are all targets of the node with their ids, in any order. `staging` is the staging
     /// memory, which needs at least a few segments of 2 MiB. `listen` is an address in the network
     /// stack's form (`host:port`).
     ///
-    /// This call blocks until the OSD has started. The stores must not need the calling thread to
-    /// make progress.
+    /// This call blocks until the OSD has started. The stores must be able to make progress while
+    /// the calling thread is blocked.
     ///
     /// # Errors
     /// If the targets do not all belong to one node or cannot be read, or if the address is in use.
@@ -79,11 +79,11 @@ impl OsdServer {
         &self.endpoint
     }
 
-    /// Stops the OSD. It accepts no more requests, and waits up to five seconds for requests in
-    /// progress. This call blocks.
+    /// Stops the OSD. The OSD accepts no more connections, and waits up to five seconds for
+    /// requests in progress. This call blocks until the OSD has stopped.
     pub fn stop(mut self) {
         if let Some(stop) = self.stop.take() {
-            // If the receiver is gone, the OSD has already stopped.
+            // If the receiver was dropped, the OSD has already stopped.
             let _ = stop.send(());
         }
         if let Some(thread) = self.thread.take() {
@@ -93,7 +93,7 @@ impl OsdServer {
     }
 
     /// Runs an OSD on the current thread until `stop` resolves. The thread must be in a
-    /// [`LocalSet`]. This is for simulations and for programs with their own event loop. `ready`
+    /// [`LocalSet`]. Simulations and programs with their own event loop use this function. `ready`
     /// receives the endpoint, or the reason why the OSD did not start.
     pub async fn serve(
         config: OsdConfig,
@@ -130,7 +130,7 @@ impl OsdServer {
             }
         };
         if tokio::time::timeout(DRAIN, drained).await.is_err() {
-            tracing::warn!(requests = osd.requests.get(), "stopped with requests under way");
+            tracing::warn!(requests = osd.requests.get(), "stopping with requests in progress");
         }
         osd.age.save(&osd.targets, LAST_WORD).await;
     }

@@ -1,4 +1,4 @@
-//! The known sessions and their connections.
+//! Table of the known sessions and their connections.
 
 use std::collections::HashMap;
 
@@ -8,44 +8,47 @@ use wire::{Error, SessionId};
 
 use crate::gone::Living;
 
-/// Number of a connection of this OSD.
+/// Number that identifies a connection to this OSD.
 pub(crate) type ConnectionId = u64;
 
-/// Time in which sessions of earlier starts of the OSD may come back.
+/// Maximum time after the OSD's start during which sessions from before the start count as alive,
+/// because their clients may reconnect.
 const RETURN: Duration = Duration::from_secs(3600);
 
-/// The sessions known now. The placement groups store the durable state of sessions.
+/// Table of the sessions that the OSD knows now. Placement groups store the durable state of
+/// sessions.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, ClientPresence>,
-    /// Places of the sessions. The OSD forgets a session without a place: the collector may then
-    /// remove the parts of its unfinished uploads, and retries of its requests may be refused. Its
-    /// client may present it again.
+    /// Places of the sessions. A session that loses its place is removed from the table: the
+    /// collector may then remove the parts of its unfinished uploads, and retries of its requests
+    /// may be refused. Its client may still present the session again.
     places: Budget<SessionId>,
     generation: u64,
-    /// Number of the newest session.
+    /// Number of the newest session of this generation.
     last: u32,
     started: Instant,
     shortages: Shortages,
 }
 
-/// Counts of sessions that had no place since the OSD started.
+/// Counts of sessions that lost their place or were refused one, since the OSD started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Shortages {
     /// Connected sessions that lost their place to another session.
     pub(crate) reclaimed: u64,
-    /// Sessions that could not be opened.
+    /// Sessions that could not be opened because all places were taken.
     pub(crate) refused: u64,
 }
 
 /// Result of opening a session.
 pub(crate) struct OpenedSession {
     pub(crate) id: SessionId,
-    /// Connection of the session that lost its place to this one. The caller must close it.
+    /// Connection of the session that lost its place to this one, if that session was connected.
+    /// The caller must close this connection.
     pub(crate) reclaimed: Option<ConnectionId>,
 }
 
-/// Time after which a silent session may lose its place to a new session of the same address, if
-/// all places are taken.
+/// Time for which a session must be disconnected or silent before a session of an address that has
+/// its fair share of places can take its place.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
@@ -55,29 +58,28 @@ enum ClientPresence {
 }
 
 impl Sessions {
-    /// Creates an empty table with `limit` places. New sessions get this generation.
+    /// Creates an empty table with `limit` places. `generation` is the generation of new sessions.
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
         let places = Budget::new(limit, PATIENCE);
         let (started, shortages) = (Instant::now(), Shortages::default());
         Sessions { known: HashMap::new(), places, generation, last: 0, started, shortages }
     }
 
-    /// Attaches a session to a connection: the session that the client presents, or a new one. The
-    /// session's earlier connection is ignored from then on. If all places are taken, an address
-    /// below its fair share takes the place of the longest-silent session of an address above its
-    /// share.
+    /// Attaches a session to a connection: the session that the client presents, or a new one. From
+    /// then on, the session's requests on an earlier connection are refused. If all places are
+    /// taken, another session may lose its place by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         connection: ConnectionId,
         peer: PeerAddress,
     ) -> wire::Result<OpenedSession> {
-        // A session id that was never issued must be refused. Otherwise a group could later note it
-        // as forgotten, together with all lower numbers.
+        // The OSD must refuse a session id that it never issued. Otherwise a placement group could
+        // later mark the id as forgotten, together with all lower numbers.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
         {
-            let why = "this node has not made it, or has lost its last state".to_owned();
+            let why = "this node did not create the session, or has lost its latest state".to_owned();
             return Err(Error::SessionRefused { session, why });
         }
         let id = presented.unwrap_or_else(|| self.make());
@@ -97,7 +99,7 @@ impl Sessions {
             Some(ClientPresence::GoneSince(_)) | None => None,
         };
         self.known.insert(id, ClientPresence::Connected(connection));
-        assert_eq!(self.known.len(), self.places.taken(), "a session is known while it has a place");
+        assert_eq!(self.known.len(), self.places.taken(), "exactly the sessions with a place are known");
         Ok(OpenedSession { id, reclaimed })
     }
 
@@ -124,7 +126,7 @@ impl Sessions {
         matches!(self.known.get(&session), Some(ClientPresence::Connected(now)) if *now == connection)
     }
 
-    /// Notes that a connection of the session has ended.
+    /// Records that a connection of the session has ended.
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, ClientPresence::GoneSince(Instant::now()));
@@ -132,8 +134,8 @@ impl Sessions {
         }
     }
 
-    /// Returns whether the session is connected, or was connected less than `grace` ago. Sessions
-    /// of earlier generations count as connected until this OSD started.
+    /// Returns whether the session is connected, or was connected less than `grace` ago. Unknown
+    /// sessions of earlier generations count as connected until this OSD started.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
             Some(attachment) => attachment.is_alive(grace),
@@ -150,7 +152,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the counts of sessions that had no place.
+    /// Returns the counts of sessions that lost their place or were refused one.
     pub(crate) fn shortages(&self) -> Shortages {
         self.shortages
     }
@@ -178,7 +180,7 @@ mod tests {
     const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
 
     #[tokio::test(start_paused = true)]
-    async fn connected_sessions_of_a_crowd_make_room_for_another_address() {
+    async fn an_address_with_too_many_sessions_gives_a_place_to_a_new_address() {
         let mut sessions = Sessions::new(3, SessionId::FIRST_GENERATION);
         let mut crowd = Vec::new();
         for connection in 0..3 {
@@ -188,9 +190,14 @@ mod tests {
         assert!(matches!(sessions.open(None, 9, A), Err(Error::Busy { limit: 3, .. })));
         sessions.heard(crowd[0]);
         let other = sessions.open(None, 10, B).unwrap();
-        assert_eq!(other.reclaimed, Some(1), "the connection of the longest silent");
+        assert_eq!(
+            other.reclaimed,
+            Some(1),
+            "the session that was silent for the longest time loses its place"
+        );
         assert!(!sessions.is_attached(crowd[1], 1));
-        // A disconnected session is forgotten first, and comes back like a new one.
+        // A disconnected session loses its place first. The session that lost its place earlier can
+        // be opened again.
         sessions.detach(crowd[0], 0);
         let back = sessions.open(Some(crowd[1]), 11, A).unwrap();
         assert_eq!((back.id, back.reclaimed), (crowd[1], None));

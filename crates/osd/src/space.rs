@@ -1,9 +1,9 @@
 //! Lets changes wait for space that other changes are about to free.
 //!
 //! A change that replaces data needs space for the new data before the old data is freed. A group
-//! with redundancy keeps the overwritten data of a transaction until a later transaction trims it.
-//! A change that finds no space therefore waits while other changes run, and requests that groups
-//! trim. Waiting changes do not count as running. If all changes wait, they fail.
+//! with redundancy keeps the data that a transaction overwrites until a later transaction trims it.
+//! A change that finds no space therefore asks the groups to trim, and waits while other changes
+//! run. Waiting changes do not count as running. If all changes wait, they fail.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::task::spawn;
 
-/// Running changes, which may free space when they end.
+/// Counter of the running changes, which may free space when they end.
 #[derive(Default)]
 pub(crate) struct SpaceReclaim {
     running: Cell<u32>,
@@ -38,7 +38,7 @@ pub(crate) struct ActiveChange<'a> {
 }
 
 impl SpaceReclaim {
-    /// Notes that a change starts or continues.
+    /// Records that a change starts or continues.
     pub(crate) fn enter(&self) -> ActiveChange<'_> {
         self.running.set(self.running.get() + 1);
         ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
@@ -46,8 +46,8 @@ impl SpaceReclaim {
 
     /// Waits for space after a change found none; the progress was `seen` when that change began.
     /// Returns `true` once other changes or trims may have freed space. Returns `false` if no more
-    /// space can be expected, or none is free by `until`. `groups` lists the groups that may free
-    /// space.
+    /// space can be expected, or if no space was freed by `until`. `groups` returns the groups that
+    /// may free space.
     pub(crate) async fn may_come(
         &self,
         seen: u64,
@@ -74,7 +74,7 @@ impl SpaceReclaim {
         }
     }
 
-    /// Requests that groups free overwritten data. Returns whether any group did.
+    /// Requests that groups free overwritten data. Returns whether any group freed data.
     async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
         let before = self.trims.get();
         let _one_at_a_time = self.trimming.lock().await;
@@ -90,7 +90,7 @@ impl SpaceReclaim {
             let trimmed = Rc::clone(&group);
             let trim = spawn(async move {
                 if let Err(e) = trimmed.trim().await {
-                    tracing::debug!(error = %e, "overwritten data is kept for the time being");
+                    tracing::debug!(error = %e, "overwritten data could not be trimmed and is kept");
                 }
             });
             drop(trim.await);
@@ -103,7 +103,7 @@ impl SpaceReclaim {
 }
 
 impl ActiveChange<'_> {
-    /// Notes that the change has found no space. Returns the progress when the change began. More
+    /// Records that the change has found no space. Returns the progress when the change began. More
     /// space can be free only if the progress has grown since then.
     pub(crate) fn found_no_space(mut self) -> u64 {
         self.is_fruitless = true;

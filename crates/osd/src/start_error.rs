@@ -12,7 +12,7 @@ pub enum StartError {
     #[error("no targets were given; name at least one")]
     NoTargets,
     /// A target was given twice.
-    #[error("target {0} was given twice; name each once")]
+    #[error("target {0} was given twice; name each target once")]
     SameTarget(Uuid),
     /// A target of the node is missing.
     #[error("target {target} of node {node} is missing; start with all targets of the node")]
@@ -24,7 +24,7 @@ pub enum StartError {
     },
     /// A target belongs to another node, or has lost its content.
     #[error(
-        "target {target} does not belong to node {node}, or was made anew; start with the node's own targets"
+        "target {target} does not belong to node {node}, or was formatted again; start with the node's own targets"
     )]
     ForeignTarget {
         /// The target.
@@ -45,7 +45,7 @@ pub enum StartError {
     Target {
         /// The target.
         target: Uuid,
-        /// Its error.
+        /// Error of the target.
         source: StoreError,
     },
     /// The OSD cannot listen on the address.

@@ -1,4 +1,4 @@
-//! The node's status, as people see it.
+//! Collects the node's status for display.
 
 use store::StoreCalls;
 use wire::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
@@ -7,7 +7,7 @@ use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::target::Target;
 
-/// Longest wait for a target's answer.
+/// Maximum time to wait for a target's answer.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// Returns the current status. A target that does not answer is listed with an error.
@@ -49,8 +49,8 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
     let shortages = osd.sessions.borrow().shortages();
-    // The OSD limits sessions in the same way as the messenger limits connections. Both limits can
-    // cost a client its place.
+    // The OSD limits its sessions in the same way as the messenger limits connections. The counter
+    // with the reason "sessions" covers both limits.
     let with_own = |own: u64| {
         move |(reason, count): (&str, u64)| {
             (reason.to_owned(), if reason == "sessions" { count + own } else { count })
@@ -65,7 +65,7 @@ fn connections(osd: &Osd) -> ConnectionStatus {
 }
 
 async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
-    let failure = target.map_or(Some("it is not there".into()), Target::failure);
+    let failure = target.map_or(Some("the target is not present".into()), Target::failure);
     let (state, next_try) = target.map_or((TargetState::Failed, None), Target::state);
     let next_try_ms = next_try.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
     let space = space(target).await;
@@ -74,7 +74,8 @@ async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>
 }
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {
-    let target = target.ok_or("it is not there; the node has it from its next start on")?;
+    let target = target
+        .ok_or("the target is not present; once it is attached, the node uses it from its next start")?;
     match tokio::time::timeout(PATIENCE, target.store.space()).await {
         Ok(Ok(space)) => Ok(space),
         Ok(Err(e)) => Err(e.to_string()),

@@ -23,9 +23,9 @@ use crate::task::spawn;
 pub(crate) struct Target {
     pub(crate) uuid: Uuid,
     pub(crate) store: Arc<dyn ObjectStore>,
-    /// The store, as placement groups without redundancy use it.
+    /// The store in the form that placement groups without redundancy use.
     pub(crate) backing: Rc<Backing>,
-    /// Number of changes of the target's usability.
+    /// Number of times that the target's usability has changed.
     generation: Cell<u64>,
     health: RefCell<Health>,
     /// Incarnation of the store that `health` describes.
@@ -34,8 +34,8 @@ pub(crate) struct Target {
     changed: Notify,
     /// Send time of the last probe that was answered.
     answered: watch::Sender<Option<Instant>>,
-    /// Whether a probe is running. Only one runs at a time, because a stalled store would
-    /// accumulate probes.
+    /// Whether a probe is running. Only one probe runs at a time, because probes of a stalled store
+    /// would accumulate.
     is_probed: Cell<bool>,
     /// Whether the operator has taken the target out of use.
     out: Cell<bool>,
@@ -46,8 +46,8 @@ pub(crate) struct Target {
     suspects: RefCell<Vec<CollectionId>>,
 }
 
-/// Most collections in which a probe sends calls. If calls hang in more collections, the recorded
-/// ones represent all.
+/// Maximum number of collections in which a probe sends calls. If calls hang in more collections,
+/// the recorded collections represent all of them.
 const SUSPECTS_MAX: usize = 64;
 
 impl Target {
@@ -71,7 +71,7 @@ impl Target {
     }
 
     /// Records an error that concerns the whole target. Placement groups with redundancy continue
-    /// without it.
+    /// without the target.
     pub(crate) fn fail(&self, e: &StoreError) {
         self.step(HealthEvent::Failed(e.clone()));
     }
@@ -86,7 +86,7 @@ impl Target {
                 suspects.push(cid.clone());
             }
         }
-        self.step(HealthEvent::Overdue(format!("no answer in {waited:?}")));
+        self.step(HealthEvent::Overdue(format!("no answer within {waited:?}")));
     }
 
     /// Records whether the target lacks the node's map because it has no space.
@@ -140,7 +140,7 @@ impl Target {
         match change {
             UsabilityChange::None => return,
             UsabilityChange::Down => {
-                tracing::error!(target_uuid = %self.uuid, ?state, why, "the target is not used where placement groups can go on without it");
+                tracing::error!(target_uuid = %self.uuid, ?state, why, "the target has failed; placement groups continue without it if they can");
                 if before == TargetState::Up {
                     metrics::counter!("outboard_osd_target_failures_total").increment(1);
                 }
@@ -187,7 +187,7 @@ impl Target {
         });
     }
 
-    /// Sends cheap calls to the target and records a failure. Returns whether they failed.
+    /// Sends cheap calls to the target and records a failure. Returns whether the calls failed.
     pub(crate) async fn fails(&self) -> bool {
         match self.ask_something().await {
             Ok(()) => false,
@@ -199,8 +199,9 @@ impl Target {
         }
     }
 
-    /// Sends cheap calls: an empty transaction, which waits until it is durable, and a query of the
-    /// map. Also sends them in the collections in which calls were not answered in time.
+    /// Sends two cheap calls: an empty transaction, which waits until it is durable, and a query of
+    /// the map's object. Sends them in the node's collection and in each collection in which calls
+    /// were not answered in time.
     async fn ask_something(&self) -> store::Result<()> {
         let suspects = self.suspects.borrow().clone();
         let all = suspects.into_iter().chain([ids::node_collection()]);
@@ -227,7 +228,7 @@ impl Target {
         loop {
             match *answered.borrow_and_update() {
                 Some(sent) if sent >= asked => return,
-                // This answer belongs to an earlier probe.
+                // This answer belongs to a probe from before this call.
                 Some(_) => self.probe(),
                 None => {}
             }
@@ -248,7 +249,7 @@ impl Target {
         }
     }
 
-    /// Returns whether the target may be used again before clients give up.
+    /// Returns whether the target may be used again before clients give up waiting for it.
     pub(crate) fn is_hopeful(&self) -> bool {
         !self.is_out() && self.with_health(|health| health.is_hopeful(Instant::now()))
     }

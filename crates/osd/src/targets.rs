@@ -18,7 +18,7 @@ impl Osd {
     /// Takes a target out of use, or back into use.
     pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> wire::Result<()> {
         let target = self.target(index)?;
-        // Each group's current interval must be known before the target can come back.
+        // Each group must determine its current interval before the target can return.
         let groups = self.open_groups();
         drop(join_all(groups.iter().map(|(_, group)| group.any_interval())).await);
         if out {
@@ -34,11 +34,10 @@ impl Osd {
     pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
         self.can_spare(&*self.target(index)?).await?;
         if self.map.borrow().record(&uuid).is_some() {
-            return Err(Error::BadRequest(format!("target {uuid} is one of the node's already")));
+            return Err(Error::BadRequest(format!("target {uuid} belongs to the node already")));
         }
         if self.pools.borrow().values().any(|pool| pool.groups.is_empty()) {
-            let what =
-                "a pool without redundancy may have objects on it; remove the pool, or restore the target";
+            let what = "a pool without redundancy may have objects on the target; remove the pool, or restore the target";
             return Err(Error::BadRequest(what.into()));
         }
         self.change_targets(|map| {
@@ -47,10 +46,10 @@ impl Osd {
         .await
     }
 
-    /// Fails if a present target has data that too few other targets have. If the target were
-    /// declared lost, this data would be lost.
+    /// Fails if the target is present and has data that too few other targets have. Without this
+    /// check, taking out or replacing the target would lose that data.
     async fn can_spare(&self, target: &Target) -> wire::Result<()> {
-        // A group that cannot be opened may need the target.
+        // A group that cannot determine its interval may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
             let interval = group.any_interval().await;
             let can_spare = interval.is_ok_and(|interval| interval.can_spare(target.uuid, group.needed()));
@@ -61,19 +60,20 @@ impl Osd {
         if pools.is_empty() {
             return Ok(());
         }
-        // The OSD may not have noticed yet that the target is gone, so it writes to the target.
+        // The OSD may not have noticed a failure of the target yet, so it writes the map to all
+        // targets.
         let written = {
             let _one_at_a_time = self.changing_map.lock().await;
             let map = self.map.borrow().clone();
             self.save_map(map).await
         };
         if !target.is_usable() {
-            tracing::info!(target_uuid = %target.uuid, ?written, "the target is gone");
+            tracing::info!(target_uuid = %target.uuid, ?written, "the target has failed, so it can be spared");
             return Ok(());
         }
         let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
         Err(Error::BadRequest(format!(
-            "too few other targets are up to date for {pools}; bring those back and wait until they have caught up"
+            "too few other targets are up to date for {pools}; bring them back and wait until they are rebuilt"
         )))
     }
 
@@ -88,7 +88,7 @@ impl Osd {
         })
     }
 
-    /// Returns whether a target is a member of any placement group and lacks changes.
+    /// Returns whether a target is a member of any placement group and lacks changes of that group.
     pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
         // While a group has no current interval, its last known interval counts.
         let intervals = self.open_groups().into_iter().filter_map(|(_, group)| group.last_interval());

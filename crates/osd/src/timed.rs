@@ -1,7 +1,7 @@
-//! A directly called store whose time is attributed to client requests as host time.
+//! [`Timed`]: a store in the same process, whose calls count as host time of client requests.
 //!
-//! A store behind the host–DPU channel does not need this. Its proxy knows how much of a request's
-//! time was transfer time and how much was host time.
+//! A store behind the host–DPU channel needs no such wrapper. Its proxy knows how much of a
+//! request's time was transfer time and how much was host time.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use base::mem::Arena;
 use base::phases::{self, Phase};
 use store::{ObjectStore, StoreFuture, StoreRequest, Submit};
 
-/// The store, timed from each request to its reply.
+/// A store whose calls are timed, each from its request to its reply.
 pub(crate) struct Timed(pub(crate) Arc<dyn ObjectStore>);
 
 impl Submit for Timed {

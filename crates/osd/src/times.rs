@@ -1,5 +1,5 @@
-//! Sums of the times of requests, by phase, and of the OSD thread's time, by class. The sums begin
-//! when the OSD starts.
+//! Sums of the times of requests, by phase, and of the time of the OSD's thread, by class. The sums
+//! begin when the OSD starts.
 
 use std::cell::Cell;
 
@@ -46,7 +46,7 @@ struct Sum {
     phases: [Counter; 4],
 }
 
-/// Counter of one class, and the time that it already contains.
+/// Metric of one class's time, and the time that the metric already contains.
 struct ClassTime {
     counter: Counter,
     counted: Cell<u64>,

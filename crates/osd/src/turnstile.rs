@@ -9,8 +9,9 @@
 //! at the same time. A blind op still waits for pending ops that are not blind, because the
 //! object's state is uncertain until their outcome is known.
 //!
-//! When the store is lost, the pending ops return with their old tickets. No later op overtakes
-//! them: a ticket gets no turn while an older ticket is pending from an earlier incarnation.
+//! When the store is lost, the pending ops wait for a new turn with their old tickets. No later op
+//! overtakes them: a ticket gets no turn while an older ticket is pending from an earlier
+//! incarnation.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -54,7 +55,7 @@ impl Turnstile {
     }
 }
 
-/// A place in the order. Dropping the ticket gives up the place.
+/// A place in the order of the ops. Dropping the ticket gives up the place.
 pub(crate) struct Ticket<'a> {
     turnstile: &'a Turnstile,
     number: u64,
@@ -109,8 +110,8 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Returns whether all pending ops with older tickets are blind. If so, they change neither the
-    /// object's size nor its kind, whatever their outcome.
+    /// Returns whether all pending ops with older tickets are blind. If so, neither their success
+    /// nor their failure changes the object's size or kind.
     pub(crate) fn follows_blind_ones(&self) -> bool {
         let inner = self.turnstile.inner.borrow();
         inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
@@ -139,8 +140,8 @@ pub(crate) struct PendingTransaction<'a> {
 }
 
 impl PendingTransaction<'_> {
-    /// Ends the pending state and waits for a new turn with the old ticket. No other op gets a turn
-    /// in between.
+    /// Ends the pending state and puts the old ticket back in line for a new turn. No other op gets
+    /// a turn in between.
     pub(crate) fn back_in_line(self) {
         let mut inner = self.turnstile.inner.borrow_mut();
         // A waker without effect keeps the op's place until the op actually waits.
@@ -165,7 +166,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn tickets_are_let_in_in_order_whoever_comes_first() {
+    async fn turns_follow_the_order_of_tickets_not_of_arrival() {
         let turnstile = Turnstile::default();
         let held = turnstile.ticket();
         let held = held.enter(|| 1).await;
@@ -181,20 +182,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_overtakes_an_op_whose_outcome_was_lost() {
+    async fn no_op_overtakes_an_op_whose_outcome_was_lost() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
         let pending = lost.enter(|| 1).await.pend(1, false);
         let mut waiting = Box::pin(later.enter(|| 2));
-        assert!(poll_once(&mut waiting).is_none(), "pending from an older incarnation");
+        assert!(poll_once(&mut waiting).is_none(), "the older op is pending from an older incarnation");
         pending.back_in_line();
-        assert!(poll_once(&mut waiting).is_none(), "the lost op has its place back");
+        assert!(poll_once(&mut waiting).is_none(), "the lost op is first in line again");
         drop(lost.enter(|| 2).await.pend(2, false));
         assert!(poll_once(&mut waiting).is_some());
     }
 
     #[tokio::test]
-    async fn an_op_that_gives_up_blocks_nobody() {
+    async fn an_op_that_drops_its_ticket_blocks_no_other_op() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
         lost.enter(|| 1).await.pend(1, false).back_in_line();
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn settling_waits_for_older_ops_only() {
+    async fn settled_waits_only_for_ops_with_older_tickets() {
         let turnstile = Turnstile::default();
         let (first, second) = (turnstile.ticket(), turnstile.ticket());
         let pending = first.enter(|| 1).await.pend(1, false);
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_op_follows_blind_ones_if_no_older_one_is_anything_else() {
+    async fn an_op_follows_blind_ops_only_if_all_older_pending_ops_are_blind() {
         let turnstile = Turnstile::default();
         let (first, second, third) = (turnstile.ticket(), turnstile.ticket(), turnstile.ticket());
         let sighted = first.enter(|| 1).await.pend(1, false);

@@ -12,10 +12,10 @@ use crate::target::Target;
 
 /// Number of upkeep intervals after which the OSD tries again to empty a removed pool.
 const REMOVAL_INTERVALS: u32 = 4;
-/// An index with less than 1/8 of its space free is nearly full. The store refuses changes below
-/// half of that.
+/// An index with less than 1/8 of its space free is nearly full. The store refuses changes if less
+/// than 1/16 is free.
 const INDEX_LOW: u64 = 8;
-/// If an index is nearly full, dirty notes that take more than 1/16 of it are dropped.
+/// If an index is nearly full, dirty notes are dropped if they take more than 1/16 of it.
 const INDEX_NOTES: u64 = 16;
 /// Number of upkeep intervals after which the OSD again offers the map to a target that had no
 /// space for it.
@@ -23,7 +23,7 @@ const MAP_INTERVALS: u32 = 4;
 
 impl Osd {
     /// Runs until the OSD stops: keeps the map's records of targets up to date, probes failed
-    /// targets, and rebuilds.
+    /// targets, and rebuilds missing fragments.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         tokio::join!(
             self.rebuild_for_ever(),
@@ -57,7 +57,7 @@ impl Osd {
                 let _one_at_a_time = self.changing_map.lock().await;
                 let map = self.map.borrow().clone();
                 if map.give(target, self.config.target_timeout).await {
-                    tracing::info!(target_uuid = %target.uuid, "the target has room for the node's map again");
+                    tracing::info!(target_uuid = %target.uuid, "the target had space for the node's map again");
                     target.try_again();
                 }
             }
@@ -110,7 +110,7 @@ impl Osd {
                 continue;
             }
             if let Err(e) = self.note_lost_targets().await {
-                tracing::warn!(error = %e, "the map does not say yet which targets are lost");
+                tracing::warn!(error = %e, "recording the lost targets in the map failed");
             }
             for (pool, group) in groups {
                 self.rebuild_group(&pool, &group).await;
@@ -118,7 +118,7 @@ impl Osd {
         }
     }
 
-    /// Finishes the removal of pools once all targets are present.
+    /// Finishes the pending removals of pools once all targets are present.
     async fn finish_removals(&self) {
         if self.removed_pools.borrow().is_empty() || !self.has_all_targets() {
             return;
@@ -131,7 +131,7 @@ impl Osd {
     async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
         let Some(interval) = group.opened(self.config.target_timeout).await else { return };
         if let Err(e) = group.remove_leftovers(&interval).await {
-            tracing::warn!(pool, error = %e, "what a former member has is removed later");
+            tracing::warn!(pool, error = %e, "data of a former member could not be removed yet");
         }
         let Some(position) = group.to_rebuild(&interval) else { return };
         let target = interval.target(position);
@@ -139,14 +139,14 @@ impl Osd {
         let rebuilt = group.rebuild(position, &self.pace, self.rebuilds.progress()).await;
         self.rebuilds.end();
         if let Err(e) = rebuilt {
-            tracing::warn!(pool, position, error = %e, "a placement group's rebuild starts again");
+            tracing::warn!(pool, position, error = %e, "a rebuild of a placement group failed and starts again");
             self.rebuilds.failed(e.to_string());
             tokio::time::sleep(RETRY.min(self.config.upkeep_interval * 10)).await;
         }
     }
 
-    /// Records in the map which targets do not have it. After a restart, this record shows whether
-    /// the other targets have the newest map.
+    /// Records in the map which targets do not have the map. After a restart, this record shows
+    /// whether the other targets have the newest map.
     async fn note_lost_targets(&self) -> wire::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);

@@ -1,6 +1,6 @@
-//! Blocks that a change has written, for its later ops to merge with. The blocks are kept as runs.
-//! Time and memory therefore grow with the number of ops and with their data, not with the lengths
-//! of zeroed ranges.
+//! Blocks that the ops of a change have written, so that later ops of the change can merge their
+//! data with them. Adjacent blocks are kept as runs. Time and memory therefore grow with the number
+//! of ops and with their data, not with the lengths of zeroed ranges.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use bytes::Bytes;
 /// See the [module](self) documentation. Runs do not overlap.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
-    /// The runs, by the number of their first block.
+    /// The runs, each by the number of its first block.
     runs: BTreeMap<u64, BlockRun>,
 }
 
@@ -48,7 +48,7 @@ impl Written {
         }
     }
 
-    /// Forgets blocks.
+    /// Forgets the written content of blocks.
     pub(crate) fn remove(&mut self, blocks: Range<u64>) {
         if blocks.is_empty() {
             return;
@@ -65,8 +65,8 @@ impl Written {
         }
     }
 
-    /// Returns the written content of a block. It is shorter than a block if the object ended
-    /// there.
+    /// Returns the written content of a block; `None` if the block was not written. The content is
+    /// shorter than a block if the object ended there.
     pub(crate) fn get(&self, block: u64) -> Option<Bytes> {
         let (first, run) = self.runs.range(..=block).next_back().filter(|(_, run)| block < run.end)?;
         match run.part(*first, block..block + 1).content {
@@ -123,7 +123,7 @@ mod tests {
     proptest! {
         /// The content of each block comes from the last step that touched it.
         #[test]
-        fn runs_are_what_a_map_of_blocks_would_be(steps in steps()) {
+        fn runs_behave_like_a_map_of_single_blocks(steps in steps()) {
             let mut written = Written::default();
             let mut model: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
             for (number, step) in steps.into_iter().enumerate() {
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_take_no_memory_whatever_their_length() {
+    fn a_long_zeroed_range_uses_no_memory_per_block() {
         let mut written = Written::default();
         written.zero(0..1 << 32);
         written.put(1 << 20, Bytes::from_static(b"x"));

@@ -1,4 +1,5 @@
-//! A node in this process: an OSD over memory stores that can be made to fail, and clients of it over TCP.
+//! A node in the test's process: an OSD over memory stores that can be made to fail, and its
+//! clients.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,24 +21,25 @@ use store::{
 use tokio::sync::watch;
 use uuid::Uuid;
 
-/// What happens to the next transaction that changes an object's data.
+/// Fault that hits the next transaction that changes an object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// The store goes away before it has taken the transaction.
+    /// The store becomes unreachable before it has received the transaction.
     Before,
-    /// The store takes the transaction, but goes away before it says so.
+    /// The store executes the transaction, but becomes unreachable before it replies.
     After,
-    /// The log contains the transaction, but the flush fails. The target is mounted anew at once, and replays it.
+    /// The log contains the transaction, but the flush fails. The target is remounted at once, and
+    /// the remount replays the transaction.
     Flush,
 }
 
-/// Is told of transactions.
+/// Callback that runs before each transaction.
 pub(crate) type Watch = Arc<dyn Fn() + Send + Sync>;
 
-/// A store whose session is lost on demand.
+/// A store that loses its session (its incarnation) or fails on demand.
 pub(crate) struct FaultStore {
     pub(crate) inner: Arc<dyn ObjectStore>,
-    /// Called before each transaction.
+    /// Runs before each transaction.
     watch: Option<Watch>,
     session: AtomicU64,
     armed_before: AtomicBool,
@@ -45,38 +47,39 @@ pub(crate) struct FaultStore {
     armed_flush: AtomicBool,
     armed_read: AtomicBool,
     armed_late_read: AtomicBool,
-    /// Transactions with data that are still to be refused for want of space.
+    /// Number of further transactions with data that are refused for lack of space.
     full: AtomicU64,
-    /// Transactions with data that are still to be refused for what they are, so that no retry
+    /// Number of further transactions with data that are refused as too large, so that no retry
     /// helps.
     refused: AtomicU64,
-    /// While that is set, changes of the node's map are refused for want of space.
+    /// Whether changes of the node's map are refused for lack of space.
     full_for_map: AtomicBool,
-    /// While that is set, every call fails: the drive is gone.
+    /// Whether every call fails, as if the drive were removed.
     down: AtomicBool,
-    /// While that is set, nothing becomes durable, and late reads wait.
+    /// While this is true, no change becomes durable, and late reads wait.
     held: watch::Sender<bool>,
-    /// While that is set, staged data waits.
+    /// While this is true, writes of staged data wait.
     stages_held: watch::Sender<bool>,
-    /// While that is set, records of groups of targets that are to be put in force wait.
+    /// While this is true, transactions that put proposed membership records in force wait.
     records_held: watch::Sender<bool>,
     armed_gone_at_record: AtomicBool,
-    /// Stages that were made.
+    /// Number of stages created.
     pub(crate) stages: AtomicU64,
-    /// Reads of objects of placement groups.
+    /// Number of reads of objects of placement groups.
     pub(crate) reads: AtomicU64,
-    /// Calls that found `held` set.
+    /// Number of calls that had to wait because the test held them.
     pub(crate) waited: AtomicU64,
-    /// Faults that have fired.
+    /// Number of faults that have fired.
     pub(crate) fired: AtomicU64,
-    /// Whether to take staged data for transferred, as a store behind a channel does.
+    /// Whether the time of writing staged data counts as DMA time, as with a store behind a
+    /// channel.
     pub(crate) transfers: AtomicBool,
-    /// Calls that asked for all xattrs of an object.
+    /// Number of calls that requested all xattrs of an object.
     pub(crate) listed_xattrs: AtomicU64,
-    /// Transactions that would have made an object that there is.
+    /// Number of transactions that failed because the object to be created exists already.
     pub(crate) not_new: Arc<AtomicU64>,
-    /// Transactions that removed omap entries, and the most entries that one removed; `None` while
-    /// nobody counts.
+    /// Number of transactions that removed omap entries, and the maximum number of entries that one
+    /// of them removed; `None` if removals are not counted.
     removals: Mutex<Option<(usize, usize)>>,
 }
 
@@ -85,7 +88,8 @@ impl FaultStore {
         FaultStore::over(Arc::new(MemStore::new()), None)
     }
 
-    /// Over another store; `watch` is told of each transaction before it is queued.
+    /// Creates a store that injects faults into `inner`. `watch` runs before each transaction is
+    /// queued.
     pub(crate) fn over(inner: Arc<dyn ObjectStore>, watch: Option<Watch>) -> Arc<FaultStore> {
         Arc::new(FaultStore {
             inner,
@@ -115,18 +119,18 @@ impl FaultStore {
         })
     }
 
-    /// What it has, for whoever damages that.
+    /// Returns the inner store, for tests that inspect or damage its data.
     pub(crate) fn inner(&self) -> &dyn ObjectStore {
         &*self.inner
     }
 
-    /// Counts, from now on, the transactions that remove omap entries.
+    /// Starts to count the transactions that remove omap entries.
     pub(crate) fn watch_transactions(&self) {
         *self.removals.lock().unwrap() = Some((0, 0));
     }
 
-    /// How many such transactions there were, and the most entries that one removed. A range counts
-    /// as a thousand.
+    /// Returns the number of transactions that removed omap entries, and the maximum number of
+    /// entries that one of them removed. A removed range counts as 1000 entries.
     pub(crate) fn watched(&self) -> (usize, usize) {
         self.removals.lock().unwrap().unwrap()
     }
@@ -154,33 +158,33 @@ impl FaultStore {
         armed.store(true, Ordering::SeqCst);
     }
 
-    /// Makes that many transactions with data be refused for want of space.
+    /// Makes the store refuse the next `count` transactions with data for lack of space.
     pub(crate) fn set_full(&self, count: u64) {
         self.full.store(count, Ordering::SeqCst);
     }
 
-    /// Has changes of the node's map refused for want of space from now on, or no longer.
+    /// Sets whether changes of the node's map are refused for lack of space.
     pub(crate) fn set_full_for_map(&self, full: bool) {
         self.full_for_map.store(full, Ordering::SeqCst);
     }
 
-    /// Takes the drive away, or brings it back with what it had.
+    /// Makes all calls fail as if the drive were removed, or ends this. The content stays.
     pub(crate) fn set_down(&self, down: bool) {
         self.down.store(down, Ordering::SeqCst);
     }
 
-    /// Whether the drive is gone.
+    /// Returns whether the drive counts as removed.
     pub(crate) fn is_down(&self) -> bool {
         self.down.load(Ordering::SeqCst)
     }
 
-    /// What calls come to while the drive is gone.
+    /// Returns the error for a call while the drive is removed; `None` if the drive is present.
     fn gone(&self) -> Option<StoreFuture> {
         if !self.is_down() {
             return None;
         }
         self.fired.fetch_add(1, Ordering::SeqCst);
-        Some(ready(Err(StoreError::Io("injected: the drive is gone".into()))))
+        Some(ready(Err(StoreError::Io("injected: the drive is removed".into()))))
     }
 
     fn disarm(&self) {
@@ -191,37 +195,39 @@ impl FaultStore {
         self.armed_flush.store(false, Ordering::SeqCst);
     }
 
-    /// Makes the next read fail.
+    /// Makes the next read fail and end the store's session.
     pub(crate) fn arm_read(&self) {
         self.armed_read.store(true, Ordering::SeqCst);
     }
 
-    /// Makes the next read lose its session while the store is held, and be repeated in the next session.
+    /// Delays the next read until the store is no longer held. The test can end the session before
+    /// that.
     pub(crate) fn arm_late_read(&self) {
         self.armed_late_read.store(true, Ordering::SeqCst);
     }
 
-    /// Holds up, from now on, whatever would become durable; or lets it go.
+    /// Holds changes before they become durable, or releases them.
     pub(crate) fn hold(&self, held: bool) {
         self.held.send_replace(held);
     }
 
-    /// Holds up staged data from now on; or lets it go.
+    /// Holds writes of staged data, or releases them.
     pub(crate) fn hold_stages(&self, held: bool) {
         self.stages_held.send_replace(held);
     }
 
-    /// Holds up, from now on, what puts records of groups of targets in force, which have been proposed; or lets it go.
+    /// Holds transactions that put proposed membership records in force, or releases them.
     pub(crate) fn hold_records(&self, held: bool) {
         self.records_held.send_replace(held);
     }
 
-    /// Takes the drive away when a record that has been proposed is to be put in force next.
+    /// Removes the drive when the next transaction would put a proposed membership record in force.
     pub(crate) fn arm_gone_at_record(&self) {
         self.armed_gone_at_record.store(true, Ordering::SeqCst);
     }
 
-    /// Waits while a record is held; `None` if none is, or nothing puts one in force.
+    /// Returns a future that waits while records are held; `None` if records are not held, or if
+    /// the transaction puts no record in force.
     fn until_record_let_go(&self, transaction: &Transaction) -> Option<BoxFuture<'static, ()>> {
         let mut held = self.records_held.subscribe();
         if !*held.borrow() || !puts_record_in_force(transaction) {
@@ -248,12 +254,14 @@ impl FaultStore {
     }
 }
 
-/// Whether a transaction puts a record of a group of targets in force: then it removes the proposal.
+/// Returns whether a transaction puts a membership record in force. Such a transaction removes the
+/// proposal.
 fn puts_record_in_force(transaction: &Transaction) -> bool {
     transaction.ops.iter().any(|op| matches!(op, Op::OmapRemove { keys, .. } if keys == &["p"]))
 }
 
-/// The model store keeps what it is given; a real one gives buffers back once the data is on its drive.
+/// Copies a payload. The model store would keep the payload's buffer, but a real store returns the
+/// buffer once the data is on its drive.
 fn copied(payload: Payload) -> Payload {
     let phase = payload.phase();
     let (data, checksums) = payload.into_parts();
@@ -401,7 +409,7 @@ impl FaultStore {
     }
 }
 
-/// A node of two targets, and one client.
+/// A node: its stores, its memory and its OSD.
 pub(crate) struct Node {
     pub(crate) stores: Vec<Arc<FaultStore>>,
     pub(crate) staging: BufferPool,
@@ -412,12 +420,13 @@ pub(crate) struct Node {
 
 pub(crate) const STAGING: usize = 16 << 20;
 
-/// The network that everything runs over: TCP unless the environment says otherwise, e.g. `OUTBOARD_TEST_NETWORK=ofi:tcp`.
+/// Returns the network of the tests: TCP, unless `OUTBOARD_TEST_NETWORK` names another one, such as
+/// `ofi:tcp`.
 pub(crate) fn network() -> StackChoice {
     std::env::var("OUTBOARD_TEST_NETWORK").map_or(StackChoice::TCP, |name| name.parse().unwrap())
 }
 
-/// So long that a request which was sent has reached the osd; an emulated machine needs more.
+/// Waits until a request that was sent has reached the OSD. An emulated machine needs more time.
 pub(crate) async fn moment() {
     let millis = if network() == StackChoice::TCP { 20 } else { 300 };
     tokio::time::sleep(std::time::Duration::from_millis(millis)).await;
@@ -438,17 +447,17 @@ impl Node {
         node
     }
 
-    /// Stores and memory, and no OSD yet.
+    /// Creates a node with two targets. Its OSD is not started yet.
     pub(crate) fn new(config: OsdConfig) -> Node {
         Node::of(2, config)
     }
 
-    /// Stores of that many targets and memory, and no OSD yet.
+    /// Creates a node with this number of targets. Its OSD is not started yet.
     pub(crate) fn of(targets: usize, config: OsdConfig) -> Node {
         Node::over((0..targets).map(|_| FaultStore::new()).collect(), config)
     }
 
-    /// These stores and memory, and no OSD yet.
+    /// Creates a node over these stores. Its OSD is not started yet.
     pub(crate) fn over(stores: Vec<Arc<FaultStore>>, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
         Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
@@ -459,7 +468,7 @@ impl Node {
         uuids.zip(&self.stores).map(|(uuid, s)| (uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
     }
 
-    /// Stops the OSD if it runs, and starts another on the same address.
+    /// Stops the OSD if it runs, and starts another OSD at the same address.
     pub(crate) fn restart(&mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();
@@ -470,7 +479,7 @@ impl Node {
             let (config, targets, pool) = (self.config.clone(), self.targets(), self.staging.clone());
             match OsdServer::start(config, targets, pool, stack.clone(), &self.endpoint) {
                 Ok(osd) => break osd,
-                // The old listener's socket may take a moment to go.
+                // The socket of the old listener may stay open for a moment.
                 Err(osd::StartError::Listen(_)) if tries < 100 => {
                     tries += 1;
                     std::thread::sleep(std::time::Duration::from_millis(20));
@@ -491,18 +500,19 @@ impl Node {
         Client::connect(&self.endpoint, options).await.unwrap()
     }
 
-    /// A session of its own, as an engine.
+    /// Returns an engine with a session of its own.
     pub(crate) async fn engine(&self) -> Arc<dyn Engine> {
         let options = Options { stack: network(), ..Options::default() };
         Arc::new(NativeEngine::connect(&self.endpoint, &options).await.unwrap())
     }
 
-    /// A client with a pool.
+    /// Returns a client and a new pool.
     pub(crate) async fn pool(&self) -> (Client, Pool) {
         self.pool_of(0).await
     }
 
-    /// A client with a pool of that many placement groups; 0 for the usual number.
+    /// Returns a client and a new pool with this number of placement groups; 0 means the default
+    /// number.
     pub(crate) async fn pool_of(&self, groups: u32) -> (Client, Pool) {
         let client = self.client().await;
         client.create_pool_with("pool", groups, Redundancy::Single).await.unwrap();
@@ -510,7 +520,7 @@ impl Node {
         (client, pool)
     }
 
-    /// An object that does not exist yet.
+    /// Returns an object that does not exist yet, in a new pool.
     pub(crate) async fn object(&self) -> Object {
         self.pool().await.1.object("object").unwrap()
     }
@@ -519,12 +529,12 @@ impl Node {
         self.stores.iter().for_each(|s| s.arm(loss));
     }
 
-    /// Takes back what was armed and has not fired.
+    /// Disarms the faults that have not fired.
     pub(crate) fn disarm(&self) {
         self.stores.iter().for_each(|s| s.disarm());
     }
 
-    /// Makes the next change of data be refused, once.
+    /// Makes each store refuse its next change of data, once.
     pub(crate) fn arm_refusal(&self) {
         self.stores.iter().for_each(|s| s.refused.store(1, Ordering::SeqCst));
     }
@@ -533,7 +543,7 @@ impl Node {
         self.stores.iter().for_each(|s| s.hold(held));
     }
 
-    /// Waits until `count` calls have found their store held.
+    /// Waits until `count` calls have had to wait because the test held them.
     pub(crate) async fn waited(&self, count: u64) {
         while self.stores.iter().map(|s| s.waited.load(Ordering::SeqCst)).sum::<u64>() < count {
             tokio::time::sleep(std::time::Duration::from_millis(1)).await;
@@ -553,7 +563,7 @@ impl Node {
     }
 }
 
-/// Bytes that differ everywhere.
+/// Returns `len` pseudo-random bytes that depend on `salt`.
 pub(crate) fn data(len: usize, salt: u64) -> Bytes {
     let mut state = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut out = Vec::with_capacity(len + 8);
@@ -567,7 +577,7 @@ pub(crate) fn data(len: usize, salt: u64) -> Bytes {
     out.into()
 }
 
-/// The seed of a random test: printed, and taken from `OUTBOARD_SEED` if that is set.
+/// Returns the seed of a random test, from `OUTBOARD_SEED` if that is set, and prints the seed.
 #[expect(clippy::print_stdout, reason = "the test harness shows it when the test fails")]
 pub(crate) fn seed() -> u64 {
     let given = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok());

@@ -1,5 +1,5 @@
-//! The conformance suite of the engine seam on a node, directly and with faults between the engine
-//! and its callers.
+//! Runs the conformance suite of the client's engine trait on a node, with and without faults
+//! between the engine and its callers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use client::{Client, Options, conformance};
 use crate::common::{Node, seed};
 use crate::redundancy::{config, redundancy};
 
-/// A node with a pool of this redundancy scheme, as an engine.
+/// Creates a node with a pool of this redundancy scheme. Returns the node and an engine for it.
 async fn engine_with_pool(scheme: &str, targets: usize) -> (Node, Arc<dyn Engine>) {
     let mut node = Node::of(targets, config());
     node.restart();
@@ -21,13 +21,13 @@ async fn engine_with_pool(scheme: &str, targets: usize) -> (Node, Arc<dyn Engine
 }
 
 #[tokio::test]
-async fn the_native_engine_conforms_on_one_copy() {
+async fn the_native_engine_conforms_on_pools_without_redundancy() {
     let (_node, engine) = engine_with_pool("single", 2).await;
     conformance::run(engine, "pool", seed()).await;
 }
 
 #[tokio::test]
-async fn the_native_engine_conforms_on_mirrors() {
+async fn the_native_engine_conforms_on_mirrored_pools() {
     let (_node, engine) = engine_with_pool("mirror:2", 2).await;
     conformance::run(engine, "pool", seed()).await;
 }

@@ -1,4 +1,4 @@
-//! Requests that make no sense cost themselves, at most their session.
+//! Invalid requests are refused, and at worst end their own session.
 
 use base::block::Payload;
 use bytes::Bytes;
@@ -38,11 +38,11 @@ async fn still_works(node: &Node) {
     raw.changed(head(1), append("fine", "x")).await.unwrap();
 }
 
-/// What is wrong, the request, and how the answer is recognized.
+/// Description of an invalid request, the request, and the check of the expected error.
 type Refused = (&'static str, RequestBody, fn(&Error) -> bool);
 
 #[tokio::test]
-async fn impossible_changes_are_refused_each_for_its_reason() {
+async fn invalid_requests_are_refused_with_a_matching_error() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -65,7 +65,7 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
     let bulk = |d: BulkDescriptor| mutate("x", vec![payload_op()], Data::Bulk(d));
     let requests: Vec<Refused> = vec![
         (
-            "no pool",
+            "missing pool",
             RequestBody::Object(ObjectRequest::Mutate(named(wire(b"nowhere", b"x".to_vec())))),
             |e| matches!(e, Error::NoSuchPool(_)),
         ),
@@ -90,13 +90,13 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
         ("many ops", mutate("x", vec![Mutation::Touch; MAX_OPS + 1], Data::None), |e| {
             matches!(e, Error::TooLarge { .. })
         }),
-        ("data for nobody", mutate("x", vec![Mutation::Touch], Data::Inline), |e| {
+        ("data that no op uses", mutate("x", vec![Mutation::Touch], Data::Inline), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("data for two", mutate("x", vec![payload_op(), payload_op()], Data::Inline), |e| {
+        ("data that two ops use", mutate("x", vec![payload_op(), payload_op()], Data::Inline), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("parts of nothing", mutate("x", vec![manifest(0, 5)], Data::None), |e| {
+        ("parts of size zero", mutate("x", vec![manifest(0, 5)], Data::None), |e| {
             matches!(e, Error::OutOfRange { .. })
         }),
         ("too many parts", mutate("x", vec![manifest(4096, u64::MAX)], Data::None), |e| {
@@ -123,7 +123,7 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
         ("bad cursor", RequestBody::Object(ObjectRequest::List(list("pool", b"x"))), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("listing of no pool", RequestBody::Object(ObjectRequest::List(list("nowhere", b""))), |e| {
+        ("listing of a missing pool", RequestBody::Object(ObjectRequest::List(list("nowhere", b""))), |e| {
             matches!(e, Error::NoSuchPool(_))
         }),
         (
@@ -136,7 +136,7 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
             |e| matches!(e, Error::BadName(_)),
         ),
         (
-            "odd groups",
+            "number of groups that is no power of two",
             RequestBody::Admin(AdminRequest::PoolCreate {
                 name: "ab".into(),
                 pg_count: 3,
@@ -145,11 +145,11 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
             |e| matches!(e, Error::OutOfRange { .. }),
         ),
         (
-            "sink that is none",
+            "sink of the wrong direction",
             RequestBody::Object(ObjectRequest::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096]))))),
             |e| matches!(e, Error::BadRequest(_)),
         ),
-        ("large answer", RequestBody::Object(ObjectRequest::Read(read(None))), |e| {
+        ("reply that is too large", RequestBody::Object(ObjectRequest::Read(read(None))), |e| {
             matches!(e, Error::TooLarge { .. })
         }),
     ];
@@ -175,7 +175,7 @@ fn read(sink: Option<BulkDescriptor>) -> Read {
 }
 
 #[tokio::test]
-async fn numbers_at_their_limits_do_no_harm() {
+async fn requests_with_numbers_at_their_limits_do_not_harm_the_node() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -201,7 +201,7 @@ async fn numbers_at_their_limits_do_no_harm() {
 }
 
 #[tokio::test]
-async fn garbage_is_answered_if_it_can_be_and_ends_its_session_if_not() {
+async fn a_bad_body_gets_an_error_reply_and_a_bad_head_ends_the_session() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -217,7 +217,7 @@ async fn garbage_is_answered_if_it_can_be_and_ends_its_session_if_not() {
 }
 
 #[tokio::test]
-async fn requests_need_a_session_of_a_version_that_both_speak() {
+async fn requests_need_a_session_with_a_common_protocol_version() {
     let node = Node::start();
     let _object = node.object().await;
     let open = |oldest, newest, session| RequestBody::Open { oldest, newest, session };
@@ -245,9 +245,9 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
     still_works(&node).await;
 }
 
-/// Opens sessions one after the other on one connection, more than the osd knows at a time.
+/// Opens more sessions on one connection, one after the other, than the OSD keeps at a time.
 #[tokio::test]
-async fn a_connection_holds_the_place_of_one_session_however_many_it_opens() {
+async fn a_connection_that_opens_many_sessions_holds_only_one_place() {
     let node = Node::start_with(osd::OsdConfig { sessions: 8, ..Default::default() });
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;

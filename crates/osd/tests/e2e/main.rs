@@ -1,6 +1,7 @@
-//! The OSD and its client as users see them, on stores in memory that can be made to fail. They talk over TCP, or over the
-//! network that `OUTBOARD_TEST_NETWORK` names. Modules named `tcp_only` have the tests that are long and do not depend on the
-//! network: runs over other networks skip them (`--skip tcp_only::`).
+//! End-to-end tests of the OSD and its client, on stores in memory that can be made to fail. Client
+//! and OSD communicate over TCP, or over the network that `OUTBOARD_TEST_NETWORK` names. Modules
+//! named `tcp_only` contain long tests that do not depend on the network. Runs over other networks
+//! skip these tests (`--skip tcp_only::`).
 
 mod common;
 mod engine;

@@ -1,4 +1,4 @@
-//! Random ops on a few objects, compared with a model, while the store is lost now and then.
+//! Compares random ops on a few objects with a model, while stores fail now and then.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,7 +27,7 @@ impl Model {
     }
 }
 
-/// Lengths and offsets around the edges of blocks and of what travels inside messages.
+/// Returns a random length or offset, often near a block boundary or the limit of inline data.
 fn size(rng: &mut StdRng, most: usize) -> usize {
     let base = [0, 1, 4096, 8192, 65_536, 200_000][rng.random_range(0..6)];
     let jitter = rng.random_range(0..3000);
@@ -40,7 +40,7 @@ async fn random_ops_agree_with_the_model() {
     random_ops("single", 2, 1500).await;
 }
 
-/// Targets of a pool with redundancy that are taken away and brought back, stale.
+/// Removes targets of a pool with redundancy, and brings them back with outdated data.
 struct Drives<'a> {
     node: &'a Node,
     client: &'a Client,
@@ -61,7 +61,7 @@ impl Drives<'_> {
                 wait_until_whole_but(self.client, self.down.len()).await;
             }
         } else if self.down.len() < self.tolerates {
-            // One that is still catching up must not be missed by another one that goes.
+            // No further target may be lost while another target still lacks changes.
             wait_until_whole_but(self.client, self.down.len()).await;
             self.node.stores[drive].set_down(true);
             self.down.insert(drive);
@@ -89,7 +89,7 @@ async fn random_ops(text: &str, targets: usize, steps: u64) {
     let mut models: Vec<Option<Model>> = vec![None; 5];
     let mut last_versions = [0; 5];
     for step in 0..10 * steps {
-        // Enough is to be lost in any case.
+        // The run continues until enough faults have fired.
         let lost = node.fired() > 20 && (drives.losses > 5 || drives.tolerates == 0);
         if step >= steps && lost {
             break;
@@ -100,7 +100,7 @@ async fn random_ops(text: &str, targets: usize, steps: u64) {
         let old = models[index].clone();
         let mut new = old.clone().unwrap_or_default();
         if rng.random_bool(0.1) {
-            // Each target may or may not have taken what is lost.
+            // Each store fails either before or after it has executed the next transaction.
             for store in &node.stores {
                 store.arm(if rng.random_bool(0.5) { Loss::Before } else { Loss::After });
             }

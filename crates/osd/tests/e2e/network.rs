@@ -1,4 +1,4 @@
-//! Networks that break and clients that stall.
+//! Tests with breaking networks and stalled clients.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,9 +18,9 @@ use wire::{Data, Mutation, OpBytes};
 use crate::common::{Node, data, seed};
 use crate::raw::{Raw, head, mutate};
 
-/// Everything in one thread on a clock that only tests have, so that the seed replays it.
+/// Everything runs in one thread and on simulated time, so that the seed replays the run.
 #[tokio::test(start_paused = true)]
-async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
+async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
     let faults = StreamFaults {
         delay_max: Duration::from_millis(3),
         break_after_bytes: 12_000,
@@ -29,7 +29,7 @@ async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
         stall: Duration::from_millis(300),
         ..StreamFaults::NONE
     };
-    // Short enough that sessions are often gone before their clients are back.
+    // The time is so short that connections are often dropped before their clients return.
     let config = SessionConfig { hold: Duration::from_millis(30), ..SessionConfig::default() };
     let (stack, control) = SimStack::simulated(seed(), faults, config);
     let stack = Arc::new(stack);
@@ -47,7 +47,7 @@ async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
         let endpoint = endpoint.await.unwrap().unwrap();
         let options = || Options { inline_max: 1000, ..Options::default() };
         let connect = async || loop {
-            // The first attempt to connect may be one that the network refuses.
+            // The network may refuse an attempt to connect.
             if let Ok(client) = Client::connect_over(stack.clone(), &endpoint, options()).await {
                 return client;
             }
@@ -57,7 +57,7 @@ async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
         let object = |client: &Client| client.pool("pool").unwrap().object("object").unwrap();
         let appends = (0..120u64).map(|i| {
             let object = object(if i % 2 == 0 { &one } else { &other });
-            // Some travel inside messages, some are pulled.
+            // Some data travels inside messages, and some data is pulled.
             let bytes = data(if i % 3 == 0 { 3000 } else { 100 }, i);
             async move { (object.append(bytes.clone()).await.unwrap().appended_at as usize, bytes) }
         });
@@ -73,7 +73,7 @@ async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
     local.run_until(work).await;
 }
 
-/// Offers data that never comes.
+/// A source whose data never arrives.
 struct Stalled;
 
 impl BulkSource for Stalled {
@@ -89,7 +89,7 @@ impl BulkSource for Stalled {
 }
 
 #[tokio::test]
-async fn a_client_that_stalls_holds_up_nobody() {
+async fn a_stalled_client_does_not_block_other_clients() {
     let node = Node::start();
     let object = node.object().await;
     let stalled = Raw::connect(&node.endpoint, None).await;
@@ -100,13 +100,14 @@ async fn a_client_that_stalls_holds_up_nobody() {
     while node.staging.free_bytes().1 == node.staging.arena().len() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    // Its pull is under way; the object is free all the same, and so is the rest of the staging memory.
+    // The pull from the stalled client is in progress, but the object and the rest of the staging
+    // memory are free.
     object.put(data(3 << 20, 1)).await.unwrap();
     assert!(object.get().await.unwrap() == data(3 << 20, 1));
 }
 
 #[tokio::test]
-async fn a_node_that_is_gone_costs_its_clients_a_bounded_time() {
+async fn requests_to_a_stopped_node_fail_after_the_request_timeout() {
     let mut node = Node::start();
     let options = Options { request_timeout: Duration::from_millis(300), ..Options::default() };
     let client = node.client_with(options).await;
@@ -115,7 +116,7 @@ async fn a_node_that_is_gone_costs_its_clients_a_bounded_time() {
     node.osd.take().unwrap().stop();
     assert!(matches!(object.put("x").await, Err(Error::TimedOut(_))));
     node.restart();
-    // The client comes back by itself; what it had given up is not repeated.
+    // The client reconnects by itself, and does not repeat the request that has timed out.
     while object.put("").await.is_err() {}
     assert_eq!(object.get().await.unwrap(), "");
     client.close().await;

@@ -1,4 +1,4 @@
-//! Every op, from a client through TCP to the store and back.
+//! Tests every op from a client through the network to the store and back.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use messenger::BulkSink;
 use wire::{ObjectReply, ObjectRequest, Read, ReplyBody, RequestBody};
 
 #[tokio::test]
-async fn data_of_every_size_comes_back() {
+async fn objects_of_every_size_are_read_as_they_were_written() {
     let node = Node::start();
     let (_client, pool) = node.pool().await;
     for len in [0, 1, 4095, 4096, 4097, 65_536, 65_537, 300_000, (2 << 20) + 1, 5 << 20] {
@@ -27,7 +27,7 @@ async fn data_of_every_size_comes_back() {
     }
 }
 
-/// Takes whatever is pushed.
+/// A sink that accepts all pushed data.
 struct Sink;
 
 impl BulkSink for Sink {
@@ -40,9 +40,9 @@ impl BulkSink for Sink {
     }
 }
 
-/// A read of up to 2 MiB sees one version, whatever is changed while it waits for its turn and right after it.
+/// A read of up to 2 MiB sees one version, even if changes run before its turn and right after it.
 #[tokio::test]
-async fn a_short_read_needs_one_look_at_an_object_that_grows() {
+async fn a_short_read_of_a_growing_object_sees_one_version() {
     let node = Node::start();
     let object = node.object().await;
     object.put(data(300_000, 1)).await.unwrap();
@@ -67,13 +67,13 @@ async fn a_short_read_needs_one_look_at_an_object_that_grows() {
     };
     let (first, second, read, last) = tokio::join!(append(), append(), behind(), last());
     let Ok(ReplyBody::Object(ObjectReply::Read { sent, object_size, .. })) = read else { panic!("{read:?}") };
-    assert_eq!((first, second, last), (305_000, 310_000, 315_000), "all in their turn");
-    // It was asked when the object had 305 000 bytes, and may look once more.
+    assert_eq!((first, second, last), (305_000, 310_000, 315_000), "the appends take effect in order");
+    // The read was sent when the object had 305 000 bytes, and may need a second turn.
     assert!(object_size >= 310_000 && sent == object_size, "{sent} of {object_size} bytes");
 }
 
 #[tokio::test]
-async fn writes_at_any_offset_merge_with_what_is_there() {
+async fn writes_at_any_offset_merge_with_the_existing_data() {
     let node = Node::start();
     let object = node.object().await;
     let mut model = vec![0; 0];
@@ -117,7 +117,7 @@ async fn large_writes_at_odd_offsets_merge_at_both_ends() {
 }
 
 #[tokio::test]
-async fn appends_truncates_and_zeros() {
+async fn appends_truncations_and_zeroing_match_a_byte_vector() {
     let node = Node::start();
     let object = node.object().await;
     let mut model = Vec::new();
@@ -142,11 +142,11 @@ async fn appends_truncates_and_zeros() {
 }
 
 #[tokio::test]
-async fn xattrs_and_omap() {
+async fn xattrs_and_omap_entries_can_be_set_listed_and_removed() {
     let node = Node::start();
     let object = node.object().await;
     object.set_xattr("b", "2").await.unwrap();
-    object.set_xattr("_", "not the OSD's own").await.unwrap();
+    object.set_xattr("_", "not the OSD's own xattr").await.unwrap();
     assert_eq!(object.xattr("b").await.unwrap(), Some(Bytes::from("2")));
     assert_eq!(object.xattr("missing").await.unwrap(), None);
     let names: Vec<Bytes> = object.xattrs().await.unwrap().into_iter().map(|(name, _)| name).collect();
@@ -168,7 +168,7 @@ async fn xattrs_and_omap() {
 }
 
 #[tokio::test]
-async fn versions_only_grow_even_when_an_object_is_made_anew() {
+async fn versions_grow_even_if_an_object_is_removed_and_created_again() {
     let node = Node::start();
     let object = node.object().await;
     let first = object.put("1").await.unwrap().version;
@@ -182,31 +182,32 @@ async fn versions_only_grow_even_when_an_object_is_made_anew() {
 }
 
 #[tokio::test]
-async fn an_osd_that_has_never_seen_an_object_does_not_take_it_for_new() {
-    // Put over an object that is longer, as long, or shorter; in whole blocks and not.
+async fn an_osd_that_has_not_cached_an_object_does_not_treat_it_as_new() {
+    // The old object is longer than the new data, as long as it, or shorter, with and without
+    // partial blocks.
     for (old, len) in [(6, 5), (10_000, 4096), (8192, 8192), (0, 8192), (3 << 20, (2 << 20) + 7)] {
         let mut node = Node::start();
         let name = "object";
         let object = node.object().await;
         object.put(data(old, 1)).await.unwrap();
         let before = object.compound().set_xattr("a", "1").commit().await.unwrap();
-        assert_eq!(node.not_new(), 0, "it was new, and known from then on");
+        assert_eq!(node.not_new(), 0, "the object was new, and is cached from then on");
 
         node.restart();
         let client = node.client().await;
         let object = client.pool("pool").unwrap().object(name).unwrap();
         let refused = object.compound().if_absent().write_full("no").commit().await.unwrap_err();
         assert!(matches!(refused, Error::Node(NodeError::ConditionFailed { .. })), "{refused}");
-        assert_eq!(node.not_new(), 1, "it was tried as new");
+        assert_eq!(node.not_new(), 1, "the OSD first assumed that the object is new");
 
         node.restart();
         let client = node.client().await;
         let object = client.pool("pool").unwrap().object(name).unwrap();
         let changed = object.put(data(len, 2)).await.unwrap();
-        assert_eq!(node.not_new(), 1, "whether it is new does not matter");
+        assert_eq!(node.not_new(), 1, "a full write does not depend on whether the object is new");
         assert!(changed.version > before.version);
         assert_eq!(object.get().await.unwrap(), data(len, 2));
-        assert_eq!(object.xattr("a").await.unwrap(), Some("1".into()), "the rest of the object stays");
+        assert_eq!(object.xattr("a").await.unwrap(), Some("1".into()), "a full write keeps the xattrs");
 
         node.restart();
         let client = node.client().await;
@@ -220,7 +221,7 @@ async fn an_osd_that_has_never_seen_an_object_does_not_take_it_for_new() {
 }
 
 #[tokio::test]
-async fn compound_changes_happen_together_or_not_at_all() {
+async fn a_compound_applies_either_all_of_its_ops_or_none() {
     let node = Node::start();
     let object = node.object().await;
     let made = object
@@ -252,7 +253,7 @@ async fn compound_changes_happen_together_or_not_at_all() {
     assert_eq!(object.get().await.unwrap(), "changed");
     assert_eq!(object.xattr("a").await.unwrap(), None);
 
-    // The last op fails, so nothing of the ones before it happens.
+    // The last op fails, so the op before it takes no effect.
     let e = object.compound().write(0, "C").create().commit().await.unwrap_err();
     assert!(matches!(e, Error::Node(NodeError::Exists(_))));
     assert_eq!(object.get().await.unwrap(), "changed");
@@ -261,7 +262,7 @@ async fn compound_changes_happen_together_or_not_at_all() {
 }
 
 #[tokio::test]
-async fn large_and_small_data_in_one_change() {
+async fn a_change_can_write_large_and_small_data_unless_the_ranges_overlap() {
     let node = Node::start();
     let object = node.object().await;
     let large = data(3 << 20, 1);
@@ -273,7 +274,7 @@ async fn large_and_small_data_in_one_change() {
 }
 
 #[tokio::test]
-async fn pools_and_listings() {
+async fn pools_can_be_created_listed_and_removed_with_their_objects() {
     let node = Node::start();
     let (client, pool) = node.pool().await;
     assert!(matches!(client.create_pool("pool").await, Err(Error::Node(NodeError::PoolExists(_)))));
@@ -311,7 +312,7 @@ async fn pools_and_listings() {
 }
 
 #[tokio::test]
-async fn status_tells_targets_pools_and_sessions() {
+async fn the_status_reports_targets_pools_and_sessions() {
     let node = Node::start();
     let (client, _pool) = node.pool().await;
     let status = client.status().await.unwrap();

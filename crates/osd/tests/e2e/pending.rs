@@ -1,4 +1,4 @@
-//! Changes that come while the outcome of earlier ones is open.
+//! Changes that arrive while the outcome of earlier changes is not known yet.
 
 use base::block::Payload;
 use bytes::Bytes;
@@ -15,14 +15,15 @@ fn overwrite(offset: usize, bytes: &Bytes) -> RequestBody {
     mutate("object", vec![Mutation::Write { offset: offset as u64, source }], Data::None)
 }
 
-/// An object that does not exist yet, in a placement group that is in use.
+/// Returns an object that does not exist yet, in a placement group that is in use.
 async fn object(node: &Node) -> Object {
     let (_client, pool) = node.pool_of(1).await;
     pool.object("other").unwrap().put("x").await.unwrap();
     pool.object("object").unwrap()
 }
 
-/// Has `first` wait for its outcome while `then` comes, then lets both go; what came of each.
+/// Holds the outcome of `first` until the request `then` has arrived, and then releases both.
+/// Returns both outcomes.
 async fn while_pending<T>(
     node: &Node,
     first: impl Future<Output = T>,
@@ -33,7 +34,8 @@ async fn while_pending<T>(
     let following = async {
         node.waited(1).await;
         raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
-        // Requests of one connection begin in order, so that once this is answered the one before has got as far as it can.
+        // Requests of one connection begin in order. Once this request is answered, the previous
+        // one has therefore progressed as far as it can.
         raw.send(
             wire::encode_request(&head(2), &RequestBody::Admin(AdminRequest::PoolList)),
             Payload::default(),
@@ -58,9 +60,9 @@ async fn assert_is(object: &Object, expected: &[u8]) {
     assert!(object.get().await.unwrap() == expected);
 }
 
-/// A regression: the later write took over the size that the refused change would have left.
+/// Regression test: the later write recorded the size that the refused change would have set.
 #[tokio::test]
-async fn a_refused_truncation_does_not_show_in_what_a_later_write_leaves() {
+async fn a_write_during_a_refused_truncation_keeps_the_old_size() {
     let node = Node::start();
     let object = object(&node).await;
     let (old, new) = (data(4 * BLOCK, 1), data(BLOCK, 2));
@@ -73,9 +75,10 @@ async fn a_refused_truncation_does_not_show_in_what_a_later_write_leaves() {
     assert_is(&object, &[&new[..], &old[BLOCK..]].concat()).await;
 }
 
-/// A regression: the later write made an object whose recorded size was that of the refused one, and so could not be read.
+/// Regression test: the later write created an object with the recorded size of the refused write,
+/// so that the object could not be read.
 #[tokio::test]
-async fn a_write_after_a_refused_put_makes_an_object_of_its_own_size() {
+async fn a_write_during_a_refused_put_records_its_own_size() {
     let node = Node::start();
     let object = object(&node).await;
     let new = data(BLOCK, 2);
@@ -89,7 +92,7 @@ async fn a_write_after_a_refused_put_makes_an_object_of_its_own_size() {
 }
 
 #[tokio::test]
-async fn a_write_after_a_refused_growth_does_not_take_over_its_size() {
+async fn a_write_during_a_refused_extension_records_its_own_size() {
     let node = Node::start();
     let object = object(&node).await;
     let (old, new) = (data(2 * BLOCK, 1), data(BLOCK, 2));
@@ -105,7 +108,7 @@ async fn a_write_after_a_refused_growth_does_not_take_over_its_size() {
 }
 
 #[tokio::test]
-async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone() {
+async fn overwrites_within_an_object_run_in_parallel_and_fail_independently() {
     let node = Node::start();
     let object = object(&node).await;
     let (old, new) = (data(4 * BLOCK, 1), data(BLOCK, 2));
@@ -127,14 +130,14 @@ async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone(
     assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
 }
 
-/// Whether the change was made only the store could say, and that fails.
+/// Only the store knows whether the change was made, and the store fails.
 #[tokio::test]
-async fn a_retry_that_is_refused_leaves_the_outcome_unknown() {
+async fn a_retry_that_finds_its_store_failed_returns_outcome_unknown() {
     let mut node = Node::start();
     let object = object(&node).await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     raw.changed(head(1), append("object", "x")).await.unwrap();
-    // What the OSD knew of the change is gone.
+    // The restarted OSD has cached nothing about the change.
     node.restart();
     let mut raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
     let retry = wire::RequestHead { retry: true, ..head(1) };

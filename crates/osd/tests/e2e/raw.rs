@@ -1,4 +1,4 @@
-//! A client that speaks the protocol by hand, so that it can say what a real one never would.
+//! A client that encodes requests itself, so that it can send requests that no real client sends.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub(crate) struct Raw {
     pub(crate) session: SessionId,
 }
 
-/// A head as a first attempt has it.
+/// Returns the head of a request's first attempt.
 pub(crate) fn head(seq: u64) -> RequestHead {
     RequestHead { seq, acked_through: 0, retry: false, deadline_ms: 10_000 }
 }
@@ -29,7 +29,7 @@ pub(crate) fn name(object: &str) -> WireName {
     }
 }
 
-/// A change that appends a few bytes.
+/// Returns a request that appends a few bytes.
 pub(crate) fn append(object: &str, bytes: &'static str) -> RequestBody {
     mutate(object, vec![Mutation::Append(OpBytes::Embedded(bytes.into()))], Data::None)
 }
@@ -75,7 +75,7 @@ impl Raw {
         self.connection.send(Message { header, payload }).await.unwrap();
     }
 
-    /// The next reply; `None` if the node has ended the session.
+    /// Returns the next reply; `None` if the node has closed the connection.
     pub(crate) async fn reply(&mut self) -> Option<Reply> {
         loop {
             match self.incoming.next().await {

@@ -1,4 +1,4 @@
-//! Pools with redundancy: losing targets, getting them back.
+//! Pools with redundancy: loss and return of targets.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use crate::common::{Node, data, seed};
 /// Small units, so that small objects have several stripes.
 pub(crate) const UNIT: u32 = 8 << 10;
 
-/// Targets that have failed stay so until the operator says otherwise.
+/// Returns a configuration with which a failed target stays unused until the operator requests its
+/// use.
 pub(crate) fn config() -> OsdConfig {
     let (failing_pause, hopeful_for) = (Duration::from_secs(3600), Duration::ZERO);
     let target_retry = TargetRetry {
@@ -27,13 +28,13 @@ pub(crate) fn config() -> OsdConfig {
     OsdConfig { upkeep_interval: Duration::from_millis(5), target_retry, ..OsdConfig::default() }
 }
 
-/// What a pool is to have, with small units.
+/// Parses a redundancy scheme and sets a small stripe unit.
 pub(crate) fn redundancy(text: &str) -> Redundancy {
     let redundancy: Redundancy = text.parse().unwrap();
     redundancy.with_stripe_unit(UNIT).unwrap_or(redundancy)
 }
 
-/// A node with just the targets that a pool takes, and objects of all kinds of sizes in it.
+/// A node with exactly the targets that a pool needs, and objects of various sizes in the pool.
 pub(crate) struct Rig {
     pub(crate) node: Node,
     pub(crate) client: Client,
@@ -46,7 +47,7 @@ impl Rig {
         Rig::of(text, groups, redundancy(text).targets(), config()).await
     }
 
-    /// With more targets than a pool takes, or another OSD.
+    /// Creates a node with this number of targets and this configuration.
     pub(crate) async fn of(text: &str, groups: u32, targets: usize, config: OsdConfig) -> Rig {
         let redundancy = redundancy(text);
         let mut node = Node::of(targets, config);
@@ -69,7 +70,7 @@ impl Rig {
         for (name, bytes) in &self.objects {
             let read = self.pool.object(name).unwrap().get().await;
             let read = read.unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
-            assert!(read == *bytes, "{name} is another one, {what}");
+            assert!(read == *bytes, "{name} has other content, {what}");
         }
     }
 
@@ -77,7 +78,7 @@ impl Rig {
         targets.iter().for_each(|&target| self.node.stores[target].set_down(down));
     }
 
-    /// Brings targets back that have failed, and waits until they have caught up.
+    /// Brings failed targets back, and waits until they are in sync.
     pub(crate) async fn bring_back(&self, targets: &[usize]) {
         self.set_down(targets, false);
         for &target in targets {
@@ -87,12 +88,12 @@ impl Rig {
     }
 }
 
-/// Waits until all placement groups have all their targets.
+/// Waits until all placement groups have all their members in sync.
 pub(crate) async fn wait_until_whole(client: &Client) {
     wait_until_whole_but(client, 0).await;
 }
 
-/// Waits until all placement groups have all their targets but `missing` ones that are gone.
+/// Waits until all placement groups are in sync, except for `missing` targets that are lost.
 pub(crate) async fn wait_until_whole_but(client: &Client, missing: usize) {
     let whole = async {
         loop {
@@ -107,19 +108,19 @@ pub(crate) async fn wait_until_whole_but(client: &Client, missing: usize) {
         }
     };
     if tokio::time::timeout(Duration::from_secs(60), whole).await.is_err() {
-        panic!("not whole again: {:#?}", client.status().await);
+        panic!("placement groups are still degraded: {:#?}", client.status().await);
     }
 }
 
 const SIZES: [usize; 9] = [0, 1, 4096, 5000, 8192, 65_536, 70_001, 300_000, 5_000_001];
 
-/// All subsets of `0..n` with 1 to `most` elements.
+/// Returns all subsets of `0..n` with 1 to `most` elements.
 fn subsets(n: usize, most: usize) -> Vec<Vec<usize>> {
     let members = |bits: u32| (0..n).filter(|i| bits & (1 << i) != 0).collect();
     (1u32..1 << n).filter(|bits| bits.count_ones() as usize <= most).map(members).collect()
 }
 
-/// Reads of fragments by each store so far.
+/// Returns the number of fragment reads of each store so far.
 fn reads(rig: &Rig) -> Vec<u64> {
     rig.node.stores.iter().map(|store| store.reads.load(Ordering::SeqCst)).collect()
 }
@@ -155,7 +156,7 @@ async fn reads_of_a_mirrored_object_are_spread_over_its_copies() {
     for _ in 0..4 {
         rig.check("a copy is lost").await;
     }
-    assert!(rig.node.fired() >= 1, "the target was asked");
+    assert!(rig.node.fired() >= 1, "the lost target was called");
 }
 
 /// Tests that are long and do not depend on the network.
@@ -177,27 +178,27 @@ mod tcp_only {
     }
 
     #[tokio::test]
-    async fn every_loss_that_2_1_bears() {
+    async fn ec_2_1_survives_every_loss_of_one_target() {
         every_pattern("ec:2+1", 2, 1).await;
     }
 
     #[tokio::test]
-    async fn every_loss_that_4_2_bears() {
+    async fn ec_4_2_survives_every_loss_of_up_to_two_targets() {
         every_pattern("ec:4+2", 4, 2).await;
     }
 
     #[tokio::test]
-    async fn every_loss_that_6_3_bears() {
+    async fn ec_6_3_survives_every_loss_of_up_to_three_targets() {
         every_pattern("ec:6+3", 6, 3).await;
     }
 
     #[tokio::test]
-    async fn every_loss_that_a_mirror_bears() {
+    async fn a_mirror_of_three_survives_every_loss_of_up_to_two_targets() {
         every_pattern("mirror:3", 1, 2).await;
     }
 
     #[tokio::test]
-    async fn a_thousand_losses_that_10_4_bears() {
+    async fn ec_10_4_survives_a_thousand_random_losses_of_targets() {
         let mut rng = StdRng::seed_from_u64(seed());
         let mut rig = Rig::new("ec:10+4", 1).await;
         rig.fill(&[5000, 300_000]).await;
@@ -211,14 +212,16 @@ mod tcp_only {
     }
 
     #[tokio::test]
-    async fn one_loss_too_many_is_an_error() {
+    async fn requests_fail_if_one_target_too_many_is_lost() {
         for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
             let mut rig = Rig::new(redundancy, 2).await;
-            // Of an empty object the OSD knows all that there is.
+            // An empty object is left out, because the OSD can read it without any data of a
+            // target.
             rig.fill(&SIZES[1..]).await;
             rig.set_down(lost, true);
             for number in 0..8 {
-                // Small objects that are still there could be read until the loss is noticed.
+                // Until the OSD notices the loss, it could read small objects from the remaining
+                // targets.
                 let put =
                     rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
                 let e = put.unwrap_err().to_string();
@@ -236,9 +239,9 @@ mod tcp_only {
     }
 
     #[tokio::test]
-    async fn what_is_made_while_a_target_is_rebuilt_is_on_it_too() {
+    async fn objects_written_during_a_rebuild_are_also_on_the_rebuilt_target() {
         let redundancy = redundancy("ec:2+1");
-        // Slow enough for a few hundred objects to be made meanwhile.
+        // The rebuild is so slow that a few hundred objects can be written during it.
         let mut node = Node::of(4, OsdConfig { rebuild_rate: 2 << 20, ..config() });
         node.restart();
         let client = node.client().await;
@@ -248,7 +251,7 @@ mod tcp_only {
         for number in 0..100 {
             pool.object(&format!("o{number}")).unwrap().put(content(number)).await.unwrap();
         }
-        // One of them is a spare.
+        // One of the four targets is a spare.
         client.set_target_out(0, true).await.unwrap();
         let rebuilt = client.status().await.unwrap().rebuild.objects;
         for number in 100..300 {

@@ -1,4 +1,5 @@
-//! Nothing is applied twice and nothing acknowledged is lost, whatever goes away in between.
+//! No change is applied twice and no acknowledged change is lost, even if stores, connections or
+//! the OSD fail in between.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use crate::common::{Loss, Node, data};
 use crate::raw::{Raw, append, head};
 
 #[tokio::test]
-async fn a_change_whose_store_is_lost_happens_once() {
+async fn a_change_takes_effect_once_although_its_store_is_lost() {
     let node = Node::start();
     let object = node.object().await;
     let mut model = Vec::new();
@@ -41,7 +42,7 @@ async fn a_change_whose_store_is_lost_happens_once() {
 }
 
 #[tokio::test]
-async fn what_a_lost_session_left_queued_is_not_told_before_it_is_durable() {
+async fn a_change_left_queued_by_a_lost_session_is_acknowledged_once_durable() {
     let node = Node::start();
     let object = node.object().await;
     object.append(data(10, 1)).await.unwrap();
@@ -49,7 +50,7 @@ async fn what_a_lost_session_left_queued_is_not_told_before_it_is_durable() {
     node.hold(true);
     let mut append = Box::pin(object.append(data(10, 2)));
     tokio::select! {
-        done = &mut append => panic!("answered, and not durable: {done:?}"),
+        done = &mut append => panic!("acknowledged before it was durable: {done:?}"),
         () = node.waited(1) => {}
     }
     assert_eq!(node.fired(), 1, "the fault fired");
@@ -60,7 +61,7 @@ async fn what_a_lost_session_left_queued_is_not_told_before_it_is_durable() {
 }
 
 #[tokio::test]
-async fn a_read_that_outlives_its_session_does_not_mix_two_versions() {
+async fn a_read_that_outlives_the_stores_session_does_not_mix_two_versions() {
     let node = Node::start();
     let object = node.object().await;
     let (old, new) = (data(8192, 1), data(12_288, 2));
@@ -69,7 +70,7 @@ async fn a_read_that_outlives_its_session_does_not_mix_two_versions() {
     node.hold(true);
     let overwritten = async {
         node.waited(1).await;
-        // The read has its place; what comes after it goes through to the store.
+        // The read has been submitted to the store, so that later changes can reach the store, too.
         let put = async { object.put(new.clone()).await.unwrap() };
         let lost = async {
             node.waited(2).await;
@@ -84,7 +85,7 @@ async fn a_read_that_outlives_its_session_does_not_mix_two_versions() {
 }
 
 #[tokio::test]
-async fn a_read_waits_for_its_store() {
+async fn a_read_is_repeated_when_its_store_was_lost() {
     let node = Node::start();
     let object = node.object().await;
     object.put(data(100_000, 1)).await.unwrap();
@@ -94,14 +95,14 @@ async fn a_read_waits_for_its_store() {
 }
 
 #[tokio::test]
-async fn appends_of_many_happen_once_each_while_the_store_is_lost_again_and_again() {
+async fn concurrent_appends_take_effect_once_each_while_the_store_fails_repeatedly() {
     let node = Node::start();
     let object = node.object().await;
     let appends = (0..200u64).map(|i| {
         let object = object.clone();
         async move { object.append(i.to_le_bytes().to_vec()).await.unwrap() }
     });
-    // Each is armed once the one before has fired, as long as there is something left to be appended.
+    // Each fault is armed once the previous fault has fired, as long as appends remain.
     let faults = async {
         for i in 0..20 {
             let fired = node.fired();
@@ -129,7 +130,7 @@ async fn appends_of_many_happen_once_each_while_the_store_is_lost_again_and_agai
 }
 
 #[tokio::test]
-async fn appends_happen_once_each_across_restarts_of_the_osd() {
+async fn appends_take_effect_once_each_across_restarts_of_the_osd() {
     let mut node = Node::start();
     let object = Arc::new(node.object().await);
     let appends: Vec<_> = (0..8u64)
@@ -165,14 +166,14 @@ async fn appends_happen_once_each_across_restarts_of_the_osd() {
 }
 
 #[tokio::test]
-async fn a_repeated_request_gets_its_first_result_also_from_another_osd() {
+async fn a_retry_gets_its_first_result_even_after_a_restart_of_the_osd() {
     let mut node = Node::start();
     let object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let first = raw.changed(head(1), append("object", "once")).await.unwrap();
     let again = RequestHead { retry: true, ..head(1) };
     assert_eq!(raw.changed(again, append("object", "once")).await.unwrap(), first);
-    // Never applied, so applied now: a retry whose first attempt got lost on the way.
+    // The first attempt of this request was lost on the way, so the retry is executed.
     let lost = RequestHead { retry: true, ..head(2) };
     let second = raw.changed(lost, append("object", "twice")).await.unwrap();
 
@@ -198,7 +199,7 @@ async fn a_retry_from_beyond_the_window_is_refused() {
     assert_eq!(raw.changed(old, append("object", "x")).await, Err(Error::RequestExpired));
     let last = RequestHead { retry: true, ..head(200) };
     assert!(raw.changed(last, append("object", "x")).await.is_ok(), "inside the window");
-    // A client that never acknowledges anything does not keep the node from forgetting.
+    // A client that never acknowledges results does not keep the node from removing them.
     for seq in 201..=201 + REQUEST_WINDOW + 100 {
         raw.changed(head(seq), append("object", "x")).await.unwrap();
     }
@@ -208,7 +209,7 @@ async fn a_retry_from_beyond_the_window_is_refused() {
 }
 
 #[tokio::test]
-async fn idle_sessions_expire_for_good() {
+async fn retries_of_an_expired_session_are_refused_even_after_a_restart() {
     let quick = Duration::from_millis(50);
     let config = OsdConfig { session_expiry: quick, collect_interval: quick, ..OsdConfig::default() };
     let mut node = Node::start_with(config);
@@ -227,14 +228,15 @@ async fn idle_sessions_expire_for_good() {
     assert_eq!(object.get().await.unwrap(), "x");
 }
 
-/// Memory cannot be offered on a session that is lost already, which is no reason for a request to fail.
+/// A request must not fail because it cannot offer memory on a connection that was just lost.
 #[tokio::test]
-async fn requests_that_find_their_session_lost_are_sent_on_the_next() {
+async fn requests_that_find_their_connection_lost_are_sent_on_the_next_one() {
     let mut node = Node::start();
     let object = node.object().await;
     object.put("x").await.unwrap();
     let asking = object.clone();
-    // Woken again at once each time, so that it runs after the session is lost and before the client's own task does.
+    // The task wakes itself at once each time, so that it runs after the connection is lost and
+    // before the client's own task does.
     let begun = tokio::spawn(std::future::poll_fn(move |context| {
         let begun = std::pin::pin!(asking.get()).poll(context);
         context.waker().wake_by_ref();
@@ -250,7 +252,7 @@ async fn requests_that_find_their_session_lost_are_sent_on_the_next() {
 }
 
 #[tokio::test]
-async fn a_connection_that_lost_its_session_is_not_listened_to() {
+async fn requests_on_a_connection_that_lost_its_session_are_refused() {
     let node = Node::start();
     let _object = node.object().await;
     let mut old = Raw::connect(&node.endpoint, None).await;

@@ -1,5 +1,4 @@
-//! Sessions begin, end, expire and are replaced, whatever the clocks do; nothing is carried out
-//! twice.
+//! Sessions begin, end, expire and are replaced, even if clocks step. No request is executed twice.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,7 +24,7 @@ use crate::redundancy::redundancy;
 
 const TWO_DAYS_S: i64 = 48 * 3600;
 
-/// A clock that a test steps.
+/// A wall clock that a test can step.
 #[derive(Clone, Default)]
 struct Steps(Arc<AtomicI64>);
 
@@ -48,7 +47,7 @@ fn again(seq: u64) -> RequestHead {
     RequestHead { retry: true, ..head(seq) }
 }
 
-/// A collection of a placement group and the object in it that has the group's own records.
+/// Returns the collection of a placement group, and the object that stores the group's own records.
 fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
     let mut id = BytesMut::new();
     id.put_u8(b'P');
@@ -57,7 +56,7 @@ fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
     (CollectionId::new(id).unwrap(), ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")).unwrap())
 }
 
-/// Keys of the records of all placement groups, on all targets.
+/// Returns the keys of the records of all placement groups, on all targets.
 async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
     let mut keys = Vec::new();
     for store in stores {
@@ -104,7 +103,7 @@ impl Raw {
 }
 
 #[tokio::test]
-async fn a_closed_session_leaves_nothing_behind_and_its_repeats_are_refused() {
+async fn a_closed_session_leaves_no_records_and_its_retries_are_refused() {
     let mut node = Node::start();
     let (_client, pool) = node.pool_of(1).await;
     let object = pool.object("object").unwrap();
@@ -115,7 +114,11 @@ async fn a_closed_session_leaves_nothing_behind_and_its_repeats_are_refused() {
     assert!(matches!(raw.changed(head(2), append("object", "late")).await, Err(Error::NoSession(_))));
     let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
     assert_eq!(late.changed(again(1), append("object", "once")).await, Err(Error::RequestExpired));
-    assert_eq!(of_session(&records(&node.stores).await, closed), 2, "mark and result wait for a change");
+    assert_eq!(
+        of_session(&records(&node.stores).await, closed),
+        2,
+        "the mark and the result stay until the next change"
+    );
 
     object.append("+").await.unwrap();
     assert_eq!(of_session(&records(&node.stores).await, closed), 0);
@@ -123,7 +126,7 @@ async fn a_closed_session_leaves_nothing_behind_and_its_repeats_are_refused() {
     node.restart();
     let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
     assert_eq!(late.changed(again(1), append("object", "once")).await, Err(Error::RequestExpired));
-    // What is new is carried out even so, once.
+    // A new request in the closed session is still executed, exactly once.
     late.changed(head(7), append("object", "new")).await.unwrap();
     assert!(late.changed(again(7), append("object", "new")).await.is_ok());
     assert_eq!(late.changed(again(8), append("object", "?")).await, Err(Error::RequestExpired));
@@ -131,7 +134,7 @@ async fn a_closed_session_leaves_nothing_behind_and_its_repeats_are_refused() {
 }
 
 #[tokio::test]
-async fn a_crash_between_the_close_and_the_next_change_lets_nothing_happen_twice() {
+async fn no_request_runs_twice_after_a_crash_between_a_close_and_the_next_change() {
     let mut node = Node::start();
     let (_client, pool) = node.pool_of(1).await;
     let object = pool.object("object").unwrap();
@@ -139,8 +142,8 @@ async fn a_crash_between_the_close_and_the_next_change_lets_nothing_happen_twice
     let first = raw.changed(head(1), append("object", "once")).await.unwrap();
     let closed = raw.session;
     raw.close_session().await;
-    // The records were not removed yet: the OSD forgets that the session was closed, and still has
-    // its result.
+    // The records were not removed yet. The restarted OSD does not know that the session was
+    // closed, and still has its result.
     node.restart();
     let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
     assert_eq!(late.changed(again(1), append("object", "once")).await, Ok(first));
@@ -148,7 +151,7 @@ async fn a_crash_between_the_close_and_the_next_change_lets_nothing_happen_twice
 }
 
 #[tokio::test]
-async fn living_sessions_are_not_forgotten_with_those_that_close() {
+async fn a_group_that_forgets_closed_sessions_does_not_forget_living_sessions() {
     let mut node = Node::start();
     let (_client, pool) = node.pool_of(1).await;
     let object = pool.object("object").unwrap();
@@ -158,7 +161,8 @@ async fn living_sessions_are_not_forgotten_with_those_that_close() {
         short.changed(head(1), append("object", "s")).await.unwrap();
         short.close_session().await;
     }
-    // The younger sessions' results are gone; the older session has not changed anything here yet.
+    // The younger sessions' results were removed; the older session has not changed anything in
+    // this group yet.
     let first = old.changed(again(1), append("object", "old")).await.unwrap();
     assert_eq!(old.changed(again(1), append("object", "old")).await, Ok(first));
     let mut unseen = Raw::connect(&node.endpoint, None).await;
@@ -196,7 +200,8 @@ async fn clients_end_and_leave_no_records(kind: &str) {
             drop(other);
         }
     }
-    // The drops are told in the background, and each change forgets four.
+    // Dropped clients close their sessions in the background, and each change forgets four
+    // sessions.
     let mut left = usize::MAX;
     for _ in 0..500 {
         object.put("z").await.unwrap();
@@ -208,11 +213,11 @@ async fn clients_end_and_leave_no_records(kind: &str) {
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(left, 1, "{kind}: only the session that is still there has a mark");
+    assert_eq!(left, 1, "{kind}: only the open session has a mark");
     client.close().await;
 }
 
-/// A mark as it is stored: low water, and time of the last change.
+/// Returns a session's mark in its stored form: low water, and time of the last change.
 fn mark(active_ms: u64) -> Bytes {
     #[derive(serde::Serialize)]
     struct Mark {
@@ -222,7 +227,8 @@ fn mark(active_ms: u64) -> Bytes {
     postcard::to_allocvec(&Mark { low_water: 0, active_ms }).unwrap().into()
 }
 
-/// Gives a session a result of request 1, as an OSD that ran before did.
+/// Adds the records that an earlier OSD would have left: the session's mark, and the results of its
+/// first `results` requests.
 fn leave_records(entries: &mut Vec<(Bytes, Bytes)>, session: SessionId, active_ms: u64, results: u64) {
     let id = session.0.to_be_bytes();
     let result = postcard::to_allocvec(&Mutated { version: 1, size: 1, appended_at: 0 }).unwrap();
@@ -234,7 +240,7 @@ fn leave_records(entries: &mut Vec<(Bytes, Bytes)>, session: SessionId, active_m
 }
 
 #[tokio::test]
-async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
+async fn thousands_of_sessions_expire_in_steps_while_requests_continue() {
     let expiry = Duration::from_millis(300);
     let config = OsdConfig {
         session_expiry: expiry,
@@ -246,8 +252,8 @@ async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
     let object = pool.object("object").unwrap();
     object.append("x").await.unwrap();
     node.osd.take().unwrap().stop();
-    // Sessions of this version and, with times in their ids, of the one before; one has many
-    // results.
+    // Half of the sessions have ids of this version. The other half have ids of the previous
+    // version, which contain times. One more session has many results.
     let (now_ms, many) = (1_800_000_000_000u64, SessionId::new(SessionId::FIRST_GENERATION, 9999, 1));
     let mut entries = vec![(Bytes::from_static(b"h"), Bytes::copy_from_slice(&now_ms.to_be_bytes()))];
     let sessions: Vec<SessionId> = (0..2000)
@@ -287,7 +293,7 @@ async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let (transactions, largest) = store.watched();
-    assert!(transactions >= 4001 / 32, "{transactions} transactions removed what the sessions had left");
+    assert!(transactions >= 4001 / 32, "{transactions} transactions removed the records of the sessions");
     assert!(largest <= 1024 + 32 + 2, "a transaction removed {largest} entries");
     for session in [sessions[0], sessions[1], many] {
         let mut late = Raw::connect(&node.endpoint, Some(session)).await;
@@ -298,7 +304,7 @@ async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
 }
 
 #[tokio::test]
-async fn clients_go_on_whatever_steps_the_clock_of_the_osd_takes() {
+async fn clients_continue_although_the_wall_clock_of_the_osd_steps() {
     let steps = Steps::default();
     let config = OsdConfig {
         clock: steps.clock(),
@@ -320,7 +326,7 @@ async fn clients_go_on_whatever_steps_the_clock_of_the_osd_takes() {
         if restarts {
             node.restart();
         }
-        // Several turns of the collector.
+        // The collector runs several times during this pause.
         tokio::time::sleep(Duration::from_millis(100)).await;
         object.append("c").await.unwrap();
         expected += "rc";
@@ -332,7 +338,7 @@ async fn clients_go_on_whatever_steps_the_clock_of_the_osd_takes() {
                 "after {step} s"
             );
         }
-        // A session made now, whose first request got lost, and then its end.
+        // Open a new session whose first attempt at a request was lost, and then close the session.
         let mut fresh = Raw::connect(&node.endpoint, None).await;
         let first = fresh.changed(again(1), append("object", "f")).await;
         assert!(first.is_ok(), "after a step of {step} s: {first:?}");
@@ -343,7 +349,7 @@ async fn clients_go_on_whatever_steps_the_clock_of_the_osd_takes() {
     assert_eq!(format!("{client:?}"), session, "the client still has its session");
     let stamp = object.stat().await.unwrap().modified_ms;
     let now_ms = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis() as u64;
-    assert!(stamp < now_ms - 24 * 3600 * 1000, "the clock that was stepped is the OSD's");
+    assert!(stamp < now_ms - 24 * 3600 * 1000, "the OSD uses the stepped clock");
 }
 
 #[tokio::test]
@@ -360,13 +366,13 @@ async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_wri
     part.part = Some(PartId { upload, index: 0 });
     raw.changed(head(1), RequestBody::Object(ObjectRequest::Mutate(part))).await.unwrap();
     steps.step(-TWO_DAYS_S);
-    assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 0, "its client is there");
+    assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 0, "its client is connected");
     raw.close_session().await;
     assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 1);
 }
 
 #[tokio::test]
-async fn many_sessions_opened_on_one_connection_do_not_keep_others_out() {
+async fn many_sessions_opened_on_one_connection_do_not_block_other_clients() {
     let node = Node::start_with(OsdConfig { sessions: 4, ..OsdConfig::default() });
     let mut raw = Raw::connect(&node.endpoint, None).await;
     for _ in 0..10 {
@@ -393,7 +399,7 @@ async fn a_client_waits_for_a_session_while_the_node_has_too_many() {
 }
 
 #[tokio::test]
-async fn a_client_whose_session_the_node_does_not_know_opens_another_one() {
+async fn a_client_whose_session_is_unknown_to_the_node_opens_a_new_session() {
     let mut node = Node::start();
     node.restart();
     let (client, pool) = node.pool_of(1).await;
@@ -401,21 +407,21 @@ async fn a_client_whose_session_the_node_does_not_know_opens_another_one() {
     object.append("before").await.unwrap();
     let session = format!("{client:?}");
     node.osd.take().unwrap().stop();
-    // The node comes back as it was before it first started.
+    // Without its stored age, the node starts as if for the first time.
     for store in &node.stores {
         let (cid, oid) = (CollectionId::new("N").unwrap(), ObjectId::new("runs").unwrap());
         store.inner().queue_transaction(Transaction::new(cid).with(Op::Remove { oid })).await.unwrap();
     }
     node.restart();
-    // A question may be asked in both sessions; a change could be under way in the old one, and be
-    // unknown.
+    // The query can be repeated in a new session, so its answer shows that the client has one. A
+    // change that was sent in the old session would have an unknown outcome.
     client.pools().await.unwrap();
     object.append("after").await.unwrap();
-    assert_ne!(format!("{client:?}"), session, "it is another session");
+    assert_ne!(format!("{client:?}"), session, "the client has a new session");
     assert_eq!(object.get().await.unwrap(), "beforeafter");
 }
 
-/// A node that says what the test wants.
+/// A node whose replies the test determines.
 struct Script {
     listener: Box<dyn Listener>,
     connection: Option<(Arc<dyn Connection>, Box<dyn Incoming>)>,
@@ -428,7 +434,8 @@ impl Script {
         (Script { listener, connection: None }, endpoint)
     }
 
-    /// The next request to open a session, on a new connection: the session that it presents.
+    /// Accepts a connection with a request to open a session. Returns the session that the client
+    /// presents.
     async fn opening(&mut self) -> Option<SessionId> {
         self.connection = Some(self.listener.accept().await.unwrap());
         match self.request().await {
@@ -472,8 +479,8 @@ fn session(number: u32) -> SessionId {
 
 const MUTATED: Mutated = Mutated { version: 1, size: 1, appended_at: 0 };
 
-/// Connects to a node whose part the test plays, with a session; a change and a question are sent
-/// there.
+/// Connects a client to the scripted node with a session, and sends a change and a query that the
+/// node does not answer yet.
 async fn two_under_way(
     script: &mut Script,
     endpoint: &str,
@@ -500,11 +507,11 @@ async fn two_under_way(
 }
 
 #[tokio::test]
-async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_another() {
+async fn changes_of_a_refused_session_are_unknown_and_queries_use_a_new_session() {
     let (mut script, endpoint) = Script::start().await;
     let (client, change, question) = two_under_way(&mut script, &endpoint).await;
     script.cut().await;
-    // A passing refusal first: the session stays.
+    // After a temporary refusal, the client keeps its session.
     assert_eq!(script.opening().await, Some(session(1)));
     let (what, advice) = ("sessions".to_owned(), "wait".to_owned());
     script.answer(0, Err(Error::Busy { what, limit: 1, advice })).await;
@@ -517,13 +524,13 @@ async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_a
     let client::Error::OutcomeUnknown(why) = unknown else { panic!("{unknown}") };
     assert!(matches!(*why, client::Error::Node(e) if e == refused));
 
-    assert_eq!(script.opening().await, None, "a new session");
+    assert_eq!(script.opening().await, None, "the client asks for a new session");
     script.open(session(2)).await;
     let (asked, body) = script.request().await;
     assert_eq!(
         body,
         RequestBody::Admin(AdminRequest::PoolList),
-        "what changes nothing is asked again, what may have changed is not"
+        "the query is sent again, the change is not"
     );
     script.answer(asked.seq, Ok(ReplyBody::Admin(AdminReply::Pools(Vec::new())))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
@@ -534,15 +541,15 @@ async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_a
     script.answer(sent.seq, Ok(ReplyBody::Object(ObjectReply::Mutated(MUTATED)))).await;
     assert_eq!(next.await.unwrap().unwrap(), MUTATED);
     drop(client);
-    assert!(matches!(script.request().await, (_, RequestBody::CloseSession)), "the last handle has gone");
+    assert!(matches!(script.request().await, (_, RequestBody::CloseSession)), "the last handle was dropped");
 }
 
 #[tokio::test]
-async fn a_change_that_waits_to_be_repeated_is_not_sent_in_another_session() {
+async fn a_change_that_waits_for_its_retry_is_not_sent_in_a_new_session() {
     let (mut script, endpoint) = Script::start().await;
     let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
-    // The request takes effect or not, says this; the client pauses, then repeats it. A few of them
-    // make the pause long.
+    // This error says that the request may or may not take effect. The client pauses and then sends
+    // a retry. Several of these errors make the pause long.
     for round in 0..6 {
         script.answer(1, Err(Error::Unavailable(format!("test {round}")))).await;
         if round < 5 {
@@ -562,7 +569,7 @@ async fn a_change_that_waits_to_be_repeated_is_not_sent_in_another_session() {
 }
 
 #[tokio::test]
-async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_node_speaks_its_version() {
+async fn a_client_refused_for_its_version_works_once_the_node_supports_the_version() {
     let (mut script, endpoint) = Script::start().await;
     let (client, change, question) = two_under_way(&mut script, &endpoint).await;
     script.cut().await;
@@ -572,7 +579,7 @@ async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_nod
     assert!(unknown.may_have_taken_effect(), "{unknown}");
     let refused = question.await.unwrap().unwrap_err();
     assert!(matches!(refused, client::Error::Node(Error::WrongVersion { .. })), "{refused}");
-    assert_eq!(script.opening().await, Some(session(1)), "results may still be asked for");
+    assert_eq!(script.opening().await, Some(session(1)), "the client keeps its session to ask for results");
     script.open(session(1)).await;
     let asking = client.clone();
     let question = tokio::spawn(async move { asking.pools().await });
@@ -581,9 +588,9 @@ async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_nod
     assert_eq!(question.await.unwrap().unwrap(), []);
 }
 
-/// The result of the first attempt went with the pool.
+/// The result of the first attempt was removed with the pool.
 #[tokio::test]
-async fn a_repeated_change_in_a_pool_that_has_gone_is_unknown() {
+async fn the_outcome_of_a_retry_in_a_removed_pool_is_unknown() {
     let (mut script, endpoint) = Script::start().await;
     let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
     script.cut().await;
@@ -599,7 +606,7 @@ async fn a_repeated_change_in_a_pool_that_has_gone_is_unknown() {
 }
 
 #[tokio::test]
-async fn a_change_that_was_sent_once_into_no_pool_has_not_taken_effect() {
+async fn a_change_sent_once_to_a_missing_pool_has_not_taken_effect() {
     let (mut script, endpoint) = Script::start().await;
     let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
     script.answer(1, Err(Error::NoSuchPool("pool".into()))).await;
@@ -612,7 +619,7 @@ async fn a_change_that_was_sent_once_into_no_pool_has_not_taken_effect() {
 mod tcp_only {
     use super::*;
 
-    /// Without `CloseSession`, 5,535 short sessions fill the index of a target of this size.
+    /// Without `CloseSession`, 5,535 short sessions would fill the index of a target of this size.
     #[tokio::test]
     async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
         let image = SimStore::format(vec![0; 16 << 20], Uuid::from_u128(1)).unwrap();
@@ -643,8 +650,8 @@ mod tcp_only {
                 most = most.max(records(&node.stores).await.len());
             }
         }
-        assert!(most < 16, "{most} records of at most a few sessions");
+        assert!(most < 16, "{most} records remained");
         let commits = commits.load(Ordering::SeqCst) - commits_before;
-        assert_eq!(commits, 8000, "a session costs the commit of its change, and no other");
+        assert_eq!(commits, 8000, "each session causes only the commit of its change");
     }
 }

@@ -1,4 +1,4 @@
-//! Staging memory is bounded, whatever clients ask for at a time.
+//! Staging memory stays bounded, however many large requests clients send at a time.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use crate::common::{Node, STAGING, data};
 
 #[tokio::test]
-async fn many_large_writes_and_reads_share_a_small_pool() {
+async fn many_large_writes_and_reads_succeed_with_little_staging_memory() {
     let node = Node::start();
     let (_client, pool) = node.pool().await;
     let bytes = data(16 << 20, 1);
     let puts: FuturesUnordered<_> = (0..64)
         .map(|i| {
-            // A few names, so that the stores in memory do not get too large.
+            // The writes share a few objects, so that the stores in memory stay small.
             let object = pool.object(&format!("{}", i % 8)).unwrap();
             let bytes = bytes.clone();
             async move { object.put(bytes).await.unwrap() }
@@ -28,17 +28,17 @@ async fn many_large_writes_and_reads_share_a_small_pool() {
         })
         .collect();
     assert!(gets.all(async |got| got == data(16 << 20, 1)).await);
-    // The last segments are held until the messenger knows that they have arrived.
+    // The messenger keeps the last segments until it knows that they have arrived.
     let all_back = async {
         while node.staging.free_bytes().0 != STAGING {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(10), all_back).await.expect("all of it comes back");
+    tokio::time::timeout(Duration::from_secs(10), all_back).await.expect("all staging memory is freed");
 }
 
 #[tokio::test]
-async fn more_requests_than_may_be_in_flight_wait_their_turn() {
+async fn requests_beyond_the_limit_in_flight_wait_and_then_succeed() {
     let node = Node::start();
     let client = node.client_with(Options { requests_in_flight: 4, ..Options::default() }).await;
     client.create_pool("pool").await.unwrap();

@@ -1,4 +1,4 @@
-//! Objects larger than a stripe.
+//! Striped objects: objects that are stored as a head object and parts.
 
 use std::io;
 use std::pin::Pin;
@@ -27,7 +27,7 @@ async fn object(node: &Node) -> (Client, Object) {
 }
 
 #[tokio::test]
-async fn a_striped_object_is_one_object() {
+async fn a_striped_object_behaves_like_one_object() {
     let node = Node::start();
     let (_client, object) = object(&node).await;
     let bytes = data((3 << 20) + 12_345, 1);
@@ -49,7 +49,7 @@ async fn a_striped_object_is_one_object() {
     assert_eq!(object.xattr("kept").await.unwrap().unwrap(), "yes");
     assert_eq!(object.parts().await, 13);
     let names: Vec<_> = object.xattrs().await.unwrap().into_iter().map(|(name, _)| name).collect();
-    assert_eq!(names, ["kept"], "what the node itself notes is not among them");
+    assert_eq!(names, ["kept"], "the OSD's own xattrs are not listed");
 
     let striped = |r: Result<_, Error>| assert!(matches!(r, Err(Error::Node(NodeError::Striped { .. }))));
     striped(object.write(5, "x").await);
@@ -60,7 +60,7 @@ async fn a_striped_object_is_one_object() {
 }
 
 #[tokio::test]
-async fn streams_of_any_length() {
+async fn streams_of_any_length_can_be_stored() {
     let node = Node::start();
     let (_client, object) = object(&node).await;
     for len in [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 77, 9 * PART] {
@@ -74,7 +74,7 @@ async fn streams_of_any_length() {
 }
 
 #[tokio::test]
-async fn parts_go_when_their_object_is_replaced_or_removed() {
+async fn parts_are_removed_when_their_object_is_replaced_or_removed() {
     let node = Node::start();
     let (_client, object) = object(&node).await;
     object.put(data(2 << 20, 1)).await.unwrap();
@@ -91,7 +91,7 @@ async fn parts_go_when_their_object_is_replaced_or_removed() {
 }
 
 #[tokio::test]
-async fn parts_of_an_upload_that_failed_are_taken_away() {
+async fn parts_of_a_failed_upload_are_removed() {
     let node = Node::start();
     let (_client, object) = object(&node).await;
     object.put("before").await.unwrap();
@@ -106,7 +106,7 @@ async fn parts_of_an_upload_that_failed_are_taken_away() {
 }
 
 #[tokio::test]
-async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_gone() {
+async fn parts_of_an_abandoned_upload_are_collected_once_its_client_disconnects() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     object.put("before").await.unwrap();
@@ -116,7 +116,7 @@ async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_g
     let orphans = node.parts();
     assert!(orphans > 0, "the upload had begun");
     let other = node.client().await;
-    assert_eq!(other.collect_orphans(Duration::ZERO).await.unwrap(), 0, "its client is still there");
+    assert_eq!(other.collect_orphans(Duration::ZERO).await.unwrap(), 0, "its client is still connected");
     client.close().await;
     while other.collect_orphans(Duration::ZERO).await.unwrap() == 0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -126,7 +126,7 @@ async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_g
 }
 
 #[tokio::test]
-async fn parts_left_behind_by_an_osd_that_had_not_seen_them_are_collected_at_once() {
+async fn parts_replaced_by_an_osd_that_had_not_cached_them_are_collected_at_once() {
     let mut node = Node::start();
     let (client, object) = object(&node).await;
     object.put(data(2 << 20, 1)).await.unwrap();
@@ -134,19 +134,19 @@ async fn parts_left_behind_by_an_osd_that_had_not_seen_them_are_collected_at_onc
     kept.put(data(2 << 20, 2)).await.unwrap();
     node.restart();
     object.put("small").await.unwrap();
-    assert_eq!(node.parts(), 16, "nobody knew of the parts");
+    assert_eq!(node.parts(), 16, "the OSD did not know the old parts");
     let an_hour = Duration::from_secs(3600);
     assert_eq!(
         client.collect_orphans(an_hour).await.unwrap(),
         8,
-        "though they are new and their client is there"
+        "replaced parts are collected although their client is connected"
     );
     assert_eq!(object.get().await.unwrap(), "small");
     assert_eq!(kept.get().await.unwrap(), data(2 << 20, 2));
 }
 
 #[tokio::test]
-async fn parts_of_a_head_that_is_known_are_kept_without_asking_the_store_for_each() {
+async fn the_collector_keeps_parts_of_a_cached_head_without_a_query_for_each_part() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     let bytes = data(2 << 20, 1);
@@ -158,7 +158,7 @@ async fn parts_of_a_head_that_is_known_are_kept_without_asking_the_store_for_eac
 }
 
 #[tokio::test]
-async fn a_head_whose_parts_were_collected_is_refused() {
+async fn a_manifest_whose_parts_were_collected_is_refused() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     object.put("before").await.unwrap();
@@ -192,7 +192,7 @@ async fn a_head_whose_parts_were_collected_is_refused() {
 }
 
 #[tokio::test]
-async fn an_object_replaced_while_it_is_read_is_never_mixed() {
+async fn a_read_of_an_object_that_is_being_replaced_never_mixes_versions() {
     let node = Node::start();
     let (_client, object) = object(&node).await;
     let versions: Vec<_> = (0..4).map(|i| data((1 << 20) + 1000 * i, i as u64)).collect();
@@ -245,7 +245,7 @@ impl AsyncRead for Broken {
     }
 }
 
-/// A file that goes when the test ends.
+/// A file that is removed when the test ends.
 struct TempFile(std::path::PathBuf);
 
 impl Drop for TempFile {
@@ -271,7 +271,7 @@ impl Parts for Object {
 }
 
 impl Node {
-    /// Store objects that are parts.
+    /// Returns the number of store objects that are parts.
     fn parts(&self) -> usize {
         use futures::FutureExt;
         let mut parts = 0;

@@ -1,4 +1,4 @@
-//! Large writes of pools with parity, whatever computes it.
+//! Large writes to erasure-coded pools, with parity computed at each coding place.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ use crate::redundancy::{config, redundancy, wait_until_whole};
 
 const MIB: usize = 1 << 20;
 
-/// A node whose accelerator is as fast as this machine computes.
+/// Creates a node whose emulated accelerator is as fast as this machine computes.
 async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client, Pool) {
     let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
     let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
@@ -44,7 +44,8 @@ async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client
     (node, client, pool)
 }
 
-/// Writes objects that are staged, as a whole and in part; returns what is in them.
+/// Writes objects completely and then in part, with data that is staged. Returns their final
+/// contents.
 async fn write(pool: &Pool, seed: u64) -> Vec<(String, Bytes)> {
     let mut objects = Vec::new();
     for (number, len) in [3 * MIB, 5 * MIB + 17, 9 * MIB + 4096].into_iter().enumerate() {
@@ -63,7 +64,7 @@ async fn write(pool: &Pool, seed: u64) -> Vec<(String, Bytes)> {
 async fn check(pool: &Pool, objects: &[(String, Bytes)], what: &str) {
     for (name, bytes) in objects {
         let read = pool.object(name).unwrap().get().await.unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
-        assert!(read == *bytes, "{name} is another one, {what}");
+        assert!(read == *bytes, "{name} has other content, {what}");
     }
 }
 
@@ -88,7 +89,7 @@ fn total(sent: client::CodingSent) -> u64 {
 }
 
 #[tokio::test]
-async fn every_engine_computes_what_is_read_back() {
+async fn every_coding_place_computes_parity_that_restores_lost_data() {
     for (mode, offload, host, other) in [
         ("latency-sensitive", CodingOffload::Dpu, true, false),
         ("async", CodingOffload::Dpu, false, true),
@@ -103,7 +104,7 @@ async fn every_engine_computes_what_is_read_back() {
         let sent = [coding.host.sent.mode, coding.offload.sent.mode];
         assert!(!host || sent[0] > 0, "{mode}: {coding:?}");
         assert!(!other || sent[1] > 0, "{mode}: {coding:?}");
-        // A busy host sends nothing to itself, and this machine may be busy.
+        // Even if this machine is busy, no rule sends tasks to the host in this mode.
         assert!(mode != "async" || total(coding.host.sent) == 0, "{mode}: {coding:?}");
         assert_eq!((&*coding.mode.to_string(), coding.engine), (mode, Some(offload)));
         is_whole_without_any_two(&node, &client, &pool, &objects).await;
@@ -111,7 +112,7 @@ async fn every_engine_computes_what_is_read_back() {
 }
 
 #[tokio::test]
-async fn an_engine_that_fails_costs_no_write() {
+async fn a_failing_coding_engine_makes_no_write_fail() {
     for faults in ["ec.offload=fail,probability=0.5,seed=7", "ec.offload=fail"] {
         let (node, client, pool) = node("async", CodingOffload::Dpu, faults).await;
         let objects = write(&pool, 2).await;
@@ -124,7 +125,7 @@ async fn an_engine_that_fails_costs_no_write() {
 }
 
 #[tokio::test]
-async fn the_mode_is_changed_while_it_runs() {
+async fn the_coding_mode_can_be_changed_while_the_node_runs() {
     let (_node, client, pool) = node("async", CodingOffload::Dpu, "").await;
     write(&pool, 3).await;
     let mode = "hybrid:2:1".parse().unwrap();
@@ -134,7 +135,7 @@ async fn the_mode_is_changed_while_it_runs() {
     assert_eq!(coding.mode, mode);
 }
 
-/// Stores whose host is busy when it is told so.
+/// Stripe stores whose host reports the load that the test sets.
 struct Moody {
     inner: LocalStripes,
     is_busy: AtomicBool,
@@ -164,7 +165,7 @@ impl StripeStores for Moody {
 }
 
 #[tokio::test]
-async fn a_busy_host_is_left_alone_until_it_is_calm_again() {
+async fn a_busy_host_gets_no_coding_tasks_until_it_is_idle_again() {
     let redundancy = redundancy("ec:4+2");
     let mut node = Node::of(redundancy.targets(), config());
     let stores = node.targets().into_iter().map(|(uuid, store)| (uuid.as_u128(), store)).collect();
@@ -180,7 +181,7 @@ async fn a_busy_host_is_left_alone_until_it_is_calm_again() {
     let client = node.client().await;
     client.create_pool_with("pool", 2, redundancy).await.unwrap();
     let object = client.pool("pool").unwrap().object("o").unwrap();
-    // Writes until all of a write goes to one place; how much went to the other one meanwhile does not matter.
+    // Writes until one write is coded entirely at one place. Earlier writes may use both places.
     let settles = async |busy: bool| {
         host.is_busy.store(busy, Ordering::SeqCst);
         let settled = async {
@@ -205,7 +206,7 @@ async fn a_busy_host_is_left_alone_until_it_is_calm_again() {
 }
 
 #[tokio::test]
-async fn a_drive_that_stands_still_is_told_from_those_that_go() {
+async fn only_the_stalled_drive_of_a_group_is_marked_as_failed() {
     let redundancy = redundancy("ec:2+1");
     let mut node = Node::of(3, OsdConfig { target_timeout: Duration::from_millis(500), ..config() });
     node.restart();
@@ -213,7 +214,7 @@ async fn a_drive_that_stands_still_is_told_from_those_that_go() {
     client.create_pool_with("pool", 1, redundancy).await.unwrap();
     let object = client.pool("pool").unwrap().object("o").unwrap();
     object.put(data(3 * MIB, 1)).await.unwrap();
-    // Until nothing else is under way that could find out.
+    // Wait until no background task is left that could notice the stall.
     tokio::time::sleep(Duration::from_millis(2500)).await;
     node.stores[1].hold(true);
     let bytes = data(3 * MIB, 2);

@@ -1,9 +1,11 @@
-//! Compound changes against a model: pairs and triples of all kinds of ops, on objects of all kinds.
+//! Comparison of compounds with a model: pairs and triples of all kinds of ops, on all kinds of
+//! objects.
 //!
-//! Each case makes an object, changes it by one compound, and compares what is read afterwards, and the sizes that the
-//! stores have, with a byte vector. Half of the objects are unknown to the OSD when the compound arrives. After each
-//! batch the pool's scrub must be clean. The ordinary tests run a sample from a seed; the ignored ones run every case, optimized
-//! in a quarter of an hour on two cores:
+//! Each case creates an object, changes it by one compound, and then compares the content and the
+//! stored sizes with a byte vector. Half of the objects are not cached by the OSD when the compound
+//! arrives. After each batch, a scrub of the pool must find no error. The ordinary tests run a
+//! random sample of cases. The ignored tests run every case, which takes a quarter of an hour with
+//! optimization on two cores:
 //!
 //! ```text
 //! CARGO_PROFILE_DEV_OPT_LEVEL=3 cargo test -p outboard-osd --test e2e every_compound -- --ignored --test-threads 2
@@ -34,15 +36,16 @@ use crate::common::{data, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{config, redundancy};
 
-/// Largest staging buffer, in bytes. Bulk data beyond it is staged in the store before its transaction.
+/// Size of the largest staging buffer, in bytes. Longer bulk data is staged in the store before its
+/// transaction.
 const LARGEST_BUFFER: usize = 64 << 10;
 /// Length of data that is staged, in bytes.
 const STAGED: usize = 70_000;
-/// Cases between two restarts of the OSD.
+/// Number of cases between two restarts of the OSD.
 const BATCH: usize = 2000;
-/// Requests under way at a time.
+/// Maximum number of requests in progress at a time.
 const COMPANY: usize = 32;
-/// Cases of an ordinary run, for each redundancy scheme and placement.
+/// Number of cases of an ordinary run, for each redundancy scheme and placement.
 const SAMPLE: usize = 2000;
 
 /// One op of a compound. Offsets and lengths are in bytes.
@@ -65,7 +68,8 @@ enum Step {
     SetManifest,
 }
 
-/// Every kind of op, with sizes and offsets around blocks, in holes, beyond the end, and large ones.
+/// Every kind of op, with offsets and sizes near block boundaries, in holes and beyond the end, and
+/// with large data.
 const STEPS: [Step; 41] = [
     Step::Touch,
     Step::Create,
@@ -124,7 +128,7 @@ impl Step {
     }
 }
 
-/// What there is before the compound.
+/// The object that exists before the compound.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     Absent,
@@ -146,15 +150,15 @@ struct Case {
 }
 
 impl Case {
-    /// The compound's bulk data is staged, and other ops change data, too: such ops are refused where they need the
-    /// staged bytes.
+    /// Returns whether the compound's bulk data is staged and other ops change data, too. The OSD
+    /// refuses ops that need the staged bytes.
     fn mixes_staged_data(&self) -> bool {
         let staged = self.steps.iter().any(|step| step.len().is_some_and(|len| len > LARGEST_BUFFER));
         staged && self.steps.iter().filter(|step| step.changes_data()).count() > 1
     }
 }
 
-/// An object as the contract has it.
+/// State of an object according to the contract.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Model {
     data: Vec<u8>,
@@ -163,7 +167,7 @@ struct Model {
     striped: bool,
 }
 
-/// Why a compound must be refused.
+/// Reason why a compound must be refused.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Refusal {
     Exists,
@@ -199,7 +203,7 @@ impl Model {
         self.data[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Applies one op to what there is; returns where an append began.
+    /// Applies one op to the object. Returns the offset at which an append began.
     fn step(state: &mut Option<Model>, step: Step, index: usize) -> Result<Option<u64>, Refusal> {
         let exists = state.is_some();
         match step {
@@ -248,7 +252,7 @@ impl Model {
     }
 }
 
-/// The data of a compound's op number `index`.
+/// Returns the data of op number `index` of a compound.
 fn content(index: usize, len: usize) -> Bytes {
     data(len, index as u64 + 1)
 }
@@ -257,12 +261,12 @@ fn entries(index: usize) -> Vec<(Bytes, Bytes)> {
     vec![("k1".into(), format!("value {index}").into()), ("k4".into(), "new".into())]
 }
 
-/// A manifest of no parts, which needs no upload.
+/// Returns a manifest without parts, which needs no upload.
 fn manifest() -> Manifest {
     Manifest { upload: UploadId { session: SessionId(1), number: 1 }, part_size: 4096, size: 0 }
 }
 
-/// Commits a compound as the client library does.
+/// Commits a compound through the client library.
 async fn commit(object: &Object, steps: &[Step]) -> client::Result<Mutated> {
     let mut change = object.compound();
     for (index, step) in steps.iter().enumerate() {
@@ -287,7 +291,7 @@ async fn commit(object: &Object, steps: &[Step]) -> client::Result<Mutated> {
     change.commit().await
 }
 
-/// Commits a compound whose data all lies in the request.
+/// Commits a compound whose data is all embedded in the request.
 async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> wire::Result<Mutated> {
     let mutation = |(index, step): (usize, &Step)| {
         let source = |len| OpBytes::Embedded(content(index, len));
@@ -315,13 +319,13 @@ async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> 
     raw.changed(head, mutate(name, ops, Data::None)).await
 }
 
-/// A node of just the targets that a pool takes, in one placement.
+/// A node with exactly the targets that a pool needs, in one placement.
 pub(crate) struct Rig {
     redundancy: String,
     placement: Placement,
-    /// The targets themselves, for those who look at what is stored.
+    /// The targets themselves, for tests that inspect the stored data.
     pub(crate) behind: Vec<Arc<dyn ObjectStore>>,
-    /// Serves the targets to a DPU.
+    /// Server that offers the targets to an OSD with placement `Dpu`.
     served: Option<(Server, StoreEndpoint, tempfile::TempDir)>,
     osd: Option<Running>,
     endpoint: String,
@@ -335,7 +339,7 @@ struct Running {
 
 impl Running {
     fn stop(self) {
-        // If nobody listens, the OSD has stopped already.
+        // If the receiver was dropped, the OSD has already stopped.
         let _ = self.stop.send(());
         self.thread.join().unwrap();
     }
@@ -367,7 +371,7 @@ impl Rig {
         rig
     }
 
-    /// Stops the OSD if it runs, and starts another one, which has seen no object yet.
+    /// Stops the OSD if it runs, and starts another OSD, which has not cached any object.
     fn restart(&mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();
@@ -376,7 +380,7 @@ impl Rig {
         let (osd, endpoint) = loop {
             match self.start() {
                 Ok(started) => break started,
-                // The old listener's socket may take a moment to go.
+                // The socket of the old listener may stay open for a moment.
                 Err(osd::StartError::Listen(_)) if tries < 100 => {
                     tries += 1;
                     std::thread::sleep(std::time::Duration::from_millis(20));
@@ -470,7 +474,7 @@ impl Rig {
             let changes = cases.iter().enumerate().map(|(n, case)| async move {
                 let object = pool.object(&name(n)).unwrap();
                 if n % 2 == 1 {
-                    // From now on the OSD knows the object.
+                    // From now on, the OSD has cached the object.
                     drop(object.stat().await);
                 }
                 if case.steps.contains(&Step::SetManifest) {
@@ -514,7 +518,7 @@ impl Rig {
         }
     }
 
-    /// Compares what is read with the models.
+    /// Compares the objects that clients read with the models.
     async fn compare(&self, pool: &Pool, cases: &[Case], models: &HashMap<String, Option<Model>>) {
         let reads = cases.iter().enumerate().map(|(n, case)| async move {
             let what = || format!("{} {:?}, {case:?}", self.redundancy, self.placement);
@@ -538,7 +542,7 @@ impl Rig {
         stream::iter(reads).buffer_unordered(COMPANY).for_each(|()| async {}).await;
     }
 
-    /// Compares the sizes that the stores have of the objects with those of the models.
+    /// Compares the sizes of the stored objects with the models.
     async fn compare_sizes(&self, cases: &[Case], models: &HashMap<String, Option<Model>>) {
         let mut copies: HashMap<String, usize> = HashMap::new();
         for store in &self.behind {
@@ -559,7 +563,8 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         if let Some(osd) = self.osd.take() {
-            // A failed test has said why; what the OSD's thread says then does not matter.
+            // A failed test has already reported its error, so a panic of the OSD's thread does not
+            // matter.
             let _ = osd.stop.send(());
             drop(osd.thread.join());
         }
@@ -570,14 +575,14 @@ fn name(number: usize) -> String {
     format!("o{number}")
 }
 
-/// What has come of compounds.
+/// Numbers of compounds by outcome.
 #[derive(Debug, Default)]
 struct Tally {
     done: usize,
     refused: usize,
-    /// Compounds with staged data and other changes of data that were done.
+    /// Successful compounds with staged data and other changes of data.
     staged: usize,
-    /// Those of them that were refused.
+    /// Refused compounds with staged data and other changes of data.
     staged_refused: usize,
 }
 
@@ -602,11 +607,11 @@ impl Tally {
 
 struct Judged {
     refused: bool,
-    /// What the object must be now.
+    /// State that the object must have now.
     model: Option<Model>,
 }
 
-/// Compares a compound's answer with the model.
+/// Compares the answer to a compound with the model.
 fn judge(case: &Case, answer: client::Result<Mutated>, what: &str) -> Judged {
     let before = Model::of(case.kind);
     let (mut model, mut appended_at) = (before.clone(), 0);
@@ -633,7 +638,8 @@ fn judge(case: &Case, answer: client::Result<Mutated>, what: &str) -> Judged {
     }
 }
 
-/// The sizes of users' objects that a target has: of whole objects, if it `has_fragments` only.
+/// Returns the sizes of users' objects on a target. If the target `has_fragments`, returns the
+/// sizes of the whole objects.
 async fn sizes(store: &dyn ObjectStore, has_fragments: bool) -> Vec<(String, u64)> {
     let mut found = Vec::new();
     let mut collections = store.collections().await.unwrap();
@@ -643,7 +649,7 @@ async fn sizes(store: &dyn ObjectStore, has_fragments: bool) -> Vec<(String, u64
         loop {
             let (ids, more) = store.list(&cid, from, 1000).await.unwrap();
             for oid in &ids {
-                // Hash, kind, an empty namespace, name.
+                // An id consists of hash, kind, an empty namespace and the name.
                 let Some(name) = oid.as_bytes().get(4..).and_then(|id| id.strip_prefix(&[1, 0])) else {
                     continue;
                 };
@@ -677,14 +683,14 @@ async fn scrub(client: &Client, repair: bool) -> client::ScrubStatus {
     }
 }
 
-/// All compounds of so many ops.
+/// Returns all compounds of `len` ops.
 fn all(len: usize) -> impl Iterator<Item = Vec<Step>> {
     let count = STEPS.len();
     (0..count.pow(len as u32))
         .map(move |number| (0..len as u32).map(|place| STEPS[number / count.pow(place) % count]).collect())
 }
 
-/// Runs cases in batches, each on a node of its own.
+/// Runs cases in batches, each batch on a node of its own.
 async fn run(text: &str, placement: Placement, cases: impl Iterator<Item = Case>) {
     let mut cases = cases.peekable();
     let mut tally = Tally::default();
@@ -696,7 +702,7 @@ async fn run(text: &str, placement: Placement, cases: impl Iterator<Item = Case>
     assert!(tally.staged > 0 && tally.staged_refused > 0, "{tally:?}");
 }
 
-/// A sample of pairs and triples, half of each.
+/// Runs a random sample of pairs and triples, about half of each.
 async fn run_sample(text: &str, placement: Placement) {
     let cases = sample(&mut StdRng::seed_from_u64(seed()), SAMPLE);
     run(text, placement, cases.into_iter()).await;
@@ -710,7 +716,7 @@ fn sample(rng: &mut StdRng, count: usize) -> Vec<Case> {
     (0..count).map(|_| one()).collect()
 }
 
-/// Every single op, every pair and every triple, on every kind of object.
+/// Runs every single op, every pair and every triple on every kind of object.
 async fn run_all(text: &str, placement: Placement) {
     let compounds = (1..=3).flat_map(all);
     let cases = compounds.flat_map(|steps| KINDS.map(|kind| Case { kind, steps: steps.clone() }));
@@ -733,15 +739,21 @@ macro_rules! compounds {
 }
 
 compounds! {
-    some_compounds_on_one_target, every_compound_on_one_target: "single", Host;
-    some_compounds_on_a_mirror, every_compound_on_a_mirror: "mirror:2", Host;
-    some_compounds_on_an_erasure_code, every_compound_on_an_erasure_code: "ec:2+1", Host;
-    some_compounds_on_one_target_behind_a_channel, every_compound_on_one_target_behind_a_channel: "single", Dpu;
-    some_compounds_on_a_mirror_behind_a_channel, every_compound_on_a_mirror_behind_a_channel: "mirror:2", Dpu;
-    some_compounds_on_an_erasure_code_behind_a_channel, every_compound_on_an_erasure_code_behind_a_channel: "ec:2+1", Dpu;
+    sampled_compounds_on_one_target_match_the_model,
+        every_compound_on_one_target_matches_the_model: "single", Host;
+    sampled_compounds_on_a_mirror_match_the_model,
+        every_compound_on_a_mirror_matches_the_model: "mirror:2", Host;
+    sampled_compounds_on_an_erasure_code_match_the_model,
+        every_compound_on_an_erasure_code_matches_the_model: "ec:2+1", Host;
+    sampled_compounds_on_one_target_behind_a_channel_match_the_model,
+        every_compound_on_one_target_behind_a_channel_matches_the_model: "single", Dpu;
+    sampled_compounds_on_a_mirror_behind_a_channel_match_the_model,
+        every_compound_on_a_mirror_behind_a_channel_matches_the_model: "mirror:2", Dpu;
+    sampled_compounds_on_an_erasure_code_behind_a_channel_match_the_model,
+        every_compound_on_an_erasure_code_behind_a_channel_matches_the_model: "ec:2+1", Dpu;
 }
 
-/// Commits compounds on a fresh object of a kind each, and compares.
+/// Commits each compound on a new object of its kind, and compares the result with the model.
 async fn run_these(cases: &[(Kind, &[Step])]) {
     let cases = || cases.iter().map(|(kind, steps)| Case { kind: *kind, steps: steps.to_vec() });
     for text in ["single", "mirror:2", "ec:2+1"] {
@@ -751,7 +763,7 @@ async fn run_these(cases: &[(Kind, &[Step])]) {
 }
 
 #[tokio::test]
-async fn a_compound_that_cuts_a_hole_leaves_an_object_that_can_be_read() {
+async fn a_compound_that_truncates_in_a_hole_leaves_a_readable_object() {
     run_these(&[
         (Kind::Empty, &[Step::Truncate(20_000), Step::Truncate(18_450)]),
         (Kind::Empty, &[Step::Write(1 << 20, 10), Step::Truncate(8193)]),
@@ -773,12 +785,13 @@ async fn ops_on_an_absent_object_see_the_ops_before_them() {
     .await;
 }
 
-/// A compound that makes an object and removes it again is refused like any other that makes one, where there is one.
+/// A compound that creates and then removes an object is refused if the object exists, like any
+/// other compound that creates an object.
 #[tokio::test]
 async fn a_compound_that_creates_and_removes_is_refused_on_an_existing_object() {
     run_these(&[
         (Kind::Long, &[Step::Create, Step::Remove]),
-        // The second one of each is on an object that the OSD knows.
+        // Every second case is on an object that the OSD has cached.
         (Kind::Long, &[Step::Create, Step::Remove]),
         (Kind::Long, &[Step::Create, Step::Remove, Step::Write(0, 10)]),
         (Kind::Long, &[Step::Create, Step::Remove, Step::Write(0, 10)]),
@@ -787,9 +800,9 @@ async fn a_compound_that_creates_and_removes_is_refused_on_an_existing_object() 
     .await;
 }
 
-/// Blocks of bulk data that an op has taken away are no longer there for the ops after it.
+/// Bulk data that an op has removed does not affect the ops after it.
 #[tokio::test]
-async fn ops_after_bulk_data_that_is_gone_again_are_carried_out() {
+async fn ops_after_the_removal_of_bulk_data_are_executed() {
     let object = async |text| {
         let rig = Rig::new(text, Placement::Host);
         let (client, pool) = rig.pool().await;
@@ -810,7 +823,7 @@ async fn ops_after_bulk_data_that_is_gone_again_are_carried_out() {
     }
 }
 
-/// Targets on files, closed when dropped from memory; see [`Rig::close`].
+/// Targets on files. [`Rig::close`] closes them.
 struct Drives {
     dir: tempfile::TempDir,
     count: usize,
@@ -842,7 +855,7 @@ impl Drives {
         Rig::over(text, placement, self.paths().iter().map(mount).collect())
     }
 
-    /// What fsck says of the targets, which must be closed.
+    /// Returns the problems that fsck finds on the targets, which must be closed.
     fn problems(&self) -> Vec<String> {
         let check = |path: std::path::PathBuf| {
             let report = fsck(&path, false, &osd::inspect_object, |_, _| {}).unwrap();
@@ -853,9 +866,9 @@ impl Drives {
     }
 }
 
-/// The same on drives, behind the channel.
+/// Runs a sample on stores on files behind the channel.
 #[tokio::test]
-async fn some_compounds_on_drives_leave_targets_that_fsck_calls_clean() {
+async fn sampled_compounds_on_files_leave_targets_that_fsck_finds_clean() {
     let mut rng = StdRng::seed_from_u64(seed());
     for text in ["single", "ec:2+1"] {
         let drives = Drives::new(text);
@@ -866,8 +879,8 @@ async fn some_compounds_on_drives_leave_targets_that_fsck_calls_clean() {
     }
 }
 
-/// Cuts what the targets have of an object off at `stored` bytes, and leaves what is recorded of it: so versions before
-/// 5 of the object protocol left objects.
+/// Truncates the stored data of an object to `stored` bytes, but keeps the recorded size. Nodes
+/// with an object protocol before version 5 left objects in this state.
 async fn cut_short(rig: &Rig, name: &str, stored: u64) {
     let stripe = u64::from(crate::redundancy::UNIT) * 2;
     let is_coded = rig.redundancy.starts_with("ec");
@@ -902,10 +915,11 @@ fn is_wrong_size<T: std::fmt::Debug>(answer: client::Result<T>, sizes: (u64, u64
     }
 }
 
-/// Objects that an older version left with the end of their last block missing are found by fsck and by scrub, and
-/// `scrub --repair` gives them the zeros that are missing, but only where these are zeros for certain.
+/// fsck and scrub find objects whose last block was stored incompletely by an older version. A
+/// scrub with repair adds the missing zeros, but only where the missing bytes are certain to be
+/// zeros.
 #[tokio::test]
-async fn objects_that_were_cut_short_are_found_and_repaired() {
+async fn objects_that_were_stored_too_short_are_found_and_repaired() {
     for text in ["single", "mirror:2", "ec:2+1"] {
         let drives = Drives::new(text);
         let bytes = data(16_384, 1);

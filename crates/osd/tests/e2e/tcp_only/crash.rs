@@ -1,5 +1,5 @@
-//! Loss of power under pools with redundancy: everything at once stops at any moment, drives keep any part of what was not
-//! flushed, and some may not come back.
+//! Power loss in pools with redundancy. All drives stop at the same random moment, each drive keeps
+//! a random part of the data that was not flushed, and some drives may be lost.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -19,24 +19,24 @@ const SIZE: usize = 12 << 20;
 const OBJECTS: usize = 4;
 const CHANGES: usize = 12;
 
-/// A moment at which the power may go.
+/// A moment at which the power may fail.
 struct Cut {
-    /// How much had happened to each drive.
+    /// Number of events that each drive had recorded.
     positions: Vec<usize>,
-    /// Changes of each object that had been acknowledged.
+    /// Number of acknowledged changes of each object.
     acknowledged: Vec<usize>,
 }
 
-/// What has happened.
+/// History of a run without a power loss.
 struct Story {
     images: Vec<Vec<u8>>,
     drives: Vec<Arc<SimDrive>>,
-    /// What each object was, after each change; `None`: there was none.
+    /// Content of each object after each of its changes; `None` if the object did not exist.
     versions: Vec<Vec<Option<Bytes>>>,
     cuts: Vec<Cut>,
 }
 
-/// A pool's targets, new.
+/// Returns the images of newly formatted targets of a pool.
 fn images(count: usize) -> Vec<Vec<u8>> {
     let format = |n| SimStore::format(vec![0xa5; SIZE], Uuid::from_u128(n as u128 + 1)).unwrap();
     (0..count).map(format).collect()
@@ -46,7 +46,7 @@ fn drives(images: &[Vec<u8>]) -> Vec<Arc<SimDrive>> {
     images.iter().map(|image| SimDrive::new(image.clone())).collect()
 }
 
-/// A node on drives; those that are `lost` are gone before it starts.
+/// Starts a node on drives. The `lost` drives fail before the node starts.
 fn start(drives: &[Arc<SimDrive>], lost: &[usize], seed: u64, watch: Option<Watch>) -> Node {
     let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
     let stores: Vec<_> = drives.iter().map(|drive| FaultStore::over(mount(drive), watch.clone())).collect();
@@ -64,7 +64,8 @@ async fn tell(text: &str, seed: u64) -> Story {
     let cuts = Arc::new(Mutex::new(Vec::new()));
     let watch: Watch = {
         let (drives, acknowledged, cuts) = (drives.clone(), Arc::clone(&acknowledged), Arc::clone(&cuts));
-        // Called on the thread on which all of this happens, so that it is one moment for all drives.
+        // The callback runs on the thread that executes everything, so it sees all drives at the
+        // same moment.
         Arc::new(move || {
             let acknowledged = acknowledged.iter().map(|a| a.load(Ordering::SeqCst)).collect();
             let positions = drives.iter().map(|drive| drive.position()).collect();
@@ -74,7 +75,7 @@ async fn tell(text: &str, seed: u64) -> Story {
     let node = start(&drives, &[], seed, Some(watch));
     let client = node.client().await;
     client.create_pool_with("pool", 2, redundancy).await.unwrap();
-    // Before that there is nothing to be found.
+    // Moments before the pool exists are not tested.
     cuts.lock().unwrap().clear();
     let histories = (0..OBJECTS).map(|number| change(&client, number, seed, &acknowledged[number]));
     let versions = futures::future::join_all(histories).await;
@@ -83,7 +84,8 @@ async fn tell(text: &str, seed: u64) -> Story {
     Story { images, drives, versions, cuts }
 }
 
-/// Changes one object again and again; returns what it was in between.
+/// Changes one object repeatedly. Returns the object's initial content and its content after each
+/// change.
 async fn change(client: &Client, number: usize, seed: u64, acknowledged: &AtomicUsize) -> Vec<Option<Bytes>> {
     let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number as u64));
     let object = client.pool("pool").unwrap().object(&format!("o{number}")).unwrap();
@@ -127,8 +129,9 @@ async fn change(client: &Client, number: usize, seed: u64, acknowledged: &Atomic
     versions
 }
 
-/// Starts a node on what the drives may hold after a cut, without those that are `lost`, and looks whether all is well; returns
-/// how many objects had lost a change that was not acknowledged.
+/// Starts a node on the possible contents of the drives after a power loss, without the `lost`
+/// drives, and checks all objects. Returns the number of objects that lost a change that was not
+/// acknowledged.
 async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, lost: &[usize], seed: u64) -> usize {
     let node = start(&drives(&images), lost, seed, None);
     let client = node.client_with(Options::default()).await;
@@ -165,7 +168,8 @@ async fn crash(text: &str, checks: usize) {
     assert!(story.cuts.len() >= OBJECTS * CHANGES, "{} moments", story.cuts.len());
     let tolerates = redundancy(text).tolerates();
     let (mut unfinished, mut checked) = (0, 0);
-    // How much is under way at a time depends on the machine; some changes are to be cut off in any case.
+    // The number of changes in flight depends on the machine. The loop continues until enough
+    // changes were cut off.
     while checked < checks || (unfinished <= 5 && checked < 10 * checks) {
         checked += 1;
         let cut = story.cuts.iter().choose(&mut rng).unwrap();
@@ -174,20 +178,21 @@ async fn crash(text: &str, checks: usize) {
             Crashes::new(drive, image.clone()).image(*position, &mut rng)
         };
         let images: Vec<Vec<u8>> = both.map(image).collect();
-        // Of a mirror nobody can tell whether a drive that does not come back has gone on alone.
+        // A mirror loses no drive here, because the other copies cannot know whether the lost drive
+        // had continued alone.
         let count = if text.starts_with("ec") { rng.random_range(0..=tolerates) } else { 0 };
         let lost = (0..images.len()).choose_multiple(&mut rng, count);
         unfinished += check(&story, images, cut, &lost, seed).await;
     }
-    assert!(unfinished > 5, "{checked} crashes have cut off {unfinished} changes");
+    assert!(unfinished > 5, "{checked} crashes cut off only {unfinished} changes");
 }
 
 #[tokio::test]
-async fn a_loss_of_power_leaves_no_mixed_stripe() {
+async fn a_power_loss_leaves_no_stripe_that_mixes_old_and_new_data() {
     crash("ec:4+2", 40).await;
 }
 
 #[tokio::test]
-async fn a_loss_of_power_leaves_copies_alike() {
+async fn a_power_loss_leaves_identical_copies_in_a_mirror() {
     crash("mirror:2", 40).await;
 }

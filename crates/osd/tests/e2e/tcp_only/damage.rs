@@ -1,4 +1,4 @@
-//! Fragments that a target still has, but not as they were written: a loss like any other, and one that is mended.
+//! Damaged fragments: they count as lost, and are repaired.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ use crate::redundancy::{Rig, UNIT};
 
 const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
 
-/// What happens to a fragment.
+/// Kind of damage to a fragment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Damage {
-    /// A bit of it is another one.
+    /// A bit of the fragment is flipped.
     Flipped,
-    /// Its end is missing, and the target does not know.
+    /// The end of the fragment is missing, and the target does not know that.
     CutOff,
-    /// The target knows nothing of it any more.
+    /// The target has no record of the fragment.
     Forgotten,
 }
 
-/// Users' objects with data on a target.
+/// Returns the users' objects with data on a target, with their sizes.
 async fn fragments(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
     let mut found = Vec::new();
     let mut collections = store.collections().await.unwrap();
@@ -39,7 +39,7 @@ async fn fragments(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)
     found
 }
 
-/// Damages every fragment that a target has; how many those are.
+/// Damages every fragment on a target. Returns the number of fragments.
 async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
     let fragments = fragments(store).await;
     for (collection, oid, size) in fragments.iter().cloned() {
@@ -59,7 +59,7 @@ async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
     fragments.len() as u64
 }
 
-/// All that a target has, if it can be read.
+/// Returns the contents of all fragments on a target; `None` if a fragment cannot be verified.
 async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
     let mut all = Vec::new();
     for (cid, oid, size) in fragments(store).await {
@@ -81,17 +81,17 @@ async fn scrub(rig: &Rig) -> client::ScrubStatus {
     }
 }
 
-/// Whether a target of an ec:4+2 pool has data of an object that was put, rather than parity.
+/// Returns whether a target of an `ec:4+2` pool stores data of an object instead of parity.
 async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
     let content = content(store).await.unwrap();
     let starts_like = |unit: &[u8]| content.iter().any(|(_, fragment)| fragment.starts_with(unit));
     object.chunks(UNIT as usize).take(4).any(starts_like)
 }
 
-/// Reads return the written data although one target has damaged fragments, and repair the fragments
-/// that they read.
+/// Reads return the written data although one target has damaged fragments, and repair the
+/// fragments that they read.
 #[tokio::test]
-async fn damaged_fragments_count_as_lost_and_are_mended_by_reads() {
+async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
     let mut rig = Rig::new("ec:4+2", 1).await;
     rig.fill(&SIZES).await;
     let object = rig.objects.last().unwrap().1.clone();
@@ -104,7 +104,7 @@ async fn damaged_fragments_count_as_lost_and_are_mended_by_reads() {
             assert!(damage_all(store, damage).await > 0);
             assert!(content(store).await.as_ref() != Some(&before), "the fault fired");
             rig.check(&format!("{damage:?} on {target}")).await;
-            // Parity was not read.
+            // Reads do not read parity, so only a scrub repairs it.
             if !has_data {
                 scrub(&rig).await;
             }
@@ -121,16 +121,16 @@ async fn damaged_fragments_count_as_lost_and_are_mended_by_reads() {
     assert_eq!(mended, 8, "four of six targets have data");
 }
 
-/// A target that has lost objects does not speak for the others: they are still there, and a scrub brings them back on it.
+/// Objects that one target has lost still exist on the other targets. A scrub restores them.
 #[tokio::test]
-async fn objects_that_a_target_has_lost_are_still_there() {
+async fn objects_that_one_target_has_lost_still_exist_and_are_restored() {
     for redundancy in ["ec:4+2", "mirror:2"] {
         let mut rig = Rig::new(redundancy, 1).await;
         rig.fill(&SIZES).await;
         for target in 0..rig.node.stores.len() {
             let lost = damage_all(rig.node.stores[target].inner(), Damage::Forgotten).await;
             assert!(lost > 0, "the fault fired");
-            // Nothing is known from before.
+            // The restarted OSD has cached nothing.
             rig.node.restart();
             let what = format!("{redundancy}, lost on {target}");
             for (name, bytes) in &rig.objects {
@@ -150,9 +150,10 @@ async fn objects_that_a_target_has_lost_are_still_there() {
     }
 }
 
-/// A scrub finds as many damaged fragments as there are, of any kind, mends them, and finds none afterwards.
+/// A scrub finds all damaged fragments, whatever their damage, and repairs them. A second scrub
+/// finds none.
 #[tokio::test]
-async fn a_scrub_finds_and_mends_every_damaged_fragment() {
+async fn a_scrub_finds_and_repairs_every_damaged_fragment() {
     for (redundancy, targets) in [("ec:4+2", &[0, 3][..]), ("ec:4+2", &[4, 5]), ("mirror:3", &[0, 1])] {
         for damage in [Damage::Flipped, Damage::CutOff, Damage::Forgotten] {
             let mut rig = Rig::new(redundancy, 2).await;
@@ -169,7 +170,10 @@ async fn a_scrub_finds_and_mends_every_damaged_fragment() {
             assert_eq!((found.objects, found.failure), (SIZES.len() as u64, None), "{what}");
             for (before, &target) in before.iter().zip(targets) {
                 let now = content(rig.node.stores[target].inner()).await;
-                assert!(now.as_ref() == Some(before), "{what}: {target} is not as it was");
+                assert!(
+                    now.as_ref() == Some(before),
+                    "{what}: target {target} has other content than before"
+                );
             }
             let again = scrub(&rig).await;
             assert_eq!((again.damaged, again.repaired, again.inconsistent), (0, 0, 0), "{what}");
@@ -178,9 +182,10 @@ async fn a_scrub_finds_and_mends_every_damaged_fragment() {
     }
 }
 
-/// More damage than the redundancy bears is an error, never other data.
+/// Reads fail if there is more damage than the redundancy scheme tolerates. They never return wrong
+/// data.
 #[tokio::test]
-async fn too_much_damage_is_an_error() {
+async fn reads_fail_if_too_many_fragments_are_damaged() {
     for damage in [Damage::Flipped, Damage::CutOff] {
         let mut rig = Rig::new("ec:4+2", 1).await;
         rig.fill(&[70_001, 300_000]).await;
@@ -198,9 +203,9 @@ async fn too_much_damage_is_an_error() {
     }
 }
 
-/// Nothing is written: it is by reads alone that a drive is found to be gone.
+/// The test writes no data, so that only reads can reveal that the drive has failed.
 #[tokio::test]
-async fn a_drive_that_cannot_be_read_is_left_out_until_it_is_taken_in() {
+async fn an_unreadable_drive_is_not_used_until_the_operator_brings_it_back() {
     for redundancy in ["ec:4+2", "mirror:2"] {
         let mut rig = Rig::new(redundancy, 2).await;
         rig.fill(&SIZES).await;

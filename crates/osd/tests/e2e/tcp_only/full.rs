@@ -1,5 +1,4 @@
-//! Nodes whose targets are full: what they have is read and removed, and an operator can do
-//! everything.
+//! Nodes with full targets: objects can be read and removed, and all administrative requests work.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use uuid::Uuid;
 use crate::common::{FaultStore, Node, data};
 use crate::raw::{Raw, append, head, mutate};
 
-/// A node with targets of that many MiB, on drives in memory.
+/// Creates a node with targets of `mib` MiB each, on drives in memory.
 fn node(targets: usize, mib: usize) -> Node {
     let store = |number: usize| {
         let image = SimStore::format(vec![0; mib << 20], Uuid::from_u128(number as u128)).unwrap();
@@ -44,7 +43,7 @@ fn is_full<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
     }
 }
 
-/// Puts objects of that length until one does not fit; how many did.
+/// Puts objects of length `len` until one does not fit. Returns the number of objects that fit.
 async fn fill(pool: &Pool, prefix: &str, len: usize) -> usize {
     for n in 0.. {
         let put = pool.object(&format!("{prefix}{n}")).unwrap().put(data(len, n as u64)).await;
@@ -77,7 +76,7 @@ async fn free(node: &Node) -> Vec<u64> {
 const LARGE: usize = 512 << 10;
 
 #[tokio::test]
-async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
+async fn a_full_erasure_coded_pool_can_be_read_and_emptied_after_a_restart() {
     let mut node = node(3, 24);
     let films = pool(&node, "films", 4, "ec:2+1").await;
     let many = fill(&films, "f", LARGE).await;
@@ -96,14 +95,15 @@ async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
         films.object("none").unwrap().get().await,
         Err(Error::Node(NodeError::NoSuchObject(_)))
     ));
-    // Shorter, at any byte, is possible, too.
+    // An object can also be truncated to any size.
     films.object("f1").unwrap().truncate(1234).await.unwrap();
     assert_eq!(films.object("f1").unwrap().get().await.unwrap(), data(LARGE, 1).slice(..1234));
     for n in 2..many {
         films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
     }
     assert_none_failed(&node).await;
-    // What was removed is kept for a moment in case it has to be taken back: the puts wait for it.
+    // Removed data is kept for a moment, so that the removal can be undone. The puts wait for its
+    // space.
     for n in 2..many {
         films.object(&format!("f{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
     }
@@ -111,7 +111,7 @@ async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
 }
 
 #[tokio::test]
-async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() {
+async fn pools_and_targets_can_be_managed_with_zero_bytes_free() {
     let mut node = node(3, 16);
     let copies = pool(&node, "copies", 4, "mirror:3").await;
     fill(&copies, "c", LARGE).await;
@@ -128,7 +128,7 @@ async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() 
         check(&client.pool("copies").unwrap(), "c", LARGE, 0..2).await;
         client.pool("copies").unwrap().object(&format!("small{round}")).unwrap().remove().await.unwrap();
         client.set_target_out(1, false).await.unwrap();
-        // It catches up with what was removed.
+        // The target catches up with the removal.
         let health = async || client.status().await.unwrap().health.iter().map(|h| h.degraded).sum::<u32>();
         while health().await > 0 {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -145,10 +145,10 @@ async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() 
     }
 }
 
-/// Each object is overwritten by all: for the new data there is room only once other overwrites
-/// have given theirs back.
+/// Many clients overwrite the same objects at a time. There is space for new data only after other
+/// overwrites have freed the old data.
 #[tokio::test]
-async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
+async fn overwrites_that_fit_only_one_after_the_other_wait_for_each_other() {
     for (redundancy, targets, mib) in [("single", 2, 40), ("mirror:2", 2, 40), ("ec:2+1", 3, 24)] {
         let node = node(targets, mib);
         let pool = pool(&node, "pool", 1, redundancy).await;
@@ -169,7 +169,7 @@ async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
     }
 }
 
-/// Puts that wait for space give up when nothing else is under way that could bring some.
+/// Puts that wait for space give up when no other running change could free space.
 #[tokio::test]
 async fn puts_that_can_never_fit_are_all_refused() {
     let node = node(2, 16);
@@ -181,7 +181,7 @@ async fn puts_that_can_never_fit_are_all_refused() {
     assert_none_failed(&node).await;
 }
 
-/// Takes every block, the reserve's too.
+/// Fills every block, including the blocks of the reserve.
 async fn take_every_block(store: &dyn ObjectStore) {
     let filler = CollectionId::new("filler").unwrap();
     let create = Transaction::new(filler.clone()).with(Op::CreateCollection);
@@ -199,10 +199,10 @@ async fn take_every_block(store: &dyn ObjectStore) {
     panic!("the target is not full");
 }
 
-/// As nodes were filled before there was a reserve. A change of the map has reached one of two
-/// targets only.
+/// The node is as full as a node could become before the reserve existed. A change of the map has
+/// reached only one of two targets.
 #[tokio::test]
-async fn a_node_without_one_free_block_starts_is_read_and_emptied() {
+async fn a_node_without_a_free_block_starts_and_can_be_read_and_emptied() {
     let mut node = node(2, 16);
     let copies = pool(&node, "copies", 4, "mirror:2").await;
     let many = fill(&copies, "c", LARGE).await;
@@ -226,25 +226,26 @@ async fn a_node_without_one_free_block_starts_is_read_and_emptied() {
     assert!(copies.object("new").unwrap().get().await.unwrap() == data(LARGE, 1));
 }
 
-/// Collections of all targets.
+/// Returns the number of collections on all targets.
 async fn collections(node: &Node) -> usize {
     let listed = join_all(node.stores.iter().map(|store| store.inner().collections())).await;
     listed.into_iter().map(|listed| listed.unwrap().len()).sum()
 }
 
-/// The others have no room for what a target had that is taken out. When it is in again it gets its places back.
+/// The other targets have no space for the data of the target that is taken out. Once it is used
+/// again, it is a member of its groups again.
 #[tokio::test]
-async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_rebuild() {
+async fn a_rebuild_without_space_ends_when_the_target_taken_out_is_used_again() {
     let node = node(4, 24);
     let films = pool(&node, "films", 8, "mirror:2").await;
     let many = fill(&films, "f", LARGE).await;
     let left = free(&node).await;
     let fullest = (0..4).min_by_key(|&target| left[target]).unwrap();
-    // Also where films are few.
+    // Fill the targets that store few films, too.
     let others = pool(&node, "others", 32, "single").await;
     let put = async |n: usize| others.object(&format!("{n}")).unwrap().put(data(LARGE / 2, 1)).await;
     assert!(join_all((0..400).map(put)).await.iter().filter(|put| is_full(put)).count() > 100);
-    // A little is free.
+    // Free a little space.
     for n in 0..4 {
         films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
     }
@@ -261,7 +262,8 @@ async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_
     client.set_target_out(fullest as u32, false).await.unwrap();
     crate::redundancy::wait_until_whole(&client).await;
     check(&films, "f", LARGE, 4..many).await;
-    // What the rebuilds that came to nothing had copied goes, and what the target had of groups that have moved.
+    // The copies of the unfinished rebuilds are removed, and so is the target's data of groups that
+    // have moved.
     let gone = async {
         while collections(&node).await > before {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -272,7 +274,7 @@ async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_
     assert_none_failed(&node).await;
 }
 
-/// Whether a change was refused for want of space in the index.
+/// Returns whether a change was refused for lack of space in the index.
 fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
     match put {
         Ok(_) => false,
@@ -281,9 +283,10 @@ fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
     }
 }
 
-/// While a target is away, the others note which objects it lacks, also of those that are removed.
+/// While a target is away, the other targets note which objects it lacks, including removed
+/// objects.
 #[tokio::test]
-async fn notes_of_what_a_missing_target_lacks_do_not_fill_the_index_for_good() {
+async fn dirty_notes_of_a_missing_target_do_not_fill_the_index_for_good() {
     let node = node(2, 24);
     let pool = pool(&node, "pool", 2, "mirror:2").await;
     let kept = pool.object("kept").unwrap();
@@ -315,10 +318,10 @@ async fn notes_of_what_a_missing_target_lacks_do_not_fill_the_index_for_good() {
     client.set_target_out(0, false).await.unwrap();
     crate::redundancy::wait_until_whole(&client).await;
     node.stores[1].set_down(true);
-    assert!(kept.get().await.unwrap() == data(5000, 1), "the target that was away has everything");
+    assert!(kept.get().await.unwrap() == data(5000, 1), "the target that was away has all data");
 }
 
-/// Takes the index's room but for the reserve.
+/// Fills the index except for the reserve.
 async fn fill_index(store: &dyn ObjectStore) {
     let cid = CollectionId::new("filler").unwrap();
     store.queue_transaction(Transaction::new(cid.clone()).with(Op::CreateCollection)).await.unwrap();
@@ -335,7 +338,7 @@ async fn fill_index(store: &dyn ObjectStore) {
     assert!(refused > 1000, "the index is not full: {refused}");
 }
 
-/// It has lacked removals, and more results of requests than go into one transaction.
+/// The target has missed removals, and more results of requests than fit into one transaction.
 #[tokio::test]
 async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
     const APPENDS: u64 = 900;
@@ -345,7 +348,7 @@ async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
         pool.object(&format!("o{n}")).unwrap().put(data(5000, n)).await.unwrap();
     }
     node.stores[0].set_down(true);
-    // The client never says that it has the results, so all are kept.
+    // The client never acknowledges results, so all results are kept.
     let mut raw = Raw::connect(&node.endpoint, None).await;
     for seq in 1..=APPENDS {
         raw.changed(head(seq), append("log", "x")).await.unwrap();
@@ -370,7 +373,7 @@ async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
     }
 }
 
-/// A change that is refused, and gives its own space back, wakes no other one that waits.
+/// A change that is refused and frees its own space wakes no other waiting change.
 #[tokio::test]
 async fn changes_that_wait_for_space_do_not_wake_each_other() {
     for (redundancy, targets) in [("single", 1), ("mirror:2", 2)] {
@@ -379,7 +382,7 @@ async fn changes_that_wait_for_space_do_not_wake_each_other() {
         node.restart();
         let pool = pool(&node, "pool", 1, redundancy).await;
         let put = async |n: usize, salt: u64| {
-            // Every other one is staged.
+            // Every second put is staged.
             let len = if n.is_multiple_of(2) { 3 << 20 } else { 10_000 };
             pool.object(&format!("o{n}")).unwrap().put(data(len, salt)).await
         };

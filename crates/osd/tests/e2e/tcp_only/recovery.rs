@@ -1,4 +1,4 @@
-//! Pools with redundancy: what may happen while a target is away, or on its way back.
+//! Pools with redundancy: events while a target is away or is being rebuilt.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,20 +13,18 @@ use uuid::Uuid;
 use crate::common::{FaultStore, Node, data, moment, seed};
 use crate::redundancy::{Rig, config, wait_until_whole};
 
-/// Waits until something is so.
+/// Waits until `is_so` returns `true`.
 async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     let wait = async {
         while !is_so().await {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), wait)
-        .await
-        .unwrap_or_else(|_| panic!("not in time: {what}"));
+    tokio::time::timeout(Duration::from_secs(60), wait).await.unwrap_or_else(|_| panic!("timed out: {what}"));
 }
 
 impl Rig {
-    /// Changes an object, and remembers what it is then.
+    /// Overwrites an object, and remembers its new content.
     async fn put(&mut self, number: usize, len: usize, salt: u64) {
         let (name, bytes) = (format!("o{number}"), data(len, salt));
         self.pool.object(&name).unwrap().put(bytes.clone()).await.unwrap();
@@ -42,7 +40,7 @@ impl Rig {
         self.client.status().await.unwrap().health.iter().any(|h| h.degraded + h.unavailable > 0)
     }
 
-    /// Targets that have something of a pool, beside the node's map.
+    /// Returns the targets that store data of a pool in addition to the node's map.
     async fn with_groups(&self) -> Vec<usize> {
         let mut some = vec![];
         for (number, store) in self.node.stores.iter().enumerate() {
@@ -52,7 +50,7 @@ impl Rig {
         some
     }
 
-    /// Objects that are noted as changed while a target was away, by the one that has most of them.
+    /// Returns the number of dirty notes in the collection that has most of them.
     async fn notes(&self) -> usize {
         let mut most = 0;
         for store in &self.node.stores {
@@ -67,7 +65,7 @@ impl Rig {
         most
     }
 
-    /// Has target 1 go, and target 0 come back.
+    /// Fails target 1, and brings target 0 back.
     async fn lose_the_newest(&self) {
         self.set_down(&[1], true);
         self.pool.object("other").unwrap().put("x").await.unwrap_err();
@@ -75,7 +73,7 @@ impl Rig {
         self.client.set_target_out(0, false).await.unwrap();
     }
 
-    /// Checks everything without each of these targets, one at a time.
+    /// Checks all objects without each of these targets, one target at a time.
     async fn check_without_each(&self, targets: &[usize]) {
         for &lost in targets {
             self.set_down(&[lost], true);
@@ -87,7 +85,7 @@ impl Rig {
 
 const OBJECTS: usize = 120;
 
-/// Two fragments of data, one of parity, a rebuild of more than a second.
+/// Creates an `ec:2+1` pool whose rebuild takes more than a second.
 async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
     let config = OsdConfig { rebuild_rate: 1 << 20, ..config };
     let mut rig = Rig::of("ec:2+1", 1, targets, config).await;
@@ -97,7 +95,7 @@ async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
     rig
 }
 
-/// Restarts the OSD when some of the objects are rebuilt, and changes others before and after.
+/// Restarts the OSD when some objects are rebuilt, and changes other objects before and after that.
 async fn restart_amid_rebuild(rig: &mut Rig) {
     until("a few objects are rebuilt", async || rig.rebuilt().await >= 20).await;
     for number in (0..OBJECTS).step_by(10) {
@@ -109,13 +107,13 @@ async fn restart_amid_rebuild(rig: &mut Rig) {
     for number in (5..OBJECTS).step_by(10) {
         rig.put(number, 30_000, 2000 + number as u64).await;
     }
-    assert!(rig.is_degraded().await, "it does not go on");
+    assert!(rig.is_degraded().await, "the rebuild ended too early for the test");
     wait_until_whole(&rig.client).await;
     assert!(rig.rebuilt().await > 0);
 }
 
 #[tokio::test]
-async fn a_spare_is_rebuilt_on_after_a_restart() {
+async fn the_rebuild_of_a_spare_continues_after_a_restart() {
     let mut rig = slow_rig(4, config()).await;
     let lost = rig.with_groups().await[0];
     rig.client.set_target_out(lost as u32, true).await.unwrap();
@@ -123,13 +121,13 @@ async fn a_spare_is_rebuilt_on_after_a_restart() {
     let members: Vec<usize> = (0..4).filter(|&target| target != lost).collect();
     rig.client.set_rebuild_rate(0).await.unwrap();
     rig.check_without_each(&members).await;
-    // It is not needed any more.
+    // The target that was out is no longer needed.
     rig.client.set_target_out(lost as u32, false).await.unwrap();
-    until("the one that was lost is emptied", async || rig.with_groups().await == members).await;
+    until("the target that was out is emptied", async || rig.with_groups().await == members).await;
 }
 
 #[tokio::test]
-async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
+async fn a_target_that_was_full_once_can_later_replace_a_lost_target() {
     let mut rig = Rig::of("mirror:2", 1, 3, config()).await;
     rig.put(0, 30_000, 0).await;
     let members = rig.with_groups().await;
@@ -140,7 +138,7 @@ async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
     until("the spare is full", async || rig.node.fired() > fired).await;
     rig.client.set_target_out(members[1] as u32, false).await.unwrap();
     wait_until_whole(&rig.client).await;
-    until("the copy is where it was", async || rig.with_groups().await == members).await;
+    until("the copy is on its old targets", async || rig.with_groups().await == members).await;
     rig.node.stores[spare].set_full(0);
     rig.client.set_target_out(members[1] as u32, true).await.unwrap();
     wait_until_whole(&rig.client).await;
@@ -148,21 +146,21 @@ async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
 }
 
 #[tokio::test]
-async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole() {
+async fn an_interrupted_removal_is_finished_although_the_group_is_degraded() {
     let mut rig = Rig::of("mirror:3", 1, 4, config()).await;
     rig.put(0, 30_000, 0).await;
     let members = rig.with_groups().await;
     let other = (0..4).find(|target| !members.contains(target)).unwrap();
     let collections = rig.node.stores[members[0]].inner.collections().await.unwrap();
     let cid = collections.into_iter().find(|cid| *cid.as_bytes() != b"N"[..]).unwrap();
-    // A removal deletes the group record first.
+    // A removal deletes the membership record first, so this collection looks partly removed.
     let oid = ObjectId::new("left").unwrap();
     let remains = Transaction::new(cid).with(Op::CreateCollection).with(Op::Touch { oid });
     rig.node.stores[other].inner.queue_transaction(remains).await.unwrap();
     rig.set_down(&[members[1]], true);
     rig.put(0, 30_000, 1).await;
     assert!(rig.is_degraded().await);
-    until("what is left is removed", async || rig.with_groups().await == members).await;
+    until("the remaining data is removed", async || rig.with_groups().await == members).await;
 }
 
 #[tokio::test]
@@ -179,11 +177,11 @@ async fn a_target_that_was_away_catches_up_after_a_restart() {
     rig.check_without_each(&[1, 2]).await;
 }
 
-/// So long that data is staged whatever else is under way.
+/// Length of data that is staged however many other requests are in progress, in bytes.
 const STAGED: usize = (5 << 20) + 12_345;
 
 #[tokio::test]
-async fn large_writes_while_targets_are_down() {
+async fn large_writes_succeed_while_targets_are_down() {
     for redundancy in ["ec:4+2", "mirror:3"] {
         let mut rig = Rig::new(redundancy, 1).await;
         rig.put(0, STAGED, 1).await;
@@ -193,7 +191,7 @@ async fn large_writes_while_targets_are_down() {
             rig.set_down(&[target], true);
             let before = rig.node.stores[0].stages.load(Ordering::SeqCst);
             rig.put(1 + number, STAGED, 2 + number as u64).await;
-            // Over what there is, and beyond its end.
+            // Write over existing data and beyond its end.
             let (mut old, new) = (data(STAGED, 1).to_vec(), data(STAGED, 10 + number as u64));
             let at = 1 << 20;
             old.resize(at + STAGED, 0);
@@ -207,7 +205,7 @@ async fn large_writes_while_targets_are_down() {
             assert!(stages >= 3, "{redundancy}: {stages} writes were staged");
         }
         rig.bring_back(&lost).await;
-        // Those that were down have to have it, too.
+        // The targets that were down must have the data, too.
         let others: Vec<usize> = (0..all).filter(|target| !lost.contains(target)).take(2).collect();
         rig.set_down(&others, true);
         rig.check(&format!("without {others:?}")).await;
@@ -215,8 +213,8 @@ async fn large_writes_while_targets_are_down() {
 }
 
 #[tokio::test]
-async fn a_target_comes_back_while_a_large_write_is_staged() {
-    // The target is known to be there, but it takes part only from the next look on.
+async fn a_target_that_returns_while_a_large_write_is_staged_gets_the_data() {
+    // The target counts as usable at once, but takes part only from the next upkeep on.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(1), ..config() };
     let mut rig = slow_rig(3, config).await;
     rig.set_down(&[0], true);
@@ -225,7 +223,7 @@ async fn a_target_comes_back_while_a_large_write_is_staged() {
     }
     rig.set_down(&[0], false);
     rig.client.set_target_out(0, false).await.unwrap();
-    // It is staged without the target, which is being rebuilt by the time of the transaction.
+    // The data is staged without the target, which is being rebuilt when the transaction runs.
     rig.node.stores[1].hold_stages(true);
     let (object, bytes) = (rig.pool.object("large").unwrap(), data(STAGED, 7));
     let put = tokio::spawn({
@@ -236,13 +234,13 @@ async fn a_target_comes_back_while_a_large_write_is_staged() {
     waited.await.expect("data is staged");
     let stages = |target: usize| rig.node.stores[target].stages.load(Ordering::SeqCst);
     assert_eq!((stages(0), stages(1)), (0, 1));
-    until("the target is on its way back", async || rig.rebuilt().await > 0).await;
+    until("the target is being rebuilt", async || rig.rebuilt().await > 0).await;
     rig.node.stores[1].hold_stages(false);
     put.await.unwrap().unwrap();
-    assert!(stages(0) > 0, "it was staged anew, on all");
+    assert!(stages(0) > 0, "the data was staged again, on all targets");
     assert!(rig.is_degraded().await, "the target was back too early for the test");
     rig.objects.push(("large".into(), bytes));
-    // Others are made while it goes on.
+    // More objects are written during the rebuild.
     for number in 0..3 {
         rig.put(1000 + number, STAGED, 8 + number as u64).await;
     }
@@ -251,7 +249,7 @@ async fn a_target_comes_back_while_a_large_write_is_staged() {
     rig.check_without_each(&[1, 2]).await;
 }
 
-/// What a target has: collections, and bytes that are taken.
+/// Returns the number of collections and of used bytes of each target.
 async fn taken(rig: &Rig) -> Vec<(usize, u64)> {
     let mut all = vec![];
     for store in &rig.node.stores {
@@ -263,7 +261,7 @@ async fn taken(rig: &Rig) -> Vec<(usize, u64)> {
 }
 
 #[tokio::test]
-async fn all_space_of_a_removed_pool_comes_back() {
+async fn all_space_of_a_removed_pool_is_freed() {
     let mut rig = Rig::of("mirror:2", 1, 5, config()).await;
     let before = taken(&rig).await;
     for (name, redundancy) in [("wide", "ec:2+1"), ("copies", "mirror:3")] {
@@ -273,7 +271,7 @@ async fn all_space_of_a_removed_pool_comes_back() {
             rig.put(number, 1 + 300 * number, number as u64).await;
         }
         rig.put(200, STAGED, 3).await;
-        // Of what is overwritten something is kept for a while.
+        // Some overwritten data is kept for a while.
         for number in 0..50 {
             rig.pool.object(&format!("o{number}")).unwrap().write(0, data(10, 4)).await.unwrap();
         }
@@ -283,12 +281,12 @@ async fn all_space_of_a_removed_pool_comes_back() {
         if name == "copies" {
             rig.node.restart();
         }
-        until(&format!("{name} is gone"), async || taken(&rig).await == before).await;
+        until(&format!("{name} is removed"), async || taken(&rig).await == before).await;
     }
 }
 
 #[tokio::test]
-async fn a_removed_pools_space_comes_back_on_a_target_that_was_away() {
+async fn the_space_of_a_removed_pool_is_freed_on_a_target_that_was_away() {
     let mut rig = Rig::of("mirror:2", 1, 4, config()).await;
     let before = taken(&rig).await;
     rig.client.create_pool_with("wide", 16, crate::redundancy::redundancy("ec:2+1")).await.unwrap();
@@ -303,24 +301,24 @@ async fn a_removed_pools_space_comes_back_on_a_target_that_was_away() {
         let now = taken(&rig).await;
         [0, 2, 3].iter().all(|&target| now[target] == before[target])
     };
-    until("it is gone where there are targets", others).await;
+    until("the pool is removed from the present targets", others).await;
     rig.set_down(&[1], false);
     rig.client.set_target_out(1, false).await.unwrap();
-    until("it is gone everywhere", async || taken(&rig).await == before).await;
+    until("the pool is removed from all targets", async || taken(&rig).await == before).await;
 }
 
 #[tokio::test]
-async fn a_restart_without_the_only_one_that_has_the_newest() {
+async fn a_restart_without_the_only_newest_copy_returns_no_old_data() {
     let mut rig = Rig::of("mirror:2", 16, 3, config()).await;
     for number in 0..60 {
         rig.put(number, 9000, number as u64).await;
     }
-    // Some groups go on with target 1 alone.
+    // Some groups continue with target 1 alone.
     rig.set_down(&[0], true);
     for number in 0..60 {
         rig.put(number, 10_000, 100 + number as u64).await;
     }
-    // The other one is back, without what has changed meanwhile, when the node starts.
+    // When the node starts, only target 0 is back, which lacks the latest changes.
     rig.set_down(&[1], true);
     rig.set_down(&[0], false);
     rig.node.restart();
@@ -330,7 +328,7 @@ async fn a_restart_without_the_only_one_that_has_the_newest() {
         let object = rig.pool.object(name).unwrap();
         match object.get().await {
             Ok(read) => {
-                assert!(read == *bytes, "{name} is an old one");
+                assert!(read == *bytes, "{name} has old content");
                 there += 1;
             }
             Err(e) => {
@@ -341,7 +339,7 @@ async fn a_restart_without_the_only_one_that_has_the_newest() {
             }
         }
     }
-    assert!((1..60).contains(&there), "{there} objects were there");
+    assert!((1..60).contains(&there), "{there} objects were readable");
     rig.bring_back(&[1]).await;
     rig.check("all are back").await;
     rig.check_without_each(&[0, 1, 2]).await;
@@ -353,8 +351,8 @@ fn hold_records(rig: &Rig, held: bool) {
 
 type Put = tokio::task::JoinHandle<client::Result<wire::Mutated>>;
 
-/// Two fragments of data, one of parity. Target 0 is lost, and a change waits for the others, which have proposed a record without
-/// it that is not in force anywhere yet.
+/// Returns an `ec:2+1` pool without target 0. A change waits for the other targets, which have
+/// proposed a membership record without target 0. The record is not in force anywhere yet.
 async fn proposed() -> (Rig, Put) {
     let mut rig = Rig::new("ec:2+1", 1).await;
     for number in 0..10 {
@@ -372,7 +370,7 @@ async fn proposed() -> (Rig, Put) {
     (rig, put)
 }
 
-/// The target is there again, in a session of its own.
+/// Brings a target back, with a new incarnation.
 fn comes_back(rig: &Rig, target: usize) {
     rig.set_down(&[target], false);
     rig.node.stores[target].end_session();
@@ -390,7 +388,7 @@ async fn all_is_well(mut rig: Rig) {
 }
 
 #[tokio::test]
-async fn a_target_comes_back_before_the_record_without_it_is_in_force() {
+async fn a_target_may_return_before_the_record_without_it_is_in_force() {
     let (rig, put) = proposed().await;
     comes_back(&rig, 0);
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -400,7 +398,7 @@ async fn a_target_comes_back_before_the_record_without_it_is_in_force() {
 }
 
 #[tokio::test]
-async fn a_restart_finds_a_proposal_and_the_target_that_it_leaves_out() {
+async fn a_restart_handles_a_proposal_and_the_target_that_it_excludes() {
     let (mut rig, put) = proposed().await;
     comes_back(&rig, 0);
     rig.node.restart();
@@ -409,7 +407,7 @@ async fn a_restart_finds_a_proposal_and_the_target_that_it_leaves_out() {
     all_is_well(rig).await;
 }
 
-/// The record that a target has of the only group of a pool.
+/// Returns a target's membership record of the only group of a pool.
 async fn record(rig: &Rig, target: usize) -> Bytes {
     let (store, oid) = (&rig.node.stores[target].inner, ObjectId::new(&b"\0\0\0\0\0array"[..]).unwrap());
     for cid in store.collections().await.unwrap() {
@@ -417,18 +415,19 @@ async fn record(rig: &Rig, target: usize) -> Bytes {
             return found[0].1.clone();
         }
     }
-    panic!("target {target} has none");
+    panic!("target {target} has no record");
 }
 
-/// The record comes into force on one target alone, which is gone from then on; those that do not have it go on without it.
+/// A record comes into force on only one target, which is then lost. The targets without this
+/// record continue without that target.
 #[tokio::test]
-async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
+async fn a_record_in_force_only_on_a_lost_target_is_ignored() {
     for restart in [false, true] {
         let mut rig = Rig::new("ec:2+1", 1).await;
         for number in 0..10 {
             rig.put(number, 50_000, number as u64).await;
         }
-        // They are told in the order of the record.
+        // A record comes into force on the targets in the order of the record.
         let (found, targets) = (record(&rig, 0).await, rig.node.targets());
         let place = |target: &usize| found.windows(16).position(|part| part == targets[*target].0.as_bytes());
         let mut order = [0, 1, 2];
@@ -441,16 +440,19 @@ async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
             let bytes = bytes.clone();
             async move { object.put(bytes).await }
         });
-        until("the last one is gone", async || rig.node.stores[last].is_down()).await;
+        until("the last target is lost", async || rig.node.stores[last].is_down()).await;
         rig.set_down(&[first], true);
         let records = (record(&rig, first).await, record(&rig, lost).await, record(&rig, last).await);
-        assert!(records.1 == records.2 && records.0 != records.1, "it is in force on one: {records:?}");
+        assert!(
+            records.1 == records.2 && records.0 != records.1,
+            "the record is in force on one target: {records:?}"
+        );
         comes_back(&rig, lost);
         comes_back(&rig, last);
         if restart {
             rig.node.restart();
         }
-        // It may have been tried while only one of them was there.
+        // The put may have been tried while only one of the targets was present.
         match put.await.unwrap() {
             Ok(_) => rig.objects[0].1 = bytes,
             Err(e) => assert!(e.to_string().contains("bring back one of"), "{e}"),
@@ -458,14 +460,14 @@ async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
         for number in 1..10 {
             rig.put(number, 40_000, 200 + number as u64).await;
         }
-        rig.check("two of them go on").await;
+        rig.check("two targets continue").await;
         comes_back(&rig, first);
         all_is_well(rig).await;
     }
 }
 
 #[tokio::test]
-async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
+async fn too_many_dirty_notes_are_dropped_and_the_rebuild_copies_everything() {
     for (limit, changed) in [(1000, 60), (20, 60)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let mut rig = Rig::of("ec:2+1", 1, 3, config).await;
@@ -475,12 +477,12 @@ async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
         rig.set_down(&[0], true);
         for number in 0..changed {
             rig.put(number, 25_000, 500 + number as u64).await;
-            // The notes are to be counted in between.
+            // The pause gives the OSD time to count the notes in between.
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let overflows = changed > limit;
         if overflows {
-            until("the notes are forgotten", async || rig.notes().await == 0).await;
+            until("the notes are dropped", async || rig.notes().await == 0).await;
         } else {
             assert!(rig.notes().await >= changed);
         }
@@ -494,7 +496,7 @@ async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
 }
 
 #[tokio::test]
-async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
+async fn a_member_that_cannot_be_rebuilt_does_not_block_other_rebuilds() {
     for (full, other) in [(0, 1), (1, 0)] {
         let mut rig = Rig::new("ec:4+2", 1).await;
         rig.set_down(&[0, 1], true);
@@ -507,8 +509,11 @@ async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
             rig.client.set_target_out(target, false).await.unwrap();
         }
         let is_behind = async |target: usize| rig.client.status().await.unwrap().targets[target].behind;
-        until("the other one is rebuilt", async || !is_behind(other).await).await;
-        until("it was tried", async || rig.node.stores[full].fired.load(Ordering::SeqCst) > 0).await;
+        until("the other target is rebuilt", async || !is_behind(other).await).await;
+        until("a rebuild of the full target was tried", async || {
+            rig.node.stores[full].fired.load(Ordering::SeqCst) > 0
+        })
+        .await;
         assert!(is_behind(full).await);
         rig.node.stores[full].set_full(0);
         wait_until_whole(&rig.client).await;
@@ -516,7 +521,8 @@ async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
     }
 }
 
-/// Two copies, of which target 1's alone has the newest changes; and what the other one has.
+/// Returns a mirror of which only target 1 has the newest changes, and the objects as target 0 has
+/// them.
 async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
     let mut rig = Rig::of("mirror:2", 2, 2, config).await;
     for number in 0..20 {
@@ -530,9 +536,9 @@ async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
     (rig, old)
 }
 
-/// Right after a start no group has a session yet that says who has what.
+/// Right after a start, no group has determined yet which target has which changes.
 #[tokio::test]
-async fn a_target_that_alone_has_the_newest_is_not_taken_out_right_after_a_start() {
+async fn the_only_target_with_the_newest_data_cannot_be_taken_out_after_a_start() {
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
     let (mut rig, _) = one_copy_ahead(config).await;
     rig.set_down(&[0], false);
@@ -547,16 +553,16 @@ async fn a_target_that_alone_has_the_newest_is_not_taken_out_right_after_a_start
     rig.check("without target 1").await;
 }
 
-/// One copy is back, but has not caught up, when the one that has it all goes: what the first one has does not count.
+/// A copy that is back, but outdated, must not be used when the copy with all changes is lost.
 #[tokio::test]
-async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
-    // The target is known to be there, but it is rebuilt only from the next look on.
+async fn an_outdated_copy_is_not_used_when_the_only_newest_copy_is_lost() {
+    // The target counts as usable at once, but is rebuilt only from the next upkeep on.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
     let (rig, _) = one_copy_ahead(config).await;
     rig.lose_the_newest().await;
     for (name, bytes) in &rig.objects {
         match rig.pool.object(name).unwrap().get().await {
-            Ok(read) => assert!(read == *bytes, "{name} is an old one"),
+            Ok(read) => assert!(read == *bytes, "{name} has old content"),
             Err(e) => assert!(e.to_string().contains("bring back"), "{name}: {e}"),
         }
     }
@@ -567,15 +573,15 @@ async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
     rig.check_without_each(&[0, 1]).await;
 }
 
-/// The operator says that the copy with the newest changes is lost: the node goes on with what there is. Should that copy come
-/// back all the same, it gets everything anew.
+/// The operator declares the copy with the newest changes lost, and the node continues with the
+/// other copy. If the lost copy returns, it is rebuilt completely.
 #[tokio::test]
-async fn a_copy_that_was_said_to_be_lost_comes_back() {
+async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
     for (restarts, limit) in [(false, 1000), (true, 1000), (false, 5), (true, 5)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let (mut rig, old) = one_copy_ahead(config).await;
         if limit < 20 {
-            until("the notes are forgotten", async || rig.notes().await == 0).await;
+            until("the notes are dropped", async || rig.notes().await == 0).await;
         }
         let e = rig.client.set_target_out(1, true).await.unwrap_err().to_string();
         assert!(e.contains("up to date"), "{e}");
@@ -597,9 +603,9 @@ async fn a_copy_that_was_said_to_be_lost_comes_back() {
     }
 }
 
-/// More notes than the real store has room for in one transaction.
+/// There are more dirty notes than fit into one transaction of the real store.
 #[tokio::test]
-async fn many_notes_with_long_names() {
+async fn many_dirty_notes_with_long_names_are_processed() {
     const MISSED: usize = 500;
     for (limit, is_lost) in [(2 * MISSED, false), (2 * MISSED, true), (MISSED / 2, false)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
@@ -621,7 +627,7 @@ async fn many_notes_with_long_names() {
             futures::future::try_join_all(few.iter().map(put)).await.unwrap();
         }
         if limit < MISSED {
-            until("the notes are forgotten", async || rig.notes().await == 0).await;
+            until("the notes are dropped", async || rig.notes().await == 0).await;
         } else {
             assert!(rig.notes().await >= MISSED);
         }
@@ -639,10 +645,10 @@ async fn many_notes_with_long_names() {
     }
 }
 
-/// The record that calls a rebuilt target in sync is on that one alone when the OSD goes, and the target with it. The others go on
-/// with what they have: what they do then is to count.
+/// Only the rebuilt target has the record that calls it in sync when the OSD and this target fail.
+/// The other targets continue without this record, and their later changes must be kept.
 #[tokio::test]
-async fn a_record_that_only_the_rebuilt_target_has_does_not_count() {
+async fn a_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
     let mut rig = Rig::new("ec:2+1", 1).await;
     for number in 0..10 {
         rig.put(number, 50_000, number as u64).await;
@@ -654,7 +660,7 @@ async fn a_record_that_only_the_rebuilt_target_has_does_not_count() {
     rig.client.set_target_out(0, false).await.unwrap();
     let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(2));
     waited.await.expect("the rebuilt target is about to be called in sync");
-    until("it has the record", async || has_newest(&rig).await).await;
+    until("the rebuilt target has the record", async || has_newest(&rig).await).await;
     rig.set_down(&[0], true);
     rig.node.restart();
     [1, 2].iter().for_each(|&target| rig.node.stores[target].hold_records(false));
@@ -668,7 +674,7 @@ async fn a_record_that_only_the_rebuilt_target_has_does_not_count() {
     rig.check_without_each(&[0, 1, 2]).await;
 }
 
-/// Whether target 0 alone has the newest record.
+/// Returns whether target 0 alone has the newest membership record.
 async fn has_newest(rig: &Rig) -> bool {
     let [first, second, third] = [record(rig, 0).await, record(rig, 1).await, record(rig, 2).await];
     second == third && first != second && first[1] > second[1]

@@ -1,4 +1,5 @@
-//! Targets that stand still for a while and go on: what the whole host does when it is overloaded, and single drives now and then.
+//! Targets that stall for a while and then continue: all at once, like on an overloaded host, or a
+//! single drive.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,14 +23,14 @@ use crate::redundancy::{Rig, redundancy, wait_until_whole};
 
 type Waiting = Vec<Box<dyn FnOnce() + Send>>;
 
-/// A store that can be stopped: calls wait then, and are carried out in their order when it goes on, whether or not the caller
-/// is still there.
+/// A store that can be stopped. Calls then wait, and are executed in order when the store
+/// continues, even if their callers have given up.
 struct StallStore {
     inner: Arc<dyn ObjectStore>,
     waiting: Mutex<Option<Waiting>>,
-    /// Only calls in this collection wait.
+    /// If set, only calls in this collection wait.
     only: Mutex<Option<CollectionId>>,
-    /// Calls that found it stopped.
+    /// Number of calls that had to wait.
     stalled: AtomicU64,
 }
 
@@ -48,7 +49,7 @@ impl StallStore {
         self.waiting.lock().unwrap().get_or_insert_default();
     }
 
-    /// Stops in one collection.
+    /// Stops the calls in one collection.
     fn stop_in(&self, cid: CollectionId) {
         *self.only.lock().unwrap() = Some(cid);
         self.stop();
@@ -75,7 +76,7 @@ impl Submit for StallStore {
     }
 }
 
-/// A stall is to a target's time as 13 s are to 10 s.
+/// Time limit for a target's answer. A stall lasts clearly longer.
 const TIMEOUT: Duration = Duration::from_millis(400);
 const STALL: Duration = Duration::from_millis(1100);
 
@@ -98,7 +99,7 @@ fn config() -> OsdConfig {
     }
 }
 
-/// A node whose targets can be stopped, with a pool.
+/// A node with a pool, whose targets can be stopped.
 struct Stalls {
     rig: Rig,
     stores: Vec<Arc<StallStore>>,
@@ -130,14 +131,14 @@ impl Stalls {
         targets.iter().for_each(|&target| self.stores[target].go_on());
     }
 
-    /// Stops targets for so long; calls must have come meanwhile.
+    /// Stops targets for the time `long`. At least one call must arrive meanwhile.
     async fn stall(&self, targets: &[usize], long: Duration) {
         let stalled = || targets.iter().map(|&t| self.stores[t].stalled.load(Ordering::SeqCst)).sum::<u64>();
         let before = stalled();
         self.stop(targets);
         tokio::time::sleep(long).await;
         self.go_on(targets);
-        assert!(stalled() > before, "no call came while {targets:?} stood still");
+        assert!(stalled() > before, "no call arrived while {targets:?} were stopped");
     }
 
     async fn state(&self, target: usize) -> TargetState {
@@ -155,7 +156,7 @@ impl Stalls {
         self.rig.check("all is well").await;
     }
 
-    /// Checks that each target has what it should: nothing that contradicts the others, or is missing.
+    /// Checks by a scrub that no target has data that is missing or contradicts other targets.
     async fn scrub(&self) {
         self.rig.client.start_scrub("pool", false).await.unwrap();
         let mut scrub = self.rig.client.scrub_status("pool").await.unwrap();
@@ -168,7 +169,7 @@ impl Stalls {
     }
 }
 
-/// Clients that put and read their objects until they are told to stop.
+/// Clients that write and read their objects until they are stopped.
 struct Load {
     stop: Arc<AtomicU64>,
     done: Arc<AtomicU64>,
@@ -185,12 +186,12 @@ impl Load {
                 let object = pool.object(&name).unwrap();
                 let mut version = 0;
                 loop {
-                    // Some are staged.
+                    // The first client's objects are large enough to be staged.
                     let len = if number == 0 { 3 << 20 } else { 5000 * (number + 1) };
                     let bytes = data(len, (number << 32) as u64 + version);
                     object.put(bytes.clone()).await.unwrap_or_else(|e| panic!("put {name}: {e}"));
                     let read = object.get().await.unwrap_or_else(|e| panic!("get {name}: {e}"));
-                    assert!(read == bytes, "{name} is not what was acknowledged");
+                    assert!(read == bytes, "{name} differs from the acknowledged data");
                     version += 1;
                     done.fetch_add(1, Ordering::SeqCst);
                     if stop.load(Ordering::SeqCst) > 0 {
@@ -201,13 +202,13 @@ impl Load {
         };
         let clients = (0..count).map(run).collect();
         let load = Load { stop, done, clients };
-        // Connected and at work.
+        // Wait until the clients are connected and one of them has completed a put.
         assert!(client.status().await.is_ok());
         load.has_done(1).await;
         load
     }
 
-    /// Waits until so many more puts have been acknowledged.
+    /// Waits until `more` further puts have been acknowledged.
     async fn has_done(&self, more: u64) {
         let enough = self.done.load(Ordering::SeqCst) + more;
         let done = async {
@@ -218,7 +219,7 @@ impl Load {
         tokio::time::timeout(Duration::from_secs(30), done).await.expect("clients are served again");
     }
 
-    /// What each object is.
+    /// Stops the clients. Returns the names and contents of their objects.
     async fn finish(self) -> Vec<(String, Bytes)> {
         self.stop.store(1, Ordering::SeqCst);
         let mut objects = Vec::new();
@@ -232,7 +233,7 @@ impl Load {
 async fn a_stall_of_all_targets(text: &str) {
     let mut stalls = Stalls::new(text, 4, config()).await;
     let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
-    // The last one is longer than requests wait for the store: clients are told to try again.
+    // The last stall is longer than requests wait for the store, so the clients must send retries.
     for long in [STALL, STALL, 6 * TIMEOUT] {
         stalls.stall(&stalls.all(), long).await;
         load.has_done(12).await;
@@ -243,28 +244,28 @@ async fn a_stall_of_all_targets(text: &str) {
 }
 
 #[tokio::test]
-async fn a_stall_of_all_targets_of_a_mirror_is_outlasted() {
+async fn clients_survive_a_stall_of_all_targets_of_a_mirror() {
     a_stall_of_all_targets("mirror:2").await;
 }
 
 #[tokio::test]
-async fn a_stall_of_all_targets_of_an_erasure_code_is_outlasted() {
+async fn clients_survive_a_stall_of_all_targets_of_an_erasure_code() {
     a_stall_of_all_targets("ec:2+1").await;
 }
 
 #[tokio::test]
-async fn a_stall_of_all_targets_without_redundancy_is_outlasted() {
+async fn clients_survive_a_stall_of_all_targets_without_redundancy() {
     a_stall_of_all_targets("single").await;
 }
 
 #[tokio::test]
-async fn one_target_that_stalls_again_and_again_catches_up_by_itself() {
+async fn a_target_that_stalls_repeatedly_catches_up_by_itself() {
     let mut stalls = Stalls::new("ec:2+1", 2, config()).await;
     let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
     for round in 0..6 {
         let target = [round % 3];
         stalls.stop(&target);
-        // The others go on.
+        // The other targets continue.
         load.has_done(20).await;
         assert_eq!(stalls.state(target[0]).await, TargetState::Slow, "round {round}");
         stalls.go_on(&target);
@@ -277,7 +278,7 @@ async fn one_target_that_stalls_again_and_again_catches_up_by_itself() {
 }
 
 #[tokio::test]
-async fn a_stall_while_groups_are_opened_is_outlasted() {
+async fn clients_survive_a_stall_while_groups_are_opened() {
     for (text, targets) in [
         ("mirror:2", &[0][..]),
         ("mirror:2", &[1]),
@@ -287,7 +288,7 @@ async fn a_stall_while_groups_are_opened_is_outlasted() {
     ] {
         let mut stalls = Stalls::new(text, 2, config()).await;
         stalls.rig.fill(&[10_000, 70_001]).await;
-        // Once while the node is opened, once while its groups are.
+        // The targets stall once while the node is opened, and once while its groups are opened.
         for during_start in [true, false] {
             let stores: Vec<_> = targets.iter().map(|&target| Arc::clone(&stalls.stores[target])).collect();
             let stop = || stores.iter().for_each(|store| store.stop());
@@ -305,10 +306,11 @@ async fn a_stall_while_groups_are_opened_is_outlasted() {
             if !during_start {
                 stop();
             }
-            stalls.rig.check(&format!("{text}: {targets:?} stood still")).await;
+            stalls.rig.check(&format!("{text}: {targets:?} were stopped")).await;
             stalls.rig.pool.object("after").unwrap().put("x").await.unwrap();
             resumed.join().unwrap();
-            // The reads may have needed no stalled target, and its group may have gone on without it.
+            // The reads may have needed no stalled target, and its group may have continued without
+            // it.
             stalls.all_is_well().await;
         }
         assert!(stores_stalled(&stalls) > 0);
@@ -321,7 +323,7 @@ fn stores_stalled(stalls: &Stalls) -> u64 {
 }
 
 #[tokio::test]
-async fn a_rebuild_goes_on_after_its_source_has_stalled() {
+async fn a_rebuild_continues_after_its_source_has_stalled() {
     let mut stalls = Stalls::new("ec:2+1", 1, OsdConfig { rebuild_rate: 1 << 20, ..config() }).await;
     stalls.rig.set_down(&[0], true);
     let sizes: Vec<usize> = (0..100).map(|number| 20_000 + 100 * number).collect();
@@ -342,9 +344,9 @@ async fn a_rebuild_goes_on_after_its_source_has_stalled() {
 }
 
 #[tokio::test]
-async fn the_last_members_that_a_group_needs_are_waited_for() {
+async fn a_group_waits_for_the_last_members_that_it_needs() {
     for (text, gone, slow) in [("mirror:2", 0, 1), ("ec:2+1", 1, 2)] {
-        // One is gone for good.
+        // One target is lost for the whole test.
         let retry = TargetRetry { failing_pause: Duration::from_secs(3600), ..RETRY };
         let config = OsdConfig { target_retry: retry, store_patience: Duration::from_secs(20), ..config() };
         let mut stalls = Stalls::new(text, 1, config).await;
@@ -359,7 +361,7 @@ async fn the_last_members_that_a_group_needs_are_waited_for() {
         };
         let stalled = [slow];
         let (state, ()) = tokio::join!(watched, stalls.stall(&stalled, 2 * STALL));
-        assert_eq!(state, TargetState::Up, "{text}: a target that the group needs was failed");
+        assert_eq!(state, TargetState::Up, "{text}: a target that the group needs was marked as failed");
         load.has_done(6).await;
         let objects = load.finish().await;
         stalls.rig.objects.extend(objects);
@@ -367,9 +369,10 @@ async fn the_last_members_that_a_group_needs_are_waited_for() {
     }
 }
 
-/// Both copies are slow in turn, so that neither may go on without the other: requests wait for the one that has it all.
+/// Both copies stall in turn, so neither copy may be used without the other. Requests wait for the
+/// copy that has all changes.
 #[tokio::test]
-async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
+async fn a_copy_that_was_slow_is_not_read_before_it_has_caught_up() {
     let mut stalls = Stalls::new("mirror:2", 1, config()).await;
     stalls.rig.fill(&[10_000]).await;
     let object = stalls.rig.pool.object("o10000").unwrap();
@@ -378,7 +381,7 @@ async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
     object.put(newer.clone()).await.unwrap();
     stalls.rig.objects[0].1 = newer;
     assert_eq!(stalls.state(0).await, TargetState::Slow);
-    // The copy that has the change stands still before the other one has it.
+    // The copy with the change stalls before the other copy has received the change.
     stalls.stop(&[1]);
     stalls.go_on(&[0]);
     let read = tokio::spawn({
@@ -398,8 +401,8 @@ async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
 }
 
 #[tokio::test]
-async fn a_target_whose_io_errors_heal_comes_back_by_itself() {
-    // As many as the pool can spare, and all of them.
+async fn a_target_whose_io_errors_end_is_used_again_by_itself() {
+    // The pool loses as many targets as it tolerates, or all of them.
     for (text, lost) in [("ec:2+1", &[0][..]), ("ec:2+1", &[0, 1, 2]), ("mirror:2", &[0, 1])] {
         let mut stalls = Stalls::new(text, 2, config()).await;
         let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 4).await;
@@ -418,7 +421,7 @@ async fn a_target_whose_io_errors_heal_comes_back_by_itself() {
 }
 
 #[tokio::test]
-async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
+async fn a_client_gets_a_transient_error_while_the_targets_are_probed() {
     let stalls = Stalls::new("mirror:2", 1, config()).await;
     stalls.rig.pool.object("o").unwrap().put("x").await.unwrap();
     stalls.stop(&stalls.all());
@@ -432,7 +435,8 @@ async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
     stalls.all_is_well().await;
 }
 
-/// Changes one object again and again, and compares it with a model, until told to stop; what it is then.
+/// Changes one object at random and compares it with a model until told to stop. Returns the
+/// object's name and its last content.
 async fn change_at_random(pool: Pool, number: u64, seed: u64, stop: Arc<AtomicU64>) -> (String, Bytes) {
     let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
     let name = format!("random{number}");
@@ -490,7 +494,8 @@ async fn stalls_at_random(text: &str) {
         |number| tokio::spawn(change_at_random(stalls.rig.pool.clone(), number, seed, Arc::clone(&stop)));
     let clients: Vec<_> = (0..5).map(change).collect();
     for _ in 0..12 {
-        // Some at a time, now and then all; they go on at different times.
+        // Some targets stall at a time, and sometimes all of them. They continue at different
+        // times.
         let count = rng.random_range(1..=stalls.stores.len());
         let stopped = stalls.all().into_iter().choose_multiple(&mut rng, count);
         for &target in &stopped {
@@ -517,18 +522,19 @@ async fn stalls_at_random(text: &str) {
 }
 
 #[tokio::test]
-async fn stalls_at_random_lose_nothing_of_an_erasure_code() {
+async fn random_stalls_lose_no_data_of_an_erasure_coded_pool() {
     stalls_at_random("ec:4+2").await;
 }
 
 #[tokio::test]
-async fn stalls_at_random_lose_nothing_of_a_mirror() {
+async fn random_stalls_lose_no_data_of_a_mirrored_pool() {
     stalls_at_random("mirror:3").await;
 }
 
-/// Calls in one placement group hang on a target that answers otherwise: it is not used before they go on.
+/// Calls in one placement group's collection hang on a target that answers all other calls. The
+/// target must not be used before the collection answers again.
 #[tokio::test]
-async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_answers() {
+async fn a_target_that_hangs_in_one_collection_stays_unused_until_it_answers() {
     for text in ["mirror:2", "ec:2+1"] {
         let mut stalls = Stalls::new(text, 2, config()).await;
         let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
@@ -541,7 +547,7 @@ async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_an
             }
         };
         tokio::time::timeout(Duration::from_secs(30), slow).await.expect("the first calls stall");
-        // A relapse would make it come back after a pause of 200 ms at most.
+        // If the target were used by mistake, this would happen after a pause of at most 200 ms.
         for _ in 0..10 {
             load.has_done(6).await;
             for _ in 0..40 {
@@ -557,7 +563,8 @@ async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_an
     }
 }
 
-/// A change that waits for space has overwritten data trimmed, which comes to nothing while a target stands still.
+/// A change that waits for space asks its group to trim overwritten data. The group cannot trim
+/// while a target stalls.
 #[tokio::test]
 async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_trim() {
     let (target_timeout, store_patience) = (Duration::from_secs(45), Duration::from_secs(2));

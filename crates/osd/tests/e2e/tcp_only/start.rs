@@ -1,4 +1,4 @@
-//! What a node's targets must be for it to start.
+//! Conditions that a node's targets must meet before the node starts.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ fn start(node: &Node, targets: Vec<(Uuid, Arc<dyn ObjectStore>)>) -> StartError 
 }
 
 #[tokio::test]
-async fn missing_foreign_and_doubled_targets_are_refused() {
+async fn missing_foreign_and_duplicate_targets_are_refused() {
     let mut node = Node::start();
     let (_client, pool) = node.pool().await;
     pool.object("x").unwrap().put("x").await.unwrap();
@@ -41,7 +41,7 @@ async fn missing_foreign_and_doubled_targets_are_refused() {
     assert_eq!(client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "x");
 }
 
-/// Where a target has the node's map.
+/// Returns the collection and the object in which a target stores the node's map.
 async fn map_object(store: &dyn ObjectStore) -> (CollectionId, ObjectId) {
     let mut collections = store.collections().await.unwrap();
     collections.retain(|cid| !cid.as_bytes().starts_with(b"P"));
@@ -50,7 +50,7 @@ async fn map_object(store: &dyn ObjectStore) -> (CollectionId, ObjectId) {
     (cid, ids.remove(0))
 }
 
-/// The map as it is stored.
+/// Returns a target's copy of the map in its stored form.
 async fn read_map(store: &dyn ObjectStore) -> Bytes {
     let (cid, oid) = map_object(store).await;
     let (pieces, more) = store.omap_iterate(&cid, &oid, Bytes::new(), 100).await.unwrap();
@@ -58,7 +58,7 @@ async fn read_map(store: &dyn ObjectStore) -> Bytes {
     pieces.into_iter().flat_map(|(_, piece)| piece).collect()
 }
 
-/// Writes over the map.
+/// Overwrites a target's copy of the map.
 async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
     let (cid, oid) = map_object(store).await;
     let write = Transaction::new(cid)
@@ -67,7 +67,7 @@ async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
     store.queue_transaction(write).await.unwrap();
 }
 
-/// Puts the map where older versions had it: it becomes the object's data.
+/// Stores the map as older versions did, as the data of the object.
 async fn write_map_as_before(store: &dyn ObjectStore, bytes: Bytes) {
     let (cid, oid) = map_object(store).await;
     let source = WriteSource::Inline(Payload::compute(0, bytes));
@@ -82,9 +82,10 @@ async fn garble(node: &Node, target: usize) {
     write_map(&*node.stores[target], "\x02nonsense".into()).await;
 }
 
-/// A copy of the map that cannot be read costs its target, as long as most others can be.
+/// A target with a damaged copy of the map is not used. The node starts if most other copies are
+/// readable.
 #[tokio::test]
-async fn a_damaged_map_costs_one_target() {
+async fn a_damaged_copy_of_the_map_makes_only_its_target_unusable() {
     let mut node = Node::of(3, OsdConfig::default());
     node.restart();
     node.osd.take().unwrap().stop();
@@ -96,16 +97,17 @@ async fn a_damaged_map_costs_one_target() {
     node.client().await.set_target_out(1, false).await.unwrap();
     node.client().await.create_pool("pool").await.unwrap();
     node.osd.take().unwrap().stop();
-    // It has a new copy now; with two that are damaged nobody knows what the newest map was.
+    // Target 1 has a new copy now. With two damaged copies, the newest map cannot be determined.
     garble(&node, 0).await;
     garble(&node, 2).await;
     let refused = start(&node, node.targets());
     assert!(matches!(refused, StartError::CorruptMap { .. }), "{refused}");
 }
 
-/// A map that could be saved on one target only, and was not acknowledged, does not count beside one that is as new.
+/// Two maps have the same epoch. One of them was saved on only one target and therefore not
+/// acknowledged; it must be ignored.
 #[tokio::test]
-async fn of_two_maps_that_are_as_new_the_one_on_most_targets_counts() {
+async fn of_two_maps_with_the_same_epoch_the_one_on_most_targets_is_used() {
     for odd in 0..3 {
         let mut node = Node::of(3, OsdConfig::default());
         node.restart();
@@ -139,7 +141,7 @@ fn failed(status: &client::NodeStatus) -> Vec<bool> {
 }
 
 #[tokio::test]
-async fn a_map_that_is_the_data_of_its_object_is_read_and_moves_to_the_omap_with_the_next_change() {
+async fn a_map_stored_as_object_data_is_read_and_moves_to_the_omap() {
     let mut node = Node::start();
     let (_client, pool) = node.pool().await;
     pool.object("x").unwrap().put("x").await.unwrap();
@@ -160,7 +162,8 @@ async fn a_map_that_is_the_data_of_its_object_is_read_and_moves_to_the_omap_with
     assert_eq!(node.client().await.pools().await.unwrap().len(), 2);
 }
 
-/// Starts three targets of which the first lacks the newest map and does not take it.
+/// Returns a stopped node of three targets. The first target lacks the newest map and has no space
+/// for it.
 async fn behind_and_full() -> Node {
     let mut node = Node::of(3, OsdConfig::default());
     node.restart();
@@ -173,7 +176,7 @@ async fn behind_and_full() -> Node {
 }
 
 #[tokio::test]
-async fn a_target_without_room_for_the_map_does_not_fail_and_costs_only_itself_at_the_next_start() {
+async fn a_target_without_space_for_the_map_fails_only_at_the_next_start() {
     let mut node = behind_and_full().await;
     let fired = node.fired();
     node.restart();
@@ -189,7 +192,7 @@ async fn a_target_without_room_for_the_map_does_not_fail_and_costs_only_itself_a
 }
 
 #[tokio::test]
-async fn too_many_targets_without_room_for_the_map_are_named() {
+async fn a_start_with_too_many_targets_without_space_for_the_map_is_refused() {
     let mut node = behind_and_full().await;
     let newest = read_map(&*node.stores[1]).await;
     let old = read_map(&*node.stores[0]).await;
@@ -204,7 +207,7 @@ async fn too_many_targets_without_room_for_the_map_are_named() {
 }
 
 #[tokio::test]
-async fn a_target_that_does_not_answer_at_start_costs_only_itself() {
+async fn a_node_starts_without_a_target_that_does_not_answer() {
     let config = OsdConfig { target_timeout: std::time::Duration::from_millis(300), ..OsdConfig::default() };
     let mut node = Node::of(3, config);
     node.restart();
@@ -221,7 +224,7 @@ async fn a_target_that_does_not_answer_at_start_costs_only_itself() {
 }
 
 #[tokio::test]
-async fn a_target_without_room_for_the_map_at_start_comes_back_by_itself() {
+async fn a_target_without_space_for_the_map_at_start_is_used_again_by_itself() {
     let mut node = behind_and_full().await;
     let fired = node.fired();
     node.restart();

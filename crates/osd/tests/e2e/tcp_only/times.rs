@@ -1,4 +1,4 @@
-//! Where the time of requests goes.
+//! Tests of how the time of requests is divided into phases.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -23,7 +23,7 @@ async fn write_and_read(client: &Client) {
 }
 
 #[tokio::test]
-async fn a_store_that_is_called_directly_has_its_time_booked() {
+async fn the_time_of_a_directly_called_store_counts_as_host_time() {
     let node = Node::start();
     let client = node.client().await;
     write_and_read(&client).await;
@@ -38,7 +38,7 @@ async fn a_store_that_is_called_directly_has_its_time_booked() {
 }
 
 #[tokio::test]
-async fn waiting_for_the_store_is_time_of_the_host() {
+async fn time_spent_waiting_for_the_store_counts_as_host_time() {
     let node = Node::start();
     let (client, pool) = node.pool().await;
     let object = pool.object("object").unwrap();
@@ -59,7 +59,7 @@ async fn waiting_for_the_store_is_time_of_the_host() {
 }
 
 #[tokio::test]
-async fn a_store_behind_a_channel_books_its_own_time() {
+async fn the_osd_counts_no_host_time_for_a_store_behind_a_channel() {
     let config = OsdConfig { placement: wire::Placement::Dpu, ..OsdConfig::default() };
     let node = Node::start_with(config);
     node.stores.iter().for_each(|store| store.transfers.store(true, Ordering::SeqCst));
@@ -72,7 +72,7 @@ async fn a_store_behind_a_channel_books_its_own_time() {
 }
 
 #[tokio::test]
-async fn the_thread_of_a_shard_says_what_it_works_on() {
+async fn the_time_of_a_shards_thread_is_reported_by_class() {
     let node = Node::start();
     let client = node.client().await;
     let ns = |status: &client::NodeStatus, class: &str| {
@@ -88,7 +88,7 @@ async fn the_thread_of_a_shard_says_what_it_works_on() {
 }
 
 #[tokio::test]
-async fn requests_that_are_refused_do_not_count() {
+async fn refused_requests_do_not_count_in_the_times() {
     let node = Node::start();
     let (client, pool) = node.pool().await;
     assert!(pool.object("nothing").unwrap().get().await.is_err());
