@@ -37,7 +37,7 @@ pub enum Error {
     ConditionFailed {
         /// Index of the condition in the request, from 0.
         index: u16,
-        /// Description of the condition, or of the value found instead.
+        /// Reason why the condition does not hold.
         detail: String,
     },
     /// A range or number is outside its valid values.

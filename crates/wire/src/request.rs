@@ -219,7 +219,8 @@ pub enum Mutation {
 pub struct Mutate {
     /// Name of the object.
     pub name: WireName,
-    /// Part of the object to change. `None` for an object that is not striped, or for the head object.
+    /// Part of the object to change. `None` for an object that is not striped, or for the head
+    /// object.
     pub part: Option<PartId>,
     /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
