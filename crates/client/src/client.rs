@@ -11,8 +11,8 @@ use crate::engine::{Capability, Engine, NativeEngine};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
-/// A client of an [`Engine`], which provides access to pools and objects. All clones are the same
-/// client. Any thread may use a client.
+/// A client of an [`Engine`], which provides access to pools and objects. Clones share the engine
+/// and the limit on requests in flight. Any thread may use a client.
 ///
 /// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] ends the
 /// session, and so does dropping the last clone. In both cases the client tells the node, which

@@ -57,7 +57,7 @@ impl Listing {
     /// Collects all remaining names, for listings that fit in memory.
     ///
     /// # Errors
-    /// The errors of [`Listing::next`].
+    /// The same errors as [`Listing::next`].
     pub async fn collect(mut self) -> Result<Vec<ObjectName>> {
         let mut all = Vec::new();
         while let Some(name) = self.next().await? {

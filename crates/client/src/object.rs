@@ -195,8 +195,8 @@ impl Object {
     /// several clients never overlap.
     ///
     /// # Errors
-    /// The errors of [`Object::write`]. If other clients keep changing the object, an append of
-    /// more than 2 MiB can fail with [`ConditionFailed`](wire::Error::ConditionFailed), without
+    /// The same errors as [`Object::write`]. If other clients keep changing the object, an append
+    /// of more than 2 MiB can fail with [`ConditionFailed`](wire::Error::ConditionFailed), without
     /// effect.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
@@ -222,7 +222,7 @@ impl Object {
     /// Sets the object's size, in bytes. New bytes are zeros.
     ///
     /// # Errors
-    /// The errors of [`Object::write`].
+    /// The same errors as [`Object::write`].
     pub async fn truncate(&self, size: u64) -> Result<Mutated> {
         self.compound().truncate(size).commit().await
     }
@@ -230,7 +230,7 @@ impl Object {
     /// Sets a range to zero, and extends the object if necessary.
     ///
     /// # Errors
-    /// The errors of [`Object::write`].
+    /// The same errors as [`Object::write`].
     pub async fn zero(&self, offset: u64, len: u64) -> Result<Mutated> {
         self.compound().zero(offset, len).commit().await
     }

@@ -72,7 +72,7 @@ impl Announcement {
 /// then cannot block the role.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn do_not_block() -> std::io::Result<()> {
     let out = std::io::stdout();
     let flags = rustix::fs::fcntl_getfl(out.as_fd())?;

@@ -67,7 +67,7 @@ pub struct Config {
     pub debug: DebugSection,
 }
 
-/// Section `store`.
+/// Configuration keys of section `store`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct StoreSection {
     /// CPUs of a store whose osd emulates a DPU: "auto" (all CPUs that the emulated DPU does not
@@ -86,7 +86,7 @@ pub struct StoreSection {
     pub buffers: ByteSize,
 }
 
-/// Section `channel`.
+/// Configuration keys of section `channel`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct ChannelSection {
     /// Size of the host memory that payload passes through between osd and store: 8MiB to 4GiB, a
@@ -189,7 +189,7 @@ pub enum EngineProfile {
     Bf3Paper,
 }
 
-/// Section `debug`.
+/// Configuration keys of section `debug`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct DebugSection {
     /// Faults to inject, e.g. ["dma.transfer=fail,probability=0.001"]; see `outboard debug fault
@@ -198,7 +198,7 @@ pub struct DebugSection {
     pub faults: Vec<String>,
 }
 
-/// Section `osd`.
+/// Configuration keys of section `osd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct OsdSection {
     /// CPUs of an osd that emulates a DPU: "auto" (the last quarter of the machine's CPUs, at least
@@ -258,7 +258,7 @@ pub struct OsdSection {
     pub handshakes: usize,
 }
 
-/// Section `coding`.
+/// Configuration keys of section `coding`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct CodingSection {
     /// Where the parity of large writes is computed. "latency-sensitive": by the host's processor.
@@ -287,7 +287,7 @@ pub struct CodingSection {
     pub cool_down: Period,
 }
 
-/// Section `network`.
+/// Configuration keys of section `network`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct NetworkSection {
     /// Transports that clients can use in addition to TCP, which always works. "auto": RDMA, if the
@@ -331,7 +331,7 @@ impl NetworkSection {
     }
 }
 
-/// Section `log`.
+/// Configuration keys of section `log`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct LogSection {
     /// Log level: error, warn, info, debug, trace, or a filter such as "info,osd=debug".
@@ -356,7 +356,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Section `metrics`.
+/// Configuration keys of section `metrics`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct MetricsSection {
     /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses it, and
@@ -365,7 +365,7 @@ pub struct MetricsSection {
     pub listen: String,
 }
 
-/// Section `supervise`.
+/// Configuration keys of section `supervise`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct SuperviseSection {
     /// Pause before a dead role is restarted. The pause doubles with each restart.
@@ -410,7 +410,7 @@ impl Config {
         self.debug.faults.iter().map(|text| text.parse()).collect()
     }
 
-    /// Checks the rules that concern several values.
+    /// Checks the tuning of the channel, and the rules that involve several values.
     ///
     /// # Errors
     /// If values contradict each other, or if a value of the channel is out of range.

@@ -69,7 +69,7 @@ pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result
 /// environment `env`.
 ///
 /// # Errors
-/// The errors of [`load`].
+/// The same errors as [`load`].
 pub fn of_text(text: &str, path: &Path, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let mut table = Table::new();
     overlay(&mut table, parse(text, path)?, path)?;

@@ -102,7 +102,7 @@ impl Cpus {
 /// of the machine.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn kept_to() -> std::io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     let listed: Vec<usize> = (0..MAX_CPUS).filter(|cpu| set.is_set(*cpu)).collect();

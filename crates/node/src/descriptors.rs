@@ -36,7 +36,7 @@ impl FdUsage {
 /// after; `None` means no limit.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn raise_limit() -> io::Result<(Option<u64>, Option<u64>)> {
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: before.maximum, maximum: before.maximum })?;

@@ -55,15 +55,15 @@ pub enum DirError {
     Full {
         /// What was attempted.
         action: &'static str,
-        /// The file or directory concerned.
+        /// The affected file or directory.
         path: PathBuf,
     },
-    /// The operating system refused.
+    /// The operating system refused the action.
     #[error("cannot {action} {}: {source}; check the path, its permissions and the free space", path.display())]
     Io {
         /// What was attempted.
         action: &'static str,
-        /// The file or directory concerned.
+        /// The affected file or directory.
         path: PathBuf,
         /// The operating system's error.
         source: io::Error,
@@ -104,7 +104,7 @@ impl NodeDir {
     /// Creates the directory and its subdirectories if they are missing.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// If the operating system reports an error.
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
         for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
             let mut builder = std::fs::DirBuilder::new();
@@ -198,7 +198,7 @@ impl NodeDir {
     /// [`lock`](NodeDir::lock).
     ///
     /// # Errors
-    /// The errors of [`lock`](NodeDir::lock).
+    /// The same errors as [`lock`](NodeDir::lock).
     pub fn take_lock(&self) -> Result<DirLock, DirError> {
         let path = self.lock_path();
         let given = std::io::stdin().as_fd().try_clone_to_owned().map(File::from);
@@ -214,7 +214,7 @@ impl NodeDir {
     /// Returns the pid of the supervisor that owns the directory, if there is one.
     ///
     /// # Errors
-    /// An error of the operating system; [`DirError::InUse`] if the owner's pid is unknown.
+    /// If the operating system reports an error; [`DirError::InUse`] if the owner's pid is unknown.
     pub fn owner(&self) -> Result<Option<u32>, DirError> {
         let path = self.lock_path();
         let mut file = match OpenOptions::new().read(true).open(&path) {
@@ -263,7 +263,7 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirE
 /// Replaces the content of `path` by `text` atomically and durably.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
     let new = path.with_extension("new");
     let write = || {
@@ -283,7 +283,7 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
 /// Removes a file durably, if it exists.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn remove_file(path: &Path) -> Result<(), DirError> {
     match std::fs::remove_file(path) {
         Ok(()) => sync_parent(path),
@@ -295,7 +295,7 @@ pub fn remove_file(path: &Path) -> Result<(), DirError> {
 /// Makes the entry of a file in its directory durable.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn sync_parent(path: &Path) -> Result<(), DirError> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("write", parent))

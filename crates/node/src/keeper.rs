@@ -41,8 +41,8 @@ pub struct RoleSpec {
     pub listen: Option<String>,
     /// Address for the role's metrics.
     pub metrics: String,
-    /// Known identities of the role's targets. With them, a restarted role can serve the other
-    /// targets if it cannot mount one.
+    /// Known paths and UUIDs of the role's targets. With them, a restarted role that cannot mount
+    /// one target can serve the other targets.
     pub known_targets: Vec<KnownTarget>,
     /// Working directory.
     pub dir: PathBuf,

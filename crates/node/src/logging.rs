@@ -37,7 +37,7 @@ pub fn start(log: &LogSection) -> Result<(), String> {
 /// Opens a log file for appending. A file larger than `max` is first renamed to `*.log.1`.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn open_file(path: &Path, max: ByteSize) -> io::Result<File> {
     if std::fs::metadata(path).is_ok_and(|m| m.len() > max.0) {
         std::fs::rename(path, path.with_extension("log.1"))?;

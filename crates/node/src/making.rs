@@ -91,7 +91,7 @@ impl Making {
     /// Only for a node that has served no client.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// If the operating system reports an error.
     pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
         replace_file(&dir.making(), &self.text())
     }
@@ -144,7 +144,7 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
 /// if this was the node's first start.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
     let making = Making::load(dir)?;
     remove_file(&dir.making())?;

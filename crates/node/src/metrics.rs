@@ -115,7 +115,7 @@ struct MetricsServer {
     exchanges: BTreeMap<u64, Exchange>,
     last_id: u64,
     upkeep_at: Instant,
-    /// Earliest time for the next accept.
+    /// Earliest time at which the server accepts the next connection.
     accept_at: Instant,
 }
 

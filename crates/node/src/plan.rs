@@ -237,7 +237,7 @@ pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
 /// Returns the directory in which a file is to be created, if the directory is writable.
 ///
 /// # Errors
-/// An error of the operating system.
+/// If the operating system reports an error.
 fn writable_parent(path: &Path) -> std::io::Result<()> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)

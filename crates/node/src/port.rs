@@ -44,7 +44,7 @@ impl PortClaim {
     /// Makes processes that are started from now on hold the claim too.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// If the operating system reports an error.
     pub fn hand_down(&self) -> io::Result<()> {
         Ok(rustix::io::fcntl_setfd(&self.socket, rustix::io::FdFlags::empty())?)
     }
@@ -61,7 +61,7 @@ pub fn check(listen: &str) -> io::Result<TcpListener> {
 /// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next free port.
 ///
 /// # Errors
-/// An error of the operating system if no port is free.
+/// If no port is free, or if the operating system reports another error.
 pub fn choose() -> io::Result<(SocketAddr, PortClaim)> {
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     for port in DEFAULT_PORT..=LAST_PORT {

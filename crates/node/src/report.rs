@@ -234,7 +234,7 @@ impl ConnectionReport {
 pub struct OsdReport {
     /// Time since the osd's start, in seconds.
     pub uptime_seconds: u64,
-    /// Networks other than TCP by which clients can reach the osd.
+    /// Networks other than TCP over which clients can reach the osd.
     pub paths: Vec<PathReport>,
     /// Number of connected clients.
     pub sessions: u32,

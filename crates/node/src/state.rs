@@ -123,7 +123,7 @@ impl NodeState {
     /// Replaces the state file atomically.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// If the operating system reports an error.
     pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
         let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
         replace_file(&dir.state(), &text)

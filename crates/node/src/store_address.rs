@@ -54,7 +54,7 @@ impl StoreAddress {
     /// Listens at this address.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// If the operating system reports an error.
     pub fn listen(&self) -> std::io::Result<StoreListener> {
         match self {
             StoreAddress::Unix(path) => StoreListener::unix(path),

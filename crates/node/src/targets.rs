@@ -46,7 +46,7 @@ pub enum TargetError {
     /// A file of the node cannot be written or removed.
     #[error(transparent)]
     Dir(#[from] DirError),
-    /// The operating system refused.
+    /// The operating system refused the action.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
         /// The file or device.
@@ -267,7 +267,7 @@ pub fn mount(
 /// replayed.
 ///
 /// # Errors
-/// The errors of [`mount`].
+/// The same errors as [`mount`].
 pub fn mount_driven(
     paths: &[PathBuf],
     known: &[KnownTarget],
