@@ -1,4 +1,4 @@
-//! The entry: a node and its pools.
+//! [`Client`]: access to a node and its pools.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::engine::{Capability, Engine, NativeEngine};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
-/// A client of an [`Engine`], which gives access to pools and objects. Clones share one client. Any
-/// thread may use it.
+/// A client of an [`Engine`], which provides access to pools and objects. Clones share the engine
+/// and the limit on requests in flight. Any thread may use a client.
 ///
-/// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] or dropping the
-/// last clone ends the session. Both tell the node, which then discards the results of the
-/// session's requests. After a drop, a task on the client's runtime tells the node. If that runtime
-/// is about to end, call [`Client::close`] first.
+/// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] ends the
+/// session, and so does dropping the last clone. In both cases the client tells the node, which
+/// then discards the results of the session's requests. After a drop, a task on the client's
+/// runtime tells the node. If that runtime is about to end, call [`Client::close`] first.
 #[derive(Clone)]
 pub struct Client {
     requests: Arc<Requests>,
@@ -30,8 +30,8 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// Connects to a node at `host:port`, over the stack that the options [choose](Options::stack).
-    /// Must be called on a tokio runtime.
+    /// Connects to a node at `host:port`, over the network stack that the options
+    /// [select](Options::stack). Must be called on a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -40,8 +40,8 @@ impl Client {
         Ok(Client::over(Arc::new(engine), options))
     }
 
-    /// Connects to a node over any network stack. Must be called on a tokio runtime, which then
-    /// runs the connection.
+    /// Connects to a node over the given network stack. Must be called on a tokio runtime, which
+    /// then runs the connection.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -54,20 +54,20 @@ impl Client {
         Ok(Client::over(Arc::new(engine), options))
     }
 
-    /// Creates a client of any engine. Options about connections are not used.
+    /// Creates a client of an engine of any kind. Options about connections have no effect.
     #[must_use]
     pub fn over(engine: Arc<dyn Engine>, options: Options) -> Client {
         Client { requests: Arc::new(Requests::new(engine, options)) }
     }
 
-    /// The engine.
+    /// Returns the engine.
     #[must_use]
     pub fn engine(&self) -> &dyn Engine {
         self.requests.engine()
     }
 
-    /// Checks that the engine has all capabilities of `needed`. A front end calls this before it
-    /// opens.
+    /// Checks that the engine has all capabilities of `needed`. A front end calls this method
+    /// before it uses the engine.
     ///
     /// # Errors
     /// [`Error::Unsupported`] names the first capability that the engine lacks.
@@ -86,11 +86,11 @@ impl Client {
         &self.requests
     }
 
-    /// Returns a pool by its name without sending a request. The pool's first use fails if it does
-    /// not exist.
+    /// Returns a pool by its name without sending a request. If the pool does not exist, its first
+    /// use fails.
     ///
     /// # Errors
-    /// [`Error::Name`].
+    /// [`Error::Name`] if the name is invalid.
     pub fn pool(&self, name: &str) -> Result<Pool> {
         Ok(Pool::new(self.clone(), PoolName::new(name)?, String::new()))
     }
@@ -98,7 +98,8 @@ impl Client {
     /// Creates a pool.
     ///
     /// # Errors
-    /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
+    /// [`NodeError::PoolExists`](wire::Error::PoolExists) if the pool exists already, or another
+    /// error.
     pub async fn create_pool(&self, name: &str) -> Result<()> {
         self.create_pool_with(name, 0, Redundancy::Single).await
     }
@@ -107,36 +108,39 @@ impl Client {
     /// a redundancy scheme.
     ///
     /// # Errors
-    /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
+    /// [`NodeError::PoolExists`](wire::Error::PoolExists) if the pool exists already, or another
+    /// error.
     pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
         self.done(AdminRequest::PoolCreate { name, pg_count, redundancy }).await
     }
 
-    /// Takes a target out, or in again. Placement groups with redundancy stop using a target that
-    /// is out, and replace it by a spare target if there is one. `index` is the target's number in
-    /// [`NodeStatus::targets`].
+    /// Takes a target out of use, or back into use. Placement groups with redundancy stop using a
+    /// target that is out, and replace it by a spare target if there is one. `index` is the
+    /// target's number in [`NodeStatus::targets`].
     ///
     /// # Errors
-    /// If there is no such target, or too few are left to change the node's map.
+    /// If the target does not exist, or if the remaining targets are too few to change the node's
+    /// map.
     pub async fn set_target_out(&self, index: u32, out: bool) -> Result<()> {
         self.done(AdminRequest::TargetSetOut { index, out }).await
     }
 
-    /// Gives a target's number to a new target, with which the node starts next.
+    /// Gives a target's number to a new target. The node uses the new target from its next start.
     ///
     /// # Errors
-    /// The target does not exist, or a pool without redundancy may need it.
+    /// If the target does not exist, or if a pool without redundancy may need it.
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
         self.done(AdminRequest::TargetReplace { index, uuid }).await
     }
 
-    /// Starts a scrub of a pool unless one is running, and returns its status. A scrub verifies all
-    /// stored data and reconstructs damaged fragments. With `repair`, it also extends each object
-    /// whose data is shorter than its recorded size, where the missing bytes are certainly zeros.
+    /// Starts a scrub of a pool unless one is already running. Returns the status of the running
+    /// scrub. A scrub verifies all stored data and reconstructs damaged fragments. With `repair`,
+    /// it also extends each object whose data is shorter than its recorded size, if the missing
+    /// bytes are certainly zeros.
     ///
     /// # Errors
-    /// The pool does not exist; or `repair` is set, and a scrub without `repair` is running.
+    /// If the pool does not exist, or if `repair` is set and a scrub without `repair` is running.
     pub async fn start_scrub(&self, pool: &str, repair: bool) -> Result<ScrubStatus> {
         self.scrub(pool, true, repair).await
     }
@@ -144,7 +148,7 @@ impl Client {
     /// Returns the status of a pool's scrub.
     ///
     /// # Errors
-    /// The pool does not exist.
+    /// If the pool does not exist.
     pub async fn scrub_status(&self, pool: &str) -> Result<ScrubStatus> {
         self.scrub(pool, false, false).await
     }
@@ -157,8 +161,8 @@ impl Client {
         }
     }
 
-    /// Limits the bytes per second that rebuilds and scrubs move, until the node's next start; 0
-    /// for no limit.
+    /// Sets the maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit. The
+    /// setting lasts until the node's next start.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -166,10 +170,11 @@ impl Client {
         self.done(AdminRequest::SetRebuildRate(bytes_per_second)).await
     }
 
-    /// Sets where the parity of staged data is computed, until the node restarts.
+    /// Sets the coding mode, which decides where parity is computed. The setting lasts until the
+    /// node's next start.
     ///
     /// # Errors
-    /// If the node does not answer, or has no DPU to compute on.
+    /// If the node does not answer, or has no DPU that can compute parity.
     pub async fn set_coding_mode(&self, mode: CodingMode) -> Result<()> {
         self.done(AdminRequest::SetCodingMode(mode)).await
     }
@@ -185,17 +190,18 @@ impl Client {
         }
     }
 
-    /// Removes a pool. Unless `force` is set, the pool must be empty. The node frees its space in
-    /// the background.
+    /// Removes a pool. Unless `force` is set, the pool must be empty. The node frees the pool's
+    /// space in the background.
     ///
     /// # Errors
-    /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) among others.
+    /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) if the pool contains objects and
+    /// `force` is not set, or another error.
     pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
         self.done(AdminRequest::PoolRemove { name, force }).await
     }
 
-    /// Returns the node's state.
+    /// Returns the node's status.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -220,8 +226,8 @@ impl Client {
         }
     }
 
-    /// Ends the session and tells the node. Waits at most two seconds for that message to be sent.
-    /// Unanswered requests fail with [`Error::Closed`]; changes among them may have taken effect.
+    /// Ends the session and tells the node, which takes at most two seconds. Unanswered requests
+    /// fail with [`Error::Closed`]; changes among them may have taken effect.
     pub async fn close(&self) {
         self.requests.close().await;
     }

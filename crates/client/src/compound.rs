@@ -6,12 +6,14 @@ use wire::{Condition, Mutated, Mutation, OpBytes, PartId};
 use crate::engine::{ChangeRequest, Source};
 use crate::{Error, Object, Result};
 
-/// Changes of one object that are applied together, if all conditions hold. Made by [`Object::compound`].
+/// Changes of one object that are applied together, if all conditions hold. Created by
+/// [`Object::compound`].
 ///
-/// Conditions are about the object as it was before; each op sees what the ops before it have made. The largest piece of
-/// data may be as large as an object; the others travel in the message and must together stay within some tens of
-/// kilobytes. If the largest piece has more than 2 MiB, other ops cannot change a part of it: the node refuses the
-/// compound as [`BadRequest`](wire::Error::BadRequest).
+/// Conditions are checked on the object's state before the compound. Each op sees the effects of
+/// the ops before it. The largest piece of data may be as large as an object. All other pieces are
+/// sent inside the message, and together may have some tens of kilobytes. If the largest piece has
+/// more than 2 MiB and another op changes a part of it, the node refuses the compound with
+/// [`BadRequest`](wire::Error::BadRequest).
 ///
 /// ```no_run
 /// # async fn example(counter: client::Object) -> client::Result<()> {
@@ -27,12 +29,12 @@ use crate::{Error, Object, Result};
 /// # Ok(()) }
 /// ```
 #[derive(Debug)]
-#[must_use = "nothing happens before commit"]
+#[must_use = "a compound has no effect until it is committed"]
 pub struct Compound {
     object: Object,
     conditions: Vec<Condition>,
     ops: Vec<Mutation>,
-    /// The bytes of ops, by index.
+    /// Data of the ops: the index of an op, and the op's bytes.
     data: Vec<(usize, Source)>,
 }
 
@@ -41,37 +43,39 @@ impl Compound {
         Compound { object, conditions: Vec::new(), ops: Vec::new(), data: Vec::new() }
     }
 
-    /// Only if the object exists.
+    /// Adds the condition that the object exists.
     pub fn if_exists(self) -> Compound {
         self.condition(Condition::Exists)
     }
 
-    /// Only if the object does not exist.
+    /// Adds the condition that the object does not exist.
     pub fn if_absent(self) -> Compound {
         self.condition(Condition::Absent)
     }
 
-    /// Only if the object has this version.
+    /// Adds the condition that the object has this version.
     pub fn if_version(self, version: u64) -> Compound {
         self.condition(Condition::Version(version))
     }
 
-    /// Only if the xattr has this value; `None`: does not exist.
+    /// Adds the condition that the xattr has this value, or, with `None`, that the xattr does not
+    /// exist.
     pub fn if_xattr(self, name: impl Into<Bytes>, value: Option<Bytes>) -> Compound {
         self.condition(Condition::Xattr(name.into(), value))
     }
 
-    /// Only if the omap entry has this value; `None`: does not exist.
+    /// Adds the condition that the omap entry has this value, or, with `None`, that the entry does
+    /// not exist.
     pub fn if_omap(self, key: impl Into<Bytes>, value: Option<Bytes>) -> Compound {
         self.condition(Condition::Omap(key.into(), value))
     }
 
-    /// Only if the object has these bytes at this offset.
+    /// Adds the condition that the object's data contains these bytes at this offset.
     pub fn if_bytes(self, offset: u64, bytes: impl Into<Bytes>) -> Compound {
         self.condition(Condition::Bytes(offset, bytes.into()))
     }
 
-    /// Creates the object; it must not exist.
+    /// Creates the object. The compound fails if the object exists already.
     pub fn create(self) -> Compound {
         self.op(Mutation::Create)
     }
@@ -81,7 +85,7 @@ impl Compound {
         self.op(Mutation::Touch)
     }
 
-    /// Writes at an offset, in bytes.
+    /// Writes data at an offset, in bytes.
     pub fn write(self, offset: u64, data: impl Into<Bytes>) -> Compound {
         self.write_from(offset, Source::Bytes(data.into()))
     }
@@ -91,22 +95,22 @@ impl Compound {
         self.data_op(source, |source| Mutation::Write { offset, source })
     }
 
-    /// Replaces all data.
+    /// Replaces all data of the object.
     pub fn write_full(self, data: impl Into<Bytes>) -> Compound {
         self.write_full_from(Source::Bytes(data.into()))
     }
 
-    /// Replaces all data by the bytes of any source.
+    /// Replaces all data of the object by the bytes of any source.
     pub fn write_full_from(self, source: Source) -> Compound {
         self.data_op(source, Mutation::WriteFull)
     }
 
-    /// Writes at the end. At most 2 MiB.
+    /// Writes up to 2 MiB at the end of the object.
     pub fn append(self, data: impl Into<Bytes>) -> Compound {
         self.data_op(Source::Bytes(data.into()), Mutation::Append)
     }
 
-    /// Sets the size.
+    /// Sets the object's size, in bytes.
     pub fn truncate(self, size: u64) -> Compound {
         self.op(Mutation::Truncate(size))
     }
@@ -151,12 +155,12 @@ impl Compound {
         self.op(Mutation::OmapClear)
     }
 
-    /// Sends the compound. Resolves when all its changes are durable.
+    /// Sends the compound. Returns when all its changes are durable.
     ///
     /// # Errors
-    /// [`ConditionFailed`](wire::Error::ConditionFailed) if a condition does not hold. No error
-    /// leaves a part of the changes. Only after [some errors](Error::may_have_taken_effect) may the
-    /// compound have taken effect.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if a condition does not hold. After any
+    /// error, either all changes or no changes have taken effect. The changes can have taken effect
+    /// only after [some errors](Error::may_have_taken_effect).
     pub async fn commit(self) -> Result<Mutated> {
         self.commit_part(None).await
     }
@@ -184,8 +188,8 @@ impl Compound {
         client.requests().mutate(request).await
     }
 
-    /// Takes the largest piece of data as the payload of the request, and embeds the other data
-    /// into their operations.
+    /// Returns the largest piece of data as the payload of the request, and embeds all other data
+    /// into the ops.
     async fn take_payload(&mut self) -> Result<Option<Source>> {
         let largest = self.data.iter().max_by_key(|(_, source)| source.len()).map(|(index, _)| *index);
         let mut payload = None;
@@ -199,7 +203,7 @@ impl Compound {
                 Mutation::Write { source, .. } | Mutation::WriteFull(source) | Mutation::Append(source) => {
                     *source = bytes;
                 }
-                other => return Err(Error::Argument(format!("{other:?} takes no data"))),
+                other => return Err(Error::Argument(format!("{other:?} cannot have data"))),
             }
         }
         Ok(payload)

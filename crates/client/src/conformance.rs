@@ -1,7 +1,8 @@
-//! The conformance suite of the engine seam.
+//! The conformance suite for engines.
 //!
-//! [`run`] checks that an engine keeps the promises of `docs/semantics.md`, and nothing beyond them. Each
-//! case works in a namespace of its own. A case panics where a promise does not hold.
+//! [`run`] checks that an engine keeps the promises of `docs/semantics.md`. It checks nothing
+//! beyond these promises. Each case uses a namespace of its own, and panics if a promise does not
+//! hold.
 
 mod model;
 
@@ -18,7 +19,7 @@ use crate::{Client, Error, NodeError, Object, Options, Pool, PutOptions};
 /// Size of a part of the suite's striped objects, in bytes.
 const PART: usize = 64 << 10;
 
-/// Runs every case against an engine, in an existing and empty pool. `seed` chooses the random
+/// Runs every case against an engine, in an existing, empty pool. `seed` determines the random
 /// operations.
 ///
 /// # Panics
@@ -34,24 +35,24 @@ pub async fn run(engine: Arc<dyn Engine>, pool: &str, seed: u64) {
     let ground = |namespace: &str| client.pool(pool).unwrap().namespace(namespace).unwrap();
     absent_objects_and_pools_are_not_found(&client, &ground("absent")).await;
     reads_end_at_the_end_of_the_object(&ground("reads")).await;
-    writes_leave_holes_of_zeros(&ground("writes")).await;
-    a_compound_is_all_or_nothing(&ground("compounds")).await;
+    ranges_that_were_never_written_read_as_zeros(&ground("writes")).await;
+    a_compound_takes_effect_completely_or_not_at_all(&ground("compounds")).await;
     every_condition_is_checked(&ground("conditions")).await;
-    versions_grow_and_are_never_used_again(&ground("versions")).await;
-    xattrs_and_omap_belong_to_the_object(&ground("metadata")).await;
-    omap_pages_cover_the_range(&ground("omap")).await;
-    a_striped_object_is_one_object(&ground("striped")).await;
-    listings_name_every_object_once(&client, pool, &ground("listing")).await;
-    every_source_and_sink_carries_the_same_bytes(&ground("payload")).await;
-    descriptors_are_refused_with_a_type(&ground("descriptors")).await;
-    what_is_beyond_a_limit_is_refused_with_a_type(&client, &ground("limits")).await;
+    versions_grow_and_are_never_reused(&ground("versions")).await;
+    puts_keep_xattrs_and_omap_and_removal_removes_them(&ground("metadata")).await;
+    omap_pages_together_return_every_entry_of_a_range(&ground("omap")).await;
+    a_striped_object_behaves_like_one_object(&ground("striped")).await;
+    a_listing_names_every_object_exactly_once(&client, pool, &ground("listing")).await;
+    every_kind_of_source_and_sink_transfers_the_same_bytes(&ground("payload")).await;
+    bulk_descriptors_are_refused_with_a_typed_error(&ground("descriptors")).await;
+    requests_beyond_a_limit_are_refused_with_a_typed_error(&client, &ground("limits")).await;
     concurrent_appends_never_overlap(&ground("appends")).await;
-    conditional_changes_lose_no_update(&ground("counter")).await;
-    unknown_capabilities_are_refused(&client);
+    concurrent_conditional_changes_lose_no_update(&ground("counter")).await;
+    a_required_capability_that_the_engine_lacks_is_refused(&client);
     model::random_operations_agree_with_the_model(&ground("random"), seed).await;
 }
 
-/// Bytes that differ from block to block.
+/// Returns pseudorandom bytes. Different salts yield different bytes.
 fn bytes(len: usize, salt: u64) -> Bytes {
     let mut x = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
@@ -72,7 +73,7 @@ fn object(pool: &Pool, name: &str) -> Object {
 fn node_error<T: std::fmt::Debug>(outcome: Result<T, Error>) -> NodeError {
     match outcome {
         Err(Error::Node(e)) => e,
-        other => panic!("a typed refusal was expected, not {other:?}"),
+        other => panic!("expected a typed error of the engine, got {other:?}"),
     }
 }
 
@@ -106,13 +107,17 @@ async fn reads_end_at_the_end_of_the_object(pool: &Pool) {
     }
 }
 
-async fn writes_leave_holes_of_zeros(pool: &Pool) {
+async fn ranges_that_were_never_written_read_as_zeros(pool: &Pool) {
     let object = object(pool, "holes");
     assert_eq!(object.write(10_000, "abc").await.unwrap().size, 10_003);
     let mut expected = vec![0; 10_003];
     expected[10_000..].copy_from_slice(b"abc");
     assert_eq!(object.get().await.unwrap(), expected);
-    assert_eq!(object.write(50_000, "").await.unwrap().size, 10_003, "writing nothing extends nothing");
+    assert_eq!(
+        object.write(50_000, "").await.unwrap().size,
+        10_003,
+        "an empty write does not extend the object"
+    );
     object.truncate(5000).await.unwrap();
     object.truncate(9000).await.unwrap();
     expected.truncate(5000);
@@ -129,11 +134,11 @@ async fn writes_leave_holes_of_zeros(pool: &Pool) {
     assert_eq!(object.get().await.unwrap(), expected);
 }
 
-async fn a_compound_is_all_or_nothing(pool: &Pool) {
+async fn a_compound_takes_effect_completely_or_not_at_all(pool: &Pool) {
     let object = object(pool, "compound");
     let refused = object.compound().write(0, "x").remove().remove().commit().await;
     assert!(matches!(node_error(refused), NodeError::NoSuchObject(_)));
-    assert!(object.stat().await.unwrap_err().is_not_found(), "the refused compound left nothing");
+    assert!(object.stat().await.unwrap_err().is_not_found(), "the refused compound created no object");
     // Each operation sees the operations before it.
     let compound = object.compound().create().write(3, "def").append("g").truncate(6).set_xattr("a", "1");
     let made = compound.omap_set(vec![("k".into(), "v".into())]).commit().await.unwrap();
@@ -143,7 +148,7 @@ async fn a_compound_is_all_or_nothing(pool: &Pool) {
     assert!(matches!(node_error(refused), NodeError::Exists(_)));
     assert_eq!(object.get().await.unwrap(), &b"\0\0\0def"[..]);
     assert_eq!(object.xattr("a").await.unwrap().unwrap(), "1");
-    // Removing and making anew in one step leaves nothing of the old object.
+    // A compound that removes the object and creates it again keeps nothing of the old object.
     object.compound().remove().write(1, "z").commit().await.unwrap();
     assert_eq!(object.get().await.unwrap(), &b"\0z"[..]);
     assert!(object.xattrs().await.unwrap().is_empty());
@@ -172,7 +177,7 @@ async fn every_condition_is_checked(pool: &Pool) {
     assert!(object.stat().await.unwrap_err().is_not_found());
 }
 
-async fn versions_grow_and_are_never_used_again(pool: &Pool) {
+async fn versions_grow_and_are_never_reused(pool: &Pool) {
     let object = object(pool, "versions");
     let mut seen = 0;
     for round in 0..4 {
@@ -187,17 +192,21 @@ async fn versions_grow_and_are_never_used_again(pool: &Pool) {
     }
 }
 
-async fn xattrs_and_omap_belong_to_the_object(pool: &Pool) {
+async fn puts_keep_xattrs_and_omap_and_removal_removes_them(pool: &Pool) {
     let object = object(pool, "metadata");
     object.set_xattr("b", "2").await.unwrap();
     object.set_xattr("a", "1").await.unwrap();
-    assert_eq!(object.stat().await.unwrap().size, 0, "an xattr makes an empty object");
+    assert_eq!(object.stat().await.unwrap().size, 0, "setting an xattr creates an empty object");
     let pairs = |pairs: &[(&'static str, &'static str)]| -> Vec<(Bytes, Bytes)> {
         pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
     };
     assert_eq!(object.xattrs().await.unwrap(), pairs(&[("a", "1"), ("b", "2")]));
     object.put("data").await.unwrap();
-    assert_eq!(object.describe().await.unwrap().xattrs, pairs(&[("a", "1"), ("b", "2")]), "a put keeps them");
+    assert_eq!(
+        object.describe().await.unwrap().xattrs,
+        pairs(&[("a", "1"), ("b", "2")]),
+        "a put keeps xattrs"
+    );
     object.remove_xattr("a").await.unwrap();
     assert_eq!(object.xattr("a").await.unwrap(), None);
     object.omap_set(pairs(&[("k2", "w"), ("k1", "v"), ("k3", "x")])).await.unwrap();
@@ -210,10 +219,10 @@ async fn xattrs_and_omap_belong_to_the_object(pool: &Pool) {
     assert!(object.omap_range("", None, 10).await.unwrap().entries.is_empty());
     object.remove().await.unwrap();
     object.create().await.unwrap();
-    assert!(object.xattrs().await.unwrap().is_empty(), "a removed object takes its xattrs along");
+    assert!(object.xattrs().await.unwrap().is_empty(), "the removal of an object removes its xattrs");
 }
 
-async fn omap_pages_cover_the_range(pool: &Pool) {
+async fn omap_pages_together_return_every_entry_of_a_range(pool: &Pool) {
     let object = object(pool, "omap");
     let key = |i: usize| Bytes::from(format!("{i:05}"));
     let entries: Vec<_> = (0..300).map(|i| (key(i), bytes(1 + i % 700, i as u64))).collect();
@@ -238,7 +247,7 @@ async fn omap_pages_cover_the_range(pool: &Pool) {
     }
 }
 
-async fn a_striped_object_is_one_object(pool: &Pool) {
+async fn a_striped_object_behaves_like_one_object(pool: &Pool) {
     let object = object(pool, "striped");
     let data = bytes(6 * PART + 1234, 3);
     object.set_xattr("kept", "yes").await.unwrap();
@@ -265,11 +274,11 @@ async fn a_striped_object_is_one_object(pool: &Pool) {
     assert_eq!(object.stat().await.unwrap().manifest, None);
     let exclusive = PutOptions { exclusive: true, ..PutOptions::default() };
     assert!(object.put_from(data.into(), exclusive).await.unwrap_err().is_conflict());
-    assert_eq!(object.get().await.unwrap(), "small", "the refused put left nothing");
+    assert_eq!(object.get().await.unwrap(), "small", "the refused put changed nothing");
     assert_eq!(pool.list("").collect().await.unwrap().len(), 1, "parts are not listed");
 }
 
-async fn listings_name_every_object_once(client: &Client, pool_name: &str, pool: &Pool) {
+async fn a_listing_names_every_object_exactly_once(client: &Client, pool_name: &str, pool: &Pool) {
     let made: BTreeSet<String> = (0..60).map(|i| format!("{}/{i}", ["a", "b", "ü"][i % 3])).collect();
     let puts = made.iter().map(|name| async move { object(pool, name).put(name.clone()).await.unwrap() });
     join_all(puts).await;
@@ -286,7 +295,7 @@ async fn listings_name_every_object_once(client: &Client, pool_name: &str, pool:
     assert_eq!(pool.list("").collect().await.unwrap().len(), made.len() - 1);
 }
 
-/// Memory of a test.
+/// A sink that keeps the data in memory.
 #[derive(Debug, Default)]
 struct Landed(Mutex<Vec<u8>>);
 
@@ -299,7 +308,7 @@ impl SinkMemory for Landed {
     }
 }
 
-async fn every_source_and_sink_carries_the_same_bytes(pool: &Pool) {
+async fn every_kind_of_source_and_sink_transfers_the_same_bytes(pool: &Pool) {
     for len in [0, 100, 70_000, 150_000, 5 * PART + 77] {
         let data = bytes(len, 5);
         let mut file = tempfile_with(&data);
@@ -334,7 +343,7 @@ async fn every_source_and_sink_carries_the_same_bytes(pool: &Pool) {
     }
 }
 
-/// An unlinked file with this content.
+/// Returns an unlinked file with this content; `None` after an I/O error.
 fn tempfile_with(data: &[u8]) -> Option<std::fs::File> {
     use std::io::Write;
     static NUMBER: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
@@ -346,7 +355,7 @@ fn tempfile_with(data: &[u8]) -> Option<std::fs::File> {
     Some(file)
 }
 
-async fn descriptors_are_refused_with_a_type(pool: &Pool) {
+async fn bulk_descriptors_are_refused_with_a_typed_error(pool: &Pool) {
     let descriptor = BulkDescriptor {
         owner: BulkOwner::Fabric(vec![1]),
         memory: MemoryKind::Host,
@@ -362,7 +371,7 @@ async fn descriptors_are_refused_with_a_type(pool: &Pool) {
     assert!(object.stat().await.unwrap_err().is_not_found());
 }
 
-async fn what_is_beyond_a_limit_is_refused_with_a_type(client: &Client, pool: &Pool) {
+async fn requests_beyond_a_limit_are_refused_with_a_typed_error(client: &Client, pool: &Pool) {
     let (object, limits) = (object(pool, "limits"), client.engine().limits());
     let too_large = |e: NodeError| assert!(matches!(e, NodeError::TooLarge { .. }), "{e}");
     too_large(node_error(object.write(limits.object_bytes_max, "x").await));
@@ -376,7 +385,7 @@ async fn what_is_beyond_a_limit_is_refused_with_a_type(client: &Client, pool: &P
     let many = (0..=limits.operations_max).fold(object.compound(), |compound, _| compound.touch());
     too_large(node_error(many.commit().await));
     assert!(matches!(node_error(object.compound().commit().await), NodeError::BadRequest(_)));
-    assert!(object.stat().await.unwrap_err().is_not_found(), "the refused changes left nothing");
+    assert!(object.stat().await.unwrap_err().is_not_found(), "the refused changes created no object");
 }
 
 async fn concurrent_appends_never_overlap(pool: &Pool) {
@@ -398,7 +407,7 @@ async fn concurrent_appends_never_overlap(pool: &Pool) {
     assert_eq!(data.len(), end);
 }
 
-async fn conditional_changes_lose_no_update(pool: &Pool) {
+async fn concurrent_conditional_changes_lose_no_update(pool: &Pool) {
     let object = object(pool, "counter");
     object.put("0").await.unwrap();
     let count = |object: Object| async move {
@@ -419,7 +428,7 @@ async fn conditional_changes_lose_no_update(pool: &Pool) {
     assert_eq!(object.get().await.unwrap(), "32");
 }
 
-fn unknown_capabilities_are_refused(client: &Client) {
+fn a_required_capability_that_the_engine_lacks_is_refused(client: &Client) {
     client.require(&[]).unwrap();
     for capability in Capability::ALL {
         let outcome = client.require(&[capability]);

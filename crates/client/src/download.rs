@@ -1,9 +1,9 @@
 //! Reads ranges of objects.
 //!
-//! The first request determines the type of the object, and brings as much data as all later
-//! requests in flight together. Several concurrent requests read the rest. Three readers share this
-//! pipeline: [`RangeReader`] returns chunks as they arrive, [`read_into`] fills the caller's
-//! memory, and [`get_range`] fills one buffer.
+//! The first request determines whether the object is striped. If the object is not striped, this
+//! request also reads as much data as all later concurrent requests together. Several concurrent
+//! requests read the rest. Three readers share this pipeline: [`RangeReader`] returns chunks as
+//! they arrive, [`read_into`] fills the caller's memory, and [`get_range`] fills one buffer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,10 +17,11 @@ use wire::{Manifest, PartId};
 use crate::engine::{ReadReply, ReadRequest, Sink, SinkMemory};
 use crate::{Error, Object, Result};
 
-/// Most attempts of a read while the object keeps changing.
+/// Maximum number of attempts of a read while the object keeps changing.
 const TRIES: usize = 8;
 
-/// Most bytes that the first request brings. If the object changes, the whole request is repeated.
+/// Maximum number of bytes that the first request reads. If the object changes, the whole request
+/// is repeated.
 const FIRST_MAX: u64 = 16 << 20;
 
 /// Reads up to `len` bytes at `offset` into one buffer.
@@ -45,7 +46,7 @@ async fn get_once(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
     }
     let mut all = BytesMut::from(begun);
     all.reserve(rest as usize);
-    // Each piece fills its own part of the room behind the first bytes.
+    // Each piece fills its own part of the buffer, after the bytes of the first request.
     let mut room = all.split_off(all.len());
     let mut filled = Vec::new();
     let mut sink_for = |_, len| {
@@ -125,7 +126,7 @@ impl RangeReader {
         RangeReader { object, offset, len, pipeline: None, ready: VecDeque::new() }
     }
 
-    /// Returns the next chunk, or `None` at the end of the range. Cancel safe.
+    /// Returns the next chunk, or `None` at the end of the range. This method is cancel safe.
     ///
     /// # Errors
     /// [`Changed`](wire::Error::Changed) if the object changed after the first chunks were
@@ -147,7 +148,8 @@ impl RangeReader {
             match pipeline.next(&mut |_, _| Sink::Bytes).await {
                 Ok(Some(chunks)) => self.ready.extend(chunks),
                 Ok(None) => return Ok(None),
-                // Nothing of a striped object was handed out before its first part.
+                // The read can start again, because no data was returned yet. A striped object
+                // returns no data before its first part.
                 Err(e) if is_changed(&e) && !pipeline.has_given && tries < TRIES => {
                     tries += 1;
                     self.pipeline = None;
@@ -162,7 +164,7 @@ impl RangeReader {
     }
 }
 
-/// A range of one stored object.
+/// A range of an object that is not striped, or of one part.
 struct Piece {
     part: Option<PartId>,
     if_version: Option<u64>,
@@ -172,7 +174,7 @@ struct Piece {
 
 /// The unread pieces of a range, cut at multiples of `step` and at the ends of parts.
 struct Pieces {
-    /// The parts of a striped object.
+    /// Manifest of the object, if the object is striped.
     manifest: Option<Manifest>,
     if_version: Option<u64>,
     at: u64,
@@ -196,32 +198,32 @@ impl Iterator for Pieces {
     }
 }
 
-/// The result of the first request.
+/// Result of the first request.
 struct Opened {
-    /// Length of the whole range, in bytes: it ends at the object's end.
+    /// Length of the range, in bytes, cut at the object's end.
     len: u64,
-    /// Number of bytes of the range that the first request brought.
+    /// Number of bytes of the range that the first request read.
     first_len: u64,
-    /// These bytes, for [`Sink::Bytes`].
+    /// The bytes that the first request read, for [`Sink::Bytes`]; otherwise empty.
     chunks: Vec<Bytes>,
 }
 
 /// Reads the pieces of a range in order, with several requests in flight.
 struct Pipeline {
     object: Object,
-    /// Version of the object that the range is read from.
+    /// Version of the object at the first request.
     version: u64,
     is_striped: bool,
     /// Offset of the range in the object.
     offset: u64,
     pieces: Pieces,
     reads: FuturesOrdered<BoxFuture<'static, Result<Vec<Bytes>>>>,
-    /// Whether the caller has returned data to its user.
+    /// Whether the reader has returned data to its user.
     has_given: bool,
 }
 
 impl Pipeline {
-    /// Sends the first request, and waits for its answer.
+    /// Sends the first request and waits for the answer.
     async fn open(object: &Object, offset: u64, len: u64, sink: Sink) -> Result<(Pipeline, Opened)> {
         let options = object.parts().0.requests().options();
         let step = options.read_size;
@@ -237,7 +239,8 @@ impl Pipeline {
         let range_len = offset.saturating_add(len).min(size).saturating_sub(offset);
         if manifest.is_none() && first_len != wanted.min(range_len) {
             let expected = wanted.min(range_len);
-            let what = format!("{first_len} bytes came of an object of {size}, not {expected}");
+            let what =
+                format!("{first_len} bytes arrived from an object of {size} bytes, expected {expected}");
             return Err(Error::Protocol(what));
         }
         let pieces = Pieces {
@@ -261,8 +264,8 @@ impl Pipeline {
     }
 
     /// Waits for the next piece. Returns its chunks, or `None` after the last piece. `sink_for`
-    /// returns the destination of a piece, given its offset in the range and its length in bytes.
-    /// Cancel safe.
+    /// returns the destination of a piece, given the piece's offset in the range and its length in
+    /// bytes. This method is cancel safe.
     async fn next(&mut self, sink_for: &mut impl FnMut(u64, u64) -> Sink) -> Result<Option<Vec<Bytes>>> {
         let in_flight = self.object.parts().0.requests().options().reads_in_flight;
         while self.reads.len() < in_flight {
@@ -281,12 +284,12 @@ impl Pipeline {
     }
 }
 
-/// Returns the error for a missing part of version `version`: the object was replaced or is
-/// damaged.
+/// Returns the error for a missing part of an object that had version `version`. The object was
+/// replaced, or is damaged.
 async fn part_missing(object: &Object, version: u64) -> Error {
     match object.stat().await {
         Ok(stat) if stat.version == version => {
-            wire::Error::Corrupt(format!("{}: a part of it is missing", object.name())).into()
+            wire::Error::Corrupt(format!("{} (a part is missing)", object.name())).into()
         }
         Ok(stat) => wire::Error::Changed { wanted: version, found: stat.version }.into(),
         Err(e) => e,
@@ -300,7 +303,7 @@ async fn read_whole(object: &Object, piece: &Piece, sink: Sink) -> Result<Vec<By
         ReadReply::Data { version, .. } | ReadReply::Striped { version, .. } => version,
     };
     let error = match piece.part {
-        Some(_) => wire::Error::Corrupt(format!("{}: a part of it is too short", object.name())),
+        Some(_) => wire::Error::Corrupt(format!("{} (a part is too short)", object.name())),
         None => wire::Error::Changed { wanted: piece.if_version.unwrap_or(0), found: version },
     };
     Err(error.into())
@@ -312,7 +315,7 @@ async fn read(object: &Object, piece: &Piece, sink: Sink) -> Result<ReadReply> {
     client.requests().read(ReadRequest { name: name.clone(), part, offset, len, if_version, sink }).await
 }
 
-/// Memory of the caller, from byte `at` on.
+/// The part of the caller's memory that begins at byte `at`.
 #[derive(Debug)]
 struct Shifted {
     memory: Arc<dyn SinkMemory>,
@@ -332,30 +335,30 @@ struct PieceBuffer(Mutex<BufferContent>);
 
 #[derive(Debug)]
 struct BufferContent {
-    /// The only chunk so far. It begins at 0.
+    /// The only chunk that has arrived. It begins at offset 0.
     single: Option<Bytes>,
     buffer: BytesMut,
-    /// Bytes to reserve before the first copy.
+    /// Number of bytes to reserve in `buffer` before the first copy.
     reserve: usize,
 }
 
 impl PieceBuffer {
-    /// An empty buffer; `reserve` is the likely length of the piece, in bytes.
+    /// Creates an empty buffer. `reserve` is the likely length of the piece, in bytes.
     fn empty(reserve: usize) -> PieceBuffer {
         PieceBuffer(Mutex::new(BufferContent { single: None, buffer: BytesMut::new(), reserve }))
     }
 
-    /// A buffer with room for the whole piece.
+    /// Creates a buffer over memory with capacity for the whole piece.
     fn within(buffer: BytesMut) -> PieceBuffer {
         PieceBuffer(Mutex::new(BufferContent { single: None, buffer, reserve: 0 }))
     }
 
     fn lock(&self) -> MutexGuard<'_, BufferContent> {
-        // Nothing panics while it holds the lock with a chunk half written.
+        // No code panics while it holds the lock and has written only a part of a chunk.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the first `len` bytes, all of which were put before.
+    /// Returns the first `len` bytes. All of them must have arrived.
     fn take(&self, len: usize) -> Bytes {
         let mut filling = self.lock();
         if let Some(mut single) = filling.single.take() {
@@ -365,13 +368,13 @@ impl PieceBuffer {
         let mut buffer = std::mem::take(&mut filling.buffer);
         buffer.truncate(len);
         if buffer.capacity() > 2 * len {
-            // The piece was much shorter than expected: do not hold the unused memory.
+            // The piece was much shorter than expected. A copy frees the unused memory.
             return Bytes::copy_from_slice(&buffer);
         }
         buffer.freeze()
     }
 
-    /// Returns the first `len` bytes in the buffer's own memory.
+    /// Returns the buffer itself, cut to its first `len` bytes.
     fn take_buffer(&self, len: usize) -> BytesMut {
         let mut buffer = std::mem::take(&mut self.lock().buffer);
         buffer.truncate(len);
@@ -396,7 +399,7 @@ impl SinkMemory for PieceBuffer {
     }
 }
 
-/// Writes `data` at an offset; a gap before it is filled with zeros.
+/// Writes `data` at an offset. Fills a gap before the offset with zeros.
 fn write_at(buffer: &mut BytesMut, offset: usize, data: &[u8]) {
     if buffer.len() < offset {
         buffer.resize(offset, 0);
@@ -416,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_cut_at_steps_and_parts() {
+    fn ranges_are_cut_into_pieces_at_steps_and_at_part_ends() {
         assert_eq!(pieces(None, 5, 25, 10), [(None, 5, 5), (None, 10, 10), (None, 20, 5)]);
         assert_eq!(pieces(None, 25, 5, 10), []);
         let upload = wire::UploadId { session: wire::SessionId(1), number: 1 };
@@ -426,12 +429,12 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_takes_chunks_in_any_order_and_keeps_the_last_attempt() {
+    fn a_piece_buffer_accepts_any_order_and_returns_the_last_attempt() {
         let chunk = |at: usize| (at as u64, Bytes::from_static(b"0123456789").slice(at..(at + 3).min(10)));
         for order in [[0, 3, 6, 9], [9, 6, 3, 0], [3, 0, 9, 6]] {
             let room = BytesMut::with_capacity(10);
             for buffer in [PieceBuffer::empty(4), PieceBuffer::empty(100), PieceBuffer::within(room)] {
-                // An attempt that ended early, with other data.
+                // Data of an earlier attempt that was abandoned.
                 buffer.put(0, Bytes::from_static(b"xxxxxxxxxxxxxxxx"));
                 for at in order {
                     let (offset, data) = chunk(at);

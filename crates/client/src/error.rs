@@ -7,7 +7,7 @@ use messenger::MessengerError;
 /// Result of a call of the client.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call failed.
+/// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -21,25 +21,29 @@ pub enum Error {
     #[error(transparent)]
     Network(#[from] MessengerError),
     /// No answer arrived in time. A change may have taken effect.
-    #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
+    #[error(
+        "no answer arrived within {0:?}; check that the node runs, then check whether the request took effect"
+    )]
     TimedOut(Duration),
-    /// A change was sent, and its result cannot be learnt, for this reason. The change may have
-    /// taken effect.
-    #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
+    /// A change was sent, but its result cannot be learnt, for the given reason. The change may
+    /// have taken effect.
+    #[error(
+        "it is unknown whether the change took effect: {0}; read the object, then decide whether to repeat the change"
+    )]
     OutcomeUnknown(Box<Error>),
     /// The node's answer is invalid.
-    #[error("the node's answer makes no sense: {0}; use a client of the node's version")]
+    #[error("the node's answer is invalid: {0}; use a client of the same version as the node")]
     Protocol(String),
     /// The client was closed.
     #[error("the client was closed; connect again")]
     Closed,
     /// The caller's own file, reader or writer failed.
-    #[error("local I/O failed: {0}; nothing of the object became visible")]
+    #[error("local I/O failed: {0}; the object was not changed")]
     Io(#[from] std::io::Error),
     /// An argument is outside its range. Nothing was sent.
     #[error("{0}")]
     Argument(String),
-    /// The engine does not offer what the request needs. Nothing was changed.
+    /// The engine lacks a feature that the request needs. Nothing was changed.
     #[error("not supported: {0}")]
     Unsupported(String),
 }
@@ -51,20 +55,20 @@ impl Error {
         Error::OutcomeUnknown(Box::new(self))
     }
 
-    /// Whether the object, or the requested part of it, does not exist.
+    /// Returns whether the call failed because the object, or its pool, does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Error::Node(wire::Error::NoSuchObject(_) | wire::Error::NoSuchPool(_)))
     }
 
-    /// Whether another attempt of the same request may succeed.
+    /// Returns whether another attempt of the same request may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Error::Node(e) if e.is_transient())
     }
 
-    /// Whether a change that failed with this error may have taken effect. After every other error,
-    /// the change had no effect.
+    /// Returns whether a change that failed with this error may have taken effect. After every
+    /// other error, the change had no effect.
     #[must_use]
     pub fn may_have_taken_effect(&self) -> bool {
         matches!(
@@ -76,7 +80,8 @@ impl Error {
         )
     }
 
-    /// Whether a condition did not hold: the object's state differs from the caller's expectation.
+    /// Returns whether a condition did not hold: the object's state differs from the caller's
+    /// expectation.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
         use wire::Error as E;

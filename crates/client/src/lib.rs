@@ -1,9 +1,10 @@
-//! The client of an Outboard node: objects in pools.
+//! The client library of an Outboard node: access to objects in pools.
 //!
-//! A [`Client`] keeps one session with a node and reconnects by itself; requests that were under way are repeated
-//! and never take effect twice, whichever of the two processes on the other side was restarted meanwhile. Objects
-//! larger than [`Options::stripe_threshold`] are striped over several store objects without the caller noticing.
-//! Everything is asynchronous and runs on the caller's tokio runtime; nothing here knows of drives or of the DPU.
+//! A [`Client`] keeps one session with a node and reconnects by itself. It then repeats unanswered
+//! requests. A change never takes effect twice, even if the osd or the store restarts meanwhile.
+//! Objects larger than [`Options::stripe_threshold`] are stored in several parts, which callers do
+//! not see. All operations are asynchronous and run on the caller's tokio runtime. This crate
+//! contains no code about drives or the DPU.
 //!
 //! ```no_run
 //! # async fn example() -> client::Result<()> {
@@ -23,7 +24,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! What users may rely on is written down in `docs/semantics.md`.
+//! `docs/semantics.md` states the promises on which users may rely.
 
 #![forbid(unsafe_code)]
 

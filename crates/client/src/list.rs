@@ -37,7 +37,7 @@ impl Listing {
     }
 
     /// Returns the cursor for the next page. A listing from this cursor skips the current page,
-    /// including names that were not taken yet.
+    /// including names that [`Listing::next`] has not returned yet.
     #[must_use]
     pub fn cursor(&self) -> &Bytes {
         &self.cursor
@@ -46,7 +46,7 @@ impl Listing {
     /// Returns the next name, or `None` at the end.
     ///
     /// # Errors
-    /// The node does not answer, or the pool does not exist.
+    /// If the node does not answer, or if the pool does not exist.
     pub async fn next(&mut self) -> Result<Option<ObjectName>> {
         while self.page.is_empty() && !self.ended {
             self.fetch().await?;
@@ -57,7 +57,7 @@ impl Listing {
     /// Collects all remaining names, for listings that fit in memory.
     ///
     /// # Errors
-    /// As [`Listing::next`].
+    /// The same errors as [`Listing::next`].
     pub async fn collect(mut self) -> Result<Vec<ObjectName>> {
         let mut all = Vec::new();
         while let Some(name) = self.next().await? {

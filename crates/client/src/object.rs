@@ -1,4 +1,4 @@
-//! One object.
+//! [`Object`]: operations on one object.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,10 +10,11 @@ use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, StatAnswer};
 use crate::engine::{SinkMemory, Source};
 use crate::{Client, Compound, Error, RangeReader, Result};
 
-/// Most attempts of an append with several atomic steps, if other clients change the object.
+/// Maximum number of attempts of an append that is not one atomic step, while other clients change
+/// the object.
 const APPEND_TRIES: usize = 32;
 
-/// An object, whether it exists or not. Cheap to clone.
+/// A handle of an object, which does not have to exist. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct Object {
     client: Client,
@@ -23,9 +24,9 @@ pub struct Object {
 /// Options of a put.
 #[derive(Debug, Clone, Default)]
 pub struct PutOptions {
-    /// Refuse if the object exists.
+    /// Whether the put is refused if the object exists.
     pub exclusive: bool,
-    /// Refuse unless the object has this version.
+    /// Version that the object must have. Otherwise the put is refused. `None` accepts any version.
     pub if_version: Option<u64>,
     /// Xattrs to set together with the data: names and values.
     pub xattrs: Vec<(Bytes, Bytes)>,
@@ -34,7 +35,7 @@ pub struct PutOptions {
 /// An object's metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// Size, version, time of the last change.
+    /// Size, version, time of the last change, and manifest.
     pub stat: StatAnswer,
     /// All xattrs, ordered by name.
     pub xattrs: Vec<(Bytes, Bytes)>,
@@ -45,7 +46,7 @@ pub struct Description {
 pub struct OmapPage {
     /// Keys and values, ordered by key.
     pub entries: Vec<(Bytes, Bytes)>,
-    /// Whether there are more.
+    /// Whether more entries follow.
     pub more: bool,
 }
 
@@ -58,7 +59,7 @@ impl Object {
         (&self.client, &self.name)
     }
 
-    /// Its full name.
+    /// Returns the object's full name.
     #[must_use]
     pub fn name(&self) -> &ObjectName {
         &self.name
@@ -68,12 +69,12 @@ impl Object {
     /// see either the old or the new data.
     ///
     /// # Errors
-    /// The node's, the network's, or [`Error::TimedOut`].
+    /// An error of the node or of the network, or [`Error::TimedOut`].
     pub async fn put(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         self.put_with(data, PutOptions::default()).await
     }
 
-    /// As [`Object::put`], with conditions and xattrs.
+    /// Like [`Object::put`], with conditions and xattrs.
     ///
     /// # Errors
     /// [`Exists`](wire::Error::Exists) or [`ConditionFailed`](wire::Error::ConditionFailed) if a
@@ -82,8 +83,8 @@ impl Object {
         self.put_from(Source::Bytes(data.into()), options).await
     }
 
-    /// As [`Object::put_with`], from a file. The client reads the file as the node requests the
-    /// data. The file must not change during the call.
+    /// Like [`Object::put_with`], with data from a file. The client reads the file while the node
+    /// requests the data. The file must not change during the call.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be opened.
@@ -98,8 +99,8 @@ impl Object {
         self.put_from(source, options).await
     }
 
-    /// As [`Object::put_with`], from a stream of any length, in constant memory. The object changes
-    /// only after the end of the stream.
+    /// Like [`Object::put_with`], with data from a stream of any length, in constant memory. The
+    /// object changes only after the end of the stream.
     ///
     /// # Errors
     /// [`Error::Io`] if the stream fails.
@@ -111,7 +112,7 @@ impl Object {
         crate::upload::put_reader(self, reader, options).await
     }
 
-    /// As [`Object::put_with`], from any source.
+    /// Like [`Object::put_with`], with data from any source.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Unsupported`] for a bulk descriptor.
@@ -122,7 +123,7 @@ impl Object {
         self.put_compound(options).write_full_from(source).commit().await
     }
 
-    /// A compound op with a put's conditions and xattrs.
+    /// Starts a compound with the conditions and xattrs of a put.
     pub(crate) fn put_compound(&self, options: PutOptions) -> Compound {
         let mut compound = self.compound();
         if options.exclusive {
@@ -134,36 +135,37 @@ impl Object {
         options.xattrs.into_iter().fold(compound, |c, (name, value)| c.set_xattr(name, value))
     }
 
-    /// All data of the object, as one version of it.
+    /// Returns all data of the object, from one version of the object.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
     pub async fn get(&self) -> Result<Bytes> {
         self.get_range(0, u64::MAX).await
     }
 
-    /// Reads up to `len` bytes at `offset`, as one version of the object. Returns fewer bytes if
+    /// Reads up to `len` bytes at `offset`, from one version of the object. Returns fewer bytes if
     /// the object ends earlier, and no bytes beyond its end.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
     pub async fn get_range(&self, offset: u64, len: u64) -> Result<Bytes> {
         crate::download::get_range(self, offset, len).await
     }
 
-    /// Reads up to `len` bytes at `offset` into the caller's memory, as one version of the object.
-    /// Returns the length of the range in bytes. Data reaches the memory as it arrives. If the
-    /// object changes during the read, the read starts again and overwrites the memory.
+    /// Reads up to `len` bytes at `offset` into the caller's memory, from one version of the
+    /// object. Returns the length of the range in bytes. Data is written to the memory as it
+    /// arrives. If the object changes during the read, the read starts again and overwrites the
+    /// memory.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others. The memory's content is then
-    /// undefined.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
+    /// After an error, the memory's content is undefined.
     pub async fn read_into(&self, offset: u64, len: u64, memory: Arc<dyn SinkMemory>) -> Result<u64> {
         crate::download::read_into(self, offset, len, &memory).await
     }
 
-    /// Streams up to `len` bytes at `offset`, as one version of the object, without joining the
-    /// chunks that arrive. The first call of the reader sends the first request.
+    /// Streams up to `len` bytes at `offset`, from one version of the object, in the chunks that
+    /// arrive. The first call of [`RangeReader::next`] sends the first request.
     #[must_use]
     pub fn read_stream(&self, offset: u64, len: u64) -> RangeReader {
         RangeReader::new(self.clone(), offset, len)
@@ -179,23 +181,23 @@ impl Object {
         crate::download::get_to_writer(self, writer).await
     }
 
-    /// Writes at an offset, in bytes. Creates or extends the object if necessary; holes read as
-    /// zeros.
+    /// Writes data at an offset, in bytes. Creates or extends the object if necessary; holes read
+    /// as zeros.
     ///
     /// # Errors
     /// [`Striped`](wire::Error::Striped) on a striped object, [`TooLarge`](wire::Error::TooLarge)
-    /// beyond 128 MiB.
+    /// if the write would end beyond 128 MiB.
     pub async fn write(&self, offset: u64, data: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().write(offset, data).commit().await
     }
 
-    /// Writes at the end of the object. The answer contains the offset. Appends of several clients
-    /// never overlap.
+    /// Writes data at the end of the object. The result contains the offset of the data. Appends of
+    /// several clients never overlap.
     ///
     /// # Errors
-    /// As [`Object::write`]. An append of more than 2 MiB can fail with
-    /// [`Changed`](wire::Error::Changed), without effect, if other clients keep changing the
-    /// object.
+    /// The same errors as [`Object::write`]. If other clients keep changing the object, an append
+    /// of more than 2 MiB can fail with [`ConditionFailed`](wire::Error::ConditionFailed), without
+    /// effect.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
         if data.len() as u64 <= self.client.engine().limits().append_bytes_max {
@@ -217,10 +219,10 @@ impl Object {
         Err(last.unwrap_or(Error::Closed))
     }
 
-    /// Sets the object's size; new bytes are zeros.
+    /// Sets the object's size, in bytes. New bytes are zeros.
     ///
     /// # Errors
-    /// As [`Object::write`].
+    /// The same errors as [`Object::write`].
     pub async fn truncate(&self, size: u64) -> Result<Mutated> {
         self.compound().truncate(size).commit().await
     }
@@ -228,7 +230,7 @@ impl Object {
     /// Sets a range to zero, and extends the object if necessary.
     ///
     /// # Errors
-    /// As [`Object::write`].
+    /// The same errors as [`Object::write`].
     pub async fn zero(&self, offset: u64, len: u64) -> Result<Mutated> {
         self.compound().zero(offset, len).commit().await
     }
@@ -236,7 +238,7 @@ impl Object {
     /// Creates an empty object.
     ///
     /// # Errors
-    /// [`Exists`](wire::Error::Exists) if it exists.
+    /// [`Exists`](wire::Error::Exists) if the object exists.
     pub async fn create(&self) -> Result<Mutated> {
         self.compound().create().commit().await
     }
@@ -244,7 +246,7 @@ impl Object {
     /// Removes the object.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn remove(&self) -> Result<Mutated> {
         self.compound().remove().commit().await
     }
@@ -254,10 +256,10 @@ impl Object {
         Compound::new(self.clone())
     }
 
-    /// Size, version, time of the last change.
+    /// Returns the object's size, version, time of the last change, and manifest.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn stat(&self) -> Result<StatAnswer> {
         match self.query(vec![QueryOp::Stat]).await?.pop() {
             Some(QueryAnswer::Stat(stat)) => Ok(stat),
@@ -265,10 +267,10 @@ impl Object {
         }
     }
 
-    /// Stat and all xattrs in one request.
+    /// Returns the stat and all xattrs of the object, with one request.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn describe(&self) -> Result<Description> {
         let mut answers = self.query(vec![QueryOp::Stat, QueryOp::Xattrs]).await?;
         match (answers.pop(), answers.pop()) {
@@ -279,10 +281,10 @@ impl Object {
         }
     }
 
-    /// An xattr; `None` if the object does not have it.
+    /// Returns the value of an xattr; `None` if the object does not have the xattr.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn xattr(&self, name: impl Into<Bytes>) -> Result<Option<Bytes>> {
         match self.query(vec![QueryOp::Xattr(name.into())]).await?.pop() {
             Some(QueryAnswer::Xattr(value)) => Ok(value),
@@ -290,10 +292,10 @@ impl Object {
         }
     }
 
-    /// All xattrs, ordered by name.
+    /// Returns all xattrs, ordered by name.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn xattrs(&self) -> Result<Vec<(Bytes, Bytes)>> {
         match self.query(vec![QueryOp::Xattrs]).await?.pop() {
             Some(QueryAnswer::Xattrs(xattrs)) => Ok(xattrs),
@@ -304,7 +306,7 @@ impl Object {
     /// Sets an xattr, and creates the object if necessary.
     ///
     /// # Errors
-    /// [`TooLarge`](wire::Error::TooLarge) among others.
+    /// [`TooLarge`](wire::Error::TooLarge) if a name, key or value is too large, or another error.
     pub async fn set_xattr(&self, name: impl Into<Bytes>, value: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().set_xattr(name, value).commit().await
     }
@@ -312,7 +314,7 @@ impl Object {
     /// Removes an xattr of an existing object.
     ///
     /// # Errors
-    /// [`ConditionFailed`](wire::Error::ConditionFailed) if there is no object.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if the object does not exist.
     pub async fn remove_xattr(&self, name: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().if_exists().remove_xattr(name).commit().await
     }
@@ -320,15 +322,16 @@ impl Object {
     /// Returns the existing omap entries among `keys`, ordered by key.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn omap_get(&self, keys: Vec<Bytes>) -> Result<Vec<(Bytes, Bytes)>> {
         Ok(self.omap(QueryOp::OmapGet(keys)).await?.entries)
     }
 
-    /// Up to `limit` omap entries with `from <= key`, and `key < to` if given, ordered by key.
+    /// Returns up to `limit` omap entries with `from <= key`, and `key < to` if `to` is given,
+    /// ordered by key.
     ///
     /// # Errors
-    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn omap_range(
         &self,
         from: impl Into<Bytes>,
@@ -341,7 +344,7 @@ impl Object {
     /// Sets omap entries, and creates the object if necessary.
     ///
     /// # Errors
-    /// [`TooLarge`](wire::Error::TooLarge) among others.
+    /// [`TooLarge`](wire::Error::TooLarge) if a name, key or value is too large, or another error.
     pub async fn omap_set(&self, entries: Vec<(Bytes, Bytes)>) -> Result<Mutated> {
         self.compound().omap_set(entries).commit().await
     }
@@ -349,7 +352,7 @@ impl Object {
     /// Removes omap entries of an existing object. Missing entries are ignored.
     ///
     /// # Errors
-    /// [`ConditionFailed`](wire::Error::ConditionFailed) if there is no object.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if the object does not exist.
     pub async fn omap_remove(&self, keys: Vec<Bytes>) -> Result<Mutated> {
         self.compound().if_exists().omap_remove(keys).commit().await
     }

@@ -7,32 +7,33 @@ use crate::engine::EngineLimits;
 /// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The name that the client tells the node; at most 32 bytes.
+    /// Name of the client, which it states to the node; at most 32 bytes.
     pub name: String,
     /// Time limit for reaching the node when the client starts.
     pub connect_timeout: Duration,
     /// Time limit of one request, including retries and reconnections.
     pub request_timeout: Duration,
-    /// Most requests in flight (1..=512); further requests wait.
+    /// Maximum number of requests in flight (1..=512). Further requests wait.
     pub requests_in_flight: usize,
     /// Objects larger than this size, in bytes, are striped. At most 128 MiB.
     pub stripe_threshold: u64,
     /// Size of a part of a striped object, in bytes: a multiple of 4096, at most 128 MiB. A stream
     /// of unknown length is buffered up to one part before it is striped.
     pub part_size: u64,
-    /// Number of parts of one object in flight. A stream takes memory for one part more.
+    /// Maximum number of parts of one object in flight. A put from a stream needs memory for one
+    /// more part.
     pub parts_in_flight: usize,
-    /// Bytes of an object that one read request brings: a multiple of 4096. The first request
-    /// brings as much as all requests in flight together, up to 16 MiB.
+    /// Maximum number of bytes that one read request reads: a multiple of 4096. The first request
+    /// of a read may read as much as all later concurrent requests together, up to 16 MiB.
     pub read_size: u64,
-    /// Number of read requests of one object in flight.
+    /// Maximum number of read requests of one object in flight.
     pub reads_in_flight: usize,
     /// Data of a request up to this size, in bytes, is sent inside a message. For replies, the node
-    /// decides, up to 64 KiB.
+    /// chooses the limit, which is at most 64 KiB.
     pub inline_max: usize,
-    /// Which network stack to use.
+    /// Network stack for the connection.
     pub stack: messenger::StackChoice,
-    /// Local address for connecting over TCP; `None` leaves the choice to the system.
+    /// Local address of TCP connections; `None` lets the operating system choose one.
     pub source: Option<std::net::IpAddr>,
 }
 

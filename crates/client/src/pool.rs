@@ -1,10 +1,10 @@
-//! A pool, or a namespace in it.
+//! A pool, or one namespace in a pool.
 
 use wire::{ObjectName, PoolName};
 
 use crate::{Client, Listing, Object, Result};
 
-/// A pool, or one namespace in it. Cheap to clone.
+/// A handle of a pool, or of one namespace in a pool. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct Pool {
     client: Client,
@@ -17,17 +17,17 @@ impl Pool {
         Pool { client, name, namespace }
     }
 
-    /// Returns a namespace of this pool; the empty name is the default.
+    /// Returns a namespace of this pool. The empty name is the default namespace.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name).
+    /// [`Error::Name`](crate::Error::Name) if the name is invalid.
     pub fn namespace(&self, namespace: &str) -> Result<Pool> {
-        // Only the namespace is being checked; the rest is valid by itself.
+        // This call checks only the namespace, because the pool's and the object's names are valid.
         ObjectName::new(self.name.clone(), namespace, "x")?;
         Ok(Pool { namespace: namespace.to_owned(), ..self.clone() })
     }
 
-    /// The pool's name.
+    /// Returns the pool's name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.name.as_str()
@@ -36,7 +36,7 @@ impl Pool {
     /// Returns an object by its name, without sending a request.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name).
+    /// [`Error::Name`](crate::Error::Name) if the name is invalid.
     pub fn object(&self, name: &str) -> Result<Object> {
         let name = ObjectName::new(self.name.clone(), self.namespace.as_str(), name)?;
         Ok(Object::new(self.client.clone(), name))

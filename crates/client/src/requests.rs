@@ -73,7 +73,9 @@ impl Requests {
             let mut pause = RETRY_PAUSE;
             loop {
                 match call.attempt().await {
-                    Err(e) if e.is_transient() => tracing::debug!(error = %e, "a request is attempted again"),
+                    Err(e) if e.is_transient() => {
+                        tracing::debug!(error = %e, "attempting a request again after a transient error")
+                    }
                     outcome => return outcome,
                 }
                 tokio::time::sleep(pause).await;

@@ -11,10 +11,11 @@ use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 use crate::engine::Source;
 use crate::{Error, Object, PutOptions, Result};
 
-/// Time limit for removing the parts of a failed upload. The node collects the remaining parts.
+/// Time limit for removing the parts of a failed upload. The node's collector removes the remaining
+/// parts.
 const ABANDON: Duration = Duration::from_secs(5);
 
-/// Puts content of known length in parts.
+/// Stores content of known length as a striped object.
 pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOptions) -> Result<Mutated> {
     let upload = Upload::start(object)?;
     let mut parts = FuturesUnordered::new();
@@ -32,7 +33,8 @@ pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOpt
     upload.finish(sent, parts, options).await
 }
 
-/// Puts a stream. Content that fits into one part is stored as a whole, longer content in parts.
+/// Stores the content of a stream. Content that is shorter than one part is stored as one object,
+/// longer content as a striped object.
 pub(crate) async fn put_reader(
     object: &Object,
     mut reader: impl AsyncRead + Unpin,
@@ -119,8 +121,8 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    /// Makes the object visible when all parts are stored. Removes the parts if the head object
-    /// certainly will not be written.
+    /// Waits until all parts are stored, then writes the head object, which makes the data visible.
+    /// If the head object was certainly not written, removes the parts.
     async fn finish(
         &self,
         sent: Result<u64>,
@@ -142,7 +144,7 @@ impl<'a> Upload<'a> {
         let manifest = Manifest { upload: self.id, part_size: self.part_size, size };
         let head = self.object.put_compound(options).op(Mutation::SetManifest(manifest));
         let committed = head.commit().await;
-        // After other errors the head may have been committed all the same.
+        // After other errors, the head object may have been committed, so the parts must stay.
         if matches!(&committed, Err(e) if e.is_conflict()) {
             self.abandon(parts).await;
         }
@@ -156,17 +158,19 @@ impl<'a> Upload<'a> {
             for index in 0..self.begun.load(Ordering::Relaxed) {
                 let part = PartId { upload: self.id, index };
                 if let Err(e) = self.object.compound().remove().commit_part(Some(part)).await {
-                    tracing::debug!(index, error = %e, "a part is left to the node's collector");
+                    tracing::debug!(index, error = %e, "cannot remove a part of a failed upload; the node's collector will remove it");
                 }
             }
         };
         if tokio::time::timeout(ABANDON, removal).await.is_err() {
-            tracing::debug!("parts of a failed upload are left to the node's collector");
+            tracing::debug!(
+                "cannot remove the parts of a failed upload in time; the node's collector will remove them"
+            );
         }
     }
 }
 
-/// Reads up to `limit` bytes; fewer only at the stream's end.
+/// Reads `limit` bytes, or fewer at the stream's end.
 async fn read_up_to(reader: &mut (impl AsyncRead + Unpin), limit: u64) -> Result<Bytes> {
     let mut buf = BytesMut::new();
     let mut reader = reader.take(limit);

@@ -1,4 +1,4 @@
-//! The conformance suite of the engine seam on the engines that need no node.
+//! Runs the conformance suite on the engines that need no node.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ async fn with_pool(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
     engine
 }
 
-#[expect(clippy::print_stdout, reason = "the test harness shows it when the test fails")]
+#[expect(clippy::print_stdout, reason = "the test harness shows the seed when the test fails")]
 fn seed() -> u64 {
     let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = seed.unwrap_or_else(rand::random);
@@ -20,12 +20,12 @@ fn seed() -> u64 {
 }
 
 #[tokio::test]
-async fn the_memory_engine_conforms() {
+async fn the_memory_engine_passes_the_conformance_suite() {
     conformance::run(with_pool(Arc::new(MemEngine::new())).await, "pool", seed()).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_with_faults_that_pass_conforms() {
+async fn an_engine_with_transient_faults_passes_the_conformance_suite() {
     let (inner, seed) = (with_pool(Arc::new(MemEngine::new())).await, seed());
     let delay_max = Duration::from_millis(50);
     let rates = FaultRates { refuse: 0.1, lose_answer: 0.1, delay: 0.1, delay_max, ..FaultRates::default() };
@@ -48,7 +48,7 @@ async fn a_change_of_unknown_outcome_may_have_taken_effect() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_are_given_up_at_their_deadline() {
+async fn a_request_fails_with_a_timeout_at_its_deadline() {
     let inner = with_pool(Arc::new(MemEngine::new())).await;
     let rates = FaultRates { refuse: 1.0, ..FaultRates::default() };
     let faulty = Arc::new(FaultyEngine::new(inner, rates, 1));
@@ -62,7 +62,7 @@ async fn requests_are_given_up_at_their_deadline() {
 }
 
 #[tokio::test]
-async fn an_engine_over_a_file_finds_its_content_again() {
+async fn a_memory_engine_with_a_file_keeps_its_content_across_reopening() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("content");
     {

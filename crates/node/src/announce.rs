@@ -1,5 +1,5 @@
-//! Announcements of a role to its supervisor: lines of JSON on the role's standard output. The
-//! first line says that the role is ready, or why it cannot be.
+//! Announcements of a role to its supervisor: lines of JSON on the role's standard output. One of
+//! the lines says that the role is ready, or why it cannot become ready.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::state::MountedTarget;
 
-/// Longest announcement that the supervisor reads, in bytes.
+/// Maximum length of an announcement, in bytes.
 pub const MAX_ANNOUNCEMENT: u64 = 64 << 10;
 
 /// One announcement, which is one line.
@@ -22,7 +22,7 @@ pub enum Announcement {
     Failed(String),
     /// The event loop with this name is alive. Only a role that is ready sends heartbeats.
     Heartbeat(String),
-    /// The role has found that it hangs, for this reason, although its event loops are alive.
+    /// The role hangs for this reason, although its event loops are alive.
     Hung(String),
     /// The role is not ready yet, but makes progress.
     Progress,
@@ -30,14 +30,14 @@ pub enum Announcement {
     Stopping,
 }
 
-/// What a role reports when it is ready.
+/// Properties of a role that is ready.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
     /// Address of the role's metrics, as `host:port`.
     pub metrics: Option<String>,
     /// Address for clients, if the role serves clients.
     pub endpoint: Option<String>,
-    /// Name of the engine that moves data between osd and store, if it has one.
+    /// Name of the engine that moves data between osd and store, if the role uses an engine.
     pub engine: Option<String>,
     /// Whether that engine is emulated.
     #[serde(default)]
@@ -51,27 +51,28 @@ pub struct Ready {
 }
 
 impl Announcement {
-    /// Writes the line. The reader of the output may have ended; the error is ignored.
+    /// Writes the announcement as one line. Ignores an error, because the supervisor may have
+    /// ended.
     pub fn send(&self) {
         let line = serde_json::to_string(self).expect("plain data has a JSON form");
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
-    /// Writes the line in one call, or drops it if the write would block. Requires
-    /// [`do_not_block`].
+    /// Writes the announcement as one line with one system call, or drops it if the write would
+    /// block. Requires [`do_not_block`].
     pub fn send_or_drop(&self) {
         let line = serde_json::to_string(self).expect("plain data has a JSON form") + "\n";
-        // A supervisor that does not read does not need it now.
+        // Ignore the error: a supervisor that does not read does not need the announcement.
         let _ = rustix::io::write(std::io::stdout(), line.as_bytes());
     }
 }
 
-/// Makes standard output, a pipe to the supervisor, non-blocking. A supervisor that has stopped
-/// reading then cannot stop the role.
+/// Makes standard output, a pipe to the supervisor, non-blocking. A supervisor that does not read
+/// then cannot block the role.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn do_not_block() -> std::io::Result<()> {
     let out = std::io::stdout();
     let flags = rustix::fs::fcntl_getfl(out.as_fd())?;

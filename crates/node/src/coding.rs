@@ -1,4 +1,5 @@
-//! Erasure coding in a node's processes: its configuration, and the engines beside the stores.
+//! Erasure coding in a node's processes: its configuration, and the engines that compute parity in
+//! the process of the stores.
 
 use std::io;
 use std::sync::Arc;
@@ -15,12 +16,12 @@ use wire::{CodingOffload, Placement};
 use super::config::Config;
 use super::cpus::{ChannelSide, Cpus, kept_to};
 
-/// Bytes encoded to measure a core's rate. The median size of the paper would take longer and give
-/// the same result.
+/// Number of bytes to encode when a core's rate is measured. The paper's median size would take
+/// longer and yield the same result.
 const SAMPLE: usize = 8 << 20;
 
-/// Starts the emulated accelerator, if one is configured, on the CPUs of the DPU's side. Call it
-/// before this thread is restricted to other CPUs.
+/// Starts the emulated accelerator, if one is configured, on the CPUs of the DPU's side. Call this
+/// function before the calling thread is restricted to other CPUs.
 pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Option<Worker>> {
     if config.coding.offload != CodingOffload::Accelerator {
         return Ok(None);
@@ -48,7 +49,8 @@ fn host_rate() -> io::Result<f64> {
     }))
 }
 
-/// Creates the engines beside the stores, on the CPUs that this thread may use.
+/// Creates the engines that compute parity in the process of the stores, on the CPUs that this
+/// thread may use.
 pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) -> io::Result<Arc<Engines>> {
     let options =
         EngineOptions { threads: config.coding.host_threads, cpus: kept_to()?, faults: faults.clone() };

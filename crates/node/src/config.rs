@@ -1,8 +1,8 @@
 //! Configuration of a node and of its roles.
 //!
-//! [`Config`] declares each key once: type, default, range and description. The file that the first `up`
-//! writes ([`config_file`](crate::config_file)), the names of environment variables and
-//! `docs/configuration.md` follow from it ([`keys`](crate::keys)).
+//! [`Config`] declares each key once: type, default, range and description. These declarations
+//! determine the file that the first `up` writes ([`config_file`](crate::config_file)), the names
+//! of environment variables, and `docs/configuration.md` ([`keys`](crate::keys)).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use super::units::{ByteSize, OutOfRange, Period};
 
 const MIB: u64 = 1 << 20;
 
-/// The values that hold.
+/// The effective configuration: values of the file, the environment and the defaults.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Config {
     /// Processes that handle requests. "dpu": osd and store are two processes joined by the
@@ -50,7 +50,7 @@ pub struct Config {
     /// Erasure coding.
     #[config(nested)]
     pub coding: CodingSection,
-    /// How clients connect.
+    /// Transports for clients.
     #[config(nested)]
     pub network: NetworkSection,
     /// Logs.
@@ -59,7 +59,7 @@ pub struct Config {
     /// Metrics.
     #[config(nested)]
     pub metrics: MetricsSection,
-    /// How the supervisor restarts roles.
+    /// The supervisor's restarts of roles.
     #[config(nested)]
     pub supervise: SuperviseSection,
     /// Faults for tests.
@@ -67,7 +67,7 @@ pub struct Config {
     pub debug: DebugSection,
 }
 
-/// Section `store`.
+/// Configuration keys of section `store`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct StoreSection {
     /// CPUs of a store whose osd emulates a DPU: "auto" (all CPUs that the emulated DPU does not
@@ -86,7 +86,7 @@ pub struct StoreSection {
     pub buffers: ByteSize,
 }
 
-/// Section `channel`.
+/// Configuration keys of section `channel`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct ChannelSection {
     /// Size of the host memory that payload passes through between osd and store: 8MiB to 4GiB, a
@@ -145,7 +145,7 @@ pub struct ChannelSection {
 }
 
 impl ChannelSection {
-    /// How the osd uses the channel unless it is told otherwise.
+    /// Returns the tuning of the channel with which an osd starts.
     pub fn tuning(&self) -> ChannelTuning {
         ChannelTuning {
             pipeline: true,
@@ -157,13 +157,13 @@ impl ChannelSection {
     }
 }
 
-/// What moves payload between osd and store.
+/// DMA engine that moves payload between osd and store.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum EngineKind {
-    /// Emulated: a thread that copies between two memories of this machine.
+    /// Emulated engine: a thread copies between two memories of this machine.
     Shm,
-    /// One-sided transfers by this provider of libfabric.
+    /// One-sided transfers with this libfabric provider.
     Ofi(String),
 }
 
@@ -179,17 +179,17 @@ impl TryFrom<String> for EngineKind {
     }
 }
 
-/// How fast the emulated engine is.
+/// Speed of the emulated engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EngineProfile {
-    /// As fast as memory is copied.
+    /// As fast as memory can be copied.
     Memcpy,
-    /// As DoCeph measured a BlueField-3.
+    /// As slow as the BlueField-3 that DoCeph measured.
     Bf3Paper,
 }
 
-/// Section `debug`.
+/// Configuration keys of section `debug`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct DebugSection {
     /// Faults to inject, e.g. ["dma.transfer=fail,probability=0.001"]; see `outboard debug fault
@@ -198,7 +198,7 @@ pub struct DebugSection {
     pub faults: Vec<String>,
 }
 
-/// Section `osd`.
+/// Configuration keys of section `osd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct OsdSection {
     /// CPUs of an osd that emulates a DPU: "auto" (the last quarter of the machine's CPUs, at least
@@ -258,7 +258,7 @@ pub struct OsdSection {
     pub handshakes: usize,
 }
 
-/// Section `coding`.
+/// Configuration keys of section `coding`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct CodingSection {
     /// Where the parity of large writes is computed. "latency-sensitive": by the host's processor.
@@ -287,7 +287,7 @@ pub struct CodingSection {
     pub cool_down: Period,
 }
 
-/// Section `network`.
+/// Configuration keys of section `network`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct NetworkSection {
     /// Transports that clients can use in addition to TCP, which always works. "auto": RDMA, if the
@@ -309,18 +309,18 @@ fn stacks<'de, D: serde::Deserializer<'de>>(text: D) -> Result<StackChoice, D::E
     String::deserialize(text)?.parse().map_err(serde::de::Error::custom)
 }
 
-/// Whose receive buffers are.
+/// Assignment of receive buffers to connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReceiveSharing {
-    /// Connections share them.
+    /// The connections of a tenant share the buffers.
     Shared,
-    /// Each connection has its own.
+    /// Each connection has its own buffers.
     PerConnection,
 }
 
 impl NetworkSection {
-    /// How the messenger's stack is to behave.
+    /// Returns the options of the messenger's network stack.
     pub fn options(&self) -> StackOptions {
         let receive_queue = match self.receive_queue {
             ReceiveSharing::Shared => ReceiveQueueKind::Shared,
@@ -331,7 +331,7 @@ impl NetworkSection {
     }
 }
 
-/// Section `log`.
+/// Configuration keys of section `log`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct LogSection {
     /// Log level: error, warn, info, debug, trace, or a filter such as "info,osd=debug".
@@ -346,17 +346,17 @@ pub struct LogSection {
     pub max_size: ByteSize,
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One object per line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Section `metrics`.
+/// Configuration keys of section `metrics`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct MetricsSection {
     /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses it, and
@@ -365,7 +365,7 @@ pub struct MetricsSection {
     pub listen: String,
 }
 
-/// Section `supervise`.
+/// Configuration keys of section `supervise`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct SuperviseSection {
     /// Pause before a dead role is restarted. The pause doubles with each restart.
@@ -392,7 +392,7 @@ pub struct SuperviseSection {
     pub hung_after: Period,
 }
 
-/// Why values do not hold.
+/// Reason why values are invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotPossible {
     #[error(transparent)]
@@ -402,18 +402,18 @@ pub(crate) enum NotPossible {
 }
 
 impl Config {
-    /// What is to go wrong on purpose.
+    /// Returns the faults to inject.
     ///
     /// # Errors
-    /// If one of them means nothing.
+    /// If a fault cannot be parsed.
     pub fn faults(&self) -> Result<Vec<Fault>, FaultError> {
         self.debug.faults.iter().map(|text| text.parse()).collect()
     }
 
-    /// Checks the rules that concern several values.
+    /// Checks the tuning of the channel, and the rules that involve several values.
     ///
     /// # Errors
-    /// If values do not fit together.
+    /// If values contradict each other, or if a value of the channel is out of range.
     pub(crate) fn check(&self) -> Result<(), NotPossible> {
         self.channel.tuning().check()?;
         let SuperviseSection { backoff_min: min, backoff_max: max, .. } = self.supervise;
@@ -435,7 +435,7 @@ fn ms_within(period: &Period, least: u128, most: u128) -> bool {
 fn is_filter(level: &String) -> Result<(), String> {
     match tracing_subscriber::EnvFilter::try_new(level) {
         Ok(_) => Ok(()),
-        Err(e) => Err(format!("no filter ({e}); use error, warn, info, debug or trace")),
+        Err(e) => Err(format!("not a valid filter ({e}); use error, warn, info, debug or trace")),
     }
 }
 

@@ -14,7 +14,7 @@ use super::keys::{Key, keys};
 /// Name of the file within a node's directory.
 pub const FILE: &str = "outboard.toml";
 
-/// Why a configuration is invalid.
+/// Reason why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -22,7 +22,7 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// The system's error.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// The file is not valid TOML.
@@ -44,7 +44,7 @@ pub enum ConfigError {
         hint: String,
     },
     /// A value has the wrong type or is out of range.
-    #[error("{origin}: {reason}; `docs/configuration.md` and the generated file say what is possible")]
+    #[error("{origin}: {reason}; `docs/configuration.md` and the generated file list the valid values")]
     Invalid {
         /// File and environment variables that the values came from.
         origin: String,
@@ -57,7 +57,7 @@ pub enum ConfigError {
 /// apply.
 ///
 /// # Errors
-/// The file is unreadable or not valid TOML, has an unknown key, or a value is out of range.
+/// If the file is unreadable, is not valid TOML or has an unknown key, or if a value is invalid.
 pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let Some(path) = file else { return over(Table::new(), "configuration", env) };
     let text = std::fs::read_to_string(path)
@@ -69,7 +69,7 @@ pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result
 /// environment `env`.
 ///
 /// # Errors
-/// As for [`load`].
+/// The same errors as [`load`].
 pub fn of_text(text: &str, path: &Path, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
     let mut table = Table::new();
     overlay(&mut table, parse(text, path)?, path)?;
@@ -143,12 +143,14 @@ fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigEr
     }
     let elsewhere = keys().iter().find(|k| k.name == name).map(Key::path);
     let all = || keys().iter().map(Key::path).collect::<Vec<_>>().join(", ");
-    let hint = elsewhere.map_or_else(|| format!("known ones: {}", all()), |p| format!("did you mean `{p}`?"));
+    let hint =
+        elsewhere.map_or_else(|| format!("the known keys are {}", all()), |p| format!("did you mean `{p}`?"));
     let key = if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
     Err(ConfigError::UnknownKey { path: path.to_owned(), key, hint })
 }
 
-/// Whether a key at the top of the file is set, by the environment or by the text of a file.
+/// Returns whether a key outside of all sections is set, by the environment or by the text of a
+/// file.
 pub fn is_set(name: &str, text: &str, env: impl Fn(&str) -> Option<String>) -> bool {
     let in_file = text.parse::<Table>().is_ok_and(|table| table.contains_key(name));
     in_file || env_of(name).is_some_and(|variable| env(&variable).is_some())
@@ -159,10 +161,11 @@ pub fn env_of(path: &str) -> Option<String> {
     keys().iter().find(|key| key.path() == path).map(Key::env)
 }
 
-/// Sets a key at the top of a configuration file that was not set before. Returns the new text.
+/// Sets a key, outside of all sections, that the text of a configuration file does not set yet.
+/// Returns the new text.
 pub fn remember(text: &str, name: &str, value: &Value) -> String {
     let (line, default) = (format!("{name} = {value}\n"), format!("# {name} = "));
-    // The generated file has the key in its place, commented out.
+    // The generated file contains the key at its place, as a comment.
     match text.split_inclusive('\n').position(|l| l.starts_with(&default)) {
         Some(at) => text
             .split_inclusive('\n')
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn environment_goes_over_file_goes_over_defaults() {
+    fn the_environment_overrides_the_file_and_the_file_the_defaults() {
         let text = "placement = \"host\"\nlisten = \"127.0.0.1:7\"\n[supervise]\nbackoff_max = \"9s\"\n";
         let env = [
             ("OUTBOARD_LISTEN", "127.0.0.1:8"),
@@ -237,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_keys_are_named() {
+    fn the_error_about_an_unknown_key_names_the_key() {
         for (text, named) in [
             ("placment = \"host\"", "`placment`"),
             ("[supervise]\nbackof = \"1s\"", "`supervise.backof`"),
@@ -251,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_refused() {
+    fn invalid_values_are_refused_with_the_name_of_the_key() {
         for text in [
             "placement = \"moon\"",
             "target_size = \"eight\"",
@@ -275,7 +278,7 @@ mod tests {
             "[debug]\nfaults = [\"everything=breaks\"]",
         ] {
             let error = load(text, &[]).unwrap_err().to_string();
-            // The error names the key, apart from its section.
+            // The error contains the name of the key.
             let key = text.lines().last().unwrap().split(' ').next().unwrap();
             assert!(error.contains(key), "{text}: {error}");
         }
@@ -285,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generated_file_has_every_key_and_means_the_defaults() {
+    fn the_generated_file_contains_every_key_with_its_default() {
         let targets = Value::Array(vec![Value::String("targets/0.img".into())]);
         let text = generate(&[("targets", targets)]);
         let config = load(&text, &[]).unwrap();
@@ -299,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_remembered_is_set_and_nothing_else_changes() {
+    fn remembering_a_key_sets_it_and_changes_nothing_else() {
         let listen = Value::String("127.0.0.1:7401".to_owned());
         for text in [generate(&[]), "targets = [\"a\"]\n[log]\nlevel = \"debug\"\n".to_owned(), String::new()]
         {
@@ -313,7 +316,7 @@ mod tests {
     }
 
     /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key,
-    /// and no other rows. With `UPDATE_DOCS=1` the test writes them.
+    /// and no other rows. With `UPDATE_DOCS=1`, the test writes the rows.
     #[test]
     fn the_documentation_agrees() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
@@ -330,6 +333,9 @@ mod tests {
             return;
         }
         let documented: Vec<&str> = text.lines().filter(is_row).collect();
-        assert_eq!(documented, expected, "the table is old; UPDATE_DOCS=1 writes it");
+        assert_eq!(
+            documented, expected,
+            "the table is outdated; run this test with UPDATE_DOCS=1 to write it"
+        );
     }
 }

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 /// Upper bound of CPU numbers, exclusive.
 const MAX_CPUS: usize = CpuSet::MAX_CPU;
-/// Most CPUs that an emulated DPU gets; a BlueField-3 has as many.
+/// Maximum number of CPUs of an emulated DPU. A BlueField-3 has this number of cores.
 const MAX_DPU: usize = 16;
 
 /// CPUs for a process: "auto", "any", or a list like "2,4-7".
@@ -63,7 +63,7 @@ impl Cpus {
     /// Restricts the calling thread, and the threads that it starts from now on, to these CPUs.
     ///
     /// # Errors
-    /// The thread may use none of these CPUs.
+    /// If the thread may use none of these CPUs.
     pub fn apply(self, side: ChannelSide) -> std::io::Result<()> {
         let set = match self {
             Cpus::Any => return Ok(()),
@@ -71,7 +71,9 @@ impl Cpus {
             Cpus::Auto => of_side(side, &sched_getaffinity(None)?),
         };
         sched_setaffinity(None, &set).map_err(|e| {
-            let why = format!("{e}: this process may use none of them; configure others, or \"any\"");
+            let why = format!(
+                "{e}: this process may use none of the configured CPUs; configure other CPUs, or \"any\""
+            );
             std::io::Error::new(std::io::Error::from(e).kind(), why)
         })
     }
@@ -82,7 +84,7 @@ impl Cpus {
     /// stay restricted; the calling thread's restriction ends with the call.
     ///
     /// # Errors
-    /// The thread may use none of these CPUs, or `body` fails.
+    /// If the thread may use none of these CPUs, or if `body` fails.
     pub fn during<T>(
         self,
         side: ChannelSide,
@@ -100,7 +102,7 @@ impl Cpus {
 /// of the machine.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn kept_to() -> std::io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     let listed: Vec<usize> = (0..MAX_CPUS).filter(|cpu| set.is_set(*cpu)).collect();
@@ -129,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_read_and_nonsense_is_refused() {
+    fn cpu_lists_are_parsed_and_invalid_text_is_refused() {
         let Cpus::These(set) = Cpus::try_from("1, 4-6".to_owned()).unwrap() else { panic!("a list") };
         assert_eq!(listed(&set), [1, 4, 5, 6]);
         for text in ["", "x", "3-1", "1,,2", "-1", "0-99999"] {
@@ -138,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn cpus_that_there_are_not_are_refused_with_a_remedy() {
+    fn absent_cpus_are_refused_with_a_remedy() {
         let allowed = sched_getaffinity(None).unwrap();
         let absent = (0..MAX_CPUS).find(|cpu| !allowed.is_set(*cpu)).unwrap();
         let error = Cpus::try_from(absent.to_string()).unwrap().apply(ChannelSide::Dpu).unwrap_err();
@@ -146,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn an_emulated_dpu_gets_a_quarter_and_its_host_the_rest() {
+    fn an_emulated_dpu_gets_a_quarter_of_the_cpus_and_its_host_the_rest() {
         for (cpus, dpu, host) in
             [(1, vec![0], vec![0]), (2, vec![1], vec![0]), (8, vec![6, 7], (0..6).collect())]
         {

@@ -17,10 +17,10 @@ use serde::{Deserialize, Serialize};
 
 use super::units::{ByteSize, OutOfRange, multiple, within};
 
-/// Longest request, in bytes.
+/// Maximum length of a request, in bytes.
 const MAX_REQUEST: u64 = 16 << 10;
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Pause after a failure to accept.
+/// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A request to a role.
@@ -40,13 +40,13 @@ pub enum DebugRequest {
 /// A role's answer.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DebugAnswer {
-    /// Why the request was refused.
+    /// Reason why the request was refused; `None` if it was executed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// The armed faults.
     #[serde(default)]
     pub faults: Vec<ArmedFault>,
-    /// How the osd uses the channel.
+    /// Tuning of the channel, if the role is an osd that uses one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<ChannelTuning>,
     /// How the osd uses the channel according to the configuration.
@@ -72,7 +72,7 @@ pub struct ArmedFault {
     pub fired: u64,
 }
 
-/// How the osd uses the channel.
+/// Settings by which the osd uses the channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChannelTuning {
     /// Whether the segments of a request are received, moved and written concurrently.
@@ -80,7 +80,7 @@ pub struct ChannelTuning {
     /// Number of windows of host memory that stay open to DMA. With 0, each request negotiates its
     /// own window.
     pub region_cache: usize,
-    /// Longest DMA transfer; the engine's own limit also applies.
+    /// Maximum length of a DMA transfer; the engine's own limit also applies.
     pub max_transfer: ByteSize,
     /// Number of the engine's queues in use. With 1, short requests wait for long requests.
     pub dma_queues: usize,
@@ -89,10 +89,10 @@ pub struct ChannelTuning {
 }
 
 impl ChannelTuning {
-    /// Refuses values that the configuration would refuse too.
+    /// Checks that the values are valid. The same limits apply to the configuration.
     ///
     /// # Errors
-    /// The first value that is not allowed.
+    /// The error names the first value that is not allowed.
     pub fn check(&self) -> Result<(), OutOfRange> {
         within("channel.region_cache", self.region_cache as u64, 0, 1 << 20)?;
         within("channel.max_transfer", self.max_transfer.0, 4096, 2 << 20)?;
@@ -102,7 +102,7 @@ impl ChannelTuning {
     }
 }
 
-/// Why a role cannot be tuned.
+/// Reason why a role cannot be tuned.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TuneError {
     /// The role does not use a channel.
@@ -137,7 +137,7 @@ impl std::fmt::Debug for Controls {
 }
 
 impl Controls {
-    /// The role's faults.
+    /// Returns the role's faults.
     pub fn faults(&self) -> &Faults {
         &self.faults
     }
@@ -184,7 +184,7 @@ impl Controls {
     /// Serves the socket at `path` on a separate thread.
     ///
     /// # Errors
-    /// The path cannot be bound.
+    /// If the socket cannot be created at the path.
     pub fn serve(&self, path: &Path) -> std::io::Result<()> {
         let listener = bind_private(path)?;
         let controls = self.clone();
@@ -197,7 +197,7 @@ impl Controls {
                         }
                     }
                     Err(e) => {
-                        // What keeps it from accepting, such as a want of descriptors, may well last.
+                        // The cause, such as a lack of descriptors, may last for a while.
                         tracing::warn!("nobody can be accepted at the debug socket: {e}");
                         std::thread::sleep(ACCEPT_PAUSE);
                     }
@@ -232,7 +232,8 @@ fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
     name.push(".new");
     let private = Path::new(&name);
     let socket = private.join("s");
-    // One who was killed in the middle of this has left them. If they cannot be removed, making the directory fails.
+    // A process that was killed inside this function leaves these two behind. If they cannot be
+    // removed, the creation of the directory fails.
     let _ = std::fs::remove_file(&socket);
     let _ = std::fs::remove_dir(private);
     std::fs::DirBuilder::new().mode(0o700).create(private)?;
@@ -251,10 +252,11 @@ fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
 /// Sends a request to the role that serves `path`.
 ///
 /// # Errors
-/// No role answers, or the answer is invalid. A refused request is not an error here; the answer
-/// reports it.
+/// If no role answers, or if the answer is invalid. A refused request is not an error here; the
+/// answer reports it.
 pub fn ask(path: &Path, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
-    // Its directory may lie deeper than a socket's address is long.
+    // The path may be longer than the address of a UNIX socket can be. The path through the
+    // directory's descriptor is short.
     let (dir, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let dir = std::fs::File::open(if dir.as_os_str().is_empty() { Path::new(".") } else { dir })?;
     let short = Path::new("/proc/self/fd").join(dir.as_raw_fd().to_string()).join(name);
@@ -272,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_armed_shown_and_cleared_and_nonsense_is_refused() {
+    fn faults_can_be_armed_shown_and_cleared_and_bad_requests_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("debug");
         let controls = Controls::default();
@@ -299,12 +301,13 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_replaces_a_left_over_one_and_is_its_owners_alone() {
+    fn the_socket_replaces_an_old_one_and_only_its_owner_can_connect() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("debug");
         for _ in 0..2 {
             let _left_over = UnixListener::bind(&path);
-            // As if somebody had been killed in between.
+            // A process that was killed inside `bind_private` leaves this directory and socket
+            // behind.
             std::fs::create_dir(dir.path().join("debug.new")).unwrap();
             let _left_over = UnixListener::bind(dir.path().join("debug.new/s"));
             Controls::default().serve(&path).unwrap();
@@ -323,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_tuned_is_tuned() {
+    fn valid_tunings_are_applied_and_values_out_of_range_are_refused() {
         let controls = Controls::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let saw = Arc::clone(&seen);

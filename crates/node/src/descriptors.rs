@@ -1,10 +1,10 @@
-//! Descriptors of a process: the number of open descriptors, its limit, and raising the limit.
+//! File descriptors of a process: counts them, and reads and raises their limit.
 
 use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The descriptors of a process.
+/// Number and limit of a process's file descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FdUsage {
     /// Number of open descriptors.
@@ -14,10 +14,10 @@ pub struct FdUsage {
 }
 
 impl FdUsage {
-    /// Returns the descriptors of process `pid`.
+    /// Returns the number and the limit of the descriptors of process `pid`.
     ///
     /// # Errors
-    /// The process does not exist, or may not be inspected.
+    /// If the process does not exist, or if this user may not inspect it.
     pub fn of(pid: u32) -> io::Result<FdUsage> {
         let open = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64;
         let limits = std::fs::read_to_string(format!("/proc/{pid}/limits"))?;
@@ -25,7 +25,9 @@ impl FdUsage {
             line.strip_prefix("Max open files").and_then(|rest| rest.split_ascii_whitespace().next())
         });
         let most = soft.and_then(|soft| if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() });
-        let most = most.ok_or_else(|| io::Error::other("its limits do not name open files"))?;
+        let most = most.ok_or_else(|| {
+            io::Error::other("the limits of the process do not contain a limit of open files")
+        })?;
         Ok(FdUsage { open, most })
     }
 }
@@ -34,7 +36,7 @@ impl FdUsage {
 /// after; `None` means no limit.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn raise_limit() -> io::Result<(Option<u64>, Option<u64>)> {
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: before.maximum, maximum: before.maximum })?;
@@ -52,7 +54,7 @@ mod tests {
         assert_eq!(before.most, now.unwrap_or(u64::MAX));
         let files: Vec<_> = (0..50).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
         let after = FdUsage::of(std::process::id()).unwrap();
-        // Other tests of this process open and close some, too.
+        // Other tests in this process open and close descriptors, too.
         assert!(after.open >= 50 && after.open + 25 > before.open, "{before:?} {after:?}");
         drop(files);
     }

@@ -4,12 +4,12 @@
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
 //! DIR/targets/N.img        targets, unless the configuration names others
-//! DIR/run/lock             held while the node runs; has the supervisor's pid
-//! DIR/run/making.json      what the first `up` makes, until it has made all
-//! DIR/run/state.json       what runs, for `status` and for commands that look for the endpoint
+//! DIR/run/lock             locked while the node runs; contains the supervisor's pid
+//! DIR/run/making.json      files that the first `up` creates; removed when the node is complete
+//! DIR/run/state.json       state of the processes, for `status` and for finding the endpoint
 //! DIR/run/store.sock       control socket between osd and store
 //! DIR/run/ROLE.debug       debug socket of a role
-//! DIR/log/ROLE.log         logs
+//! DIR/log/ROLE.log         logs of the roles
 //! ```
 
 use std::fs::{File, OpenOptions};
@@ -27,10 +27,10 @@ use super::config_file;
 /// 107 bytes of a UNIX socket's address at any depth of the directory.
 pub const STORE_SOCKET: &str = "run/store.sock";
 
-/// See [`NodeDir::making`].
+/// Path of the record of a first `up`, relative to the directory; see [`NodeDir::making`].
 const MAKING: &str = "run/making.json";
 
-/// Why a node's directory cannot be used.
+/// Reason why a node's directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     /// A node runs in the directory.
@@ -45,7 +45,7 @@ pub enum DirError {
         pid: Option<u32>,
     },
     /// The directory contains no node.
-    #[error("{} has no node (no outboard.toml in it); make one with `outboard up --dir {}`, or name another with --dir or OUTBOARD_DIR", dir.display(), dir.display())]
+    #[error("{} contains no node (it has no outboard.toml); create a node with `outboard up --dir {}`, or choose another directory with --dir or OUTBOARD_DIR", dir.display(), dir.display())]
     NoNode {
         /// The directory.
         dir: PathBuf,
@@ -55,17 +55,17 @@ pub enum DirError {
     Full {
         /// What was attempted.
         action: &'static str,
-        /// The file or directory concerned.
+        /// The affected file or directory.
         path: PathBuf,
     },
-    /// The operating system refused.
+    /// The operating system refused the action.
     #[error("cannot {action} {}: {source}; check the path, its permissions and the free space", path.display())]
     Io {
         /// What was attempted.
         action: &'static str,
-        /// The file or directory concerned.
+        /// The affected file or directory.
         path: PathBuf,
-        /// The system's error.
+        /// The operating system's error.
         source: io::Error,
     },
 }
@@ -83,8 +83,8 @@ pub struct DirLock {
 }
 
 impl DirLock {
-    /// Converts the lock to the standard input of a new process. The new process takes it with
-    /// [`NodeDir::take_lock`], so the directory has an owner at every moment.
+    /// Converts the lock to the standard input of a new process. The new process takes the lock
+    /// with [`NodeDir::take_lock`], so the directory has an owner at every moment.
     pub fn hand_down(self) -> Stdio {
         self.file.into()
     }
@@ -104,11 +104,11 @@ impl NodeDir {
     /// Creates the directory and its subdirectories if they are missing.
     ///
     /// # Errors
-    /// An error of the system.
+    /// If the operating system reports an error.
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
         for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
             let mut builder = std::fs::DirBuilder::new();
-            // Whoever can reach the control socket or the targets can read and change all data.
+            // A user who can open the control socket or the targets can read and change all data.
             builder.recursive(true).mode(0o700).create(&folder).map_err(io_error("create", &folder))?;
         }
         NodeDir::at(root)
@@ -117,7 +117,7 @@ impl NodeDir {
     /// Opens the directory of a node that has been started before.
     ///
     /// # Errors
-    /// [`DirError::NoNode`] if there is none.
+    /// [`DirError::NoNode`] if the directory contains no node.
     pub fn open(root: &Path) -> Result<NodeDir, DirError> {
         if !root.join(config_file::FILE).is_file() {
             return Err(DirError::NoNode { dir: root.to_owned() });
@@ -125,7 +125,7 @@ impl NodeDir {
         NodeDir::at(root)
     }
 
-    /// Whether `root` contains a node, or files of an interrupted first `up`.
+    /// Returns whether `root` contains a node, or files of an interrupted first `up`.
     pub fn is_begun(root: &Path) -> bool {
         root.join(config_file::FILE).exists() || root.join(MAKING).exists()
     }
@@ -193,12 +193,12 @@ impl NodeDir {
         DirLock { file }.sign(&path)
     }
 
-    /// Takes ownership of the directory with the lock that the caller [has handed
-    /// down](DirLock::hand_down). Without a lock from the caller, it works like
+    /// Takes ownership of the directory with the lock that the parent process [handed
+    /// down](DirLock::hand_down). Without a lock from the parent process, this method works like
     /// [`lock`](NodeDir::lock).
     ///
     /// # Errors
-    /// As [`lock`](NodeDir::lock).
+    /// The same errors as [`lock`](NodeDir::lock).
     pub fn take_lock(&self) -> Result<DirLock, DirError> {
         let path = self.lock_path();
         let given = std::io::stdin().as_fd().try_clone_to_owned().map(File::from);
@@ -214,7 +214,7 @@ impl NodeDir {
     /// Returns the pid of the supervisor that owns the directory, if there is one.
     ///
     /// # Errors
-    /// An error of the system; [`DirError::InUse`] if the owner's pid is unknown.
+    /// If the operating system reports an error; [`DirError::InUse`] if the owner's pid is unknown.
     pub fn owner(&self) -> Result<Option<u32>, DirError> {
         let path = self.lock_path();
         let mut file = match OpenOptions::new().read(true).open(&path) {
@@ -234,7 +234,7 @@ impl NodeDir {
 }
 
 /// Takes the lock. A process that only checks for an owner ([`NodeDir::owner`]) holds the lock for
-/// a moment; this function waits for that.
+/// a moment. This function waits about 100 ms for the end of this check.
 fn try_lock(file: &File) -> rustix::io::Result<()> {
     let attempt = || rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive);
     for _ in 0..10 {
@@ -263,7 +263,7 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirE
 /// Replaces the content of `path` by `text` atomically and durably.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
     let new = path.with_extension("new");
     let write = || {
@@ -272,7 +272,7 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
         file.sync_all()
     };
     if let Err(e) = write() {
-        // It takes space that may be what was missing.
+        // Remove the incomplete file: it occupies space that may be missing elsewhere.
         let _ = std::fs::remove_file(&new);
         return Err(io_error("write", &new)(e));
     }
@@ -283,7 +283,7 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
 /// Removes a file durably, if it exists.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn remove_file(path: &Path) -> Result<(), DirError> {
     match std::fs::remove_file(path) {
         Ok(()) => sync_parent(path),
@@ -295,7 +295,7 @@ pub fn remove_file(path: &Path) -> Result<(), DirError> {
 /// Makes the entry of a file in its directory durable.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn sync_parent(path: &Path) -> Result<(), DirError> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("write", parent))
@@ -306,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_owner_at_a_time() {
+    fn a_directory_has_at_most_one_owner() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(dir.owner().unwrap(), None);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_does_not_fit_is_left_as_it_was() {
+    fn replacing_a_file_on_a_full_file_system_keeps_its_content() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("state.json");
         replace_file(&path, "old").unwrap();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_without_a_node_is_said_to_have_none() {
+    fn opening_a_directory_without_a_node_is_refused() {
         let root = tempfile::tempdir().unwrap();
         assert!(matches!(NodeDir::open(root.path()), Err(DirError::NoNode { .. })));
         std::fs::write(root.path().join(config_file::FILE), "").unwrap();

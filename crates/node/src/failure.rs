@@ -25,7 +25,7 @@ impl Failure {
         Failure { usage: true, ..Failure::new(doing, why) }
     }
 
-    /// Whether the command line is invalid.
+    /// Returns whether the command line is invalid.
     #[must_use]
     pub fn is_usage(&self) -> bool {
         self.usage
@@ -40,7 +40,8 @@ impl Display for Failure {
 
 /// Adds the attempted action to an error.
 pub trait Doing<T> {
-    /// Turns an error into a [`Failure`] of `doing`.
+    /// Turns an error into a [`Failure`]. `doing` names the attempted action, such as "starting the
+    /// role".
     fn doing(self, doing: impl Into<String>) -> Result<T>;
 }
 

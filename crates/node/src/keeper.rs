@@ -21,34 +21,34 @@ use super::targets::KnownTarget;
 use super::units::ByteSize;
 use super::watchdog::{self, Watchdog, awake_for};
 
-/// Most queued announcements of a role.
+/// Maximum number of queued announcements of a role.
 const ANNOUNCEMENTS: usize = 16;
-/// Setting of the allocator: how long it keeps freed memory, in ms.
+/// Environment variable for the allocator: time for which it keeps freed memory, in ms.
 const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
 
-/// How to start a role. The role's `Ready` announcement determines later starts: its address
-/// for clients, its address for metrics, and its targets.
+/// How to start a role. Later starts use the addresses and the targets of the role's last `Ready`
+/// announcement.
 #[derive(Debug, Clone)]
 pub struct RoleSpec {
     /// The role.
     pub role: Role,
     /// The program.
     pub program: PathBuf,
-    /// Its arguments, without the arguments that the fields below determine.
+    /// Arguments of the program, without the arguments that the fields below determine.
     pub args: Vec<OsString>,
-    /// Address for clients, if the role serves any. If the port is 0, a restarted role gets the
+    /// Address for clients, if the role serves clients. If the port is 0, a restarted role gets the
     /// port that the role used before.
     pub listen: Option<String>,
-    /// Address for its metrics.
+    /// Address for the role's metrics.
     pub metrics: String,
-    /// Known identities of the role's targets. With them, a restarted role can serve the other
-    /// targets if it cannot mount one.
+    /// Known paths and UUIDs of the role's targets. With them, a restarted role that cannot mount
+    /// one target can serve the other targets.
     pub known_targets: Vec<KnownTarget>,
     /// Working directory.
     pub dir: PathBuf,
-    /// File for its standard error.
+    /// File for the role's standard error.
     pub log: PathBuf,
-    /// Largest size of the log; see `log.max_size`.
+    /// Maximum size of the log; see `log.max_size` in the configuration.
     pub log_max: ByteSize,
 }
 
@@ -57,23 +57,23 @@ pub struct RoleSpec {
 pub enum RoleEvent {
     /// A process was started.
     Started {
-        /// Its pid.
+        /// Pid of the process.
         pid: u32,
     },
     /// The process is ready.
     Ready(Ready),
-    /// An event loop of the process sends no heartbeat; the process is being killed.
+    /// The process hangs, and is being killed.
     Hung {
-        /// Which heartbeat is missing.
+        /// Reason why the process counts as hung.
         reason: String,
     },
     /// The process ended without a request to stop, or could not be started. The keeper starts the
     /// role again after a pause.
     Died {
-        /// How the process ended.
+        /// How the process ended, or why it could not be started.
         reason: String,
-        /// Whether the process announced that it cannot become ready. If so, it has served no
-        /// client.
+        /// Whether the process announced that it cannot become ready. If so, the process has served
+        /// no client.
         is_announced: bool,
         /// The pause before the next start.
         pause: Duration,
@@ -100,7 +100,7 @@ pub struct Keeper {
     spec: RoleSpec,
     /// Pauses and timeouts.
     policy: SuperviseSection,
-    /// Receiver of the role's events.
+    /// Channel for the role's events.
     events: mpsc::Sender<(Role, RoleEvent)>,
     /// The current goal.
     goal: watch::Receiver<Goal>,
@@ -115,8 +115,8 @@ enum ProcessEnd {
 }
 
 impl Keeper {
-    /// Creates a keeper that has started nothing yet. It sends events to `events` until `goal` asks
-    /// it to stop.
+    /// Creates a keeper that has not started the role yet. The keeper sends events to `events`
+    /// until `goal` asks it to stop.
     pub fn new(
         spec: RoleSpec,
         policy: SuperviseSection,
@@ -126,14 +126,14 @@ impl Keeper {
         Keeper { spec, policy, events, goal, metrics: None }
     }
 
-    /// Runs the keeper.
+    /// Runs the keeper until the goal changes and the role has ended.
     pub async fn run(mut self) {
         let mut pause = self.policy.backoff_min.0;
         while *self.goal.borrow() == Goal::Run {
             let end = match self.start() {
                 Ok(child) => self.attend(child).await,
                 Err(e) => {
-                    let reason = format!("cannot be started: {e}");
+                    let reason = format!("its process cannot be started: {e}");
                     ProcessEnd::Died { reason, ready_for: Duration::ZERO, is_announced: true }
                 }
             };
@@ -156,7 +156,7 @@ impl Keeper {
     }
 
     async fn tell(&self, event: RoleEvent) {
-        // The supervisor stops listening only when it ends.
+        // Ignore the error: the channel is closed only when the supervisor ends.
         let _ = self.events.send((self.spec.role, event)).await;
     }
 
@@ -173,11 +173,13 @@ impl Keeper {
         for known in &spec.known_targets {
             command.args(["--known-target".into(), known.to_argument()]);
         }
-        // The allocator keeps freed memory for two seconds: under load it is soon used again.
+        // The allocator keeps freed memory for two seconds, because the role soon needs it again
+        // under load.
         if std::env::var_os(PURGE_DELAY).is_none() {
             command.env(PURGE_DELAY, "2000");
         }
-        // Its own process group: Ctrl-C on the terminal reaches the supervisor only, which stops roles in order.
+        // The role has its own process group, so Ctrl-C on the terminal reaches only the
+        // supervisor, which stops roles in order.
         command.process_group(0).kill_on_drop(true).current_dir(&spec.dir);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         command.spawn()
@@ -208,7 +210,7 @@ impl Keeper {
                 why = Some(format!("not ready after {ready_timeout} without progress"));
                 let _ = child.start_kill();
             }
-            // It ends, or is of no use.
+            // The process is ending, or cannot be supervised. Wait for its end.
             First::Closed => {}
         }
         let policy = self.policy;
@@ -220,7 +222,7 @@ impl Keeper {
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
-                // It has done nothing since it hangs.
+                // The time for which the process hung does not count.
                 let ready_for = ready_for.saturating_sub(policy.hung_after.0);
                 self.kill_hung(child, reason, ready_for).await
             }
@@ -232,12 +234,13 @@ impl Keeper {
     async fn kill_hung(&mut self, mut child: Child, reason: String, ready_for: Duration) -> ProcessEnd {
         self.tell(RoleEvent::Hung { reason: reason.clone() }).await;
         if let Err(e) = child.start_kill() {
-            tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
+            tracing::error!(role = self.spec.role.as_str(), "the role's process cannot be killed: {e}");
         }
         tokio::select! {
             _ = child.wait() => ProcessEnd::Died { reason, ready_for, is_announced: false },
             () = no_longer_run(&mut self.goal) => {
-                // Nothing can be asked of it; the kernel ends it as soon as it can.
+                // The process was killed already. It cannot react to the goal, so wait for the
+                // kernel to end it.
                 let _ = child.wait().await;
                 ProcessEnd::Asked
             }
@@ -245,7 +248,7 @@ impl Keeper {
     }
 
     /// Keeps a role's announcement for the next start. Clients and scrapers then find a restarted
-    /// role at its old addresses. A target that fails later has a known identity, even in the
+    /// role at its old addresses. The UUID of a target that fails later is then known, even in the
     /// node's first run.
     fn remember(&mut self, ready: &Ready) {
         if let (Some(listen), Some(endpoint)) = (&mut self.spec.listen, &ready.endpoint) {
@@ -265,11 +268,11 @@ impl Keeper {
                 _ = self.goal.wait_for(|goal| *goal == Goal::Kill) => {}
                 () = awake_for(self.policy.stop_timeout.0) => {
                     let (role, limit) = (self.spec.role.as_str(), self.policy.stop_timeout);
-                    tracing::warn!(role, "did not stop in {limit}");
+                    tracing::warn!(role, "the role did not stop within {limit}; killing it");
                 }
             }
         };
-        // Until it is waited for, a pid cannot become another process's.
+        // The pid cannot belong to another process before this process was waited for.
         if let Some(pid) = Pid::from_raw(pid as i32) {
             let _ = rustix::process::kill_process(pid, Signal::TERM);
         }
@@ -278,13 +281,13 @@ impl Keeper {
             () = killed => false,
         };
         if !ended && let Err(e) = child.kill().await {
-            tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
+            tracing::error!(role = self.spec.role.as_str(), "the role's process cannot be killed: {e}");
         }
         ProcessEnd::Asked
     }
 }
 
-/// Resolves when the role should no longer run, or when the goal's sender is dropped.
+/// Returns when the role should no longer run, or when the goal's sender is dropped.
 async fn no_longer_run(goal: &mut watch::Receiver<Goal>) {
     let _ = goal.wait_for(|goal| *goal != Goal::Run).await;
 }
@@ -341,7 +344,7 @@ fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
     said
 }
 
-/// Resolves with the reason when a role that was ready hangs.
+/// Waits until a role that was ready hangs. Returns the reason.
 async fn hang(
     said: &mut mpsc::Receiver<Announcement>,
     loops: &[String],
@@ -351,7 +354,7 @@ async fn hang(
     let Some(tick) = watchdog::tick(policy.hung_after.0) else { return pending().await };
     let mut watchdog = Watchdog::new(loops);
     let mut ticks = interval_at(Instant::now() + tick, tick);
-    // After a pause of this process the missed ticks count as one.
+    // After a pause of this process, all missed ticks count as one tick.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut open = true;
     loop {
@@ -361,7 +364,7 @@ async fn hang(
                 Some(Announcement::Heartbeat(event_loop)) => watchdog.heard(&event_loop),
                 Some(Announcement::Stopping) => {
                     awake_for(policy.stop_timeout.0).await;
-                    return format!("hung: it was told to stop, and has not ended after {}", policy.stop_timeout);
+                    return format!("hung: it was told to stop, but has not ended after {}", policy.stop_timeout);
                 }
                 Some(Announcement::Hung(reason)) if !watchdog::is_traced(pid) => return format!("hung: {reason}"),
                 Some(_) => {}
@@ -370,12 +373,12 @@ async fn hang(
             _ = ticks.tick() => {
                 let Some(event_loop) = watchdog.tick() else { continue };
                 let excuse = if watchdog::waits_for_drive(pid, &event_loop) {
-                    Some("waits for a drive in the kernel")
+                    Some("its thread waits for a drive in the kernel")
                 } else {
-                    watchdog::is_traced(pid).then_some("is traced by a debugger")
+                    watchdog::is_traced(pid).then_some("a debugger traces the process")
                 };
                 if let Some(excuse) = excuse {
-                    tracing::warn!(pid, event_loop, "{excuse}; the process is not killed for that");
+                    tracing::warn!(pid, event_loop, "a heartbeat is missing, but the process is not killed, because {excuse}");
                     watchdog.heard(&event_loop);
                     continue;
                 }

@@ -11,7 +11,7 @@ use super::config::Config;
 /// A key of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Key {
-    /// Section of the file; empty for keys at the top.
+    /// Section of the file; empty for keys outside of all sections.
     pub section: &'static str,
     /// Name within the section.
     pub name: &'static str,
@@ -21,7 +21,7 @@ pub struct Key {
     env: Option<&'static str>,
 }
 
-/// All keys, in the order of the file.
+/// Returns all keys, in the order of the file.
 pub fn keys() -> &'static [Key] {
     static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| of_section("", &Config::META));
     &KEYS
@@ -46,7 +46,7 @@ fn of_section(section: &'static str, meta: &'static Meta) -> Vec<Key> {
 }
 
 impl Key {
-    /// Returns `section.name`, or `name` at the top.
+    /// Returns `section.name`, or `name` for a key outside of all sections.
     pub fn path(&self) -> String {
         if self.section.is_empty() { self.name.to_owned() } else { format!("{}.{}", self.section, self.name) }
     }

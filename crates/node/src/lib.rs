@@ -1,8 +1,8 @@
-//! Runs a node: its directory, its configuration, the supervisor, and the common parts of all
-//! roles.
+//! Runs a node: contains its directory, its configuration, the supervisor, and the code that all
+//! roles share.
 //!
-//! The crates of the roles do the roles' own work. The command line calls this crate. No code in
-//! this crate is on the data path.
+//! Other crates do the work of the roles: `osd`, `store` and `proxy`. The command line (crate
+//! `outboard`) calls this crate. No code in this crate is on the data path.
 
 #![forbid(unsafe_code)]
 

@@ -13,7 +13,7 @@ use super::units::ByteSize;
 /// Starts logging in this process.
 ///
 /// # Errors
-/// The configured level is invalid.
+/// If the configured level is invalid.
 pub fn start(log: &LogSection) -> Result<(), String> {
     let filter = EnvFilter::try_new(&log.level).map_err(|e| {
         format!("log level {:?} is not valid ({e}); use error, warn, info, debug or trace", log.level)
@@ -23,7 +23,8 @@ pub fn start(log: &LogSection) -> Result<(), String> {
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_thread_names(true)
-        // It would say so on standard error, and panic where that is full.
+        // If standard error cannot be written, reporting this error there would fail too and cause
+        // a panic.
         .log_internal_errors(false)
         .with_target(true);
     match log.format {
@@ -36,7 +37,7 @@ pub fn start(log: &LogSection) -> Result<(), String> {
 /// Opens a log file for appending. A file larger than `max` is first renamed to `*.log.1`.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn open_file(path: &Path, max: ByteSize) -> io::Result<File> {
     if std::fs::metadata(path).is_ok_and(|m| m.len() > max.0) {
         std::fs::rename(path, path.with_extension("log.1"))?;

@@ -36,7 +36,7 @@ struct NewTargetFile {
     uuid: Uuid,
 }
 
-/// Why the creation of a node failed.
+/// Reason why the creation of a node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MakingError {
     /// A target cannot be created, or cannot be removed again.
@@ -47,7 +47,7 @@ pub enum MakingError {
     Dir(#[from] DirError),
     /// The record is invalid.
     #[error(
-        "{} does not say what an interrupted `outboard up` has made ({why}); if that node never ran, remove its directory",
+        "{} does not state which files an interrupted `outboard up` has created ({why}); if that node never ran, remove its directory",
         path.display()
     )]
     Unknown {
@@ -62,7 +62,7 @@ impl Making {
     /// Creates a node that has been [checked](super::plan): its targets, then its configuration.
     ///
     /// # Errors
-    /// A part cannot be created. Call [`undo`] to remove the parts that were created.
+    /// If a part cannot be created. Call [`undo`] to remove the parts that were created.
     pub fn make(dir: &NodeDir, config: &Config, text: &str, format: bool) -> Result<(), MakingError> {
         let is_new = |path: &&PathBuf| !dir.path().join(path).exists();
         if targets::has_run(dir)
@@ -77,7 +77,7 @@ impl Making {
         };
         replace_file(&dir.making(), &making.text())?;
         for (n, target) in config.targets.iter().enumerate() {
-            let label = format!("making target {} of {}", n + 1, config.targets.len());
+            let label = format!("creating target {} of {}", n + 1, config.targets.len());
             let path = dir.path().join(target);
             match making.files.iter().find(|file| file.path == *target) {
                 Some(file) => targets::make_file(&path, config, Some(file.uuid), &label)?,
@@ -87,11 +87,11 @@ impl Making {
         Ok(replace_file(&dir.config(), text)?)
     }
 
-    /// Reverts [`finish`]: the node is being created again, because it has served no
-    /// client.
+    /// Reverts [`finish`]: writes the record again, so that the next `up` creates the node anew.
+    /// Only for a node that has served no client.
     ///
     /// # Errors
-    /// An error of the system.
+    /// If the operating system reports an error.
     pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
         replace_file(&dir.making(), &self.text())
     }
@@ -112,11 +112,12 @@ impl Making {
     }
 }
 
-/// Removes the files of a first `up` that did not end; does nothing if it did. Returns whether
-/// there was a record. No process may use the targets.
+/// Removes the files of a first `up` that was interrupted. Returns `true` then. Returns `false`,
+/// and does nothing, if the directory has no record of a first `up`. No process may use the
+/// targets.
 ///
 /// # Errors
-/// A file cannot be removed.
+/// If a file cannot be removed.
 pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
     let Some(making) = Making::load(dir)? else { return Ok(false) };
     for file in &making.files {
@@ -124,13 +125,13 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
         remove_file(&targets::unfinished(&path))?;
         match BlockStore::uuid_at(&path) {
             Ok(uuid) if uuid == file.uuid => remove_file(&path)?,
-            // Not there, or put there by somebody else.
+            // The file does not exist, or another program created it.
             Ok(_) | Err(StoreError::NotATarget(_)) => {}
             Err(_) if !path.exists() => {}
             Err(source) => return Err(TargetError::Store { path, source }.into()),
         }
     }
-    // Somebody may have written another configuration meanwhile.
+    // Keep a configuration that a user has changed meanwhile.
     if std::fs::read_to_string(dir.config()).is_ok_and(|text| text == making.config) {
         remove_file(&dir.config())?;
     }
@@ -143,7 +144,7 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
 /// if this was the node's first start.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
     let making = Making::load(dir)?;
     remove_file(&dir.making())?;

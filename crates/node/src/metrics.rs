@@ -2,8 +2,8 @@
 //!
 //! One `admin-metrics` thread serves up to [`CONNECTIONS`] connections concurrently. A request is
 //! at most 8 KiB. Request and answer have a time limit of two seconds each. If all places are
-//! taken, a new connection replaces the oldest; addresses above their fair share lose places first.
-//! So silent peers cannot keep a scraper out.
+//! taken, a new connection replaces the oldest connection of an address with more than its fair
+//! share. Silent peers therefore cannot keep a scraper out.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -18,14 +18,14 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::descriptors::FdUsage;
 
-/// Most connections at a time.
+/// Maximum number of simultaneous connections.
 const CONNECTIONS: usize = 32;
-/// Connections accepted before the existing connections get a turn.
+/// Maximum number of connections to accept before the existing connections are served.
 const ACCEPTED_AT_ONCE: usize = CONNECTIONS;
 const REQUEST_BYTES: usize = 8 << 10;
 /// Time limit for receiving a request, and again for sending its answer.
 const REQUEST_TIME: Duration = Duration::from_secs(2);
-/// Pause after the system refused to accept a connection because no file descriptor was free.
+/// Pause after a connection could not be accepted, for example because no file descriptor was free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time between two aggregations of histogram samples. Without scrapes, samples would accumulate
 /// otherwise.
@@ -34,7 +34,7 @@ const UPKEEP: Duration = Duration::from_secs(5);
 /// Installs the recorder of this process and serves its page at `listen`; returns the address.
 ///
 /// # Errors
-/// The address cannot be used.
+/// If the address cannot be used.
 pub fn serve(listen: &str) -> io::Result<String> {
     let listener = TcpListener::bind(listen)?;
     listener.set_nonblocking(true)?;
@@ -52,37 +52,41 @@ fn describe() {
     describe_gauge!(
         "outboard_process_cpu_seconds",
         Unit::Seconds,
-        "CPU time by thread class; `ended` is of threads that are gone"
+        "CPU time by thread class; `ended` is the time of threads that have ended"
     );
     describe_counter!("outboard_process_context_switches", Unit::Count, "Context switches by thread class");
-    describe_gauge!("outboard_process_peak_resident_bytes", Unit::Bytes, "Most memory ever resident");
+    describe_gauge!(
+        "outboard_process_peak_resident_bytes",
+        Unit::Bytes,
+        "Maximum resident memory since the start of the process"
+    );
     describe_counter!(
         "outboard_metrics_connections_reclaimed_total",
         Unit::Count,
-        "Connections to the metrics page that lost their place to a newer one"
+        "Connections to the metrics page that were closed in favour of a newer connection"
     );
     describe_counter!(
         "outboard_osd_sessions_reclaimed_total",
         Unit::Count,
-        "Connected sessions that the osd gave up for another client"
+        "Connected sessions that the osd closed in favour of another client"
     );
     describe_counter!(
         "outboard_store_connections_reclaimed_total",
         Unit::Count,
-        "Silent peers at the store's control socket that lost their place to another"
+        "Connections of silent peers to the store's control socket that were closed in favour of another peer"
     );
     describe_counter!(
         "outboard_messenger_connections_reclaimed_total",
         Unit::Count,
-        "Handshakes and sessions that lost their place to another client, by what was short"
+        "Handshakes and connections that were closed in favour of another client, by scarce resource"
     );
     describe_counter!(
         "outboard_messenger_connections_refused_total",
         Unit::Count,
-        "Connections that got no place, by what was short"
+        "Connections that were refused because a resource was scarce, by resource"
     );
-    describe_gauge!("outboard_process_open_fds", Unit::Count, "Descriptors that are open");
-    describe_gauge!("outboard_process_max_fds", Unit::Count, "Most descriptors that may be open");
+    describe_gauge!("outboard_process_open_fds", Unit::Count, "Number of open file descriptors");
+    describe_gauge!("outboard_process_max_fds", Unit::Count, "Maximum number of open file descriptors");
 }
 
 /// A connection: receives its request, then sends its answer.
@@ -92,7 +96,7 @@ struct Exchange {
     request: Vec<u8>,
     /// The unsent part of the answer; empty while the request is being received.
     answer: Vec<u8>,
-    /// When the connection is closed at the latest.
+    /// Time at which the connection is closed even if the exchange is incomplete.
     deadline: Instant,
 }
 
@@ -111,7 +115,7 @@ struct MetricsServer {
     exchanges: BTreeMap<u64, Exchange>,
     last_id: u64,
     upkeep_at: Instant,
-    /// Earliest time for the next accept.
+    /// Earliest time at which the server accepts the next connection.
     accept_at: Instant,
 }
 
@@ -165,7 +169,8 @@ impl MetricsServer {
         });
         let listens = takes.then(|| PollFd::new(&self.listener, PollFlags::IN));
         let mut polled: Vec<PollFd<'_>> = exchanges.chain(listens).collect();
-        // An interrupted or failed poll is taken up again: reading and accepting say what there is.
+        // Ignore an interrupted or failed poll. The loop polls again, and its reads and accepts do
+        // not block.
         let _ = rustix::event::poll(&mut polled, Some(&pause));
         let ready = self.exchanges.keys().zip(&polled).filter(|(_, fd)| !fd.revents().is_empty());
         ready.map(|(id, _)| *id).collect()
@@ -186,9 +191,10 @@ impl MetricsServer {
                             self.exchanges.remove(&victim);
                         }
                         Ok(None) => {}
-                        // Without patience an address may always replace a connection of its own.
+                        // The budget's patience is zero, so an address can always replace one of
+                        // its own connections.
                         Err(full) => {
-                            tracing::debug!(%peer, "no place for a metrics connection: {full}");
+                            tracing::debug!(%peer, "refused a metrics connection: {full}");
                             continue;
                         }
                     }
@@ -199,7 +205,7 @@ impl MetricsServer {
                 Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
                 Err(e) => {
                     tracing::warn!("cannot accept a metrics connection: {e}");
-                    // Its descriptor may be what the next attempt needs.
+                    // Close a connection: the next attempt may need its descriptor.
                     if let Some(victim) = self.budget.shed(now) {
                         self.exchanges.remove(&victim);
                     }
@@ -275,7 +281,12 @@ fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
             ("200 OK", handle.render())
         }
         ["GET", ..] => ("404 Not Found", "the metrics are at /metrics\n".to_owned()),
-        _ => ("405 Method Not Allowed", "only GET\n".to_owned()),
+        _ => (
+            "405 Method Not Allowed",
+            "only GET is supported
+"
+            .to_owned(),
+        ),
     };
     let (kind, length) = ("text/plain; version=0.0.4", body.len());
     let head = format!(
@@ -308,7 +319,7 @@ mod tests {
 
     fn ask(address: &str, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
-        // Less than the crowd of the test takes if connections are served one after the other.
+        // Shorter than the time that all connections of the test would take one after the other.
         stream.set_read_timeout(Some(CONNECTIONS as u32 * REQUEST_TIME)).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
@@ -317,9 +328,9 @@ mod tests {
     }
 
     #[test]
-    fn the_page_has_process_figures_and_bad_requests_cost_only_themselves() {
+    fn the_page_shows_process_metrics_and_bad_requests_do_not_disturb_it() {
         let address = serve("127.0.0.1:0").unwrap();
-        a_crowd_does_not_keep_a_scraper_out(&address);
+        silent_connections_do_not_keep_a_scraper_out(&address);
         metrics::counter!("outboard_test_things").increment(3);
         assert!(ask(&address, "POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
         assert!(ask(&address, "GET /secret HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
@@ -335,10 +346,10 @@ mod tests {
     }
 
     /// Part of the single test, because a process can install its recorder only once.
-    fn a_crowd_does_not_keep_a_scraper_out(address: &str) {
+    fn silent_connections_do_not_keep_a_scraper_out(address: &str) {
         let mut crowd: Vec<TcpStream> =
             (0..2 * CONNECTIONS).map(|_| TcpStream::connect(address).unwrap()).collect();
-        // These trickle, those are silent.
+        // These connections send an incomplete request. The others send nothing.
         for stream in &mut crowd[CONNECTIONS..] {
             stream.write_all(b"GET /").unwrap();
         }
@@ -347,7 +358,7 @@ mod tests {
         let name = "outboard_metrics_connections_reclaimed_total ";
         let reclaimed = page.lines().find_map(|line| line.strip_prefix(name)).expect("a count");
         assert!(reclaimed.parse::<u64>().unwrap() > 0, "{page}");
-        // The oldest were given up.
+        // The oldest connections were closed.
         let mut rest = String::new();
         crowd[0].set_read_timeout(Some(REQUEST_TIME)).unwrap();
         assert!(!matches!(crowd[0].read_to_string(&mut rest), Err(e) if e.kind() == ErrorKind::WouldBlock));

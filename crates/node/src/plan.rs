@@ -19,22 +19,22 @@ const BESIDE_TARGETS: u64 = 16 << 20;
 /// A node that can be created.
 #[derive(Debug)]
 pub struct Plan {
-    /// Its configuration.
+    /// Configuration of the node.
     pub config: Config,
-    /// The text of its configuration file.
+    /// Text of the node's configuration file.
     pub text: String,
     /// Claim on the node's port, if this plan chose the port.
     pub claim: Option<PortClaim>,
 }
 
-/// Why a node cannot be created as requested.
+/// Reason why a node cannot be created as requested.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// `--targets` contradicts `OUTBOARD_TARGETS`.
-    #[error("OUTBOARD_TARGETS names {named} targets, --targets asks for {asked}; leave --targets out")]
+    #[error("OUTBOARD_TARGETS names {named} targets, but --targets requests {asked}; leave --targets out")]
     TargetCount {
         /// Number of targets in the environment variable.
         named: usize,
@@ -46,7 +46,7 @@ pub enum PlanError {
     Listen {
         /// The address.
         listen: String,
-        /// Which kind of peer connects to the address.
+        /// Purpose of the address: `clients` or `metrics`.
         what: &'static str,
         /// Reason.
         why: String,
@@ -63,15 +63,15 @@ pub enum PlanError {
     },
     /// The file system has too little space for the targets.
     #[error(
-        "{} are needed at {}, where {} are free; choose a smaller --target-size, fewer --targets, or another --dir",
+        "the targets need {} at {}, where only {} are free; choose a smaller --target-size, fewer --targets, or another --dir",
         ByteSize(*needed), path.display(), ByteSize(*free)
     )]
     Space {
         /// A path on the file system.
         path: PathBuf,
-        /// Bytes needed on it.
+        /// Number of bytes that the targets need on the file system.
         needed: u64,
-        /// Bytes free on it.
+        /// Number of free bytes on the file system.
         free: u64,
     },
 }
@@ -91,7 +91,7 @@ impl Plan {
     /// Plans the node in `root`, which need not exist.
     ///
     /// # Errors
-    /// The node cannot be created, or could not start.
+    /// If the node cannot be created, or could not start.
     pub fn new(
         root: &Path,
         chosen: &Chosen,
@@ -122,7 +122,7 @@ impl Plan {
             values.push(("listen", toml::Value::String(listen)));
         }
         let text = config_file::generate(&values);
-        // Flags go over the environment, which goes over the file.
+        // Flags override the environment, and the environment overrides the file.
         let over = |name: &str| {
             let flag =
                 chosen.values.iter().find(|(key, _)| config_file::env_of(key).as_deref() == Some(name));
@@ -172,15 +172,18 @@ impl Plan {
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                     BlockStore::check_size(self.config.target_size.0, &MkfsOptions::default())
                         .map_err(|e| refused(format!("{e}; choose another --target-size")))?;
-                    // The node's own folders are made with it.
+                    // Directories inside the node's directory are created together with it.
                     if !path.starts_with(root) {
-                        let why =
-                            |e| format!("its directory cannot be written ({e}); make it, or name another");
+                        let why = |e| {
+                            format!(
+                                "its directory cannot be written ({e}); create the directory, or choose another one"
+                            )
+                        };
                         writable_parent(&path).map_err(|e| refused(why(e)))?;
                     }
                     to_make.push(path);
                 }
-                Err(e) => return Err(refused(format!("cannot look at it: {e}; check the path"))),
+                Err(e) => return Err(refused(format!("it cannot be inspected: {e}; check the path"))),
             }
         }
         check_space(&to_make, self.config.target_size.0)
@@ -194,7 +197,7 @@ fn not_listening(listen: &str, what: &'static str, e: &std::io::Error, remedy: &
 /// Checks that files of `size` bytes can be written at these paths.
 ///
 /// # Errors
-/// [`PlanError::Space`].
+/// [`PlanError::Space`] if a file system has too little free space.
 pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
     let mut needed: BTreeMap<u64, (PathBuf, u64)> = BTreeMap::new();
     for file in files {
@@ -205,7 +208,8 @@ pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
         *bytes = bytes.saturating_add(size);
     }
     for (path, needed) in needed.into_values() {
-        // A file system that does not say is found out by writing.
+        // If a file system does not report its free space, only writing shows whether the space
+        // suffices.
         let Ok(fs) = rustix::fs::statvfs(&path) else { continue };
         let free = fs.f_bavail.saturating_mul(fs.f_frsize);
         if needed > free {
@@ -218,13 +222,14 @@ pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
 /// Returns the address `n` ports after `base`. Port 0 stays 0.
 ///
 /// # Errors
-/// `base` is not an address, or there are fewer than `n` ports after it.
+/// If `base` is not an address, or if fewer than `n` ports follow it.
 pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
-    let mut address: SocketAddr =
-        base.parse().map_err(|e| format!("{base:?} is no address ({e}); write it like 127.0.0.1:9400"))?;
+    let mut address: SocketAddr = base
+        .parse()
+        .map_err(|e| format!("{base:?} is not an address ({e}); write it like 127.0.0.1:9400"))?;
     if address.port() != 0 {
         let port = address.port().checked_add(n);
-        address.set_port(port.ok_or("the port is too high for the roles' ports after it")?);
+        address.set_port(port.ok_or("the port is too high, because the roles use the ports after it")?);
     }
     Ok(address.to_string())
 }
@@ -232,7 +237,7 @@ pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
 /// Returns the directory in which a file is to be created, if the directory is writable.
 ///
 /// # Errors
-/// An error of the system.
+/// If the operating system reports an error.
 fn writable_parent(path: &Path) -> std::io::Result<()> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)
@@ -243,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metrics_ports_follow_one_another() {
+    fn each_role_gets_the_next_metrics_port() {
         assert_eq!(nth_port("127.0.0.1:0", 2).unwrap(), "127.0.0.1:0");
         assert_eq!(nth_port("[::1]:9400", 2).unwrap(), "[::1]:9402");
         assert!(nth_port("localhost", 1).is_err());
@@ -251,9 +256,9 @@ mod tests {
     }
 
     #[test]
-    fn metrics_cannot_be_served_where_clients_are() {
+    fn a_metrics_port_that_equals_the_clients_port_is_refused() {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        // The port of the last of the roles' metrics.
+        // With this base, the metrics port of the last role equals the clients' port.
         let base = std::net::SocketAddr::new(free.ip(), free.port() - 2).to_string();
         let metrics = [("OUTBOARD_METRICS_LISTEN", &*base)];
         let error = plan(&with("listen", &free.to_string()), &metrics).unwrap_err().to_string();
@@ -281,9 +286,9 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_has_the_flags_and_a_port_in_its_file() {
+    fn a_planned_file_contains_the_flags_and_the_chosen_port() {
         let made = plan(&with("placement", "host"), &[("OUTBOARD_PLACEMENT", "dpu")]).unwrap();
-        assert_eq!(made.config.placement, wire::Placement::Host, "flags go over the environment");
+        assert_eq!(made.config.placement, wire::Placement::Host, "flags override the environment");
         assert_eq!(made.config.targets, ["targets/0.img", "targets/1.img"].map(PathBuf::from));
         assert!(made.claim.is_some() && !made.config.listen.ends_with(":0"), "{}", made.config.listen);
         assert!(made.text.contains(&format!("listen = \"{}\"", made.config.listen)), "{}", made.text);
@@ -294,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_refused() {
+    fn configurations_that_cannot_work_are_refused_with_a_remedy() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let taken = taken.local_addr().unwrap().to_string();
         let elsewhere = [("OUTBOARD_TARGETS", "/nonexistent/0.img:/nonexistent/1.img")];

@@ -41,19 +41,19 @@ impl PortClaim {
         PortClaim::take(port).ok().flatten()
     }
 
-    /// Lets processes started from now on hold the claim too.
+    /// Makes processes that are started from now on hold the claim too.
     ///
     /// # Errors
-    /// An error of the system.
+    /// If the operating system reports an error.
     pub fn hand_down(&self) -> io::Result<()> {
         Ok(rustix::io::fcntl_setfd(&self.socket, rustix::io::FdFlags::empty())?)
     }
 }
 
-/// Listens at `listen` to find out whether this is possible.
+/// Listens at `listen` to check that the address can be used.
 ///
 /// # Errors
-/// The error of the system if it is not possible.
+/// The error of the operating system if the address cannot be used.
 pub fn check(listen: &str) -> io::Result<TcpListener> {
     TcpListener::bind(listen)
 }
@@ -61,7 +61,7 @@ pub fn check(listen: &str) -> io::Result<TcpListener> {
 /// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next free port.
 ///
 /// # Errors
-/// An error of the system if no port is free.
+/// If no port is free, or if the operating system reports another error.
 pub fn choose() -> io::Result<(SocketAddr, PortClaim)> {
     let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     for port in DEFAULT_PORT..=LAST_PORT {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_is_taken_is_not_chosen() {
+    fn a_port_in_use_is_not_chosen() {
         let (first, claim) = choose().unwrap();
         let _listener = TcpListener::bind(first).unwrap();
         drop(claim);

@@ -11,7 +11,7 @@ pub struct ProgressMeter {
 }
 
 impl ProgressMeter {
-    /// A bar for a known number of bytes.
+    /// Creates a bar for a known number of bytes.
     pub fn bytes(label: &str, total: u64) -> ProgressMeter {
         let style = "{prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} {msg} eta {eta}";
         ProgressMeter::with(
@@ -21,19 +21,19 @@ impl ProgressMeter {
         )
     }
 
-    /// A bar for an unknown number of bytes.
+    /// Creates a bar for an unknown number of bytes.
     pub fn stream(label: &str) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(label, bar, "{prefix} {spinner} {bytes} {bytes_per_sec} {msg}")
     }
 
-    /// A bar for a known number of items.
+    /// Creates a bar for a known number of items.
     pub fn count(what: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(what, bar, "{prefix} {bar:32} {pos}/{len} {msg} eta {eta}")
     }
 
-    /// A bar for a known time, in seconds.
+    /// Creates a bar for a known time, in seconds.
     pub fn seconds(label: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
         ProgressMeter::with(label, bar, "{prefix} {bar:32} {pos}/{len} s {msg}")
@@ -58,18 +58,18 @@ impl ProgressMeter {
         self.bar.wrap_async_write(writer)
     }
 
-    /// Sets the amount done and the total.
+    /// Sets the completed amount and the total amount.
     pub fn set(&self, done: u64, total: u64) {
         self.bar.set_length(total);
         self.bar.set_position(done);
     }
 
-    /// Adds to the amount done.
+    /// Adds to the completed amount.
     pub fn add(&self, amount: u64) {
         self.bar.inc(amount);
     }
 
-    /// Adds to the total.
+    /// Adds to the total amount.
     pub fn grow(&self, amount: u64) {
         self.bar.inc_length(amount);
     }

@@ -1,9 +1,9 @@
 //! Remounts targets that have failed or were absent at the start. The role that owns the targets
 //! runs this module.
 //!
-//! A failed write or flush ends a mount, because the drive may lack data that memory has. A remount
-//! replays the target's log and so restores acknowledged changes. Remounts of different targets run
-//! independently.
+//! A failed write or flush ends a mount, because the drive may lack data that the store has in
+//! memory. A remount replays the target's log, which restores all acknowledged changes. Remounts of
+//! different targets run independently.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -22,7 +22,7 @@ use super::watchdog::Checkpoints;
 
 /// Pause before the first attempt. It doubles with each attempt.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// Longest pause. Pause and log replay together must stay below 30 s, the time limit for recovery
+/// Maximum pause. Pause and log replay together must stay below 30 s, the time limit for recovery
 /// after a fault. The pause must not be short: each mount interrupts requests to the role's other
 /// targets, and a bad drive may fail after each mount.
 const PAUSE_MAX: Duration = Duration::from_secs(16);
@@ -74,11 +74,11 @@ async fn keep<D: Send + 'static>(
                 Err(e) => e.to_string(),
             };
             if why != last {
-                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "cannot be mounted anew: {why}");
+                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "the target cannot be mounted anew: {why}");
                 last = why;
             }
         };
-        tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "mounted anew");
+        tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "the target was mounted anew");
         metrics::counter!("outboard_store_remounts_total").increment(1);
         session += 1;
         since = Instant::now();
@@ -93,7 +93,8 @@ async fn let_go(target: &mut Mounted) {
     let Ok(store) = &target.store else { return };
     let why = store.failure().await;
     tracing::error!(target_uuid = %target.uuid, path = %target.path.display(), "the target has failed and will be mounted anew: {why}");
-    // It waits for requests that the drive has. It cannot succeed: the log cannot be written.
+    // This waits for the requests that the drive still executes. Ignore the error: the log cannot
+    // be written.
     drop(store.umount().await);
     target.store = Err(AbsentStore::new(why));
 }

@@ -14,7 +14,8 @@ use super::descriptors::FdUsage;
 use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
-/// A node. Its JSON form is stable: fields are never removed, but new fields may be added.
+/// Report of a node. Its JSON form is stable: fields are never removed, but new fields may be
+/// added.
 #[derive(Debug, Default, Serialize)]
 pub struct NodeReport {
     /// The node's directory, if the command found the node by its directory.
@@ -39,7 +40,7 @@ pub struct NodeReport {
     pub osd: Option<OsdReport>,
     /// Health of the offload between osd and store, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
-    /// Where the parity of large writes is computed.
+    /// State of parity computation, while the osd answers.
     pub coding: Option<client::CodingStatus>,
     /// The current rebuild, if there is one.
     pub rebuild: Option<RebuildReport>,
@@ -77,9 +78,9 @@ impl RebuildReport {
     fn line(&self) -> String {
         let (bytes, rate) = (ByteSize(self.bytes), ByteSize(self.rate_limit));
         let limit =
-            if self.rate_limit == 0 { String::new() } else { format!(", at most {rate:.1} a second") };
+            if self.rate_limit == 0 { String::new() } else { format!(", at most {rate:.1} per second") };
         format!(
-            "target {}, pool {}; {} placement groups to go; {} objects, {bytes:.1} since the start{limit}",
+            "target {}, pool {}; {} placement groups left; {} objects, {bytes:.1} rebuilt since the osd's start{limit}",
             self.target, self.pool, self.groups_left, self.objects
         )
     }
@@ -90,7 +91,7 @@ impl RebuildReport {
 pub struct ProcessReport {
     /// `supervisor`, `store`, `osd` or `node`.
     pub role: Role,
-    /// Its pid; `None` while the process is down.
+    /// Pid of the process; `None` while the process is down.
     pub pid: Option<u32>,
     /// State of the process.
     pub phase: ProcessState,
@@ -102,15 +103,15 @@ pub struct ProcessReport {
     pub hangs: u64,
     /// How the previous process ended.
     pub last_exit: Option<String>,
-    /// Address of its Prometheus metrics.
+    /// Address of the process's Prometheus metrics.
     pub metrics: Option<String>,
     /// CPU time since the process's start, in seconds.
     pub cpu_seconds: Option<f64>,
-    /// Largest resident memory so far, in bytes.
+    /// Maximum resident memory since the start of the process, in bytes.
     pub peak_resident_bytes: Option<u64>,
     /// Number of open descriptors.
     pub open_fds: Option<u64>,
-    /// Largest allowed number of open descriptors.
+    /// Maximum number of open descriptors.
     pub max_fds: Option<u64>,
 }
 
@@ -130,12 +131,12 @@ pub struct TargetReport {
     /// Space of the target; the keys are missing while the target cannot be queried.
     #[serde(flatten)]
     pub space: Option<Space>,
-    /// Fragmentation of free space, from 0 to 1: by how much the average free extent is shorter
-    /// than the longest.
+    /// Fragmentation of free space, from 0 to 1: 1 minus the ratio of the average free extent's
+    /// length to that of the longest.
     pub fragmentation: Option<f64>,
 }
 
-/// Returns the state of a target in a word or two.
+/// Returns the state of a target, as reports show it.
 pub fn standing(target: &TargetStatus) -> &'static str {
     match target {
         TargetStatus { out: true, .. } => "out",
@@ -147,16 +148,16 @@ pub fn standing(target: &TargetStatus) -> &'static str {
     }
 }
 
-/// Returns why a target is not used, and when the node tries it again.
+/// Returns why a target is not used and when the node probes it next. `None` if the target is used.
 pub fn trouble(target: &TargetStatus) -> Option<String> {
     let why = target.failure.as_ref()?;
     Some(match (target.state, target.next_try_ms) {
-        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; it is being tried again"),
+        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; the node is probing it"),
         (TargetState::Slow | TargetState::Failing, Some(ms)) => {
-            format!("{why}; it is tried again in {:.1} s", ms as f64 / 1000.0)
+            format!("{why}; the node probes it in {:.1} s", ms as f64 / 1000.0)
         }
         _ => format!(
-            "{why}; it is used again when its store has mounted it anew, or after `outboard target in`"
+            "{why}; the node uses it again after its store has mounted it anew, or after `outboard target in`"
         ),
     })
 }
@@ -169,18 +170,18 @@ fn as_text<S: Serializer>(value: &impl Display, serializer: S) -> Result<S::Ok, 
 /// One pool.
 #[derive(Debug, Serialize)]
 pub struct PoolReport {
-    /// Its name.
+    /// Name of the pool.
     pub name: String,
-    /// Its number.
+    /// Number of the pool.
     pub id: u32,
     /// Number of placement groups.
     pub placement_groups: u32,
     /// Redundancy scheme: `single`, `mirror:N`, `ec:K+M`.
     #[serde(serialize_with = "as_text")]
     pub redundancy: Redundancy,
-    /// Placement groups that have fewer targets than the redundancy scheme requires.
+    /// Number of placement groups that have fewer targets than the redundancy scheme requires.
     pub degraded: u32,
-    /// Placement groups that have too few targets to serve requests.
+    /// Number of placement groups that have too few targets to serve requests.
     pub unavailable: u32,
 }
 
@@ -197,13 +198,13 @@ pub struct PathReport {
 /// start, by the resource that ran out.
 #[derive(Debug, Serialize)]
 pub struct ConnectionReport {
-    /// Most connections at a time.
+    /// Maximum number of simultaneous connections.
     pub max_sessions: u64,
-    /// Most handshakes at a time.
+    /// Maximum number of simultaneous handshakes.
     pub max_handshakes: u64,
-    /// Handshakes and connections that lost their place to a different client.
+    /// Number of handshakes and connections that were closed in favour of a different client.
     pub reclaimed: BTreeMap<String, u64>,
-    /// Connections that were refused.
+    /// Number of connections that were refused.
     pub refused: BTreeMap<String, u64>,
 }
 
@@ -233,21 +234,21 @@ impl ConnectionReport {
 pub struct OsdReport {
     /// Time since the osd's start, in seconds.
     pub uptime_seconds: u64,
-    /// Networks other than TCP by which clients can reach the osd.
+    /// Networks other than TCP over which clients can reach the osd.
     pub paths: Vec<PathReport>,
     /// Number of connected clients.
     pub sessions: u32,
     /// Number of connected clients that now use a network other than TCP.
     pub sessions_by_path: u32,
-    /// Limits of connections, and counts of refused and reclaimed connections.
+    /// Limits on connections, and counts of refused and reclaimed connections.
     pub connections: ConnectionReport,
-    /// Requests in progress.
+    /// Number of requests in progress.
     pub requests: u32,
     /// Staging memory, in bytes.
     pub staging_total: u64,
     /// Free staging memory, in bytes.
     pub staging_free: u64,
-    /// Least free staging memory since the osd's start, in bytes.
+    /// Lowest amount of free staging memory since the osd's start, in bytes.
     pub staging_least_free: u64,
     /// Breakdown of request times since the osd's start.
     pub times: client::RequestTimes,
@@ -261,7 +262,7 @@ impl OsdReport {
             self.paths.iter().map(|path| format!(", {} at {}", path.name, path.endpoint)).collect();
         let others = match (self.paths.is_empty(), self.sessions_by_path) {
             (true, _) => String::new(),
-            (false, count) => format!(", {count} of them not by tcp"),
+            (false, count) => format!(", {count} of them not over tcp"),
         };
         let sessions = if self.sessions == 1 { "session" } else { "sessions" };
         let turned_away = self.connections.text();
@@ -270,7 +271,7 @@ impl OsdReport {
 }
 
 impl NodeReport {
-    /// Creates the report of a node of which only the address is known.
+    /// Creates the report of a node whose address is known, but not its directory.
     pub fn of_endpoint(endpoint: &str) -> NodeReport {
         NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
     }
@@ -340,9 +341,12 @@ impl NodeReport {
         self.emulated = answer.emulated;
         if let Some(offload) = &answer.offload {
             if offload.state != OffloadState::Active {
-                let unknown = "the store is away, or is reached by TCP without the engine ofi";
+                let unknown = "the store is not connected, or is reached over TCP without the engine ofi";
                 let why = offload.last_failure.as_deref().unwrap_or(unknown);
-                self.problems.push(format!("DMA is {} (payload goes by the socket): {why}", offload.state));
+                self.problems.push(format!(
+                    "DMA is {} (payload is sent over the control socket): {why}",
+                    offload.state
+                ));
             }
             offload.faults.iter().for_each(|fault| self.add_fault(Role::Osd, fault));
         }
@@ -350,8 +354,8 @@ impl NodeReport {
         for (place, health) in [("host", &answer.coding.host.health), ("DPU", &answer.coding.offload.health)]
         {
             if !matches!(health.state, OffloadState::Active | OffloadState::NotInUse) {
-                let why = health.last_failure.as_deref().unwrap_or("it is not known why");
-                self.problems.push(format!("coding by the {place} is {}: {why}", health.state));
+                let why = health.last_failure.as_deref().unwrap_or("the reason is unknown");
+                self.problems.push(format!("parity computation by the {place} is {}: {why}", health.state));
             }
         }
         self.coding = Some(answer.coding);
@@ -436,10 +440,10 @@ impl PoolReport {
         match (self.degraded, self.unavailable) {
             (0, 0) => None,
             (n, 0) => Some(format!(
-                "pool {name}: {n} of {all} placement groups have fewer targets than they should; `outboard target ls` shows which are missing"
+                "pool {name}: {n} of {all} placement groups have fewer targets than the redundancy scheme requires; `outboard target ls` shows the missing targets"
             )),
             (_, n) => Some(format!(
-                "pool {name}: {n} of {all} placement groups have too few targets, or have not been looked at yet; bring targets back"
+                "pool {name}: {n} of {all} placement groups have too few targets to serve requests, or were not checked yet; bring missing targets back"
             )),
         }
     }
@@ -537,7 +541,7 @@ pub fn coding_line(coding: &client::CodingStatus) -> String {
     let emulated = if coding.emulated { " (emulated)" } else { "" };
     let busy = if coding.host_busy { "busy" } else { "not busy" };
     format!(
-        "{}, offload {}{emulated}; host {busy} ({} %); in the last second {} to the host, {} to the offload; {} wait",
+        "{}, offload {}{emulated}; host {busy} ({} %); tasks in the last second: {} to the host, {} to the offload; {} tasks wait",
         coding.mode,
         coding.engine.map_or("none", CodingOffload::as_str),
         coding.host_utilization_percent,
@@ -619,7 +623,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_down() {
+    fn the_report_names_roles_that_are_down() {
         let report = NodeReport::of_state(Path::new("/n"), true, Some(state()));
         assert_eq!(report.problems, ["the store is down (killed by signal 9)"]);
         assert!(report.processes[0].pid.is_some() && report.processes[0].cpu_seconds.is_some());
@@ -629,9 +633,9 @@ mod tests {
     }
 
     #[test]
-    fn what_a_node_that_is_down_has_recorded_is_history() {
+    fn the_report_of_a_stopped_node_shows_no_address_and_no_live_process() {
         let report = NodeReport::of_state(Path::new("/n"), false, Some(state()));
-        assert_eq!(report.endpoint, None, "a stale address is not given out");
+        assert_eq!(report.endpoint, None, "a stale address is not reported");
         assert!(report.processes.iter().all(|p| p.pid.is_none() && p.phase == ProcessState::Stopped));
         assert!(!NodeReport::of_state(Path::new("/n"), false, None).up);
     }

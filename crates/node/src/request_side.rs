@@ -26,10 +26,10 @@ use super::config::{self, Config};
 use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
 
-/// Largest staging buffer, in bytes: two segments of a DMA transfer.
+/// Maximum size of a staging buffer, in bytes: two segments of a DMA transfer.
 const LARGEST_BUFFER: usize = 4 << 20;
 
-/// Segments of a request that may be received, moved and written concurrently.
+/// Number of segments of a request that may be received, moved and written concurrently.
 const SEGMENTS: usize = 3;
 
 /// Targets with their ids.
@@ -51,7 +51,7 @@ struct Backend {
     engine: String,
     emulated: bool,
     stripes: StripesAt,
-    /// The attachment, kept for as long as the OSD runs.
+    /// The attachment to a store's process. It must exist as long as the OSD runs.
     attachment: Option<Attachment>,
 }
 
@@ -133,7 +133,7 @@ fn attachment_tuning(tuning: ChannelTuning) -> proxy::DmaTuning {
     }
 }
 
-/// Returns how many segments of a request may be in progress at once, with or without a pipeline.
+/// Returns the maximum number of segments of a request that are in progress at the same time.
 fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
@@ -164,7 +164,7 @@ fn offload_status(attachment: &Attachment) -> OffloadStatus {
 /// receives the address for clients, or the reason why serving cannot start.
 ///
 /// # Errors
-/// The store has restarted with different targets. A new process must serve these.
+/// If the store has restarted with different targets. A new process must serve these targets.
 pub async fn serve(
     stores: Stores,
     config: Arc<Config>,
@@ -222,7 +222,7 @@ pub async fn serve(
             emulated: backend.emulated,
             ..Ready::default()
         });
-        // Whoever waits for this may have been told to stop meanwhile.
+        // Ignore the error: the receiver may have been told to stop meanwhile.
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
     let mut options = config.network.options();
@@ -250,7 +250,7 @@ pub async fn serve(
     };
     OsdServer::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
     if is_superseded {
-        let why = "the store has other targets than before; the osd starts again to use them";
+        let why = "the store has restarted with different targets; the osd restarts to use them";
         return Err(Failure::new("serving clients", why));
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! The setup and the end of every role's process: configuration, logs, metrics, the tie to the
-//! supervisor, and the stop.
+//! Sets up the process of every role (configuration, logs, metrics, connection to the supervisor),
+//! and ends it in order.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -54,10 +54,11 @@ pub struct RoleProcess {
 }
 
 impl RoleProcess {
-    /// Reports progress to the supervisor, until the result is dropped, as long as this thread's
-    /// calls on drives return.
+    /// Reports progress to the supervisor until the returned handle is dropped. Calls of this
+    /// thread to drives count as progress when they return.
     pub fn report_progress(&self) -> Option<ProgressReport> {
-        // Often enough for the supervisor's patience.
+        // A tick is short, because the supervisor kills the role after `ready_timeout` without
+        // progress.
         let tick = self.config.supervise.ready_timeout.0 / 8;
         self.is_supervised.then(|| ProgressReport::start(tick, || Announcement::Progress.send_or_drop()))
     }
@@ -70,7 +71,7 @@ pub struct ProgressReport {
 }
 
 impl ProgressReport {
-    /// Calls `report` after each `tick` in which calls of this thread on drives have returned.
+    /// Calls `report` after each `tick` in which a call of this thread to a drive has returned.
     fn start(tick: Duration, report: impl Fn() + Send + 'static) -> ProgressReport {
         let (end, ended) = mpsc::channel();
         let calls = DriveCalls::default();
@@ -85,7 +86,7 @@ impl ProgressReport {
             }
         };
         if let Err(e) = base::thread::spawn(ThreadClass::Admin, "start", body) {
-            tracing::warn!("progress is not reported: {e}");
+            tracing::warn!("cannot report progress to the supervisor: {e}");
         }
         ProgressReport { _end: end }
     }
@@ -101,7 +102,7 @@ where
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the role")?;
         let result = runtime.block_on(tokio::task::LocalSet::new().run_until(body(process)));
-        // What is left on the runtime has no one to answer to any more.
+        // The results of remaining tasks are not needed any more.
         runtime.shutdown_background();
         result
     });
@@ -124,7 +125,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
     logging::start(&config.log).doing("starting the log")?;
     abort_on_panic();
     raise_descriptor_limit();
-    // The main thread's name is what `ps` and `top` show of the process.
+    // `ps` and `top` show the main thread's name as the name of the process.
     let name = match role {
         Role::Store => c"store-main",
         Role::Osd | Role::Node => c"osd-main",
@@ -168,7 +169,10 @@ pub fn end_with(supervisor: u32) -> Result<()> {
         .doing("binding the role to its supervisor")?;
     let parent = rustix::process::getppid().map(Pid::as_raw_nonzero).map(|p| p.get() as u32);
     if parent != Some(supervisor) {
-        return Err(Failure::new("starting under a supervisor", "it has died; start the node again"));
+        return Err(Failure::new(
+            "starting under a supervisor",
+            "the supervisor has died; start the node again",
+        ));
     }
     Ok(())
 }
@@ -185,7 +189,7 @@ fn abort_on_panic() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if base::thread::is_catching() {
-            tracing::warn!("caught: {panic}");
+            tracing::warn!("caught a panic: {panic}");
             return;
         }
         let thread = std::thread::current();
@@ -239,7 +243,7 @@ impl StopSignals {
         })
     }
 
-    /// Waits for the next signal. Cancel safe.
+    /// Waits for the next signal. This method is cancel safe.
     pub async fn next(&mut self) {
         let [term, int, hup] = &mut self.signals;
         tokio::select! {
@@ -256,14 +260,14 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn progress_is_reported_while_drives_answer_and_only_then() {
+    fn progress_is_reported_only_while_calls_to_drives_return() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("target");
         let (said, heard) = std::sync::mpsc::channel();
         let tick = std::time::Duration::from_millis(1);
         let report = super::ProgressReport::start(tick, move || said.send(()).unwrap_or_default());
         std::thread::sleep(20 * tick);
-        assert!(heard.try_recv().is_err(), "nothing has been done");
+        assert!(heard.try_recv().is_err(), "no call to a drive has returned");
         let options = store::MkfsOptions { size: Some(16 << 20), ..Default::default() };
         store::BlockStore::mkfs(&path, &options, |_, _| {}).unwrap();
         heard.recv_timeout(std::time::Duration::from_secs(60)).expect("progress is reported");

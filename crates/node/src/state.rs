@@ -1,4 +1,4 @@
-//! The state of a node's processes as the supervisor knows it: `run/state.json`.
+//! The supervisor's record of the state of a node's processes: `run/state.json`.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -23,7 +23,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role's name in output and files.
+    /// Returns the role's name in output and files.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::Supervisor => "supervisor",
@@ -38,20 +38,20 @@ impl Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProcessState {
-    /// Runs, but is not ready yet.
+    /// The process runs, but is not ready yet.
     Starting,
-    /// Ready.
+    /// The process is ready.
     Running,
-    /// Sends no heartbeat and is being killed.
+    /// The process hangs, and is being killed.
     Hung,
-    /// Dead; the supervisor restarts it after a pause.
+    /// The process has died. The supervisor restarts it after a pause.
     Waiting,
-    /// Ended; the supervisor does not restart it.
+    /// The process has ended. The supervisor does not restart it.
     Stopped,
 }
 
 impl ProcessState {
-    /// The state's name in output and files.
+    /// Returns the state's name in output and files.
     pub fn as_str(self) -> &'static str {
         match self {
             ProcessState::Starting => "starting",
@@ -77,7 +77,7 @@ pub struct MountedTarget {
 pub struct Process {
     /// Role of the process.
     pub role: Role,
-    /// Process id. If the process is dead, the id of the last one; 0 before the first start.
+    /// Process id of the role's current or last process; 0 before the first start.
     pub pid: u32,
     /// State of the process.
     pub phase: ProcessState,
@@ -91,9 +91,9 @@ pub struct Process {
     /// How often a process of the role was killed because it hung.
     #[serde(default)]
     pub hangs: u64,
-    /// How the role's last ended process ended, if one has.
+    /// How the role's previous process ended; `None` if none has ended yet.
     pub last_exit: Option<String>,
-    /// Address of its metrics, as `host:port`.
+    /// Address of the process's metrics, as `host:port`.
     pub metrics: Option<String>,
 }
 
@@ -123,7 +123,7 @@ impl NodeState {
     /// Replaces the state file atomically.
     ///
     /// # Errors
-    /// An error of the system.
+    /// If the operating system reports an error.
     pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
         let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
         replace_file(&dir.state(), &text)
@@ -137,7 +137,7 @@ impl NodeState {
 }
 
 impl Process {
-    /// A process that has not been started.
+    /// Creates the record of a process that has not been started.
     pub fn new(role: Role) -> Process {
         Process {
             role,
@@ -159,7 +159,8 @@ impl Process {
         self.started_unix_ms = unix_ms();
     }
 
-    /// Whether the process is alive. A different process that has reused its pid does not count.
+    /// Returns whether the process is alive. A different process that has reused its pid does not
+    /// count.
     pub fn is_alive(&self) -> bool {
         self.start_ticks.is_some() && start_ticks(self.pid) == self.start_ticks
     }
@@ -191,21 +192,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_the_living_from_the_dead() {
+    fn a_process_is_not_alive_after_its_end_or_if_its_pid_was_reused() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let mut process = Process::new(Role::Store);
         assert!(!process.is_alive());
         process.set_pid(child.id());
         assert!(process.is_alive());
         let earlier = Process { start_ticks: process.start_ticks.map(|t| t - 1), ..process.clone() };
-        assert!(!earlier.is_alive(), "the pid went to a process that was started later");
+        assert!(!earlier.is_alive(), "a process that was started later has reused the pid");
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_alive());
     }
 
     #[test]
-    fn survives_being_written_and_read() {
+    fn a_saved_state_is_loaded_again_and_an_invalid_one_is_ignored() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(NodeState::load(&dir), None);

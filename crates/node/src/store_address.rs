@@ -42,8 +42,8 @@ impl fmt::Display for StoreAddress {
 }
 
 impl StoreAddress {
-    /// Returns the CPUs for a process at this end. Over TCP, the other end may be on a different
-    /// machine, so the machine's CPUs are not divided.
+    /// Returns the CPUs for the process at one end of this connection. Over TCP, the other end may
+    /// be on a different machine, so the machine's CPUs are not divided.
     pub fn cpus(&self, configured: Cpus) -> Cpus {
         match (self, configured) {
             (StoreAddress::Tcp(_), Cpus::Auto) => Cpus::Any,
@@ -54,7 +54,7 @@ impl StoreAddress {
     /// Listens at this address.
     ///
     /// # Errors
-    /// An error of the system.
+    /// If the operating system reports an error.
     pub fn listen(&self) -> std::io::Result<StoreListener> {
         match self {
             StoreAddress::Unix(path) => StoreListener::unix(path),

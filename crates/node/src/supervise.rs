@@ -11,7 +11,7 @@ use super::keeper::{Goal, Keeper, RoleEvent, RoleSpec};
 use super::role::StopSignals;
 use super::state::{NodeState, Process, ProcessState, Role};
 
-/// Why a node did not start or could not continue.
+/// Reason why a node did not start or could not continue.
 #[derive(Debug, thiserror::Error)]
 pub enum SuperviseError {
     /// A role died before it was ready for the first time.
@@ -39,7 +39,7 @@ struct KeptRole {
     goal: watch::Sender<Goal>,
 }
 
-/// A supervised node.
+/// Supervisor of the roles of a node.
 pub struct Supervisor {
     dir: NodeDir,
     state: NodeState,
@@ -51,7 +51,7 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Creates a supervisor that has started nothing yet. `state` is the last known state of the
+    /// Creates a supervisor that has started no role yet. `state` is the last known state of the
     /// node.
     pub fn new(dir: NodeDir, state: NodeState, policy: SuperviseSection, signals: StopSignals) -> Supervisor {
         let (report, events) = mpsc::channel(16);
@@ -67,7 +67,7 @@ impl Supervisor {
     /// role fails, the supervisor stops the roles before it.
     ///
     /// # Errors
-    /// A role fails, or a signal asks the supervisor to stop.
+    /// If a role fails, or if a signal asks the supervisor to stop.
     pub async fn start(&mut self, roles: Vec<RoleSpec>) -> Result<(), SuperviseError> {
         for spec in roles {
             if let Err(e) = self.start_one(spec).await {
@@ -105,7 +105,7 @@ impl Supervisor {
     /// Keeps the roles alive until a signal asks the supervisor to stop, then stops the roles.
     ///
     /// # Errors
-    /// The final state cannot be recorded. Earlier failures to record the state are only logged.
+    /// If the final state cannot be recorded. Earlier failures to record the state are only logged.
     pub async fn run(mut self) -> Result<(), SuperviseError> {
         loop {
             tokio::select! {
@@ -177,12 +177,16 @@ impl Supervisor {
                 process.phase = ProcessState::Hung;
                 process.hangs += 1;
                 process.last_exit = Some(reason.clone());
-                tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; it is killed");
+                tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; killing the process");
             }
             RoleEvent::Died { reason, pause, .. } => {
                 process.phase = ProcessState::Waiting;
                 process.last_exit = Some(reason.clone());
-                tracing::error!(role = role.as_str(), pause_ms = pause.as_millis() as u64, "died: {reason}");
+                tracing::error!(
+                    role = role.as_str(),
+                    pause_ms = pause.as_millis() as u64,
+                    "the role has died: {reason}"
+                );
             }
             RoleEvent::Stopped => process.phase = ProcessState::Stopped,
         }
@@ -202,7 +206,8 @@ mod tests {
     use super::*;
     use crate::config_file;
 
-    /// Creates a role that a shell script plays. The script gets the role's arguments, from `$1`.
+    /// Creates a role whose process is a shell script. The script gets the role's arguments in
+    /// `$1`, `$2` and so on.
     fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {
         RoleSpec {
             role,
@@ -242,7 +247,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_killed_role_comes_back_at_its_old_address_and_is_counted() {
+    async fn a_killed_role_is_restarted_at_its_old_address_and_counted() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -269,7 +274,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_restarted_role_knows_the_targets_that_its_first_process_had() {
+    async fn a_restarted_role_gets_the_known_targets_of_its_first_process() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
@@ -294,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_role_that_did_not_get_its_old_metrics_port_may_take_another() {
+    async fn a_role_that_fails_with_its_old_metrics_port_may_choose_another_one() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
@@ -314,12 +319,12 @@ mod tests {
         assert_eq!(ports, [false, true, false], "{log}");
         assert!(
             log.lines().nth(2).unwrap().contains("--listen 127.0.0.1:77"),
-            "clients know that one: {log}"
+            "clients know this address: {log}"
         );
     }
 
     #[tokio::test]
-    async fn a_role_that_cannot_start_fails_the_start_and_stops_the_others() {
+    async fn a_role_that_cannot_start_fails_the_start_and_stops_the_other_roles() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -334,7 +339,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn pauses_grow_and_a_role_that_ignores_the_stop_is_killed() {
+    async fn restart_pauses_grow_and_a_role_that_ignores_sigterm_is_killed() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| {
@@ -342,7 +347,7 @@ mod tests {
             p.backoff_max = "4ms".parse().unwrap();
             p.stop_timeout = "100ms".parse().unwrap();
         });
-        // Dies four times, then ignores SIGTERM.
+        // The role dies four times, then ignores SIGTERM.
         let script = format!(
             "{READY} [ $(wc -l < args) -gt 4 ] || exit 3; trap '' TERM; while :; do sleep 0.05; done"
         );
@@ -365,24 +370,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_role_that_gets_on_is_waited_for_and_killed_once_it_stands_still() {
+    async fn a_starting_role_is_killed_only_if_it_reports_no_progress() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.ready_timeout = "3s".parse().unwrap());
-        // Three times as long as the limit.
+        // The recovery takes three times as long as the limit.
         let recover = r#"for i in 1 2 3 4 5 6 7 8 9; do echo '"progress"'; sleep 1; done;"#;
         s.start(vec![scripted(Role::Store, &dir, &format!("{recover} {READY} exec sleep 1000"))])
             .await
             .unwrap();
         assert_eq!(s.state.process(Role::Store).unwrap().restarts, 0);
-        // Heartbeats are no progress.
+        // Heartbeats do not count as progress.
         let beat = r#"echo '"progress"'; while :; do echo '{"heartbeat":"osd-0"}'; sleep 0.2; done"#;
         let error = s.start(vec![scripted(Role::Osd, &dir, beat)]).await.unwrap_err();
         assert!(error.to_string().contains("not ready after 3s"), "{error}");
     }
 
     #[tokio::test]
-    async fn pauses_grow_while_a_role_hangs_each_time_soon_after_its_start() {
+    async fn restart_pauses_grow_if_a_role_hangs_soon_after_each_start() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| {
@@ -407,7 +412,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn roles_are_stopped_in_order_although_the_state_cannot_be_recorded() {
+    async fn roles_are_stopped_in_order_even_if_the_state_cannot_be_recorded() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -423,7 +428,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_silent_role_is_killed_when_its_time_is_up() {
+    async fn a_role_that_announces_nothing_is_killed_after_ready_timeout() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.ready_timeout = "100ms".parse().unwrap());

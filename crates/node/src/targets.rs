@@ -20,7 +20,7 @@ use super::state::{MountedTarget, NodeState};
 use super::watchdog::Checkpoints;
 use crate::progress::ProgressMeter;
 
-/// Why a target cannot be created, mounted or unmounted.
+/// Reason why a target cannot be created, mounted or unmounted.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The store reported an error.
@@ -33,7 +33,7 @@ pub enum TargetError {
     },
     /// The file of a target is missing, although the node has run before.
     #[error(
-        "target {} is missing, and the node has run with it; put it back, mount its drive, or make an empty node in another directory",
+        "target {} is missing, but the node has run with it; restore the file, mount its drive, or create a new node in another directory",
         path.display()
     )]
     Missing {
@@ -46,19 +46,19 @@ pub enum TargetError {
     /// A file of the node cannot be written or removed.
     #[error(transparent)]
     Dir(#[from] DirError),
-    /// The operating system refused.
+    /// The operating system refused the action.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
         /// The file or device.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
-        /// The system's error.
+        /// The operating system's error.
         source: io::Error,
     },
 }
 
-/// A mounted target.
+/// A target that a role has mounted, or has failed to mount.
 pub struct Mounted {
     /// File or device.
     pub path: PathBuf,
@@ -69,7 +69,8 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Returns the target's store. If it cannot be mounted, the store fails every request.
+    /// Returns the target's store. If the target cannot be mounted, the returned store fails every
+    /// request.
     pub fn object_store(&self) -> Arc<dyn ObjectStore> {
         match &self.store {
             Ok(store) => Arc::clone(store) as Arc<dyn ObjectStore>,
@@ -89,12 +90,12 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
 }
 
 /// Creates the missing targets in the configuration of an existing node: files that do not exist,
-/// and with `format` devices that have no target on them. Files are created only for a node that
-/// has never run (its `run/state.json` names no targets). Later, a missing file means that a drive
-/// is not mounted, and an empty file must not take its place.
+/// and, with `format`, devices without a target. Files are created only for a node that has never
+/// run (its `run/state.json` names no targets). Later, a missing file means that a drive is not
+/// mounted, and an empty file must not take its place.
 ///
 /// # Errors
-/// A target cannot be created, or is missing.
+/// If a target cannot be created, or is missing.
 pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
     let count = config.targets.len();
     let has_run = has_run(dir);
@@ -104,18 +105,18 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
         let missing: Vec<PathBuf> = paths.iter().filter(|path| is_missing(path)).cloned().collect();
         plan::check_space(&missing, config.target_size.0)?;
     }
-    // All devices are checked before the first is formatted.
+    // Check all devices before the first one is formatted.
     for path in paths.iter().filter(|path| !is_missing(path)) {
         is_to_be_formatted(path, format)?;
     }
     for (n, path) in paths.iter().enumerate() {
-        let label = format!("making target {} of {count}", n + 1);
+        let label = format!("creating target {} of {count}", n + 1);
         if !is_missing(path) {
             make_on_device(path, format, &label)?;
         } else if !has_run {
             make_file(path, config, None, &label)?;
         } else if count > 1 {
-            // The others may have what it had.
+            // The other targets may have the data of the missing target.
             tracing::error!(path = %path.display(), "target {n} is missing; the node starts without it");
         } else {
             return Err(TargetError::Missing { path: path.clone() });
@@ -124,8 +125,8 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
     Ok(())
 }
 
-/// Whether the node has had targets. An unreadable record counts as yes, so missing targets are not
-/// created again.
+/// Returns whether the node has run with targets. Returns `true` if its record is unreadable, so
+/// that missing targets are not created again.
 pub fn has_run(dir: &NodeDir) -> bool {
     dir.state().exists() && NodeState::load(dir).is_none_or(|state| !state.targets.is_empty())
 }
@@ -134,7 +135,7 @@ pub fn has_run(dir: &NodeDir) -> bool {
 /// for a file.
 ///
 /// # Errors
-/// The target cannot be created.
+/// If the target cannot be created.
 pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), TargetError> {
     if is_to_be_formatted(path, format)? {
         mkfs(path, MkfsOptions::default(), label)?;
@@ -142,10 +143,10 @@ pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), Targ
     Ok(())
 }
 
-/// Whether a target is to be created at `path`: on a block device that has no target, may be
-/// formatted, and is suitable.
+/// Returns whether a target must be created at `path`: the path is a block device without a target,
+/// and may be formatted. Fails if the device is not suitable.
 fn is_to_be_formatted(path: &Path, format: bool) -> Result<bool, TargetError> {
-    let there = std::fs::metadata(path).map_err(in_system("look at it", path))?;
+    let there = std::fs::metadata(path).map_err(in_system("inspect it", path))?;
     let is_to_be = format && there.file_type().is_block_device() && has_no_target(path)?;
     if is_to_be {
         BlockStore::check_device(path, &MkfsOptions::default()).map_err(in_store(path))?;
@@ -172,14 +173,14 @@ pub fn unfinished(path: &Path) -> PathBuf {
 /// does not count as a target. The new file is durable.
 ///
 /// # Errors
-/// The file cannot be created. No part of it remains.
+/// If the file cannot be created. No part of the file remains.
 pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> Result<(), TargetError> {
     let unfinished = unfinished(path);
     remove_file(&unfinished)?;
     let options = MkfsOptions { size: Some(config.target_size.0), uuid, ..MkfsOptions::default() };
     let made = mkfs(&unfinished, options, label);
     if made.is_err() {
-        // It takes space that may be what was missing.
+        // Remove the incomplete file: it occupies space that may be missing elsewhere.
         let _ = std::fs::remove_file(&unfinished);
     }
     made?;
@@ -191,19 +192,19 @@ pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) 
 /// a different name.
 ///
 /// # Errors
-/// The target cannot be created.
+/// If the target cannot be created.
 pub fn make_replacement(path: &Path, config: &Config, uuid: Uuid) -> Result<(), TargetError> {
-    let label = format!("making target {uuid}");
+    let label = format!("creating target {uuid}");
     match std::fs::metadata(path) {
         Ok(there) if there.file_type().is_block_device() => {
             return mkfs(path, MkfsOptions { uuid: Some(uuid), ..MkfsOptions::default() }, &label);
         }
         Ok(_) => {
             let kept = path.with_extension(format!("before-{uuid}"));
-            std::fs::rename(path, &kept).map_err(in_system("keep what is there", path))?;
+            std::fs::rename(path, &kept).map_err(in_system("rename the existing file", path))?;
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(in_system("look at it", path)(e)),
+        Err(e) => return Err(in_system("inspect it", path)(e)),
     }
     make_file(path, config, Some(uuid), &label)
 }
@@ -215,8 +216,8 @@ fn mkfs(path: &Path, options: MkfsOptions, label: &str) -> Result<(), TargetErro
     made.map(drop).map_err(in_store(path))
 }
 
-/// A target that the node has had, written `PATH=UUID`. Its UUID is known even if it cannot be
-/// mounted.
+/// A target that the node has used before, in the text form `PATH=UUID`. Its UUID is known even if
+/// the target cannot be mounted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownTarget {
     path: PathBuf,
@@ -251,8 +252,8 @@ impl FromStr for KnownTarget {
 /// Mounts targets, each with its own thread. Blocks while their logs are replayed.
 ///
 /// # Errors
-/// No target can be mounted, or a target that is not `known` cannot be mounted. Then no target is
-/// mounted.
+/// If no target can be mounted, or if a target that is not in `known` cannot be mounted. After an
+/// error, no target is mounted.
 pub fn mount(
     paths: &[PathBuf],
     known: &[KnownTarget],
@@ -266,7 +267,7 @@ pub fn mount(
 /// replayed.
 ///
 /// # Errors
-/// As [`mount`].
+/// The same errors as [`mount`].
 pub fn mount_driven(
     paths: &[PathBuf],
     known: &[KnownTarget],
@@ -314,7 +315,7 @@ fn mount_each<T, D>(
                 drivers.push(driver);
             }
             (Err(e), Some(known)) if may_be_absent(&e) => {
-                tracing::error!(target_uuid = %known.uuid, path = %path.display(), "cannot be mounted: {e}");
+                tracing::error!(target_uuid = %known.uuid, path = %path.display(), "the target cannot be mounted: {e}");
                 let why = if let StoreError::Io(why) = &e { why.clone() } else { e.to_string() };
                 let shown = path.display().to_string();
                 let why = if why.contains(&shown) { why } else { format!("{shown}: {why}") };
@@ -331,13 +332,13 @@ fn mount_each<T, D>(
     }
 }
 
-/// Whether the role may run without a target that failed to mount with this error. It may not if
-/// the target is in use, or is a different target than expected.
+/// Returns whether the role may run without a target that failed to mount with this error. The role
+/// may not run if the target is in use, or is a different target than expected.
 fn may_be_absent(e: &StoreError) -> bool {
     matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. } | StoreError::NotATarget(_))
 }
 
-/// Returns the checkpoints of targets, for the watchdog.
+/// Returns the checkpoints of all mounted targets, for the watchdog.
 pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
     let checkpoints = Checkpoints::default();
     for target in mounted {
@@ -362,7 +363,7 @@ pub async fn unmount(mounted: Vec<Mounted>) -> Result<(), TargetError> {
     for Mounted { path, store, .. } in mounted {
         let Ok(store) = store else { continue };
         if let Err(e) = store.umount().await {
-            tracing::error!(path = %path.display(), "cannot be unmounted: {e}");
+            tracing::error!(path = %path.display(), "the target cannot be unmounted: {e}");
             result = result.and(Err(TargetError::Store { path, source: e }));
         }
     }

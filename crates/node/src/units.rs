@@ -17,7 +17,7 @@ pub struct ByteSize(pub u64);
 #[serde(try_from = "String", into = "String")]
 pub struct Period(pub Duration);
 
-/// The text is not a size or a duration.
+/// Error for text that is not a size or a duration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a {what}; write it like {example}")]
 pub struct UnitError {
@@ -26,23 +26,23 @@ pub struct UnitError {
     example: &'static str,
 }
 
-/// A value of a configuration key is not allowed.
+/// Error for a value of a configuration key that is not allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutOfRange {
     /// The value is too small or too large.
-    #[error("{key} is {value}, it must be {least} to {most}")]
+    #[error("{key} is {value}, but must be {least} to {most}")]
     Outside {
         /// The configuration key.
         key: &'static str,
         /// The value.
         value: u64,
-        /// Smallest allowed value.
+        /// Minimum allowed value.
         least: u64,
-        /// Largest allowed value.
+        /// Maximum allowed value.
         most: u64,
     },
     /// The size is not a multiple of the unit.
-    #[error("{key} is {value}, it must be a multiple of {unit}")]
+    #[error("{key} is {value}, but must be a multiple of {unit}")]
     Uneven {
         /// The configuration key.
         key: &'static str,
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_and_periods_read_back_as_they_print() {
+    fn sizes_and_periods_roundtrip_as_text() {
         for text in ["1B", "4KiB", "4097B", "2MiB", "8GiB", "3TiB"] {
             assert_eq!(text.parse::<ByteSize>().unwrap().to_string(), text);
         }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_and_overflow_are_refused() {
+    fn invalid_and_overflowing_sizes_and_periods_are_refused() {
         for text in ["", "GiB", "-1", "1.5GiB", "8 gallons", "99999999999TiB"] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }

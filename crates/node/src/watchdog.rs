@@ -2,16 +2,17 @@
 //! supervisor notices when they are missing.
 //!
 //! The event loop that serves requests (`osd-0`, `chan-0`) sends the heartbeat in one of its tasks,
-//! so the heartbeat stops when the loop stops. The heartbeat does not depend on drives: a loop that
-//! waits for a drive without blocking continues to send heartbeats.
+//! so the heartbeat stops when the loop stops. The heartbeat does not depend on drives: a loop
+//! whose tasks wait for a drive continues to send heartbeats.
 //!
 //! A checkpoint of a target does not run in an event loop, but requests wait for it when the log is
-//! full. So each heartbeat also checks whether requests wait for a checkpoint and whether the
-//! checkpoint makes progress ([`Checkpoints`]). A slow checkpoint never counts as hung.
+//! full. Each heartbeat therefore also checks whether requests wait for a checkpoint and whether
+//! the checkpoint makes progress ([`Checkpoints`]). A checkpoint that makes progress, even slowly,
+//! never counts as hung.
 //!
 //! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a
 //! paused virtual machine, a suspended laptop, a stopped process group) the watchdog does not
-//! count. So a pause of the whole node restarts no role.
+//! count. A pause of the whole node therefore restarts no role.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,7 +33,7 @@ pub fn tick(hung_after: Duration) -> Option<Duration> {
     (!hung_after.is_zero()).then(|| hung_after / TICKS)
 }
 
-/// Sends the heartbeats of the event loop that runs it, without end.
+/// Sends the heartbeats of the event loop in which it runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Heartbeat {
     tick: Duration,
@@ -65,15 +66,15 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Watches the checkpoints of a target's new mount instead of its earlier mount.
+    /// Watches the checkpoints of a newly mounted target, in place of its earlier mount.
     pub fn add(&self, target: PathBuf, watch: CheckpointWatch) {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         watched.retain(|(earlier, ..)| *earlier != target);
         watched.push((target, watch, Standstill::default()));
     }
 
-    /// Counts a tick. Returns the target whose checkpoint hangs, if there is one and a restart can
-    /// help.
+    /// Counts a tick. If a checkpoint hangs and a restart can help, returns a description of the
+    /// problem.
     fn tick(&self) -> Option<String> {
         let mut hung = None;
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
@@ -100,8 +101,8 @@ struct Standstill {
 }
 
 impl Standstill {
-    /// Counts a tick. Returns whether all ticks have passed without progress. `now` is the progress
-    /// of the operation; `None` if no request waits for it.
+    /// Counts a tick. Returns whether the operation made no progress for [`TICKS`] ticks. `now` is
+    /// the progress of the operation; `None` if no request waits for it.
     fn tick(&mut self, now: Option<u64>) -> bool {
         let stands = now.is_some() && now == self.at;
         self.at = now;
@@ -137,12 +138,12 @@ impl Watchdog {
         }
     }
 
-    /// Counts a tick of the supervisor. Returns a loop that hangs, if one does.
+    /// Counts a tick of the supervisor. Returns the name of a loop that hangs, if there is one.
     pub fn tick(&mut self) -> Option<String> {
         for watched in &mut self.loops {
             watched.silent = watched.silent.saturating_add(1);
         }
-        // The first tick may come at once after a heartbeat.
+        // The first tick may follow a heartbeat immediately.
         self.loops.iter().find(|watched| watched.silent > TICKS).map(|watched| watched.name.clone())
     }
 }
@@ -156,9 +157,9 @@ pub async fn awake_for(time: Duration) {
     }
 }
 
-/// Whether a thread of process `pid` waits in the kernel for a drive (state D of proc_pid_stat(5)).
-/// The kernel delivers SIGKILL to that thread only after the wait, so killing the process has no
-/// use.
+/// Returns whether the thread named `thread` of process `pid` waits in the kernel for a drive
+/// (state D of proc_pid_stat(5)). The kernel delivers SIGKILL to that thread only after the wait,
+/// so killing the process would not help.
 pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     tasks.flatten().any(|task| {
@@ -169,7 +170,7 @@ pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     })
 }
 
-/// Whether a debugger traces process `pid` and may have stopped it (TracerPid of
+/// Returns whether a debugger traces process `pid` and may have stopped it (TracerPid of
 /// proc_pid_status(5)).
 pub fn is_traced(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -200,13 +201,13 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_hangs_only_if_it_is_waited_for_and_gets_nowhere_for_all_ticks() {
+    fn a_checkpoint_hangs_only_if_awaited_and_without_progress_for_all_ticks() {
         let mut standstill = Standstill::default();
         assert!((0..100).all(|n| !standstill.tick(Some(n))), "slow is not hung");
-        assert!((0..100).all(|_| !standstill.tick(None)), "nothing waits");
+        assert!((0..100).all(|_| !standstill.tick(None)), "no request waits");
         assert!((0..TICKS).all(|_| !standstill.tick(Some(100))));
         assert!(standstill.tick(Some(100)));
-        assert!(!standstill.tick(Some(101)), "it has got on");
+        assert!(!standstill.tick(Some(101)), "the checkpoint has made progress");
     }
 
     #[test]

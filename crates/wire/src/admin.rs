@@ -36,7 +36,8 @@ pub enum AdminRequest {
         /// `true` for out of use, `false` for back into use.
         out: bool,
     },
-    /// Gives a target's number to another target. The node uses the new target from its next start.
+    /// Replaces a target: gives its number to a new target, which the node uses from its next
+    /// start.
     TargetReplace {
         /// Number of the target.
         index: u32,
@@ -47,7 +48,7 @@ pub enum AdminRequest {
     Scrub {
         /// Name of the pool.
         pool: Bytes,
-        /// Starts a scrub if none is running.
+        /// Whether to start a scrub if none is running.
         start: bool,
         /// Whether the new scrub repairs objects whose data is shorter than the recorded size.
         repair: bool,
@@ -58,7 +59,7 @@ pub enum AdminRequest {
     SetCodingMode(CodingMode),
     /// Queries the node's status.
     Status,
-    /// Finds and removes orphans now.
+    /// Finds and removes orphans now: parts of uploads that no head object refers to.
     CollectOrphans {
         /// Minimum age of the parts to remove, in milliseconds.
         older_than_ms: u64,

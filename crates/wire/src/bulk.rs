@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub enum MemoryKind {
     /// Memory of a CPU.
     Host,
-    /// Memory of the accelerator with this index. The messenger does not support it yet.
+    /// Memory of the device with this index, such as a GPU. The messenger does not support it yet.
     Device(u16),
 }
 
@@ -17,17 +17,17 @@ pub enum MemoryKind {
 pub enum BulkOwner {
     /// The peer on this connection.
     Session,
-    /// A third party, named by its fabric address. A gateway uses it to pass on an application's
-    /// memory. The messenger does not support it yet.
+    /// A third party, named by its fabric address. With it, a gateway can pass on a descriptor of
+    /// an application's memory. The messenger does not support it yet.
     Fabric(Vec<u8>),
 }
 
 /// Direction of the transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BulkDirection {
-    /// The receiver of the descriptor reads the memory (a client's write).
+    /// The receiver of the descriptor reads the memory. A client's write uses this direction.
     Read,
-    /// The receiver of the descriptor writes the memory (a client's read).
+    /// The receiver of the descriptor writes the memory. A client's read uses this direction.
     Write,
 }
 
@@ -37,7 +37,8 @@ pub struct BulkSegment {
     /// Address within the registered memory: a virtual address or an offset, depending on the
     /// network stack.
     pub address: u64,
-    /// Remote key. On network stacks without keys, the random id of the offer.
+    /// Remote key, which permits access to the memory. On network stacks without keys, the random
+    /// id of the offer.
     pub key: u64,
     /// Length, in bytes.
     pub len: u64,
@@ -56,12 +57,12 @@ pub struct BulkDescriptor {
     /// Direction of the transfer: whether the receiver of the descriptor reads or writes the
     /// memory.
     pub direction: BulkDirection,
-    /// Offset of the first byte within its 4 KiB block of the object (0..4096). It determines where
-    /// the checksum pieces begin.
+    /// Offset of the first byte within its 4 KiB block of the object (0..4096). Each piece ends at
+    /// a block boundary and has its own checksum, so the offset determines the pieces.
     pub phase: u16,
     /// Time after which the offer expires, in milliseconds.
     pub expires_ms: u32,
-    /// Addresses for one-sided transfers. Without them, the data travels in frames.
+    /// Memory ranges for one-sided transfers. If `None`, the data is sent in frames instead.
     pub remote: Option<RemoteMemory>,
 }
 
@@ -86,14 +87,15 @@ pub struct RemoteMemory {
     pub transport: u64,
     /// Ranges of the memory, in the order of the transfer.
     pub segments: Vec<BulkSegment>,
-    /// Checksums of the pieces, 4 bytes each, little-endian. Empty if the peer writes the memory.
+    /// Checksums of the pieces of the data, 4 bytes each, little-endian. Empty if the peer writes
+    /// the memory.
     pub checksums: Vec<u8>,
 }
 
 impl RemoteMemory {
     /// Returns the segment that contains bytes `offset..offset + len` of the transfer, and the
-    /// position of the first byte in that segment. `None` if no single segment contains all of
-    /// them.
+    /// position of the first byte in that segment. `None` if no single segment contains all these
+    /// bytes.
     #[must_use]
     pub fn find(&self, offset: u64, len: u64) -> Option<(BulkSegment, u64)> {
         let mut start = 0u64;

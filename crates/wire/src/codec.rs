@@ -1,4 +1,5 @@
-//! Encoding of requests and replies in postcard format. A request's head comes first.
+//! Encodes and decodes requests and replies in postcard format. An encoded request starts with its
+//! head.
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -18,23 +19,25 @@ pub struct DecodeError {
     reason: String,
 }
 
-/// Encodes a request as a message's header.
+/// Encodes a request as the header of a message.
 #[must_use]
 pub fn encode_request(head: &RequestHead, body: &RequestBody) -> Bytes {
     let bytes = encode(head, Vec::with_capacity(128));
     Bytes::from(encode(body, bytes))
 }
 
-/// Encodes a reply as a message's header.
+/// Encodes a reply as the header of a message.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Bytes {
     Bytes::from(encode(reply, Vec::with_capacity(64)))
 }
 
-/// Decodes a request's head from the start of a message's header. Returns the head and the rest.
+/// Decodes a request's head from the start of a message's header. Returns the head and the bytes
+/// after it.
 ///
 /// # Errors
-/// If the header has no valid head. The receiver then cannot reply.
+/// If the header does not start with a valid head. The receiver then does not know the request's
+/// number, so it cannot reply.
 pub fn decode_head(header: &[u8]) -> Result<(RequestHead, &[u8]), DecodeError> {
     postcard::take_from_bytes(header).map_err(|e| error("request head", &e))
 }
@@ -63,7 +66,9 @@ fn encode<T: Serialize>(value: &T, into: Vec<u8>) -> Vec<u8> {
 fn decode<T: for<'a> serde::Deserialize<'a>>(what: &'static str, bytes: &[u8]) -> Result<T, DecodeError> {
     match postcard::take_from_bytes(bytes) {
         Ok((value, [])) => Ok(value),
-        Ok((_, rest)) => Err(DecodeError { what, reason: format!("{} bytes follow it", rest.len()) }),
+        Ok((_, rest)) => {
+            Err(DecodeError { what, reason: format!("{} unexpected bytes follow it", rest.len()) })
+        }
         Err(e) => Err(error(what, &e)),
     }
 }
@@ -92,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_survive_the_wire() {
+    fn a_decoded_request_equals_the_encoded_request() {
         let (head, body) = sample();
         let bytes = encode_request(&head, &body);
         let (head_back, rest) = decode_head(&bytes).unwrap();
@@ -101,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_coding_mode_that_does_not_exist_is_refused_by_name() {
+    fn a_request_with_an_invalid_coding_mode_is_refused() {
         let mode = "hybrid:9:9".parse().unwrap();
         let (head, body) = (sample().0, AdminRequest::SetCodingMode(mode).into());
         let mut bytes = encode_request(&head, &body).to_vec();
@@ -115,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode_head(&bytes);
             let _ = decode_reply(&bytes);
             if let Ok(RequestBody::Object(ObjectRequest::Mutate(mutate))) = decode_body(&bytes) {
@@ -124,7 +129,7 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_request_never_panics(at: usize, with: u8, cut: usize) {
+        fn decoding_a_damaged_request_never_panics(at: usize, with: u8, cut: usize) {
             let (head, body) = sample();
             let mut bytes = encode_request(&head, &body).to_vec();
             let len = bytes.len();

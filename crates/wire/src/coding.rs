@@ -5,22 +5,23 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Maximum value of α and β.
+/// Maximum value of each part of a ratio α:β.
 const MAX_PART: u32 = 1000;
 
-/// The administrator's choice where coding tasks run while the host's processor is not busy. Its
-/// text forms are `latency-sensitive`, `async`, `hybrid:α:β` and `hybrid:auto`.
+/// Where coding tasks run while the host's processor is not busy, as the administrator chose. The
+/// text forms of a mode are `latency-sensitive`, `async`, `hybrid:α:β` and `hybrid:auto`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum CodingMode {
-    /// Tasks run on the host, which takes the shortest time per task.
+    /// Tasks run on the host's processor, which needs the least time per task.
     #[default]
     LatencySensitive,
-    /// Tasks run on the offload, which leaves the host's processor to other work.
+    /// Tasks run on the offload (the DPU or its accelerator), which leaves the host's processor to
+    /// other work.
     Async,
-    /// Tasks run on both, in a fixed ratio.
+    /// Tasks run on the host and on the offload, in a fixed ratio.
     Hybrid(CodingRatio),
-    /// Tasks run on both, in a ratio that follows the load and the measured costs.
+    /// Tasks run on the host and on the offload. The ratio follows the load and the measured costs.
     Auto,
 }
 
@@ -34,11 +35,13 @@ pub struct CodingRatio {
 /// Reason why a coding mode cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CodingModeError {
-    /// The mode does not exist.
-    #[error("there is no coding mode {0:?}: say latency-sensitive, async, hybrid:ALPHA:BETA or hybrid:auto")]
+    /// The text names no coding mode.
+    #[error(
+        "coding mode {0:?} does not exist; use latency-sensitive, async, hybrid:ALPHA:BETA or hybrid:auto"
+    )]
     Unknown(String),
     /// Both parts of the ratio are 0, or a part is too large.
-    #[error("{0}:{1} divides no work: ALPHA and BETA are 0 to {MAX_PART}, and not both 0")]
+    #[error("ratio {0}:{1} is not valid: ALPHA and BETA must be from 0 to {MAX_PART}, and not both 0")]
     Ratio(u32, u32),
 }
 
@@ -46,19 +49,19 @@ impl CodingRatio {
     /// Creates a ratio of α tasks on the host to β tasks on the offload, each from 0 to 1000.
     ///
     /// # Errors
-    /// If both parts are 0, or one exceeds 1000.
+    /// If both parts are 0, or if a part exceeds 1000.
     pub fn new(alpha: u32, beta: u32) -> Result<CodingRatio, CodingModeError> {
         let possible = (1..=MAX_PART).contains(&alpha.max(beta));
         if possible { Ok(CodingRatio { alpha, beta }) } else { Err(CodingModeError::Ratio(alpha, beta)) }
     }
 
-    /// Returns the host's part.
+    /// Returns α, the host's part of the ratio.
     #[must_use]
     pub fn alpha(self) -> u32 {
         self.alpha
     }
 
-    /// Returns the offload's part.
+    /// Returns β, the offload's part of the ratio.
     #[must_use]
     pub fn beta(self) -> u32 {
         self.beta
@@ -117,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_are_read_as_they_are_written_and_nonsense_is_refused() {
+    fn coding_modes_roundtrip_as_text_and_invalid_text_is_refused() {
         for text in ["latency-sensitive", "async", "hybrid:3:1", "hybrid:0:1", "hybrid:auto"] {
             assert_eq!(text.parse::<CodingMode>().unwrap().to_string(), text);
             let read = CodingMode::deserialize(IntoDeserializer::<Error>::into_deserializer(text.to_owned()));

@@ -31,23 +31,25 @@ pub enum Error {
     #[error("object {0} exists already; remove it first, or write without the exclusive flag")]
     Exists(String),
     /// A condition does not hold.
-    #[error("condition {index} does not hold: {detail}; read the object again and decide anew")]
+    #[error(
+        "condition {index} does not hold: {detail}; read the object again, then decide whether to repeat the change"
+    )]
     ConditionFailed {
         /// Index of the condition in the request, from 0.
         index: u16,
-        /// Value found instead.
+        /// Reason why the condition does not hold.
         detail: String,
     },
-    /// A range or number is outside the possible values.
+    /// A range or number is outside its valid values.
     #[error("{what} is out of range: {detail}")]
     OutOfRange {
         /// Name of the range or number.
         what: String,
-        /// Actual and possible values.
+        /// The actual value, and the valid values.
         detail: String,
     },
     /// A size or count exceeds its limit.
-    #[error("{what} is {size}, at most {limit} is possible; split it")]
+    #[error("{what} is {size}, but the maximum is {limit}; split it")]
     TooLarge {
         /// Name of the size or count.
         what: String,
@@ -57,10 +59,10 @@ pub enum Error {
         limit: u64,
     },
     /// The request contradicts itself or cannot be decoded.
-    #[error("bad request: {0}; use a client of the node's version")]
+    #[error("bad request: {0}; use a client of the same version as the node")]
     BadRequest(String),
     /// The data did not arrive, or arrived damaged.
-    #[error("transfer of the data failed: {0}; send it again")]
+    #[error("the data could not be transferred: {0}; send it again")]
     TransferFailed(String),
     /// A target is full. Objects can still be removed.
     #[error(
@@ -77,10 +79,10 @@ pub enum Error {
         free: u64,
     },
     /// Stored data differs from the data that was written.
-    #[error("{0} is corrupt; run fsck and restore it from a copy")]
+    #[error("{0} is corrupt; run fsck, then restore the data from a copy")]
     Corrupt(String),
     /// The op is not possible on a striped object.
-    #[error("{name} is striped, so {what} is not possible on it; write it whole with put")]
+    #[error("{name} is striped, so {what} is not possible on it; replace the whole object with put")]
     Striped {
         /// The object.
         name: String,
@@ -88,21 +90,22 @@ pub enum Error {
         what: String,
     },
     /// The object no longer has the requested version.
-    #[error("the object has changed (version {found} instead of {wanted}); start again")]
+    #[error("the object has changed (version {found} instead of {wanted}); repeat the operation")]
     Changed {
         /// Requested version.
         wanted: u64,
-        /// Actual version; 0 if the object is gone.
+        /// Actual version; 0 if the object no longer exists.
         found: u64,
     },
-    /// The OSD cannot tell whether it executed the request, because the request's result may have
+    /// The OSD does not know whether it executed the request, because the request's result may have
     /// been removed.
     #[error(
-        "the request is too old to be repeated, whether it took effect is unknown; look at the object and decide"
+        "the request is too old to be repeated, so it is unknown whether it took effect; read the object, then decide \
+         whether to send a new request"
     )]
     RequestExpired,
-    /// The store is unreachable. The request may or may not take effect; send it again *as a retry*
-    /// to learn the outcome.
+    /// The store is unreachable. The request may or may not take effect. Send it again *as a
+    /// retry*, with the same request number, to learn the outcome.
     #[error("the store is not available: {0}; retry")]
     Unavailable(String),
     /// A target refuses changes after a failure.
@@ -112,7 +115,9 @@ pub enum Error {
     #[error("this connection has no session: {0}; reconnect")]
     NoSession(String),
     /// Client and OSD support no common protocol version.
-    #[error("the node speaks versions {oldest} to {newest} of the object protocol; use a matching client")]
+    #[error(
+        "the node speaks versions {oldest} to {newest} of the object protocol; use a client that speaks one of them"
+    )]
     WrongVersion {
         /// Oldest version that the node supports.
         oldest: u16,
@@ -129,14 +134,16 @@ pub enum Error {
         /// Advice for the user.
         advice: String,
     },
-    /// The client offered data and then could not read it from its source.
-    #[error("the data to be written could not be read: {0}; check where it comes from")]
+    /// The client offered data, but then could not read it from the data's source.
+    #[error(
+        "the client could not read the data to be written: {0}; check the file or stream that the data comes from"
+    )]
     SourceFailed(String),
     /// The size of the object's data in the store differs from the size in the object's record.
     /// Sizes are in bytes.
     #[error(
-        "{name} is damaged: the store has {stored} bytes of it and its record says {recorded}; run \"outboard \
-         scrub --repair POOL\", or write the object whole with put"
+        "{name} is damaged: the store has {stored} bytes of its data, but its record says {recorded}; run \"outboard \
+         scrub --repair POOL\", or replace the whole object with put"
     )]
     WrongSize {
         /// The object.
@@ -146,8 +153,8 @@ pub enum Error {
         /// Size in the object's record.
         recorded: u64,
     },
-    /// The OSD does not resume the session that the client presented. It executed no request of the
-    /// session on this connection.
+    /// The OSD does not resume the session that the client presented. On this connection, it
+    /// executed no request of the session.
     #[error("session {session} is refused: {why}; open a new one")]
     SessionRefused {
         /// The session.
@@ -155,8 +162,11 @@ pub enum Error {
         /// Reason of the refusal.
         why: String,
     },
-    /// An attempt at the change may have taken effect, and its result cannot be read now.
-    #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
+    /// An attempt of the change may have taken effect, but the result of the attempt cannot be read
+    /// now.
+    #[error(
+        "it is unknown whether the change took effect: {0}; read the object, then decide whether to repeat the change"
+    )]
     OutcomeUnknown(String),
 }
 

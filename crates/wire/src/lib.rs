@@ -1,9 +1,9 @@
 //! The object protocol between a client and an OSD.
 //!
 //! This crate defines names, their placement, requests, replies, errors and their encoding. It
-//! contains only data types and pure functions, and does no I/O. No input makes a decoder panic, or
-//! allocate more memory than the length of the input justifies. The messenger carries the encoded
-//! form in message headers; see `docs/object-protocol.md`.
+//! contains only data types and pure functions, and does no I/O. A decoder does not panic on any
+//! input, and allocates only as much memory as the length of the input justifies. The messenger
+//! carries encoded requests and replies in message headers; see `docs/object-protocol.md`.
 
 #![forbid(unsafe_code)]
 

@@ -16,7 +16,7 @@ pub enum NameError {
     #[error("{0} is empty; write POOL[:NAMESPACE]/OBJECT")]
     Empty(String),
     /// A part of the name is too long.
-    #[error("{what} has {len} bytes, at most {limit} are possible; choose a shorter one")]
+    #[error("{what} has {len} bytes, but the maximum is {limit}; choose a shorter name")]
     TooLong {
         /// The part: pool, namespace or object name.
         what: String,
@@ -30,7 +30,7 @@ pub enum NameError {
     NotUtf8(String),
     /// A part of the name contains a forbidden character.
     #[error(
-        "{what} contains {found}; pools and namespaces take letters, digits, '.', '_' and '-' and start with a letter or digit, objects everything but NUL"
+        "{what} contains {found}; names of pools and namespaces consist of letters, digits, '.', '_' and '-' and start with a letter or digit, and object names contain no NUL"
     )]
     BadCharacter {
         /// The part: pool, namespace or object name.
@@ -48,7 +48,7 @@ pub enum NameError {
 pub struct PoolName(String);
 
 impl PoolName {
-    /// Checks a pool name.
+    /// Creates a pool name from text.
     ///
     /// # Errors
     /// If the name is invalid.
@@ -61,7 +61,7 @@ impl PoolName {
         Ok(PoolName(name))
     }
 
-    /// Checks a pool name that came over the wire.
+    /// Creates a pool name from bytes that arrived over the wire.
     ///
     /// # Errors
     /// If the name is invalid.
@@ -89,7 +89,7 @@ impl FromStr for PoolName {
     }
 }
 
-/// An object's full name, checked.
+/// An object's full name, which is valid: pool, namespace and object name.
 ///
 /// ```
 /// let name: wire::ObjectName = "photos:2024/summer/beach.jpg".parse()?;
@@ -105,7 +105,7 @@ pub struct ObjectName {
 }
 
 impl ObjectName {
-    /// Checks the parts of a name. The empty namespace is the pool's default namespace.
+    /// Creates a name from its parts. The empty namespace is the pool's default namespace.
     ///
     /// # Errors
     /// If a part is invalid.
@@ -186,7 +186,7 @@ impl FromStr for ObjectName {
     }
 }
 
-/// A name as it came over the wire, not checked yet.
+/// An object's name as it arrived over the wire. It may be invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WireName {
     /// Name of the pool.
@@ -198,7 +198,7 @@ pub struct WireName {
 }
 
 impl WireName {
-    /// Checks the name.
+    /// Checks the name and converts it.
     ///
     /// # Errors
     /// If a part is invalid.
@@ -239,7 +239,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_is_not_a_name_says_why() {
+    fn an_invalid_name_is_refused_with_the_reason() {
         let err = |s: &str| s.parse::<ObjectName>().unwrap_err();
         assert!(matches!(err("pool"), NameError::NoObject(_)));
         assert!(matches!(err("pool/"), NameError::Empty(_)));
@@ -257,14 +257,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_survive_text_and_wire(s in "[a-z0-9][a-z0-9._-]{0,8}(:[a-z0-9][a-z0-9._-]{0,8})?/[^\0]{1,40}") {
+        fn names_roundtrip_as_text_and_in_wire_form(s in "[a-z0-9][a-z0-9._-]{0,8}(:[a-z0-9][a-z0-9._-]{0,8})?/[^\0]{1,40}") {
             let name: ObjectName = s.parse().unwrap();
             prop_assert_eq!(&name.to_string(), &s);
             prop_assert_eq!(name.to_wire().check().unwrap(), name);
         }
 
         #[test]
-        fn no_text_makes_the_parser_panic(s in ".*") {
+        fn parsing_a_name_never_panics(s in ".*") {
             let _ = s.parse::<ObjectName>();
         }
     }

@@ -25,11 +25,11 @@ pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
     h.digest() as u32
 }
 
-/// Returns the placement group of a hash in a pool of `pg_count` groups, which must be a power of
-/// two.
+/// Returns the placement group of a hash in a pool of `pg_count` groups. `pg_count` must be a power
+/// of two.
 #[must_use]
 pub fn group(hash: u32, pg_count: u32) -> u32 {
-    debug_assert!(pg_count.is_power_of_two(), "the number of placement groups is a power of two");
+    debug_assert!(pg_count.is_power_of_two(), "the number of placement groups must be a power of two");
     hash & (pg_count - 1)
 }
 
@@ -41,8 +41,8 @@ pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     (0..targets.len()).max_by_key(|&i| weight(&targets[i]))
 }
 
-/// Returns the indices of the targets in a placement group's order of preference. The target of
-/// [`target`] comes first.
+/// Returns the indices of the targets in a placement group's order of preference. The first index
+/// is the one that [`target`] returns.
 #[must_use]
 pub fn ranked(pool_id: u32, pg: u32, targets: &[Uuid]) -> Vec<usize> {
     let seed = (u64::from(pool_id) << 32) | u64::from(pg);
@@ -56,9 +56,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn placement_never_changes() {
-        // Drives contain data that was placed by these values. A change would make every object
-        // unreachable.
+    fn hashes_of_names_never_change_and_targets_get_equal_shares() {
+        // These values determine where objects are stored. With other values, a node could not find
+        // the objects that its drives already contain.
         assert_eq!(hash("", "object", None), 0x6136_2e53);
         let targets: Vec<Uuid> = (1..=4u128).map(Uuid::from_u128).collect();
         let mut groups = [0usize; 4];
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_target_takes_its_share_and_moves_nothing_else() {
+    fn a_new_target_moves_only_the_groups_that_it_gains() {
         let old: Vec<Uuid> = (1..=3u128).map(Uuid::from_u128).collect();
         let new: Vec<Uuid> = (1..=4u128).map(Uuid::from_u128).collect();
         for pg in 0..512 {

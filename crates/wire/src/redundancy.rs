@@ -9,9 +9,9 @@ use crate::{Error, Result};
 
 /// Default stripe unit, in bytes.
 pub const DEFAULT_STRIPE_UNIT: u32 = 64 << 10;
-/// Longest stripe of an erasure-coded pool, in bytes of data.
+/// Maximum length of a stripe of an erasure-coded pool, in bytes of data without parity.
 pub const MAX_STRIPE: u64 = 2 << 20;
-/// Most copies of a mirrored pool.
+/// Maximum number of copies of a mirrored pool.
 pub const MAX_COPIES: u8 = 8;
 
 /// Redundancy scheme of a pool. Each fragment of an object is on a different target.
@@ -25,7 +25,7 @@ pub enum Redundancy {
         /// Number of copies, at least 2.
         copies: u8,
     },
-    /// A Reed–Solomon code: any `m` targets may be lost.
+    /// A Reed–Solomon code, which tolerates the loss of any `m` targets.
     ErasureCode {
         /// Number of data fragments.
         k: u8,
@@ -57,13 +57,13 @@ impl Redundancy {
         }
     }
 
-    /// Returns the bytes on drives per byte of data, for large objects.
+    /// Returns the ratio of bytes on drives to bytes of data, for large objects.
     #[must_use]
     pub fn overhead(&self) -> f64 {
         self.targets() as f64 / (self.targets() - self.tolerates()) as f64
     }
 
-    /// Returns the same scheme with another stripe unit, in bytes. Only an erasure code has a
+    /// Returns the same scheme with a stripe unit of `bytes` bytes. Only an erasure code has a
     /// stripe unit.
     ///
     /// # Errors
@@ -71,24 +71,24 @@ impl Redundancy {
     pub fn with_stripe_unit(self, bytes: u32) -> Result<Redundancy> {
         match self {
             Redundancy::ErasureCode { k, m, .. } => Ok(Redundancy::ErasureCode { k, m, stripe_unit: bytes }),
-            other => Err(refused(format!("{other} has no stripe unit; only ec:K+M has"))),
+            other => Err(refused(format!("{other} has no stripe unit; only ec:K+M has one"))),
         }
     }
 
-    /// Checks a scheme that came over the wire or from a user.
+    /// Checks a scheme that a client or a user chose.
     ///
     /// # Errors
-    /// If a value is out of range; the error names the possible values.
+    /// If a value is out of range; the error states the valid values.
     pub fn check(&self) -> Result<()> {
         match *self {
             Redundancy::Single => Ok(()),
             Redundancy::Mirror { copies } if (2..=MAX_COPIES).contains(&copies) => Ok(()),
             Redundancy::Mirror { copies } => {
-                Err(refused(format!("{copies} copies; 2 to {MAX_COPIES} are possible")))
+                Err(refused(format!("{copies} copies are not possible; choose 2 to {MAX_COPIES}")))
             }
             Redundancy::ErasureCode { k, m, .. } if k < 2 || m < 1 || u16::from(k) + u16::from(m) > 255 => {
                 Err(refused(format!(
-                    "ec:{k}+{m}; possible are K of at least 2, M of at least 1, K+M up to 255"
+                    "ec:{k}+{m} is not possible; K must be at least 2, M at least 1, and K+M at most 255"
                 )))
             }
             Redundancy::ErasureCode { k, stripe_unit, .. } => {
@@ -97,7 +97,7 @@ impl Redundancy {
                     return Ok(());
                 }
                 Err(refused(format!(
-                    "a stripe unit of {unit} bytes; possible are multiples of 4096 up to {} with {k} data fragments",
+                    "a stripe unit of {unit} bytes is not possible; with {k} data fragments, choose from the multiples of 4096 up to {}",
                     MAX_STRIPE / u64::from(k) / 4096 * 4096
                 )))
             }
@@ -132,7 +132,11 @@ impl FromStr for Redundancy {
             }),
             _ => None,
         };
-        let unknown = || format!("{text:?} is none of \"single\", \"mirror:N\", \"ec:K+M\", e.g. \"ec:4+2\"");
+        let unknown = || {
+            format!(
+                "{text:?} is not a redundancy scheme; use \"single\", \"mirror:N\" or \"ec:K+M\", e.g. \"ec:4+2\""
+            )
+        };
         parsed.ok_or_else(unknown)
     }
 }
@@ -142,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_what_is_read() {
+    fn schemes_roundtrip_as_text_and_invalid_text_is_refused() {
         for text in ["single", "mirror:2", "ec:4+2"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert_eq!(redundancy.to_string(), text);
@@ -154,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_possible_is_refused() {
+    fn schemes_with_values_out_of_range_are_refused() {
         for text in ["mirror:1", "mirror:9", "ec:1+1", "ec:4+0", "ec:200+56", "ec:40+2"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert!(redundancy.check().is_err(), "{text}");

@@ -22,7 +22,7 @@ pub enum ReplyBody {
     Opened {
         /// Protocol version that client and OSD use.
         version: u16,
-        /// The presented session, or a new one.
+        /// The session that the client presented, or a new session.
         session: SessionId,
     },
     /// The session is closed.
@@ -53,14 +53,15 @@ pub enum ObjectReply {
     Mutated(Mutated),
     /// One answer per query op.
     Queried(Vec<QueryAnswer>),
-    /// The data was written to the sink, or is the message's payload. It consists of whole blocks,
-    /// from the start of the range's first block to the end of its last block or of the object.
+    /// The data was written to the read's sink, or is the payload of this message. The data starts
+    /// with the first block of the range. It ends with the last block of the range or at the end of
+    /// the object.
     Read {
         /// The object's version.
         version: u64,
         /// The object's size, in bytes.
         object_size: u64,
-        /// Number of bytes sent.
+        /// Number of bytes sent, including those of the blocks outside the range.
         sent: u64,
     },
     /// The object is striped; the client must read its parts.
@@ -85,7 +86,7 @@ pub struct Mutated {
     pub appended_at: u64,
 }
 
-/// Answer to one query op.
+/// Answer to one [`QueryOp`](crate::QueryOp).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum QueryAnswer {
@@ -112,9 +113,9 @@ pub struct StatAnswer {
     /// Version of the object. It grows with each change and is never reused, even after the object
     /// was removed.
     pub version: u64,
-    /// Time of the last change by the OSD's clock, in milliseconds since 1970.
+    /// Time of the last change according to the OSD's clock, in milliseconds since 1970.
     pub modified_ms: u64,
-    /// Manifest of the object, if it is striped.
+    /// Manifest of the object, if the object is striped.
     pub manifest: Option<Manifest>,
 }
 

@@ -9,16 +9,19 @@ use crate::limits::{
 };
 use crate::{AdminRequest, BulkDescriptor, Error, Result, SessionId, UploadId, WireName};
 
-/// First part of every request. The OSD can reply with an error even if it cannot decode the rest.
+/// First part of every request. With the head alone, the OSD can reply with an error if it cannot
+/// decode the rest of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestHead {
     /// Request number within the session. Only a retry reuses a number.
     pub seq: u64,
     /// The client has the replies to all requests up to this number, or no longer needs them.
     pub acked_through: u64,
-    /// The request is a retry: the OSD must look for an earlier result.
+    /// Whether the request is a retry. For a retry, the OSD first looks for the result of an
+    /// earlier attempt.
     pub retry: bool,
-    /// Time after which the client stops waiting, in milliseconds.
+    /// Time for which the client waits for the reply, in milliseconds. With 0, only the OSD limits
+    /// the time.
     pub deadline_ms: u32,
 }
 
@@ -27,7 +30,7 @@ pub struct RequestHead {
 #[non_exhaustive]
 #[expect(
     clippy::large_enum_variant,
-    reason = "nearly all requests are for data, and a box costs each an allocation"
+    reason = "nearly all requests access objects, and a box would cost an allocation per request"
 )]
 pub enum RequestBody {
     /// Opens or resumes a session. This is the first request of every connection.
@@ -39,9 +42,10 @@ pub enum RequestBody {
         /// Session to resume; `None` opens a new one.
         session: Option<SessionId>,
     },
-    /// Ends the session: the client sends no more retries and needs no more results. The OSD
-    /// forgets the session's results with later changes in the same placement groups. It refuses a
-    /// later retry with [`Error::RequestExpired`]. A client need not wait for the reply.
+    /// Ends the session: the client sends no more retries and needs no more results. With later
+    /// changes of a placement group, the OSD removes the session's results in that group. It
+    /// refuses a later retry with [`Error::RequestExpired`]. The client does not have to wait for
+    /// the reply.
     CloseSession,
     /// Reads or changes objects.
     Object(ObjectRequest),
@@ -61,7 +65,7 @@ impl From<AdminRequest> for RequestBody {
     }
 }
 
-/// A request about objects, as a front end sends it.
+/// A request about objects.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ObjectRequest {
@@ -75,7 +79,7 @@ pub enum ObjectRequest {
     List(List),
 }
 
-/// One part of a striped object.
+/// Id of a part of a striped object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PartId {
     /// The upload that the part belongs to.
@@ -84,7 +88,8 @@ pub struct PartId {
     pub index: u32,
 }
 
-/// Composition of a striped object. Part `i` contains the bytes from `i * part_size`.
+/// Composition of a striped object. Part `i` contains the object's bytes from offset `i *
+/// part_size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The upload that created the parts.
@@ -116,7 +121,10 @@ impl Manifest {
         }
         Err(Error::OutOfRange {
             what: "manifest".into(),
-            detail: format!("{} bytes in parts of {}", self.size, self.part_size),
+            detail: format!(
+                "an object of {} bytes cannot consist of parts of {} bytes",
+                self.size, self.part_size
+            ),
         })
     }
 }
@@ -135,9 +143,9 @@ pub enum Data {
 /// Location of one op's bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OpBytes {
-    /// The bytes themselves.
+    /// The op contains its bytes.
     Embedded(Bytes),
-    /// All of the request's [`Data`].
+    /// The op's bytes are the whole [`Data`] of the request.
     Payload,
 }
 
@@ -151,34 +159,35 @@ pub enum Condition {
     Absent,
     /// The object exists and has this version.
     Version(u64),
-    /// An xattr has this value; `None`: the xattr does not exist.
+    /// The xattr with this name has this value. With `None`, the xattr must not exist.
     Xattr(Bytes, Option<Bytes>),
-    /// An omap entry has this value; `None`: the entry does not exist.
+    /// The omap entry with this key has this value. With `None`, the entry must not exist.
     Omap(Bytes, Option<Bytes>),
     /// The object's data contains these bytes at this offset.
     Bytes(u64, Bytes),
 }
 
-/// An op that changes an object. It creates a missing object, unless the variant says otherwise.
+/// An op that changes an object. If the object does not exist, the op creates it, unless the
+/// variant says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mutation {
-    /// Creates the object, empty, if it does not exist.
+    /// Creates an empty object if the object does not exist.
     Touch,
-    /// Creates the object; refused with [`Error::Exists`] if it exists.
+    /// Creates an empty object. The op fails with [`Error::Exists`] if the object exists.
     Create,
-    /// Writes at an offset, in bytes.
+    /// Writes bytes at an offset.
     Write {
         /// Offset of the first byte.
         offset: u64,
         /// The bytes.
         source: OpBytes,
     },
-    /// Replaces all data, but keeps xattrs and omap.
+    /// Replaces all data of the object, but keeps its xattrs and omap.
     WriteFull(OpBytes),
-    /// Writes at the object's end.
+    /// Writes bytes at the object's end.
     Append(OpBytes),
-    /// Sets the size, in bytes.
+    /// Sets the object's size, in bytes.
     Truncate(u64),
     /// Fills a range with zeros, and extends the object if necessary.
     Zero {
@@ -187,7 +196,7 @@ pub enum Mutation {
         /// Number of bytes.
         len: u64,
     },
-    /// Removes the object; refused with [`Error::NoSuchObject`] if it does not exist.
+    /// Removes the object. The op fails with [`Error::NoSuchObject`] if the object does not exist.
     Remove,
     /// Sets an xattr.
     SetXattr(Bytes, Bytes),
@@ -195,7 +204,7 @@ pub enum Mutation {
     RemoveXattr(Bytes),
     /// Sets omap entries.
     OmapSet(Vec<(Bytes, Bytes)>),
-    /// Removes omap entries, ignoring missing ones.
+    /// Removes the omap entries with these keys. Missing entries are ignored.
     OmapRemove(Vec<Bytes>),
     /// Removes the omap entries with `from <= key < to`.
     OmapRemoveRange(Bytes, Bytes),
@@ -208,9 +217,10 @@ pub enum Mutation {
 /// A compound: an atomic change of one object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Mutate {
-    /// The object.
+    /// Name of the object.
     pub name: WireName,
-    /// The part to change, if the object is striped.
+    /// Part of the object to change. `None` for an object that is not striped, or for the head
+    /// object.
     pub part: Option<PartId>,
     /// Conditions that must all hold.
     pub conditions: Vec<Condition>,
@@ -220,7 +230,7 @@ pub struct Mutate {
     pub data: Data,
 }
 
-/// A query about one object.
+/// A query for one kind of an object's metadata.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum QueryOp {
@@ -230,9 +240,10 @@ pub enum QueryOp {
     Xattr(Bytes),
     /// Queries all xattrs.
     Xattrs,
-    /// Queries omap entries by key. Missing keys are left out.
+    /// Queries omap entries by key. The answer omits keys that do not exist.
     OmapGet(Vec<Bytes>),
-    /// Queries a page of omap entries with keys of at least `from`.
+    /// Queries a page of omap entries, ordered by key, that begins with the first key of at least
+    /// `from`.
     OmapRange {
         /// First key.
         from: Bytes,
@@ -243,7 +254,7 @@ pub enum QueryOp {
     },
 }
 
-/// Queries about one object, which the OSD answers from one version of it.
+/// Queries about one object. The OSD answers all of them from the same version of the object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Query {
     /// The object.
@@ -254,24 +265,25 @@ pub struct Query {
     pub ops: Vec<QueryOp>,
 }
 
-/// A read of data.
+/// A read of a range of an object's data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Read {
-    /// The object.
+    /// Name of the object.
     pub name: WireName,
-    /// The part to read, if the object is striped.
+    /// Part of the object to read. `None` for an object that is not striped.
     pub part: Option<PartId>,
     /// Offset of the first byte.
     pub offset: u64,
     /// Maximum number of bytes; the read ends at the object's end. The OSD reads more than 2 MiB in
-    /// several steps, and refuses the read with [`Error::Changed`] if the object changes in
-    /// between.
+    /// several steps, and refuses the read with [`Error::Changed`] if the object changes between
+    /// two steps.
     pub len: u64,
-    /// Version that the object must have. With another version, the read is refused with
-    /// [`Error::Changed`].
+    /// Version that the object must have. If the object has another version, the OSD refuses the
+    /// read with [`Error::Changed`].
     pub if_version: Option<u64>,
-    /// Memory for the blocks that cover the range, from the start of the first block. `None`: the
-    /// data comes in the reply. Small data always comes in the reply.
+    /// Memory to which the OSD writes the blocks that cover the range, beginning with the start of
+    /// the first block. If `None`, the reply contains the data. The reply always contains small
+    /// data.
     pub sink: Option<BulkDescriptor>,
 }
 
@@ -280,7 +292,7 @@ pub struct Read {
 pub struct List {
     /// The pool.
     pub pool: Bytes,
-    /// Lists only this namespace; `None` for all.
+    /// Lists only this namespace; `None` lists all namespaces.
     pub namespace: Option<Bytes>,
     /// Lists only names with this prefix.
     pub prefix: Bytes,
@@ -291,7 +303,8 @@ pub struct List {
 }
 
 impl Mutate {
-    /// Checks counts and sizes, and that exactly one op uses the bulk data.
+    /// Checks counts and sizes. If the request has bulk data, also checks that exactly one op uses
+    /// it.
     ///
     /// # Errors
     /// The first violated limit.
@@ -299,12 +312,14 @@ impl Mutate {
         check_count("conditions", self.conditions.len(), MAX_OPS)?;
         check_count("ops", self.ops.len(), MAX_OPS)?;
         if self.ops.is_empty() {
-            return Err(Error::BadRequest("a change without ops".into()));
+            return Err(Error::BadRequest("the change has no ops".into()));
         }
         let users = self.ops.iter().filter(|op| matches!(op.source(), Some(OpBytes::Payload))).count();
         let wanted = usize::from(!matches!(self.data, Data::None));
         if users != wanted {
-            return Err(Error::BadRequest(format!("{users} ops use the data, expected {wanted}")));
+            return Err(Error::BadRequest(format!(
+                "{users} ops use the request's data, but the number must be {wanted}"
+            )));
         }
         self.conditions.iter().try_for_each(Condition::check)?;
         self.ops.iter().try_for_each(Mutation::check)

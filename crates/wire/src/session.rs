@@ -5,31 +5,32 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// Id of a client's session with a node. Each session has its own request numbers. The OSD creates
-/// the session when a client first connects. The client presents the id again when it reconnects,
-/// even after a restart of the OSD.
+/// the session when a client first connects. When the client reconnects, even after a restart of
+/// the OSD, it presents the id again.
 ///
 /// The bits are, from the highest to the lowest: 48 bits for the *generation* of the OSD, 32 bits
-/// for the *number* within the generation, and 48 random bits. Ids are ordered by generation, then
-/// by number. No part of an id depends on a clock.
+/// for the *number* of the session within the generation, and 48 random bits. Ids are ordered by
+/// generation, then by number. No part of an id depends on a clock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub u128);
 
 impl SessionId {
-    /// The first generation. In older versions of the node, an id starts with a time in
-    /// milliseconds since 1970. This time is below the first generation until the year 6429, so all
-    /// these ids are older than any generation.
+    /// The first generation. Ids from older versions of the node start with a time in milliseconds
+    /// since 1970 instead of a generation. Until the year 6429, this time is below the first
+    /// generation, so these ids are ordered before all others.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
-    /// Creates the id with number `number` in a generation, with random bits. Bits of `generation`
-    /// and `random` above the lower 48 are cut off.
+    /// Creates the id of a session from its generation, its number and random bits. Only the lower
+    /// 48 bits of `generation` and `random` are used.
     #[must_use]
     pub fn new(generation: u64, number: u32, random: u64) -> SessionId {
         let low = |bits: u64| u128::from(bits & ((1 << 48) - 1));
         SessionId(low(generation) << 80 | u128::from(number) << 48 | low(random))
     }
 
-    /// Returns the start of the OSD in which the session was created, as
-    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of earlier starts.
+    /// Returns the generation in which the session was created:
+    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of starts of the OSD
+    /// before that.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64
@@ -54,8 +55,8 @@ impl fmt::Debug for SessionId {
     }
 }
 
-/// One upload of a striped object: a session, and a number that its client chose. The collector
-/// keeps the upload's parts as long as the session is connected.
+/// Id of an upload of a striped object: a session, and a number that the client chose. The
+/// collector keeps the upload's parts as long as the session is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct UploadId {
     /// Session of the client that uploads the object.
@@ -65,7 +66,8 @@ pub struct UploadId {
 }
 
 impl UploadId {
-    /// Returns the id as it is hashed and stored: session, then number, big-endian.
+    /// Returns the form of the id that is hashed and stored: the session, then the number, both
+    /// big-endian.
     #[must_use]
     pub fn to_bytes(self) -> [u8; 24] {
         let mut out = [0; 24];
@@ -74,7 +76,8 @@ impl UploadId {
         out
     }
 
-    /// Decodes what [`UploadId::to_bytes`] returns; `None` unless there are exactly 24 bytes.
+    /// Decodes the form that [`UploadId::to_bytes`] returns. Returns `None` if the length is not 24
+    /// bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<UploadId> {
         let (session, number) = bytes.split_at_checked(16)?;
@@ -92,7 +95,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ids_say_what_they_were_made_of_and_are_ordered(
+        fn session_ids_contain_and_are_ordered_by_generation_and_number(
             (a, b) in (0u64..1 << 48, 0u64..1 << 48), numbers: (u32, u32), random: (u64, u64),
         ) {
             let (first, second) = (SessionId::new(a, numbers.0, random.0), SessionId::new(b, numbers.1, random.1));

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 pub enum Placement {
     /// The OSD and the store are two processes joined by the host–DPU channel.
     Dpu,
-    /// One process contains the OSD and the store, and the OSD calls the store directly. This is
-    /// the baseline.
+    /// One process contains the OSD and the store, and the OSD calls the store directly. Benchmarks
+    /// use this placement as the baseline.
     Host,
 }
 
@@ -65,7 +65,7 @@ impl fmt::Display for CodingOffload {
 /// State of an offload's circuit breaker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OffloadState {
-    /// The offload is not in use, because memory or a path to the device is missing.
+    /// The offload is not in use, because memory for it or a path to its device is missing.
     #[default]
     #[serde(rename = "not in use")]
     NotInUse,

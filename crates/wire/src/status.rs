@@ -1,11 +1,11 @@
-//! State of a node, as people and tools see it.
+//! Status of a node, for display to operators and for tools.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::{CodingMode, CodingOffload, OffloadState, Placement, Redundancy};
 
-/// A pool.
+/// Properties of a pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
     /// Number of the pool; never reused.
@@ -27,7 +27,7 @@ pub struct Space {
     pub total: u64,
     /// Free bytes of the data area.
     pub free: u64,
-    /// Bytes of staged data.
+    /// Bytes of stages: data on the drive that no transaction names yet.
     pub staged: u64,
     /// Number of free extents in the data area.
     pub free_extents: u64,
@@ -48,24 +48,24 @@ pub struct PoolHealth {
     pub groups: u32,
     /// Placement groups that are degraded: they work with fewer targets than they should have.
     pub degraded: u32,
-    /// Placement groups with too few targets to work, or not checked yet.
+    /// Placement groups that have too few targets to work, or that were not checked yet.
     pub unavailable: u32,
 }
 
-/// The running rebuild, and totals since the OSD started.
+/// Status of the running rebuild, and totals of all rebuilds since the OSD started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildStatus {
     /// The target that the rebuild writes to, if any.
     pub target: Option<Uuid>,
     /// The pool whose objects are being rebuilt.
     pub pool: Option<String>,
-    /// Objects rebuilt.
+    /// Number of objects rebuilt since the OSD started.
     pub objects: u64,
-    /// Bytes written.
+    /// Number of bytes that rebuilds wrote since the OSD started.
     pub bytes: u64,
     /// Maximum rate, in bytes per second; 0 for no limit.
     pub rate_limit: u64,
-    /// Reason of the last restart of a rebuild.
+    /// Reason why a rebuild last had to start again.
     pub last_failure: Option<String>,
 }
 
@@ -74,44 +74,44 @@ pub struct RebuildStatus {
 pub struct ScrubStatus {
     /// Whether the scrub is running.
     pub running: bool,
-    /// Number of placement groups to scrub; 0 if there never was a scrub.
+    /// Number of placement groups to scrub; 0 if the pool has not been scrubbed.
     pub groups: u32,
     /// Number of placement groups already scrubbed.
     pub groups_done: u32,
-    /// Objects scrubbed.
+    /// Number of objects scrubbed.
     pub objects: u64,
-    /// Bytes read from all fragments.
+    /// Number of bytes read, summed over all fragments.
     pub bytes: u64,
-    /// Fragments that were unreadable or wrong.
+    /// Number of fragments that were unreadable or had wrong content.
     pub damaged: u64,
-    /// Damaged fragments that were repaired.
+    /// Number of damaged fragments that were repaired.
     pub repaired: u64,
-    /// Objects whose fragments are readable but contradict each other.
+    /// Number of objects whose fragments are readable but contradict each other.
     pub inconsistent: u64,
-    /// Objects whose data differs in size from their record.
+    /// Number of objects whose data has a size that differs from the size in the object's record.
     pub wrong_size: u64,
-    /// Objects of the wrong size whose data was set to the recorded size.
+    /// Number of objects of wrong size whose data was extended to the size in the object's record.
     pub resized: u64,
     /// Reason why the scrub ended early, if it did.
     pub failure: Option<String>,
 }
 
-/// Whether placement groups with redundancy use a target.
+/// State of a target, which decides whether placement groups with redundancy use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TargetState {
     /// The target is used.
     Up,
-    /// The target has not answered in time, and is being probed. Only placement groups that cannot
-    /// work without the target wait for it.
+    /// The target did not answer in time, and is being probed. Placement groups that cannot work
+    /// without the target wait for it; all others continue without it.
     Slow,
-    /// The target has reported an I/O error, and is being probed.
+    /// The target reported an I/O error, and is being probed.
     Failing,
     /// The target has failed. It is used again after a remount, or when the operator requests it.
     Failed,
 }
 
-/// A target.
+/// Status of a target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetStatus {
     /// Id of the target.
@@ -120,7 +120,7 @@ pub struct TargetStatus {
     pub out: bool,
     /// Whether the target lacks changes that placement groups made without it.
     pub behind: bool,
-    /// Whether the target is used.
+    /// State of the target.
     pub state: TargetState,
     /// Reason why placement groups with redundancy do not use the target.
     pub failure: Option<String>,
@@ -143,7 +143,7 @@ pub struct PhaseTimes {
     pub host_ns: u64,
     /// Time in which data moved between DPU and host, in ns.
     pub dma_ns: u64,
-    /// Time in which a transfer waited to start, and neither the store worked nor data moved, in
+    /// Time in which a transfer waited to start while the store did no work and no data moved, in
     /// ns.
     pub dma_wait_ns: u64,
     /// Remaining time, in ns: network, messenger and the OSD's own work.
@@ -153,33 +153,34 @@ pub struct PhaseTimes {
 /// Times of requests since the OSD started, by kind of request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestTimes {
-    /// Changes of objects.
+    /// Times of requests that changed objects.
     pub write: PhaseTimes,
-    /// Reads of objects' data.
+    /// Times of requests that read data of objects.
     pub read: PhaseTimes,
-    /// All other requests.
+    /// Times of all other requests.
     pub other: PhaseTimes,
 }
 
 /// Health of the offload that moves data between OSD and store.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadStatus {
-    /// State of its circuit breaker.
+    /// State of the offload's circuit breaker.
     pub state: OffloadState,
     /// Number of failures.
     pub failures: u64,
     /// Number of probes that failed.
     pub failed_probes: u64,
-    /// Number of recoveries found by a probe.
+    /// Number of times that a probe succeeded after a failure.
     pub recoveries: u64,
-    /// Reason of the last failure, or why the offload is not in use.
+    /// Reason of the last failure, or the reason why the offload is not in use.
     pub last_failure: Option<String>,
     /// Bytes of memory in quarantine, because a late transfer may still access them.
     pub quarantined_bytes: u64,
-    /// Bytes that had already arrived when the offload failed, and were not sent again, during this
-    /// attachment to the store.
+    /// Number of bytes that had already arrived when the offload failed, and were not sent again.
+    /// Counted since the OSD attached to the store.
     pub kept_bytes: u64,
-    /// Bytes that went over the control socket instead, during this attachment to the store.
+    /// Number of bytes sent over the control socket in place of the offload. Counted since the OSD
+    /// attached to the store.
     pub fallback_bytes: u64,
     /// Faults that a test or operator has armed.
     pub faults: Vec<String>,
@@ -196,21 +197,21 @@ pub struct CodingStatus {
     pub emulated: bool,
     /// Whether the host's processor is busy. While it is busy, all coding tasks go to the offload.
     pub host_busy: bool,
-    /// Last measured utilization of the host's processor, in percent, without coding tasks and
-    /// without the emulation of the DPU.
+    /// Last measured utilization of the host's processor, in percent. It excludes coding tasks and
+    /// the emulation of the DPU.
     pub host_utilization_percent: u32,
-    /// Share of time in which some task waited for the host's processor, in percent. `None` if the
-    /// kernel does not report it.
+    /// Share of time in which at least one task of the operating system waited for the host's
+    /// processor, in percent. `None` if the kernel does not report this share.
     pub host_pressure_percent: Option<u32>,
-    /// Coding tasks that wait for a place.
+    /// Number of coding tasks that wait for a free coding place.
     pub queued: u64,
-    /// Data of the waiting tasks, in bytes.
+    /// Size of the data of the waiting coding tasks, in bytes.
     pub queued_bytes: u64,
-    /// Coding tasks refused because too many were waiting.
+    /// Number of coding tasks refused because too many were waiting.
     pub refused: u64,
-    /// Tasks sent to the host during the last second.
+    /// Number of coding tasks sent to the host during the last second.
     pub alpha: u64,
-    /// Tasks sent to the offload during the last second.
+    /// Number of coding tasks sent to the offload during the last second.
     pub beta: u64,
     /// State of the host as a coding place.
     pub host: CodingPlaceStatus,
@@ -218,7 +219,7 @@ pub struct CodingStatus {
     pub offload: CodingPlaceStatus,
 }
 
-/// State of a coding place. Counts start when the OSD starts.
+/// State of a coding place. Counts are since the start of the OSD.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingPlaceStatus {
     /// Number of tasks running at the place.
@@ -261,31 +262,33 @@ impl CodingSent {
 /// Health of a coding place.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingHealth {
-    /// State of its circuit breaker.
+    /// State of the place's circuit breaker.
     pub state: OffloadState,
     /// Number of failures.
     pub failures: u64,
     /// Number of probes that failed.
     pub failed_probes: u64,
-    /// Number of recoveries found by a probe.
+    /// Number of times that a probe succeeded after a failure.
     pub recoveries: u64,
     /// Reason of the last failure.
     pub last_failure: Option<String>,
 }
 
 /// Limits of the listener, and counts of refused and reclaimed connections since the OSD started.
-/// Each count names the scarce resource: `handshakes`, `sessions` (connections), `detached`
-/// (connections that wait for their clients) or `descriptors`.
+/// Each count has the name of the scarce resource: `handshakes`, `sessions` (connections),
+/// `detached` (connections that wait for their clients) or `descriptors` (open files).
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ConnectionStatus {
-    /// Most connections at a time. A low limit on open files reduces the configured number.
+    /// Maximum number of simultaneous connections. A low limit on open files reduces the configured
+    /// number.
     pub max_sessions: u64,
-    /// Most handshakes at a time.
+    /// Maximum number of simultaneous handshakes.
     pub max_handshakes: u64,
-    /// Handshakes and connections that lost their place to another client.
+    /// Number of handshakes and connections that were dropped in favour of another client, by
+    /// resource.
     pub reclaimed: Vec<(String, u64)>,
-    /// Connections refused for lack of a place. For `descriptors`, failed attempts to accept a
-    /// connection.
+    /// Number of connections refused because a limit was reached, by resource. For `descriptors`,
+    /// the number of failed attempts to accept a connection.
     pub refused: Vec<(String, u64)>,
 }
 
@@ -314,13 +317,14 @@ pub struct NodeStatus {
     pub targets: Vec<TargetStatus>,
     /// The pools.
     pub pools: Vec<PoolInfo>,
-    /// Transports other than TCP that clients can use: the kind and the OSD's address.
+    /// Transports other than TCP that clients can use. Each entry is the kind of the transport and
+    /// the OSD's address.
     pub paths: Vec<(String, String)>,
     /// Number of connected sessions.
     pub sessions: u32,
     /// Number of connected sessions that use one-sided transfers (RDMA) for bulk data now.
     pub sessions_one_sided: u32,
-    /// Limits on connections, and counts of refused and reclaimed ones.
+    /// Limits on connections, and counts of refused and reclaimed connections.
     pub connections: ConnectionStatus,
     /// Number of requests in progress.
     pub requests: u32,
@@ -328,7 +332,7 @@ pub struct NodeStatus {
     pub offload: Option<OffloadStatus>,
     /// State of parity computation.
     pub coding: CodingStatus,
-    /// Bytes of staging memory: total, now free, and the minimum ever free.
+    /// Bytes of staging memory: total, free now, and lowest number ever free.
     pub staging: [u64; 3],
     /// Times of requests, by kind and phase.
     pub times: RequestTimes,

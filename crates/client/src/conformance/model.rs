@@ -1,4 +1,4 @@
-//! Random operations on an engine and on the reference model.
+//! Compares an engine with the reference model under random operations.
 
 use std::sync::Arc;
 
@@ -13,10 +13,11 @@ use crate::{Client, Compound, Error, Object, Options, Pool};
 
 /// Number of random compounds.
 const STEPS: u64 = 300;
-/// Most bytes of an operation whose data may be embedded in the request.
+/// Maximum size of an operation's data that may be embedded in the request, in bytes.
 const SMALL: usize = 20_000;
 
-/// Commits the same random compounds on both sides, and compares results, refusals and objects.
+/// Commits the same random compounds to the engine and to the model. Compares results, errors and
+/// objects.
 pub(super) async fn random_operations_agree_with_the_model(pool: &Pool, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let model = Client::over(Arc::new(MemEngine::new()), Options::default());
@@ -34,10 +35,10 @@ pub(super) async fn random_operations_agree_with_the_model(pool: &Pool, seed: u6
         let (found, wanted) = (look(&real).await, look(&expected).await);
         assert!(found == wanted, "seed {seed}, step {step}, {name}: {plan:?}");
     }
-    assert!(committed > STEPS / 3, "{committed} of {STEPS} compounds were committed");
+    assert!(committed > STEPS / 3, "only {committed} of {STEPS} compounds were committed");
 }
 
-/// Everything that can be seen of an object but its version, or why nothing can be seen.
+/// All visible properties of an object, except its version.
 #[derive(Debug, PartialEq)]
 struct Look {
     data: Bytes,
@@ -50,11 +51,11 @@ async fn look(object: &Object) -> Result<Look, String> {
     let described = object.describe().await.map_err(|e| kind(&e))?;
     let data = object.get().await.map_err(|e| kind(&e))?;
     let page = object.omap_range("", None, 100).await.map_err(|e| kind(&e))?;
-    assert!(!page.more, "few entries fit into one page");
+    assert!(!page.more, "all entries must fit into one page");
     Ok(Look { data, size: described.stat.size, xattrs: described.xattrs, omap: page.entries })
 }
 
-/// The kind of a refusal: the name of its variant.
+/// Returns the kind of an error: the name of its variant.
 fn kind(e: &Error) -> String {
     let text = match e {
         Error::Node(e) => format!("{e:?}"),
@@ -97,7 +98,8 @@ struct Plan {
     salt: u64,
 }
 
-/// Sizes and offsets near the edges of blocks and of data that travels inside messages.
+/// Returns a random size or offset of at most `most`. Many are near block boundaries or near the
+/// maximum size of inline data.
 fn size(rng: &mut StdRng, most: usize) -> usize {
     let base = [0, 1, 4096, 8192, 16_384, 65_536, 150_000][rng.random_range(0..7)];
     let jitter = if rng.random_bool(0.5) { 0 } else { rng.random_range(0..5000) };
@@ -109,7 +111,7 @@ impl Plan {
         let conditions = if rng.random_bool(0.25) { rng.random_range(1..3) } else { 0 };
         let conditions = (0..conditions).map(|_| PlannedCondition::random(rng)).collect();
         let count = if rng.random_bool(0.6) { 1 } else { rng.random_range(2..5) };
-        // One operation may have much data.
+        // Only one operation may have more data than a request can embed.
         let large = rng.random_range(0..count);
         let ops = (0..count).map(|i| PlannedOp::random(rng, if i == large { 200_000 } else { SMALL }));
         Plan { conditions, ops: ops.collect(), salt }

@@ -1,25 +1,26 @@
-//! What an engine offers beyond `docs/semantics.md`.
+//! Features of engines that go beyond the promises of `docs/semantics.md`.
 
 use std::fmt;
 
-/// A named capability. A front end that needs one refuses to open on an engine without it.
+/// A named feature that not every engine has. A front end that needs a capability refuses an engine
+/// that lacks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Capability {
-    /// After a session was fenced, none of its requests takes effect any more.
+    /// A session can be fenced. After that, none of the session's requests takes effect.
     Fence,
-    /// A placement key puts several objects into the same placement group.
+    /// Objects with the same placement key are stored in the same placement group.
     SameGroup,
-    /// The first write of an absent object copies the object from the first of a list of older
-    /// objects that exists, in the same step.
+    /// The first write to an object that does not exist also copies an older object, in one atomic
+    /// step. It copies the first object of a given list that exists.
     Inherit,
 }
 
 impl Capability {
-    /// All capabilities that have a name.
+    /// All capabilities.
     pub const ALL: [Capability; 3] = [Capability::Fence, Capability::SameGroup, Capability::Inherit];
 
-    /// The capability's name, as configuration and messages write it.
+    /// Returns the name of the capability in configuration and messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -44,19 +45,20 @@ impl Capabilities {
     /// The empty set.
     pub const NONE: Capabilities = Capabilities(0);
 
-    /// The set with `capability` added.
+    /// Returns the set with `capability` added.
     #[must_use]
     pub const fn with(self, capability: Capability) -> Capabilities {
         Capabilities(self.0 | 1 << capability as u32)
     }
 
-    /// Whether the set contains `capability`.
+    /// Returns whether the set contains `capability`.
     #[must_use]
     pub const fn has(self, capability: Capability) -> bool {
         self.0 & 1 << capability as u32 != 0
     }
 
-    /// The first of `needed` that the set lacks.
+    /// Returns the first capability of `needed` that the set lacks. Returns `None` if the set
+    /// contains all of them.
     #[must_use]
     pub fn missing(self, needed: &[Capability]) -> Option<Capability> {
         needed.iter().copied().find(|capability| !self.has(*capability))
@@ -68,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_has_what_was_added_and_names_what_it_lacks() {
+    fn a_set_contains_what_was_added_and_names_what_is_missing() {
         let set = Capabilities::NONE.with(Capability::Fence).with(Capability::Inherit);
         assert!(set.has(Capability::Fence) && set.has(Capability::Inherit));
         assert!(!set.has(Capability::SameGroup));
@@ -78,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn every_capability_has_a_name_of_its_own() {
+    fn every_capability_has_a_unique_name() {
         let names: std::collections::BTreeSet<_> = Capability::ALL.iter().map(|c| c.name()).collect();
         assert_eq!(names.len(), Capability::ALL.len());
     }

@@ -15,45 +15,45 @@ use wire::{
 use super::{BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, ReadReply, ReadRequest};
 use crate::{Error, Result};
 
-/// How often attempts meet a fault: probabilities from 0 to 1.
+/// Probability of each kind of fault in an attempt, from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct FaultRates {
-    /// The attempt is refused with an error that passes, before the engine gets it.
+    /// The attempt fails with a transient error before it reaches the engine.
     pub refuse: f64,
-    /// The engine carries the attempt out, and its answer is lost: the caller gets an error that
-    /// passes.
+    /// The engine executes the attempt, but its answer is lost: the caller gets a transient error.
     pub lose_answer: f64,
-    /// The engine carries the attempt out, and the caller gets
-    /// [`OutcomeUnknown`](Error::OutcomeUnknown), which is final. Only changes meet this fault.
+    /// The engine executes the attempt, but the caller gets
+    /// [`OutcomeUnknown`](Error::OutcomeUnknown), which is not transient. Only changes have this
+    /// fault.
     pub unknown: f64,
-    /// The attempt is delayed, before or after the engine carries it out.
+    /// The attempt is delayed, before or after the engine executes it.
     pub delay: f64,
-    /// Longest delay.
+    /// Maximum delay.
     pub delay_max: Duration,
 }
 
-/// Number of faults that attempts have met.
+/// Number of injected faults, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FaultCounts {
-    /// See [`FaultRates::refuse`].
+    /// Number of faults of the kind [`FaultRates::refuse`].
     pub refused: u64,
-    /// See [`FaultRates::lose_answer`].
+    /// Number of faults of the kind [`FaultRates::lose_answer`].
     pub answers_lost: u64,
-    /// See [`FaultRates::unknown`].
+    /// Number of faults of the kind [`FaultRates::unknown`].
     pub unknown: u64,
-    /// See [`FaultRates::delay`].
+    /// Number of faults of the kind [`FaultRates::delay`].
     pub delayed: u64,
 }
 
-/// Wraps an engine and injects faults into its attempts, from a seed. Administration meets no
-/// faults.
+/// Wraps an engine and injects random faults into attempts, from a seed. Administrative requests
+/// have no faults.
 pub struct FaultyEngine {
     inner: Arc<dyn Engine>,
     faults: FaultSource,
 }
 
 impl FaultyEngine {
-    /// Wraps `inner`. The same seed and the same order of attempts give the same faults.
+    /// Wraps `inner`. The same seed and the same order of attempts cause the same faults.
     #[must_use]
     pub fn new(inner: Arc<dyn Engine>, rates: FaultRates, seed: u64) -> FaultyEngine {
         let rng = Mutex::new(StdRng::seed_from_u64(seed));
@@ -68,7 +68,7 @@ impl FaultyEngine {
         FaultyEngine { inner, faults }
     }
 
-    /// The faults so far.
+    /// Returns the number of faults injected so far.
     #[must_use]
     pub fn counts(&self) -> FaultCounts {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -143,7 +143,7 @@ struct FaultSource {
     delayed: AtomicU64,
 }
 
-/// What happens to one attempt.
+/// Faults of one attempt.
 struct AttemptFate {
     before: Duration,
     after: Duration,
@@ -153,7 +153,7 @@ struct AttemptFate {
 }
 
 impl FaultSource {
-    /// Draws the fate of one attempt. Every attempt draws as many numbers.
+    /// Chooses the faults of one attempt. Every attempt uses the same number of random numbers.
     fn fate(&self) -> AttemptFate {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
         let mut meets = |rate: f64| rng.random_bool(rate.clamp(0.0, 1.0));
@@ -176,7 +176,7 @@ impl FaultSource {
 
 struct FaultyCall<'a, T> {
     call: BoxCall<'a, T>,
-    /// The call changes an object.
+    /// Whether the call changes an object.
     changes: bool,
     faults: &'a FaultSource,
 }
@@ -195,11 +195,11 @@ impl<T: Send> Call<T> for FaultyCall<'_, T> {
             faults.pause(fate.after).await;
             if fate.unknown && self.changes {
                 faults.unknown.fetch_add(1, Ordering::Relaxed);
-                return Err(Error::OutcomeUnknown(Box::new(injected("forgotten"))));
+                return Err(Error::OutcomeUnknown(Box::new(injected("executed, but its outcome was lost"))));
             }
             if fate.lose {
                 faults.lost.fetch_add(1, Ordering::Relaxed);
-                return Err(injected("answered, and the answer was lost"));
+                return Err(injected("executed, but the answer was lost"));
             }
             outcome
         })

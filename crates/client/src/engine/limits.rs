@@ -1,27 +1,27 @@
-//! Largest requests of an engine.
+//! Limits on the requests to an engine.
 
 use wire::limits;
 
-/// Largest requests that an engine takes. Larger ones are refused with a typed error; splitting
-/// them is the caller's work.
+/// Limits on the requests to an engine. The engine refuses larger requests with a typed error; the
+/// caller must split them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EngineLimits {
-    /// Largest object that is not striped, and largest part of a striped object, in bytes.
+    /// Maximum size of an object that is not striped, and of a part of a striped object, in bytes.
     pub object_bytes_max: u64,
-    /// Most parts of a striped object.
+    /// Maximum number of parts of a striped object.
     pub parts_max: u32,
-    /// Largest append that is one atomic step, in bytes.
+    /// Maximum size of an append that is one atomic step, in bytes.
     pub append_bytes_max: u64,
-    /// Most conditions, and most operations, of one change or query.
+    /// Maximum number of conditions, and of operations, in one change or query.
     pub operations_max: usize,
-    /// Largest xattr value, in bytes.
+    /// Maximum size of an xattr's value, in bytes.
     pub xattr_bytes_max: usize,
-    /// Longest omap key, in bytes.
+    /// Maximum length of an omap key, in bytes.
     pub omap_key_bytes_max: usize,
-    /// Largest omap value, in bytes.
+    /// Maximum size of an omap value, in bytes.
     pub omap_value_bytes_max: usize,
-    /// Most entries of a page of names or omap entries.
+    /// Maximum number of entries in a page of names or omap entries.
     pub page_entries_max: u32,
 }
 

@@ -1,7 +1,7 @@
 //! The reference model: an engine that keeps everything in memory.
 //!
-//! [`Model`] is a naive reading of `docs/semantics.md`: a change clones the object, applies its
-//! operations one after the other, and replaces the object if all of them succeed.
+//! [`Model`] implements `docs/semantics.md` in the simplest way: a change clones the object,
+//! applies its operations one after the other, and replaces the object if all of them succeed.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,13 +26,13 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// Largest total of an object's xattr names and values, in bytes.
+/// Maximum total size of an object's xattr names and values, in bytes.
 const XATTRS_MAX: usize = 64 << 10;
 
 /// An engine that keeps everything in memory: the reference model for tests.
 ///
-/// It serves one request at a time and never fails. Nothing is durable, except that an engine over a
-/// file ([`MemEngine::open`]) writes its content to the file when it is closed or dropped.
+/// It serves one request at a time and never fails. Its content is not durable. Only an engine with
+/// a file ([`MemEngine::open`]) writes its content to the file, when it is closed or dropped.
 #[derive(Debug)]
 pub struct MemEngine {
     model: Mutex<Model>,
@@ -46,17 +46,18 @@ impl Default for MemEngine {
 }
 
 impl MemEngine {
-    /// An engine without pools.
+    /// Creates an engine without pools.
     #[must_use]
     pub fn new() -> MemEngine {
         MemEngine { model: Mutex::default(), file: None }
     }
 
-    /// Opens an engine with the content of a file, which is created if it does not exist. Waits while
-    /// another engine has the file open.
+    /// Opens an engine with the content of a file. Creates the file if it does not exist. Waits
+    /// while another engine has the file open.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be opened, or is not the file of such an engine.
+    /// [`Error::Io`] if the file cannot be opened, or does not contain the content of a memory
+    /// engine.
     pub fn open(path: impl AsRef<Path>) -> Result<MemEngine> {
         let mut options = File::options();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path)?;
@@ -67,14 +68,16 @@ impl MemEngine {
             Model::default()
         } else {
             postcard::from_bytes(&bytes).map_err(|e| {
-                std::io::Error::other(format!("the file does not hold the content of a memory engine: {e}"))
+                std::io::Error::other(format!(
+                    "the file does not contain the content of a memory engine: {e}"
+                ))
             })?
         };
         Ok(MemEngine { model: Mutex::new(model), file: Some(Mutex::new(file)) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Model> {
-        // A panic within a change leaves the object as it was before.
+        // A change that panics leaves the object unchanged.
         self.model.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -145,7 +148,7 @@ impl Engine for MemEngine {
     }
 }
 
-/// A change that takes effect at the first attempt; later attempts repeat its result.
+/// A change that takes effect once. Attempts after that return the same result.
 struct ModelChange<'a> {
     engine: &'a MemEngine,
     request: ChangeRequest,
@@ -173,7 +176,7 @@ impl Call<Mutated> for ModelChange<'_> {
     }
 }
 
-/// A request that changes no object.
+/// A read, query, listing or administrative request.
 struct Ask<'a, R, T> {
     engine: &'a MemEngine,
     request: R,
@@ -187,14 +190,14 @@ impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
     }
 }
 
-/// Everything that the engine knows.
+/// Content of the engine.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Model {
     pools: BTreeMap<String, ModelPool>,
     pools_made: u32,
-    /// The last version that a change has got.
+    /// Version of the last change.
     version: u64,
-    /// The number of the last upload.
+    /// Number of the last upload.
     uploads: u64,
 }
 
@@ -229,13 +232,13 @@ struct ModelObject {
 }
 
 impl ModelObject {
-    /// The size that users see, in bytes.
+    /// Returns the size that users see, in bytes.
     fn size(&self) -> u64 {
         self.manifest.map_or(self.data.len() as u64, |manifest| manifest.size)
     }
 }
 
-/// The object that a change is for, and the change's payload.
+/// The object to change, and the payload of the change.
 struct Step<'a> {
     name: &'a ObjectName,
     key: ModelKey,
@@ -271,7 +274,7 @@ impl Model {
             }
             None => pool.objects.remove(&step.key),
         };
-        // Parts that no head names any more are removed.
+        // Remove the parts that the head object no longer refers to.
         let named = pool.objects.get(&step.key).and_then(|object| object.manifest);
         if let Some(old) = old.and_then(|object| object.manifest).filter(|old| Some(*old) != named) {
             let (namespace, object) = (&step.key.namespace, &step.key.object);
@@ -321,7 +324,8 @@ impl Model {
         let after: Option<ModelKey> = match &list.cursor[..] {
             [] => None,
             cursor => {
-                let wrong = |_| E::BadRequest("the cursor is not one of this engine".into());
+                let wrong =
+                    |_| E::BadRequest("the cursor does not come from a listing of this engine".into());
                 Some(postcard::from_bytes(cursor).map_err(wrong)?)
             }
         };
@@ -363,7 +367,7 @@ impl Model {
                 Ok(AdminReply::Done)
             }
             other => Err(Error::Unsupported(format!(
-                "the memory engine manages pools only, and knows no {other:?}; ask a node"
+                "the memory engine manages only pools and cannot execute {other:?}; send it to a node"
             ))),
         }
     }
@@ -406,7 +410,9 @@ fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions:
                 }
                 None => false,
             },
-            other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+            other => {
+                return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into());
+            }
         };
         if !holds {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
@@ -416,7 +422,7 @@ fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions:
     Ok(())
 }
 
-/// Applies one operation to an object, which may not exist before it or after it.
+/// Applies one operation to an object. `object` is `None` while the object does not exist.
 fn apply(
     object: &mut Option<ModelObject>,
     step: &Step<'_>,
@@ -487,12 +493,12 @@ fn apply(
             object.data.clear();
             object.manifest = Some(*manifest);
         }
-        other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+        other => return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into()),
     }
     Ok(())
 }
 
-/// Writing nothing does not extend the data.
+/// Writes bytes at an offset. An empty write does not extend the data.
 fn write(data: &mut Vec<u8>, offset: u64, bytes: &[u8]) -> Result<()> {
     let end = checked(offset, bytes.len() as u64)?;
     if !bytes.is_empty() {
@@ -502,7 +508,7 @@ fn write(data: &mut Vec<u8>, offset: u64, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// The end of a range, if an object can be that large.
+/// Returns the end of a range. Fails if the end exceeds the maximum size of an object.
 fn checked(offset: u64, len: u64) -> Result<usize> {
     let limit = EngineLimits::PROTOCOL.object_bytes_max;
     match offset.checked_add(len) {
@@ -535,11 +541,11 @@ fn answer(object: &ModelObject, op: &QueryOp) -> Result<QueryAnswer> {
             let entries = found.by_ref().take(*limit as usize).map(pair).collect();
             QueryAnswer::Omap { entries, more: found.next().is_some() }
         }
-        other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+        other => return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into()),
     })
 }
 
-#[expect(clippy::disallowed_methods, reason = "users compare it with other clocks")]
+#[expect(clippy::disallowed_methods, reason = "users compare the time of a change with other clocks")]
 fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }

@@ -1,17 +1,17 @@
-//! The engine seam: the only way from a front end to storage.
+//! The [`Engine`] trait: the only way from a front end to storage.
 //!
-//! An [`Engine`] changes, reads, queries and lists single objects. Striping, compounds and the
-//! retry policy sit above it, in the rest of this crate, and use only what `docs/semantics.md`
-//! promises. Capabilities beyond these promises have names ([`Capability`]): a front end asks for the
-//! capabilities that it needs and refuses to open without them.
+//! An [`Engine`] changes, reads, queries and lists single objects. The rest of this crate builds
+//! striping, compounds and the retry policy on this trait, and relies only on the promises of
+//! `docs/semantics.md`. Features beyond these promises have names ([`Capability`]). A front end
+//! checks that the engine has the capabilities that it needs, and otherwise refuses the engine.
 //!
-//! | engine | what it is |
+//! | engine | description |
 //! |---|---|
 //! | [`NativeEngine`] | a session with an Outboard node |
 //! | [`MemEngine`] | the reference model: everything in memory, no concurrency, no failures |
 //! | [`FaultyEngine`] | wraps another engine; injects errors, delays and lost answers from a seed |
 //!
-//! The suite in [`conformance`](crate::conformance) runs on every engine.
+//! Every engine must pass the suite in [`conformance`](crate::conformance).
 
 mod capability;
 mod faulty;
@@ -40,52 +40,53 @@ pub use source::Source;
 
 /// Storage of objects, as front ends see it.
 ///
-/// Every method takes a request in and returns a [`Call`]; nothing is sent before the first
-/// [`attempt`](Call::attempt). `deadline` says when the caller stops waiting: an engine may give up
-/// then, and need not watch it. Any thread may call an engine.
+/// The methods for requests return a [`Call`]. Nothing is sent before the call's first
+/// [`attempt`](Call::attempt). The caller stops waiting at `deadline`. The engine may abandon a
+/// call at its deadline, but does not have to. Any thread may call an engine.
 pub trait Engine: std::fmt::Debug + Send + Sync {
-    /// Name of the engine, for messages: `native`, `mem`.
+    /// Returns the name of the engine for messages, such as `native` or `mem`.
     fn name(&self) -> &'static str;
 
     /// Changes one object: its conditions and operations take effect together or not at all.
     fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated>;
 
-    /// Reads a range of one object, from one version of it.
+    /// Reads a range of one object, all from the same version of the object.
     fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply>;
 
-    /// Answers questions about one object, all from one version of it.
+    /// Answers queries about one object, all from the same version of the object.
     fn query(&self, request: Query, deadline: Instant) -> BoxCall<'_, Vec<QueryAnswer>>;
 
     /// Lists a page of object names.
     fn list(&self, request: List, deadline: Instant) -> BoxCall<'_, Listed>;
 
-    /// Administers what stores the objects. Front ends do not use it; an engine may refuse any
-    /// request with [`Error::Unsupported`].
+    /// Executes an administrative request. Front ends do not use this method. An engine may refuse
+    /// any of these requests with [`Error::Unsupported`].
     fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply>;
 
-    /// Identifier for the parts of a new striped object. No other upload ever has the same one.
+    /// Returns an id for the parts of a new striped object. The id is unique among all uploads.
     ///
     /// # Errors
     /// [`Error::Closed`] if the engine is closed.
     fn next_upload(&self) -> Result<UploadId>;
 
-    /// Largest requests that the engine takes.
+    /// Returns the limits on requests.
     fn limits(&self) -> EngineLimits;
 
-    /// What the engine offers beyond `docs/semantics.md`.
+    /// Returns the engine's features beyond `docs/semantics.md`.
     fn capabilities(&self) -> Capabilities;
 
-    /// Ends the engine's work: calls under way fail with [`Error::Closed`]. Changes among them may
-    /// have taken effect. Takes at most two seconds.
+    /// Closes the engine, within two seconds. Calls in progress fail with [`Error::Closed`];
+    /// changes among them may have taken effect.
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 
-/// A request that an engine has taken in. Dropping it gives the request up; a change that was
+/// A request to an engine. Dropping the call abandons the request; a change that was already
 /// attempted may still take effect.
 pub trait Call<T>: Send {
-    /// Attempts the request and waits for the outcome. The caller may make another attempt of the
-    /// same call, and does so after an error that [passes](Error::is_transient). However many attempts
-    /// are made, a change takes effect at most once, and every attempt after that has its result.
+    /// Attempts the request and waits for the outcome. The caller may attempt the same call again,
+    /// and does so after a [transient](Error::is_transient) error. A change takes effect at most
+    /// once, for any number of attempts. Attempts after the change took effect return the result of
+    /// the change.
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>>;
 }
 

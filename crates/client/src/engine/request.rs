@@ -1,4 +1,4 @@
-//! Requests of the engine seam.
+//! Requests to an engine.
 
 use bytes::Bytes;
 use wire::{Condition, Data, Manifest, Mutate, Mutation, ObjectName, OpBytes, PartId};
@@ -11,9 +11,9 @@ use crate::Result;
 pub struct ChangeRequest {
     /// The object.
     pub name: ObjectName,
-    /// The part of it, if the object is striped.
+    /// Part of the object, if the object is striped.
     pub part: Option<PartId>,
-    /// What must hold before the change, for the change to be made.
+    /// Conditions that must all hold before the change.
     pub conditions: Vec<Condition>,
     /// The operations, in order. At most one of them has [`OpBytes::Payload`].
     pub ops: Vec<Mutation>,
@@ -22,7 +22,7 @@ pub struct ChangeRequest {
 }
 
 impl ChangeRequest {
-    /// Offset in the object, in bytes, at which the payload will lie; 0 for an append.
+    /// Returns the offset in the object at which the payload is written, in bytes; 0 for an append.
     pub(crate) fn payload_offset(&self) -> u64 {
         let user = self.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload)));
         match user {
@@ -31,11 +31,12 @@ impl ChangeRequest {
         }
     }
 
-    /// Takes the change out as the object protocol has it, without the payload's bytes. After an
-    /// error the request is as it was before.
+    /// Removes the conditions and operations from the request, and returns the change in the form
+    /// of the object protocol, without the payload's bytes. After an error, the request is
+    /// unchanged.
     ///
     /// # Errors
-    /// The first count or size that is beyond a limit, or a payload without its operation.
+    /// If a count or size exceeds its limit, or if no operation uses the payload.
     pub(crate) fn take_wire(&mut self) -> Result<Mutate> {
         let data = if self.payload.is_some() { Data::Inline } else { Data::None };
         let (conditions, ops) = (std::mem::take(&mut self.conditions), std::mem::take(&mut self.ops));
@@ -53,19 +54,20 @@ impl ChangeRequest {
 pub struct ReadRequest {
     /// The object.
     pub name: ObjectName,
-    /// The part of it, if the object is striped.
+    /// Part of the object, if the object is striped.
     pub part: Option<PartId>,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Most bytes wanted. The read ends at the object's end.
+    /// Maximum number of bytes to read. The read ends at the object's end.
     pub len: u64,
-    /// The read is refused with [`Changed`](wire::Error::Changed) unless the object has this version.
+    /// The read is refused with [`Changed`](wire::Error::Changed) unless the object has this
+    /// version.
     pub if_version: Option<u64>,
-    /// Where the data goes.
+    /// Destination of the data.
     pub sink: Sink,
 }
 
-/// What a read found.
+/// Result of a read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadReply {
     /// The object is not striped.
@@ -79,11 +81,11 @@ pub enum ReadReply {
         /// The bytes in order, for [`Sink::Bytes`]; otherwise empty.
         chunks: Vec<Bytes>,
     },
-    /// The object is striped: read its parts.
+    /// The object is striped. The caller must read its parts.
     Striped {
-        /// The version of the head.
+        /// Version of the head object.
         version: u64,
-        /// The parts.
+        /// Manifest that names the parts.
         manifest: Manifest,
     },
 }

@@ -1,4 +1,4 @@
-//! Where the data of a read goes.
+//! Destinations of the data of reads.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,22 +6,24 @@ use std::sync::Arc;
 use bytes::Bytes;
 use wire::BulkDescriptor;
 
-/// Where the data of a read goes.
+/// Destination of the data of a read.
 #[derive(Debug, Clone)]
 pub enum Sink {
-    /// Into the answer, as chunks that the engine allocates.
+    /// The answer contains the data, as chunks that the engine allocates.
     Bytes,
-    /// Into memory of the caller.
+    /// The engine writes the data to memory of the caller.
     Memory(Arc<dyn SinkMemory>),
-    /// Into memory that a bulk descriptor names: a gateway passes on the memory of an application.
-    /// No engine takes it today; all refuse it with [`Error::Unsupported`](crate::Error::Unsupported).
+    /// The data is written to memory that a bulk descriptor names. With it, a gateway can pass on
+    /// the memory of an application. All engines refuse this variant today, with
+    /// [`Error::Unsupported`](crate::Error::Unsupported).
     Descriptor(BulkDescriptor),
 }
 
-/// Memory of the caller that a read fills. Its length is that of the range that is read.
+/// Memory of the caller that a read fills. The memory is as long as the range to read.
 pub trait SinkMemory: fmt::Debug + Send + Sync {
-    /// Takes bytes `offset..offset + data.len()` of the range. Chunks come in any order, within the
-    /// range that was asked for; they do not overlap within an attempt. Every attempt of a read begins
-    /// anew, so later chunks replace earlier ones. Must not block: the thread of the network calls it.
+    /// Stores bytes `offset..offset + data.len()` of the range. Chunks arrive in any order, and lie
+    /// within the requested range. Chunks of one attempt do not overlap. A new attempt of the read
+    /// delivers the whole range again, so its chunks replace those of earlier attempts. This method
+    /// must not block, because the network thread calls it.
     fn put(&self, offset: u64, data: Bytes);
 }

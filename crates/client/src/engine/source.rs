@@ -1,4 +1,4 @@
-//! Bytes of a change.
+//! Sources of the data of changes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,31 +9,31 @@ use wire::BulkDescriptor;
 
 use crate::{Error, Result};
 
-/// Bytes of a change. Clones share them.
+/// Source of the data of a change. Clones share the bytes.
 #[derive(Debug, Clone)]
 pub enum Source {
     /// Bytes in one piece of memory.
     Bytes(Bytes),
-    /// Bytes in several pieces of memory, such as registered segments of a guest's memory
+    /// Bytes in several pieces of memory, such as registered segments of a virtual machine's memory
     /// ([`Bytes::from_owner`] keeps the registration alive).
     Segments(Vec<Bytes>),
-    /// Bytes `offset..offset + len` of a file, read when the engine needs them. The file must not
-    /// change meanwhile.
+    /// Bytes `offset..offset + len` of a file. The engine reads them when it needs them. The file
+    /// must not change before the change of the object is complete.
     File {
         /// The file.
         file: Arc<File>,
-        /// First byte.
+        /// Offset of the first byte.
         offset: u64,
         /// Number of bytes.
         len: u64,
     },
-    /// Memory that a bulk descriptor names: a gateway passes on the memory of an application.
-    /// No engine takes it today; all refuse it with [`Error::Unsupported`].
+    /// Memory that a bulk descriptor names. With it, a gateway can pass on the memory of an
+    /// application. All engines refuse this variant today, with [`Error::Unsupported`].
     Descriptor(BulkDescriptor),
 }
 
 impl Source {
-    /// Number of bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         match self {
@@ -44,13 +44,13 @@ impl Source {
         }
     }
 
-    /// Whether there are no bytes.
+    /// Returns whether the source has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes `start..end`, which must exist.
+    /// Returns the source of bytes `start..end`, which must exist.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a descriptor.
@@ -67,7 +67,7 @@ impl Source {
         })
     }
 
-    /// All bytes, in one piece of memory.
+    /// Returns all bytes, in contiguous memory.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Unsupported`] for a descriptor.
@@ -79,7 +79,7 @@ impl Source {
         }
     }
 
-    /// Bytes `at..at + len`, which must exist, in one piece of memory.
+    /// Returns bytes `at..at + len`, which must exist, in contiguous memory.
     pub(crate) async fn read(&self, at: u64, len: usize) -> std::io::Result<Bytes> {
         match self {
             Source::Bytes(bytes) => Ok(bytes.slice(at as usize..at as usize + len)),
@@ -97,9 +97,9 @@ impl Source {
     }
 }
 
-/// Why a descriptor is refused.
+/// Reason why bulk descriptors are refused.
 pub(crate) const NO_DESCRIPTORS: &str =
-    "data in memory that a bulk descriptor names cannot be passed on; give the bytes or the memory itself";
+    "bulk descriptors of an application's memory are not supported; pass the bytes or the memory itself";
 
 impl From<Bytes> for Source {
     fn from(bytes: Bytes) -> Source {
@@ -107,7 +107,7 @@ impl From<Bytes> for Source {
     }
 }
 
-/// Bytes `at..at + len` of segments, without a copy.
+/// Returns bytes `at..at + len` of segments, without a copy.
 fn cut_segments(segments: &[Bytes], mut at: usize, mut len: usize) -> Vec<Bytes> {
     let mut cut = Vec::new();
     for segment in segments {
@@ -125,7 +125,7 @@ fn cut_segments(segments: &[Bytes], mut at: usize, mut len: usize) -> Vec<Bytes>
     cut
 }
 
-/// Joins pieces; a single piece is not copied.
+/// Joins pieces into contiguous memory. A single piece is not copied.
 fn join(mut pieces: Vec<Bytes>) -> Bytes {
     if pieces.len() <= 1 {
         return pieces.pop().unwrap_or_default();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn segments_read_like_one_piece_of_memory() {
+    async fn segments_read_like_contiguous_memory() {
         let (whole, source) = (Bytes::from("abcdefg"), segments());
         assert_eq!(source.len(), 7);
         assert_eq!(source.load().await.unwrap(), whole);

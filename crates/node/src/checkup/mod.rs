@@ -40,14 +40,15 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
-/// Oldest kernel that is tested. It has all the io_uring features that Outboard uses.
+/// Oldest Linux version with which Outboard is tested. It has all io_uring features that Outboard
+/// uses.
 const OLDEST_KERNEL: (u32, u32) = (5, 15);
-/// Least memory, in bytes, that a store pins for registered buffers.
+/// Minimum limit of locked memory, in bytes. The store locks memory for registered buffers.
 const MEMLOCK_WANTED: u64 = 256 << 20;
-/// Huge pages for the memory that an osd and a store share at their default sizes, including
-/// emulated DPU memory.
+/// Number of 2 MiB huge pages for the memory that an osd and a store share, at the default sizes
+/// and including emulated DPU memory.
 const HUGE_PAGES_WANTED: u64 = 130;
-/// Descriptors that a node with many clients needs.
+/// Number of file descriptors that a node with many clients needs.
 const FILES_WANTED: u64 = 4096;
 
 /// Runs all checks. `dir` is the node's existing or future directory. `targets` are the configured
@@ -75,7 +76,7 @@ fn kernel() -> Finding {
         what: "kernel",
         grade: if old { Grade::Costs } else { Grade::Good },
         found: format!("Linux {release}"),
-        why: "drives are driven by io_uring, which older kernels have only in part",
+        why: "Outboard accesses drives with io_uring, which older kernels support only partly",
         remedy: old.then(|| format!("install Linux {major}.{minor} or newer")),
     }
 }
@@ -88,9 +89,9 @@ fn io_uring() -> Finding {
         what: "io_uring",
         grade: if result.is_ok() { Grade::Good } else { Grade::Prevents },
         found: result.as_ref().map_or_else(|e| format!("not available: {e}"), |_| "available".to_owned()),
-        why: "targets are read and written by io_uring",
+        why: "Outboard reads and writes targets with io_uring",
         remedy: result.is_err().then(|| match switch {
-            Some(_) => "allow it: sysctl kernel.io_uring_disabled=0".to_owned(),
+            Some(_) => "allow io_uring: sysctl kernel.io_uring_disabled=0".to_owned(),
             None => {
                 "allow the io_uring system calls (container runtimes block them in their seccomp profile)"
                     .to_owned()
@@ -117,11 +118,11 @@ fn memlock() -> Finding {
         what: "memory lock limit",
         grade: if enough { Grade::Good } else { Grade::Costs },
         found,
-        why: "buffers registered with io_uring cost about 10 µs of CPU per 2 MiB write, others about 110 µs",
+        why: "a write of 2 MiB costs about 10 µs of CPU time with registered buffers, and about 110 µs with others",
         remedy: (!enough).then(|| {
             let wanted = ByteSize(MEMLOCK_WANTED);
             format!(
-                "raise it to {wanted}: `ulimit -l {}`, LimitMEMLOCK= in a systemd unit, or limits.conf",
+                "raise the limit to {wanted}: `ulimit -l {}`, LimitMEMLOCK= in a systemd unit, or limits.conf",
                 MEMLOCK_WANTED >> 10
             )
         }),
@@ -137,18 +138,18 @@ fn huge_pages() -> Finding {
     let denied = shared.is_some_and(|modes| modes.contains("[deny]"));
     let good = free >= HUGE_PAGES_WANTED || (gathers && !denied);
     let others = match (gathers, denied) {
-        (true, false) => "ordinary memory can be gathered in others",
-        (true, true) => "shared memory is denied others",
-        (false, _) => "ordinary memory cannot be gathered in others (Linux 6.1 or newer can)",
+        (true, false) => "ordinary memory can be collapsed into huge pages",
+        (true, true) => "the kernel denies huge pages for shared memory",
+        (false, _) => "ordinary memory cannot be collapsed into huge pages (this needs Linux 6.1 or newer)",
     };
     Finding {
         what: "huge pages",
         grade: if good { Grade::Good } else { Grade::Costs },
-        found: format!("{free} of 2 MiB are set aside and free; {others}"),
-        why: "without them direct I/O costs about 25 µs of CPU more per MiB",
+        found: format!("{free} reserved pages of 2 MiB are free; {others}"),
+        why: "without huge pages, direct I/O costs about 25 µs more CPU time per MiB",
         remedy: (!good).then(|| {
             format!(
-                "set some aside: `sysctl vm.nr_hugepages={HUGE_PAGES_WANTED}`, or hugepages={HUGE_PAGES_WANTED} at boot"
+                "reserve huge pages: `sysctl vm.nr_hugepages={HUGE_PAGES_WANTED}`, or hugepages={HUGE_PAGES_WANTED} at boot"
             )
         }),
     }
@@ -163,11 +164,11 @@ fn open_files() -> Finding {
         what: "open files",
         grade: if enough { Grade::Good } else { Grade::Costs },
         found: format!(
-            "{} per process; a node raises that to the hard limit, {}",
+            "{} per process; a node raises this limit to the hard limit, {}",
             shown(limit.current),
             shown(limit.maximum)
         ),
-        why: "every client's connection takes a descriptor of the osd",
+        why: "the connection of each client uses a file descriptor of the osd",
         remedy: (!enough).then(|| {
             format!("raise the hard limit to {FILES_WANTED}: `ulimit -Hn {FILES_WANTED}`, or LimitNOFILE= in a systemd unit")
         }),
@@ -176,7 +177,7 @@ fn open_files() -> Finding {
 
 fn clock() -> Finding {
     let source = read("/sys/devices/system/clocksource/clocksource0/current_clocksource");
-    // These are read without a system call.
+    // Programs read these clock sources without a system call.
     let quick = matches!(
         source.as_deref(),
         Some("tsc" | "kvm-clock" | "arch_sys_counter" | "hyperv_clocksource_tsc_page")
@@ -227,8 +228,8 @@ fn file_system(dir: &Path) -> Option<Finding> {
             what: "free space",
             grade: if tight { Grade::Costs } else { Grade::Good },
             found: format!("{:.1} at {}", ByteSize(free), there.display()),
-            why: "a target's file is written in full when it is made",
-            remedy: tight.then(|| "make room, or name another place with --dir".to_owned()),
+            why: "the file of a target is written completely when it is created",
+            remedy: tight.then(|| "free some space, or choose another directory with --dir".to_owned()),
         });
     }
     None
@@ -244,7 +245,7 @@ fn direct_io(there: &Path) -> Finding {
             Ok(()) => format!("works at {}", there.display()),
             Err(e) => format!("fails at {} (device {kind}): {e}", there.display()),
         },
-        why: "targets are written past the page cache: O_DIRECT, in blocks of 4 KiB",
+        why: "targets are written with O_DIRECT, which bypasses the page cache, in blocks of 4 KiB",
         remedy: result.is_err().then(|| {
             "put the targets on block devices or on a file system with direct I/O (ext4, xfs, btrfs), writable by this user"
                 .to_owned()
@@ -258,14 +259,18 @@ fn try_direct_read(device: &Path) -> Result<(), String> {
     let file = rustix::fs::open(device, flags, Mode::empty()).map_err(|e| e.to_string())?;
     let mut buf = one_block()?;
     let read = rustix::io::pread(&file, &mut *buf, 0).map_err(|e| e.to_string())?;
-    if read == buf.len() { Ok(()) } else { Err(format!("a read of {} bytes read {read}", buf.len())) }
+    if read == buf.len() {
+        Ok(())
+    } else {
+        Err(format!("a read of {} bytes returned {read} bytes", buf.len()))
+    }
 }
 
 fn one_block() -> Result<ArenaBuf, String> {
     let arena = Arena::anonymous(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
     let pool = base::pool::BufferPool::new(arena, 0, base::block::BLOCK_SIZE);
     let buf = pool.try_alloc(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
-    buf.ok_or_else(|| "no buffer".to_owned())
+    buf.ok_or_else(|| "cannot allocate a buffer".to_owned())
 }
 
 fn try_direct_io(there: &Path) -> Result<(), String> {
@@ -278,7 +283,7 @@ fn try_direct_io(there: &Path) -> Result<(), String> {
         if written == buf.len() {
             Ok(())
         } else {
-            Err(format!("a write of {} bytes wrote {written}", buf.len()))
+            Err(format!("a write of {} bytes wrote only {written} bytes", buf.len()))
         }
     })();
     let _ = fs::remove_file(&path);
@@ -289,9 +294,9 @@ fn emulation() -> Finding {
     Finding {
         what: "DPU",
         grade: Grade::Good,
-        found: "placement dpu is emulated here: the osd process stands for the DPU, its dma-* threads for the DMA engine"
+        found: "placement dpu is emulated on this machine: the osd process acts as the DPU, its dma-* threads act as the DMA engine"
             .to_owned(),
-        why: "figures of CPU time book the emulated hardware apart",
+        why: "metrics of CPU time count the emulated hardware separately",
         remedy: None,
     }
 }
@@ -301,14 +306,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn direct_io_that_cannot_work_prevents_a_node() {
+    fn a_place_without_direct_io_is_graded_as_preventing_a_node() {
         let finding = direct_io(Path::new("/proc"));
         assert_eq!(finding.grade, Grade::Prevents, "{finding:?}");
         assert!(finding.remedy.is_some());
     }
 
     #[test]
-    fn direct_io_is_tried_where_the_targets_are() {
+    fn direct_io_is_checked_at_the_places_of_the_targets() {
         let dir = tempfile::tempdir().unwrap();
         let here = dir.path().to_owned();
         assert_eq!(places(&here.join("node"), &[]), vec![here.clone()]);
@@ -317,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_good_has_a_remedy_and_nothing_is_left_behind() {
+    fn every_problem_has_a_remedy_and_the_checks_leave_no_files() {
         let dir = tempfile::tempdir().unwrap();
         for finding in all(&dir.path().join("not/there/yet"), &[]) {
             assert!(finding.grade == Grade::Good || finding.remedy.is_some(), "{finding:?}");

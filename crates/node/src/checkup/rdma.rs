@@ -11,10 +11,10 @@ use super::{Finding, Grade};
 const DEVICES: &str = "/sys/class/infiniband";
 /// Directory in which the kernel lists network interfaces.
 const INTERFACES: &str = "/sys/class/net";
-/// Directory of the character devices that programs open.
+/// Directory of the character devices that programs open to use RDMA.
 const CHARACTER_DEVICES: &str = "/dev/infiniband";
 
-/// Least Ethernet MTU, in bytes, with which RoCE sends packets of 4096 bytes.
+/// Minimum Ethernet MTU, in bytes, with which RoCE sends packets of 4096 bytes.
 const MTU_WANTED: u32 = 4200;
 
 /// Runs all RDMA checks.
@@ -26,7 +26,7 @@ pub(super) fn all() -> Vec<Finding> {
             what: "RDMA device",
             grade: Grade::Good,
             found: "none; clients connect over TCP".to_owned(),
-            why: "with RDMA, data moves between client and osd without their CPUs",
+            why: "with RDMA, data moves between client and osd without using their CPUs",
             remedy: None,
         });
         return findings;
@@ -58,7 +58,7 @@ fn devices(root: &Path) -> Vec<PathBuf> {
     entries(root)
 }
 
-/// Checks the library and its capabilities.
+/// Checks that libfabric can be loaded, and lists its providers.
 fn library(has_devices: bool) -> Finding {
     let found = Library::load().map(|library| {
         let mut providers: Vec<String> = library
@@ -67,22 +67,22 @@ fn library(has_devices: bool) -> Finding {
         providers.sort();
         providers.dedup();
         let (major, minor) = library.version();
-        format!("{major}.{minor}; connected endpoints by: {}", providers.join(", "))
+        format!("{major}.{minor}; providers with connected endpoints: {}", providers.join(", "))
     });
     let missing = matches!(found, Err(FabricError::NotLoaded(_)));
     Finding {
         what: "libfabric",
         grade: if found.is_ok() || !has_devices { Grade::Good } else { Grade::Costs },
         found: found.as_ref().map_or_else(|e| format!("not used: {e}"), Clone::clone),
-        why: "RDMA is used through it; without it everything works over TCP",
+        why: "Outboard uses RDMA through libfabric; without libfabric, everything works over TCP",
         remedy: (found.is_err() && has_devices).then(|| match missing {
-            true => "install it (Debian: apt install libfabric1)".to_owned(),
+            true => "install libfabric (Debian: apt install libfabric1)".to_owned(),
             false => "start the program with FI_MR_CACHE_MAX_COUNT=0 in its environment".to_owned(),
         }),
     }
 }
 
-/// Checks whether this user may use the devices, and whether connections are possible.
+/// Checks whether this user may open the RDMA devices and the connection manager.
 fn access(root: &Path) -> Finding {
     let may_open = |path: &Path| fs::OpenOptions::new().read(true).write(true).open(path).is_ok();
     let verbs = entries(root).iter().any(|path| name(path).starts_with("uverbs") && may_open(path));
@@ -113,15 +113,15 @@ fn provider() -> Finding {
         let mut devices: Vec<String> = infos.iter().map(fabric::Info::domain_name).collect();
         devices.sort();
         devices.dedup();
-        format!("it finds {}", devices.join(", "))
+        format!("libfabric finds {}", devices.join(", "))
     });
     Finding {
         what: "verbs provider",
         grade: if found.is_ok() { Grade::Good } else { Grade::Costs },
-        found: described.unwrap_or_else(|e| format!("it finds nothing: {e}")),
-        why: "it is how libfabric reaches RoCE, InfiniBand and iWARP; it needs an IP address on the device's interface",
+        found: described.unwrap_or_else(|e| format!("libfabric finds no device: {e}")),
+        why: "libfabric uses this provider for RoCE, InfiniBand and iWARP; the device's interface needs an IP address",
         remedy: found.is_err().then(|| {
-            "install the devices' drivers for programs (Debian: apt install ibverbs-providers), and give their interfaces IP addresses"
+            "install the user-space drivers of the devices (Debian: apt install ibverbs-providers), and assign IP addresses to their interfaces"
                 .to_owned()
         }),
     }
@@ -156,7 +156,7 @@ fn state(port: &Path, label: &str, kind: &str, interface: Option<&str>) -> Findi
         what: "RDMA port",
         grade: if is_up { Grade::Good } else { Grade::Costs },
         found: format!("{label}: {kind}, {state}{rate}, {interface}"),
-        why: "a port that is not active carries nothing",
+        why: "a port that is not active transfers no data",
         remedy: (!is_up).then(|| format!("check the cable and the switch; `ip link set {interface} up`")),
     }
 }
@@ -171,7 +171,7 @@ fn addresses(port: &Path, label: &str, kind: &str, interface: Option<&str>) -> F
             Some((value, kind))
         })
         .collect();
-    // RoCE's second version is what goes through routers, and what rdma_cm takes an IP address for.
+    // Only RoCE version 2 works across routers, and rdma_cm uses this version for IP addresses.
     let good = match kind {
         "RoCE" => gids.iter().any(|(_, kind)| kind == "RoCE v2"),
         _ => !gids.is_empty(),
@@ -185,7 +185,7 @@ fn addresses(port: &Path, label: &str, kind: &str, interface: Option<&str>) -> F
             0 => format!("{label}: none"),
             count => format!("{label}: {count} GIDs: {}", listed.join(", ")),
         },
-        why: "peers are found by IP addresses, which become GIDs",
+        why: "programs address peers by IP address, and the device translates the address to a GID",
         remedy: (!good)
             .then(|| format!("give {interface} an IP address: `ip addr add ADDRESS/BITS dev {interface}`")),
     }
@@ -199,10 +199,10 @@ fn mtu(label: &str, kind: &str, interface: Option<&str>, interfaces: &Path) -> O
         what: "RDMA packet size",
         grade: if good { Grade::Good } else { Grade::Costs },
         found: format!("{label}: {interface} has an MTU of {mtu}"),
-        why: "RoCE cuts messages into packets of the largest power of two that fits, at most 4096 bytes",
+        why: "RoCE splits messages into packets; their size is the largest power of two that fits into the MTU, at most 4096 bytes",
         remedy: (!good).then(|| {
             format!(
-                "`ip link set {interface} mtu {MTU_WANTED}` or larger, on both ends and all switches between"
+                "set an MTU of at least {MTU_WANTED} on both ends and on all switches between them: `ip link set {interface} mtu {MTU_WANTED}`"
             )
         }),
     })
@@ -212,7 +212,7 @@ fn mtu(label: &str, kind: &str, interface: Option<&str>, interfaces: &Path) -> O
 mod tests {
     use super::*;
 
-    /// Creates a device as sysfs shows it.
+    /// Creates the files by which sysfs describes a device.
     fn device(root: &Path, node_type: &str, state: &str, gid: &str, gid_type: &str, mtu: &str) -> PathBuf {
         let device = root.join("infiniband/dev0");
         let files = [
@@ -237,7 +237,7 @@ mod tests {
     const NO_GID: &str = "0000:0000:0000:0000:0000:0000:0000:0000";
 
     #[test]
-    fn a_port_that_is_well_is_good_and_each_fault_has_its_remedy() {
+    fn a_healthy_rdma_port_is_good_and_each_fault_has_a_remedy() {
         let cases = [
             (("1: CA", "4: ACTIVE", GID, "RoCE v2", "4200"), [true, true, true]),
             (("1: CA", "1: DOWN", GID, "RoCE v2", "9000"), [false, true, true]),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_nobody_may_open_cost() {
+    fn rdma_devices_that_cannot_be_opened_are_graded_as_costs() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(access(root.path()).grade, Grade::Costs);
         fs::write(root.path().join("uverbs0"), "").unwrap();

@@ -1,4 +1,4 @@
-//! One request of the native engine: sent, perhaps sent again, answered or given up.
+//! [`NativeCall`]: one request of the native engine, with its attempts.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use super::pending::{Answer, Answered, Bulk, PendingRequest};
 use crate::engine::{Call, ChangeRequest, Source};
 use crate::{Error, Result};
 
-/// Removes the request from the link's table when its caller is done with it or gives up.
+/// A request's entry in the session's table of unanswered requests. Dropping it removes the request
+/// from the table.
 struct TableEntry<'a> {
     shared: &'a Shared,
     seq: u64,
@@ -26,13 +27,14 @@ impl Drop for TableEntry<'_> {
     }
 }
 
-/// How far a call is.
+/// Progress of a call.
 enum Progress<'a> {
-    /// The data of the change may have to be loaded first.
+    /// A change that was not attempted yet. Its data may have to be loaded first.
     Change(ChangeRequest),
-    /// Taken when the request enters the table. That fails only if the engine is closed.
+    /// A request that was not attempted yet. It is `None` after it could not enter the table
+    /// because the engine was closed.
     Ready(Option<(RequestBody, Bulk)>),
-    /// The link's table has the request.
+    /// The session's table contains the request.
     Entered(TableEntry<'a>),
 }
 
@@ -41,7 +43,7 @@ pub(crate) struct NativeCall<'a, T> {
     link: &'a ClientSession,
     progress: Progress<'a>,
     deadline: Instant,
-    /// Makes the result of an answer.
+    /// Converts an answer into the result of the call.
     finish: fn(Answer) -> Result<T>,
 }
 
@@ -100,7 +102,7 @@ impl<T: Send> Call<T> for NativeCall<'_, T> {
     }
 }
 
-/// Decides how the payload of a change travels.
+/// Decides how the payload of a change is sent: inside the message, or as bulk data.
 async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
     let offset = request.payload_offset();
     let bulk = match request.payload.clone() {
@@ -111,7 +113,8 @@ async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Res
         Some(Source::Descriptor(_)) => {
             return Err(Error::Unsupported(crate::engine::NO_DESCRIPTORS.into()));
         }
-        // A node with one-sided transfers fetches data by itself if it lies in one piece of memory.
+        // With one-sided transfers, the node itself reads the data. This requires that the data is
+        // contiguous in memory.
         Some(source) => {
             let source = if link.is_one_sided() { Source::Bytes(source.load().await?) } else { source };
             Bulk::Source(Arc::new(OfferedSource { source, offset }))

@@ -1,4 +1,4 @@
-//! Memory that a read offers to the node.
+//! The memory that a read offers to the node, and the chunks that arrive in it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,37 +9,38 @@ use messenger::BulkSink;
 
 use crate::engine::SinkMemory;
 
-/// Chunks of up to this length, in bytes, are copied. Larger ones are kept as they arrived.
+/// Chunks of up to this length, in bytes, are copied. Larger chunks are kept without a copy.
 const COPY_MAX_BYTES: usize = 16 << 10;
 
-/// The blocks that a read brings, and the bytes of them that the caller wants.
+/// The blocks that a read transfers, and the range of bytes in these blocks that the caller wants.
 #[derive(Debug, Clone)]
 pub(crate) struct BlockWindow {
-    /// Bytes between the start of the first block and the first byte wanted.
+    /// Number of bytes between the start of the first block and the first wanted byte.
     skip: u64,
-    /// Most bytes wanted.
+    /// Maximum number of wanted bytes.
     len: u64,
     /// Length of all blocks, in bytes.
     pub(crate) room: u64,
-    /// Where the wanted bytes go; `None`: into the answer.
+    /// Destination of the wanted bytes. With `None`, the answer contains them.
     memory: Option<Arc<dyn SinkMemory>>,
 }
 
 impl BlockWindow {
-    /// The window of bytes `offset..offset + len` of an object.
+    /// Creates the window for bytes `offset..offset + len` of an object.
     pub(crate) fn new(offset: u64, len: u64, memory: Option<Arc<dyn SinkMemory>>) -> BlockWindow {
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX);
         BlockWindow { skip: offset - start, len, room: end - start, memory }
     }
 
-    /// Number of wanted bytes among the first `sent` bytes of the blocks.
+    /// Returns the number of wanted bytes among the first `sent` bytes of the blocks.
     pub(crate) fn wanted(&self, sent: u64) -> u64 {
         sent.saturating_sub(self.skip).min(self.len)
     }
 
-    /// Delivers the wanted part of `data`, which are bytes `offset..` of the blocks: returns it, or
-    /// puts it into the caller's memory and returns nothing.
+    /// Delivers the wanted part of `data`, whose first byte is byte `offset` of the blocks. Writes
+    /// this part to the caller's memory and returns no bytes, or returns the part if the caller
+    /// gave no memory.
     pub(crate) fn deliver(&self, offset: u64, data: Bytes) -> Bytes {
         let end = offset + data.len() as u64;
         let first = offset.max(self.skip);
@@ -62,15 +63,16 @@ impl BlockWindow {
 #[derive(Debug)]
 struct ArrivedChunk {
     len: u64,
-    /// Its wanted bytes, unless they went to the caller's memory.
+    /// Wanted bytes of the chunk. Empty if they were written to the caller's memory.
     kept: Bytes,
 }
 
-/// Takes the chunks of one attempt of a read, and checks that they cover what was sent.
+/// Receives the chunks of one attempt of a read, and checks that all bytes arrived that the node
+/// sent.
 #[derive(Debug)]
 pub(crate) struct ChunkSink {
     window: BlockWindow,
-    /// By offset in the blocks, in bytes.
+    /// Chunks by their offset in the blocks, in bytes.
     chunks: Mutex<BTreeMap<u64, ArrivedChunk>>,
 }
 
@@ -79,7 +81,8 @@ impl ChunkSink {
         ChunkSink { window, chunks: Mutex::default() }
     }
 
-    /// The wanted bytes that were kept, in order, if exactly the first `sent` bytes arrived.
+    /// Returns the wanted bytes that were kept, in order. Returns `None` unless exactly the first
+    /// `sent` bytes arrived.
     pub(crate) fn take(&self, sent: u64) -> Option<Vec<Bytes>> {
         let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
         let mut at = 0;
@@ -97,7 +100,7 @@ impl ChunkSink {
 impl BulkSink for ChunkSink {
     #[expect(
         clippy::misnamed_getters,
-        reason = "the node fills whole blocks, of which the window wants a part"
+        reason = "the node fills whole blocks, but the window wants only a part of them"
     )]
     fn len(&self) -> u64 {
         self.window.room
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_may_come_in_any_order_but_never_overlap() {
+    fn a_sink_accepts_chunks_in_any_order_but_refuses_overlaps() {
         let sink = ChunkSink::new(BlockWindow { skip: 0, len: 100, room: 100, memory: None });
         assert!(sink.write(50, piece(50)));
         assert!(!sink.write(40, piece(20)), "overlaps from below");
@@ -159,10 +162,10 @@ mod tests {
     }
 
     #[test]
-    fn a_window_delivers_exactly_the_bytes_wanted() {
+    fn a_window_delivers_exactly_the_wanted_bytes() {
         let object = Bytes::from_static(b"0123456789");
         let payload = |from: usize, to: usize| Payload::compute(0, object.slice(from..to));
-        // Bytes 4098 to 4104 of an object, whose block 1 begins with `object`.
+        // The read wants bytes 4098 to 4104 of an object whose second block begins with `object`.
         for cuts in [&[0, 10][..], &[0, 1, 10], &[0, 2, 8, 10], &[0, 3, 5, 9, 10]] {
             let six = Arc::new(Six::default());
             for memory in [None, Some(Arc::clone(&six) as Arc<dyn SinkMemory>)] {

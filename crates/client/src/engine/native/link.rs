@@ -7,8 +7,8 @@
 //! A node may refuse to continue a session. Then the task opens a new session. It repeats requests
 //! that change nothing, and sends changes that were not sent before. Changes that were sent before
 //! fail with an unknown outcome, because only the old session had their results. If a node has too
-//! many sessions, the task tries again until the callers give up. When the last handle is dropped,
-//! the task tells the node to end the session, so that the node can discard its results.
+//! many sessions, the task keeps trying. When the last handle is dropped, the task tells the node
+//! to end the session, so that the node can discard its results.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -26,44 +26,46 @@ use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use super::pending::{Answered, PendingRequest};
 use crate::{Error, Options, Result};
 
-/// Longest pause between two attempts to reconnect.
+/// Maximum pause between two attempts to reconnect.
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// First pause between two attempts to connect. It doubles with each attempt.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
-/// Time limit for sending the end of a session. If the message is not sent, the node discards the
-/// session's results later.
+/// Time limit for telling the node that a session has ended. If the message cannot be sent, the
+/// node discards the session's results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// Without a request to send, a lost connection is made again only after that long: a node that gave up an idle session to
-/// serve another client would have to give up the next one. Shorter than nodes keep the uploads of clients that have gone.
+/// Pause before a lost connection is opened again while no request needs it. A node at its limit
+/// drops idle connections to serve other clients. If these clients reconnected at once, the node
+/// would have to drop other connections. The pause is shorter than the time for which nodes keep
+/// the uploads of disconnected clients.
 const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
 
-/// What callers and the background task share.
+/// State that callers and the background task share.
 pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
     endpoint: String,
     options: Options,
-    /// Told whenever a request leaves the table.
+    /// Notified when a request leaves the table.
     room: Notify,
-    /// Told when a request enters the table while there is no connection.
+    /// Notified when a request enters the table while the session has no connection.
     wanted: Notify,
     limits: OnceLock<Limits>,
     phase: watch::Sender<SessionState>,
     state: Mutex<State>,
 }
 
-/// How far the session is from its end.
+/// Whether the session is open, closing or closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionState {
     Open,
-    /// The background task is to end it.
+    /// The background task must end the session.
     Closing,
     /// The background task has ended.
     Closed,
 }
 
 struct State {
-    /// The connection that callers send on; `None` while there is none.
+    /// The connection on which callers send; `None` while the session has no connection.
     connection: Option<Arc<dyn Connection>>,
     /// Number of the current connection, counted from 1.
     number: u64,
@@ -74,8 +76,8 @@ struct State {
     closed: bool,
 }
 
-/// The session. Dropping it has the background task tell the node that the session is over, if the
-/// runtime lasts so long.
+/// The session. When it is dropped, the background task tells the node that the session has ended,
+/// unless the runtime ends first.
 pub(crate) struct ClientSession {
     pub(crate) shared: Arc<Shared>,
 }
@@ -86,7 +88,7 @@ impl Drop for ClientSession {
     }
 }
 
-/// Says that the background task has ended, also if its runtime has dropped it.
+/// Marks the session as closed when the background task ends, or when the runtime drops the task.
 struct Ending(Arc<Shared>);
 
 impl Drop for Ending {
@@ -118,52 +120,54 @@ impl ClientSession {
         Ok(ClientSession { shared })
     }
 
-    /// The session's id.
+    /// Returns the session's id.
     pub(crate) fn session(&self) -> Option<SessionId> {
         self.shared.lock().session
     }
 
-    /// A number that no other upload of this session has.
+    /// Returns a number for an upload that is unique within the session.
     pub(crate) fn next_upload(&self) -> u64 {
         let mut state = self.shared.lock();
         state.next_upload += 1;
         state.next_upload - 1
     }
 
-    /// Most data that should travel inside a message, in bytes.
+    /// Returns the maximum size of data that is sent inside a message, in bytes.
     pub(crate) fn inline_max(&self) -> u64 {
         let limit = self.shared.limits().map_or(0, |limits| limits.eager);
         self.shared.options.inline_max.min(limit) as u64
     }
 
-    /// Whether the node fetches data by itself, if that is in memory.
+    /// Returns whether the node itself reads data from the client's memory, by one-sided transfers.
     pub(crate) fn is_one_sided(&self) -> bool {
         self.shared.limits().is_some_and(|limits| limits.one_sided)
     }
 
-    /// Ends the session; returns once that was sent, or could not be sent in time.
+    /// Ends the session. Returns when the node was told, or after [`CLOSE_TIME`].
     pub(crate) async fn close(&self) {
         self.shared.begin_close();
         let mut phase = self.shared.phase.subscribe();
-        // The task may be on a runtime that does not run now.
+        // The task's runtime may not be running, so the wait needs a time limit.
         let _ =
             tokio::time::timeout(CLOSE_TIME, phase.wait_for(|phase| *phase == SessionState::Closed)).await;
     }
 }
 
 impl Shared {
-    /// What the connection takes, or the last one took if there is none now.
+    /// Returns the limits of the current connection. Without a connection, returns the limits of
+    /// the first connection.
     fn limits(&self) -> Option<Limits> {
         let now = self.lock().connection.as_ref().map(|connection| connection.limits());
         now.or_else(|| self.limits.get().copied())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock with the table half changed.
+        // No code panics while it holds the lock and has changed only a part of the table.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes no more requests, fails those under way, and has the background task end the session.
+    /// Refuses new requests, fails unanswered requests, and makes the background task end the
+    /// session.
     fn begin_close(&self) {
         let pending = {
             let mut state = self.lock();
@@ -182,12 +186,12 @@ impl Shared {
     }
 
     async fn close_wanted(&self) {
-        // The sender lives as long as `self` does.
+        // The wait cannot fail, because `self` owns the sender.
         let _ = self.phase.subscribe().wait_for(|phase| *phase != SessionState::Open).await;
     }
 
-    /// Tells the node that nothing of the session will be repeated, and closes the connection. One
-    /// message more, which travels with the close.
+    /// Tells the node that the session has ended and that none of its requests will be repeated.
+    /// Then closes the connection.
     async fn end_session(&self) {
         let (connection, seq) = {
             let mut state = self.lock();
@@ -199,16 +203,19 @@ impl Shared {
         let ended = async {
             let message = Message { header, payload: Default::default() };
             if let Err(e) = connection.send(message).await {
-                tracing::debug!(endpoint = self.endpoint, error = %e, "the session's end could not be sent");
+                tracing::debug!(endpoint = self.endpoint, error = %e, "could not tell the node that the session has ended");
             }
             connection.close().await;
         };
         if tokio::time::timeout(CLOSE_TIME, ended).await.is_err() {
-            tracing::debug!(endpoint = self.endpoint, "the session's end could not be sent in time");
+            tracing::debug!(
+                endpoint = self.endpoint,
+                "could not tell the node in time that the session has ended"
+            );
         }
     }
 
-    /// Gives a request its number, waiting while the oldest unanswered one is too far behind.
+    /// Adds a request to the table and returns its number. Waits while the request window is full.
     pub(crate) async fn enter(&self, pending: PendingRequest) -> Result<u64> {
         loop {
             let room = self.room.notified();
@@ -232,7 +239,8 @@ impl Shared {
         }
     }
 
-    /// Sends a request of the table, or leaves that to the background task if there is no connection now.
+    /// Sends a request of the table. Without a connection, the background task sends the request
+    /// later.
     pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Answered>) -> Result<()> {
         let (connection, message, repeats_change) = {
             let mut state = self.lock();
@@ -251,29 +259,30 @@ impl Shared {
             Err(e) => Err(e),
         };
         match sent {
-            // The background task learns of it too, and repeats the request on the next connection.
+            // The background task detects the loss too, and sends the request again on the next
+            // connection.
             Err(Error::Network(MessengerError::SessionLost(_))) => Ok(()),
             Err(e @ Error::Network(_)) if repeats_change => Err(e.of_unknown_outcome()),
             sent => sent,
         }
     }
 
-    /// Takes a request out of the table.
+    /// Removes a request from the table.
     pub(crate) fn forget(&self, seq: u64) {
         let pending = self.lock().pending.remove(&seq);
         self.room.notify_waiters();
         drop(pending);
     }
 
-    /// The first connection. A node that has too many sessions is asked again until the time to
-    /// connect is over.
+    /// Opens the first connection. While the node has too many sessions, tries again until the
+    /// connect timeout.
     async fn connect_while_busy(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let mut pause = RECONNECT_PAUSE;
         loop {
             match self.connect().await {
                 Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
-                    tracing::debug!(endpoint = self.endpoint, error = %e, "the node takes no session yet");
+                    tracing::debug!(endpoint = self.endpoint, error = %e, "the node does not accept the session yet; trying again");
                 }
                 outcome => return outcome,
             }
@@ -282,7 +291,7 @@ impl Shared {
         }
     }
 
-    /// One connection with the session opened on it.
+    /// Connects, and opens or resumes the session on the connection.
     async fn connect(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
         let timeout = self.options.connect_timeout;
         let options = ConnectOptions { tenant: self.options.name.clone(), features: 0, timeout };
@@ -308,7 +317,7 @@ impl Shared {
                             self.lock().session = Some(session);
                             Ok(())
                         }
-                        other => Err(Error::Protocol(format!("{other:?} instead of an open session"))),
+                        other => Err(Error::Protocol(format!("expected an open session, got {other:?}"))),
                     };
                 }
                 ConnectionEvent::Lost(e) => return Err(e.into()),
@@ -317,12 +326,13 @@ impl Shared {
         }
     }
 
-    /// Hands an answer to whoever waits for it; `false` if it says that the connection is of no use.
+    /// Passes an answer to the caller that waits for it. Returns `false` if the answer says that
+    /// the connection has no session.
     fn take_answer(&self, message: Message) -> bool {
         let reply = match decode(&message) {
             Ok(reply) => reply,
             Err(e) => {
-                tracing::warn!(error = %e, "an answer is dropped");
+                tracing::warn!(error = %e, "dropped an answer that cannot be decoded");
                 return true;
             }
         };
@@ -334,7 +344,8 @@ impl Shared {
         let Some(done) = pending.done.take() else { return true };
         let region = pending.region.take();
         drop(state);
-        // The node is done with the memory that was offered; others need not wait while it is closed.
+        // The node no longer needs the offered memory. The offer is closed without the lock, so
+        // that other callers do not wait.
         if let Some(region) = region {
             region.finish();
         }
@@ -345,12 +356,12 @@ impl Shared {
             Err(e) => Err(pending.refused(e)),
         };
         drop(state);
-        // Whoever no longer waits needs no answer.
+        // The caller may have been cancelled; ignore the error.
         drop(done.send(outcome));
         true
     }
 
-    /// Sends everything unanswered on a new connection, then lets the callers use it.
+    /// Sends all unanswered requests on a new connection, then lets callers use the connection.
     async fn resend(&self, connection: Arc<dyn Connection>) {
         loop {
             let message = {
@@ -380,7 +391,7 @@ impl Shared {
     /// Waits until there is a request that needs a connection, or for [`IDLE_RECONNECT_PAUSE`].
     async fn wait_for_need(&self) {
         if self.lock().pending.is_empty() {
-            // Either is a reason to connect.
+            // Connect in both cases: after the timeout, and when a request needs the connection.
             let _ = tokio::time::timeout(IDLE_RECONNECT_PAUSE, self.wanted.notified()).await;
         }
     }
@@ -398,15 +409,15 @@ impl Shared {
         }
     }
 
-    /// The node has refused to open the session.
+    /// Handles the node's refusal to open the session.
     fn refused(&self, e: &wire::Error) {
         if is_passing(e) {
-            tracing::debug!(endpoint = self.endpoint, error = %e, "the node takes no session yet");
+            tracing::debug!(endpoint = self.endpoint, error = %e, "the node does not accept the session yet; trying again");
             return;
         }
         let mut state = self.lock();
         if matches!(e, wire::Error::SessionRefused { .. }) && state.session.take().is_some() {
-            tracing::warn!(endpoint = self.endpoint, error = %e, "the session is given up for a new one");
+            tracing::warn!(endpoint = self.endpoint, error = %e, "the node refuses the session; opening a new one");
             state.give_up_session(e);
         } else {
             tracing::warn!(endpoint = self.endpoint, error = %e, "the node refuses this client");
@@ -415,13 +426,13 @@ impl Shared {
     }
 }
 
-/// Whether a refusal to open a session passes by itself.
+/// Returns whether a later attempt to open the session may succeed.
 fn is_passing(e: &wire::Error) -> bool {
     matches!(e, wire::Error::Busy { .. }) || e.is_transient()
 }
 
 impl State {
-    /// Before the first connection.
+    /// Creates the state before the first connection.
     fn new() -> State {
         State {
             connection: None,
@@ -434,8 +445,8 @@ impl State {
         }
     }
 
-    /// Answers changes that were sent in the session as unknown. Everything else can be sent in
-    /// another one.
+    /// Fails all changes that were sent in the session, because their outcome is unknown. All other
+    /// requests can be sent in a new session.
     fn give_up_session(&mut self, e: &wire::Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
             pending.orphaned = Some(e.clone());
@@ -444,8 +455,8 @@ impl State {
         }
     }
 
-    /// Answers every request, since the node refuses to talk to this client. The session stays: the
-    /// node may take it again.
+    /// Fails every request, because the node refuses this client. Keeps the session, because the
+    /// node may accept it later.
     fn fail_all(&mut self, e: &wire::Error) {
         for pending in self.pending.values_mut() {
             let mut error = Error::from(e.clone());
@@ -456,8 +467,8 @@ impl State {
         }
     }
 
-    /// The request as a message for `connection`. A change that was sent before and cannot be sent
-    /// again now may have taken effect.
+    /// Encodes a request as a message for `connection`. If a change was sent before and cannot be
+    /// sent again, the error says that the outcome is unknown.
     fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>) -> Result<Message> {
         let oldest = self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq);
         let number = self.number;
@@ -474,7 +485,7 @@ fn decode(message: &Message) -> Result<Reply> {
     wire::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
 }
 
-/// The background task: serves the session until it is closed, then ends it.
+/// The background task: serves the session until it is closed, then tells the node.
 async fn run(ending: Ending, incoming: Box<dyn Incoming>) {
     let shared = &ending.0;
     tokio::select! {
@@ -490,7 +501,8 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
     loop {
         let event = match &mut resend {
             None => incoming.next().await,
-            // Answers are taken while requests are sent again, so that neither side waits for the other.
+            // Receive answers while requests are sent again, so that client and node do not wait
+            // for each other.
             Some(sending) => tokio::select! {
                 event = incoming.next() => event,
                 () = sending => {
@@ -500,7 +512,8 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
             },
         };
         let lost = match event {
-            // A connection given up may have claimed the session after this one did: its request to open it was late.
+            // `take_answer` returns `false` if an abandoned connection has claimed the session: its
+            // request to open the session arrived after that of this connection.
             ConnectionEvent::Message(message) => !shared.take_answer(message),
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => false,
             ConnectionEvent::Lost(e) => {
@@ -532,7 +545,7 @@ mod tests {
     use super::super::pending::Bulk;
     use super::*;
 
-    /// A connection on which nothing can be offered.
+    /// A connection that refuses all offers of memory.
     struct Refusing;
 
     impl Connection for Refusing {
@@ -575,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_cannot_be_offered_again_is_unknown_if_it_was_sent_before() {
+    fn a_change_has_an_unknown_outcome_if_it_was_sent_and_cannot_be_resent() {
         let body = RequestBody::Object(ObjectRequest::Mutate(wire::Mutate {
             name: wire::WireName {
                 pool: "pool".into(),

@@ -1,8 +1,8 @@
 //! The native engine: a session with an Outboard node.
 //!
-//! `link` keeps the session through lost connections and restarts of the node, `pending` is its
-//! table of unanswered requests, `call` is one request. `chunks` and `offered` are the memory that
-//! requests offer to the node.
+//! `link` maintains the session across lost connections and restarts of the node. `pending`
+//! contains the entries of its table of unanswered requests, and `call` contains one request with
+//! its attempts. `chunks` and `offered` contain the memory that requests offer to the node.
 
 mod call;
 mod chunks;
@@ -32,10 +32,11 @@ use pending::{Answer, Bulk};
 
 /// A session with an Outboard node.
 ///
-/// The engine reconnects by itself. It sends requests under way again, and each takes effect at most
-/// once, even if roles of the node restart meanwhile. Dropping the engine ends the session: a task on
-/// the runtime that the engine was connected on tells the node. If that runtime ends at once, call
-/// [`close`](Engine::close) first. A node that was not told forgets the session when it expires.
+/// The engine reconnects by itself and then sends unanswered requests again. Each request takes
+/// effect at most once, even if roles of the node restart meanwhile. Dropping the engine ends the
+/// session. A task then tells the node, on the runtime on which the engine was connected. If that
+/// runtime is about to end, call [`close`](Engine::close) first. A node that was not told removes
+/// the session when it expires.
 pub struct NativeEngine {
     link: ClientSession,
 }
@@ -47,8 +48,8 @@ impl std::fmt::Debug for NativeEngine {
 }
 
 impl NativeEngine {
-    /// Connects to `host:port`, over the stack that the options [choose](Options::stack). Must be
-    /// called on a tokio runtime.
+    /// Connects to `host:port`, over the network stack that the options [select](Options::stack).
+    /// Must be called on a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -58,8 +59,8 @@ impl NativeEngine {
         NativeEngine::connect_over(stack, endpoint, options).await
     }
 
-    /// Connects over any network stack. Must be called on a tokio runtime, which then serves the
-    /// connection.
+    /// Connects over the given network stack. Must be called on a tokio runtime, which then runs
+    /// the connection.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
@@ -162,7 +163,7 @@ impl Engine for NativeEngine {
     }
 }
 
-/// An answer of the wrong kind.
+/// Returns the error for an answer of the wrong kind.
 fn unexpected(body: &ReplyBody) -> Error {
     Error::Protocol(format!("unexpected answer {body:?}"))
 }

@@ -1,4 +1,4 @@
-//! Memory that a change offers to the node.
+//! The data that a change offers to the node.
 
 use base::BoxFuture;
 use base::block::Payload;
@@ -6,11 +6,11 @@ use messenger::BulkSource;
 
 use crate::engine::Source;
 
-/// A [`Source`] that is to lie at an offset of its object.
+/// Data of a change, and the data's offset in the object.
 #[derive(Debug)]
 pub(crate) struct OfferedSource {
     pub(crate) source: Source,
-    /// Object offset of the first byte.
+    /// Offset of the first byte in the object, in bytes.
     pub(crate) offset: u64,
 }
 
@@ -26,7 +26,7 @@ impl BulkSource for OfferedSource {
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>> {
         Box::pin(async move {
             if offset.checked_add(len as u64).is_none_or(|end| end > self.source.len()) {
-                return Err(format!("range {offset}+{len} is outside the data"));
+                return Err(format!("the node requested bytes {offset}+{len}, which are outside the data"));
             }
             let data = self.source.read(offset, len).await.map_err(|e| e.to_string())?;
             Ok(Payload::compute(self.offset + offset, data))

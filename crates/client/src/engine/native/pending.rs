@@ -1,4 +1,4 @@
-//! A request without its final answer, and what an answer is.
+//! Requests that have no final answer yet, and their answers.
 
 use std::sync::Arc;
 
@@ -13,55 +13,56 @@ use super::chunks::{BlockWindow, ChunkSink};
 use super::offered::OfferedSource;
 use crate::{Error, Result};
 
-/// Data that goes with a request or comes with its answer.
+/// Data of a request or of its answer.
 #[derive(Debug, Clone)]
 pub(crate) enum Bulk {
     None,
-    /// Data of a change that travels inside the message.
+    /// Data of a change that is sent inside the message.
     Inline(Payload),
     /// Data of a change that the node pulls.
     Source(Arc<OfferedSource>),
-    /// Data of a read. `pushed`: the node may push it into offered memory; otherwise it comes inside
-    /// the answer.
+    /// Data of a read. If `pushed` is set, the node may push the data into offered memory.
+    /// Otherwise the answer contains the data.
     Read {
         window: BlockWindow,
         pushed: bool,
     },
 }
 
-/// An answer, with the data that came with it.
+/// An answer, with the data that arrived with it.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) body: ReplyBody,
-    /// The wanted bytes of a read, unless they went to the caller's memory.
+    /// Wanted bytes of a read. Empty if they were written to the caller's memory.
     pub(crate) data: Vec<Bytes>,
-    /// Number of wanted bytes that a read brought.
+    /// Number of wanted bytes that a read returned.
     pub(crate) len: u64,
 }
 
 /// The outcome of one attempt.
 pub(crate) type Answered = Result<Answer>;
 
-/// A request without its final answer.
+/// A request that has no final answer yet.
 pub(crate) struct PendingRequest {
     body: RequestBody,
     bulk: Bulk,
     deadline: Instant,
-    /// Number of the connection it was last sent on; 0 if never.
+    /// Number of the connection on which the request was last sent; 0 if the request was never
+    /// sent.
     pub(crate) sent_on: u64,
-    /// It was sent more than once.
+    /// Whether the request was sent more than once.
     repeated: bool,
-    /// It was sent in a session that the node refuses to go on with, for this reason, and must not
-    /// be sent in another one.
+    /// Reason why the node refused the session in which the request was sent. With a reason, the
+    /// request must not be sent in another session.
     pub(crate) orphaned: Option<wire::Error>,
-    /// Takes the answer; `None` while the caller pauses before the next attempt.
+    /// Passes the answer to the caller. `None` while the caller pauses before the next attempt.
     pub(crate) done: Option<oneshot::Sender<Answered>>,
     pub(crate) region: Option<BulkRegion>,
     sink: Option<Arc<ChunkSink>>,
 }
 
 impl PendingRequest {
-    /// A request that was not sent yet and must be answered by `deadline`.
+    /// Creates a request that was not sent yet and must be answered by `deadline`.
     pub(crate) fn new(body: RequestBody, bulk: Bulk, deadline: Instant) -> PendingRequest {
         PendingRequest {
             body,
@@ -76,7 +77,8 @@ impl PendingRequest {
         }
     }
 
-    /// The request as a message for `connection`, the `number`th of this client; offers its memory there.
+    /// Encodes the request as a message for `connection`, the `number`th connection of the session.
+    /// Offers the request's memory on this connection.
     pub(crate) fn message(
         &mut self,
         seq: u64,
@@ -115,12 +117,13 @@ impl PendingRequest {
         Ok(Message { header: wire::encode_request(&head, &self.body), payload })
     }
 
-    /// Whether the request may have taken effect, and would do so again in another session.
+    /// Returns whether the request may have taken effect, and would take effect again in another
+    /// session.
     pub(crate) fn is_bound_to_session(&self) -> bool {
         self.sent_on != 0 && self.is_change()
     }
 
-    /// Whether an attempt before the last one may have taken effect.
+    /// Returns whether an attempt before the last one may have taken effect.
     pub(crate) fn repeats_change(&self) -> bool {
         self.repeated && self.is_change()
     }
@@ -129,9 +132,9 @@ impl PendingRequest {
         matches!(self.body, RequestBody::Object(ObjectRequest::Mutate(_)))
     }
 
-    /// The node's refusal, as the caller should see it. The node looks for the result of an earlier
-    /// attempt once it has found the place of the request: what it refuses before says nothing of
-    /// that attempt.
+    /// Converts a refusal of the node into the caller's error. The node looks for the result of an
+    /// earlier attempt only after some first checks. If one of these checks fails, the refusal says
+    /// nothing about an earlier attempt, so the outcome of a repeated change is unknown.
     pub(crate) fn refused(&self, e: wire::Error) -> Error {
         use wire::Error as E;
         let is_before_results =
@@ -140,7 +143,7 @@ impl PendingRequest {
         if is_before_results && self.repeats_change() { error.of_unknown_outcome() } else { error }
     }
 
-    /// Takes the data that came with an answer.
+    /// Joins an answer with the data that arrived for it.
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Answered {
         let sink = self.sink.take();
         let (Bulk::Read { window, .. }, ReplyBody::Object(ObjectReply::Read { sent, .. })) =
@@ -149,7 +152,7 @@ impl PendingRequest {
             return Ok(Answer { body, data: Vec::new(), len: 0 });
         };
         let sent = *sent;
-        // Little data comes inside the answer, also if memory was offered.
+        // The answer contains small data even if memory was offered.
         let data = match sink {
             Some(sink) if payload.is_empty() => sink.take(sent).ok_or_else(|| incomplete(sent))?,
             _ if payload.len() as u64 != sent => return Err(incomplete(sent)),
@@ -163,7 +166,7 @@ impl PendingRequest {
 }
 
 fn incomplete(sent: u64) -> Error {
-    Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
+    Error::Protocol(format!("the node announced {sent} bytes, but another number arrived"))
 }
 
 #[cfg(test)]
@@ -190,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn as_much_must_come_as_the_answer_says_wherever_it_comes() {
+    fn an_answer_fails_unless_the_announced_number_of_bytes_arrived() {
         assert_eq!(collected(None, b"abc", 3).ok(), Some(3));
         assert_eq!(collected(Some(b""), b"abc", 3).ok(), Some(3));
         assert_eq!(collected(Some(b"abcd"), b"", 4).ok(), Some(4));
