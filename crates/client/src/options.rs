@@ -7,8 +7,9 @@ use crate::engine::EngineLimits;
 /// The options of a client. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Name of the client, which it states to the node; at most 32 bytes.
-    pub name: String,
+    /// Tenant of the client, at most 32 bytes. The node separates RDMA resources by tenant. It does
+    /// not authenticate the tenant.
+    pub tenant: String,
     /// Time limit for reaching the node when the client starts.
     pub connect_timeout: Duration,
     /// Time limit of one request, including retries and reconnections.
@@ -40,7 +41,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            name: String::from("client"),
+            tenant: String::from("client"),
             connect_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(60),
             requests_in_flight: 128,

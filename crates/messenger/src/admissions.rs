@@ -2,13 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::SessionConfig;
+use crate::ConnectionConfig;
 
 /// The resource that a listener was short of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shortage {
     Handshakes,
-    Sessions,
+    Connections,
     /// Places of detached connections, which have no transport.
     Detached,
     Descriptors,
@@ -16,13 +16,13 @@ pub(crate) enum Shortage {
 
 impl Shortage {
     const ALL: [Shortage; 4] =
-        [Shortage::Handshakes, Shortage::Sessions, Shortage::Detached, Shortage::Descriptors];
+        [Shortage::Handshakes, Shortage::Connections, Shortage::Detached, Shortage::Descriptors];
 
     /// The name in metrics and status.
     fn name(self) -> &'static str {
         match self {
             Shortage::Handshakes => "handshakes",
-            Shortage::Sessions => "sessions",
+            Shortage::Connections => "connections",
             Shortage::Detached => "detached",
             Shortage::Descriptors => "descriptors",
         }
@@ -30,12 +30,12 @@ impl Shortage {
 }
 
 /// The limits of a listener, and its counters since it started: how often it refused a peer or
-/// reclaimed a place. Each counter names the missing resource: `handshakes`, `sessions`, `detached`
+/// reclaimed a place. Each counter names the missing resource: `handshakes`, `connections`, `detached`
 /// (connections that wait for their clients) or `descriptors`. Any thread may read it.
 #[derive(Debug)]
 pub struct Admissions {
     max_handshakes: usize,
-    max_sessions: usize,
+    max_connections: usize,
     reclaimed: [AtomicU64; Shortage::ALL.len()],
     refused: [AtomicU64; Shortage::ALL.len()],
 }
@@ -44,20 +44,20 @@ impl Admissions {
     /// Creates the limits for a listener with `config`. Its handshakes and connections together may
     /// use `descriptors` file descriptors: at most a quarter for handshakes, the rest for
     /// connections.
-    pub(crate) fn new(config: &SessionConfig, descriptors: usize) -> Admissions {
+    pub(crate) fn new(config: &ConnectionConfig, descriptors: usize) -> Admissions {
         let max_handshakes = config.max_handshakes.min(descriptors / 4).max(1);
-        let max_sessions = config.max_sessions.min(descriptors.saturating_sub(max_handshakes)).max(1);
-        if max_sessions < config.max_sessions {
-            let (wanted, remedy) = (config.max_sessions, "raise the limit (ulimit -n, LimitNOFILE)");
+        let max_connections = config.max_connections.min(descriptors.saturating_sub(max_handshakes)).max(1);
+        if max_connections < config.max_connections {
+            let (wanted, remedy) = (config.max_connections, "raise the limit (ulimit -n, LimitNOFILE)");
             tracing::warn!(
                 wanted,
-                max_sessions,
+                max_connections,
                 "the limit on open files allows fewer connections than configured; {remedy}"
             );
         }
         let admissions = Admissions {
             max_handshakes,
-            max_sessions,
+            max_connections,
             reclaimed: Default::default(),
             refused: Default::default(),
         };
@@ -78,8 +78,8 @@ impl Admissions {
     /// Maximum number of connections at a time: the configured number, or fewer if the limit on
     /// file descriptors is low.
     #[must_use]
-    pub fn max_sessions(&self) -> usize {
-        self.max_sessions
+    pub fn max_connections(&self) -> usize {
+        self.max_connections
     }
 
     /// Number of handshakes and connections that lost their place to another peer, by shortage.
@@ -112,10 +112,10 @@ mod tests {
 
     #[test]
     fn few_descriptors_are_divided_between_handshakes_and_connections() {
-        let config = SessionConfig::default();
+        let config = ConnectionConfig::default();
         let limits = |descriptors| {
             let admissions = Admissions::new(&config, descriptors);
-            (admissions.max_handshakes(), admissions.max_sessions())
+            (admissions.max_handshakes(), admissions.max_connections())
         };
         assert_eq!(limits(usize::MAX), (256, 4096));
         assert_eq!(limits(896), (224, 672));

@@ -34,7 +34,7 @@ pub enum MessengerError {
     Refused(String),
     /// The connection has ended. Requests without an answer may or may not have taken effect.
     #[error("connection lost: {0}; reconnect and retry")]
-    SessionLost(String),
+    ConnectionLost(String),
     /// The peer violated the protocol, so this side ended the connection.
     #[error("protocol violation: {0}")]
     Protocol(String),
@@ -100,7 +100,7 @@ pub struct PeerInfo {
     pub tenant: String,
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
-    pub session: u128,
+    pub connection: u128,
     /// Features that both sides support, as bits.
     pub features: u64,
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
 use crate::transport::tcp::Tcp;
-use crate::{MessengerError, NetworkStack, Path, Result, SessionConfig, TcpStack};
+use crate::{ConnectionConfig, MessengerError, NetworkStack, Path, Result, TcpStack};
 
 /// The provider for RDMA hardware.
 const RDMA_PROVIDER: &str = "verbs";
@@ -96,7 +96,7 @@ impl fmt::Display for StackChoice {
 #[derive(Debug, Clone)]
 pub struct StackOptions {
     /// Configuration of the stack's connections.
-    pub session: SessionConfig,
+    pub connection: ConnectionConfig,
     /// Local address from which clients connect over TCP. `None` lets the system choose.
     pub source: Option<IpAddr>,
     /// Whether the connections over libfabric share receive buffers.
@@ -111,7 +111,7 @@ pub struct StackOptions {
 impl Default for StackOptions {
     fn default() -> Self {
         StackOptions {
-            session: SessionConfig::default(),
+            connection: ConnectionConfig::default(),
             source: None,
             receive_queue: ReceiveQueueKind::default(),
             spin: Duration::from_micros(20),
@@ -127,7 +127,7 @@ impl Default for StackOptions {
 /// If the machine lacks a path that `choice` names, or if the thread cannot be started.
 pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Result<Arc<dyn NetworkStack>> {
     let transport = Tcp { source: options.source };
-    let mut stack = TcpStack::over(transport, options.session.clone());
+    let mut stack = TcpStack::over(transport, options.connection.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
         // Without a device, skip loading the library, which takes time.

@@ -43,7 +43,7 @@ pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 /// A received message is a slice of a read buffer. A user that keeps one message may therefore keep
 /// up to 256 KiB of memory.
 #[derive(Debug, Clone)]
-pub struct SessionConfig {
+pub struct ConnectionConfig {
     /// The longest silence of a busy connection: a side that has sent nothing for this long sends a
     /// heartbeat.
     pub heartbeat: Duration,
@@ -66,10 +66,10 @@ pub struct SessionConfig {
     /// Maximum number of connections of one listener, including detached ones. A new connection
     /// replaces the longest-silent connection of an address above its fair share
     /// ([`base::budget`]). It is refused if its own address holds its fair share and uses it.
-    pub max_sessions: usize,
+    pub max_connections: usize,
     /// Maximum number of detached connections of one listener. When all places are taken, a
     /// connection that loses its transport replaces another detached connection, or is lost at
-    /// once. The rule is that of `max_sessions`.
+    /// once. The rule is that of `max_connections`.
     pub max_held: usize,
     /// Maximum number of file descriptors that a listener's handshakes and connections use. A value
     /// below their limits lowers these limits. `None` asks the system when the listener starts
@@ -120,16 +120,16 @@ impl fmt::Debug for Entropy {
     }
 }
 
-impl Default for SessionConfig {
+impl Default for ConnectionConfig {
     fn default() -> Self {
-        SessionConfig {
+        ConnectionConfig {
             heartbeat: Duration::from_secs(2),
             rest: Duration::from_secs(60),
             grace: Duration::from_secs(8),
             handshake_timeout: Duration::from_secs(5),
             max_handshakes: 256,
             hold: Duration::from_secs(30),
-            max_sessions: 4096,
+            max_connections: 4096,
             max_held: 256,
             max_descriptors: None,
             window_bytes: 4 << 20,
@@ -148,7 +148,7 @@ impl Default for SessionConfig {
     }
 }
 
-impl SessionConfig {
+impl ConnectionConfig {
     /// Checks the relations between values that a connection relies on.
     ///
     /// # Panics

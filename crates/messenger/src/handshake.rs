@@ -8,14 +8,14 @@ use bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use crate::config::SessionConfig;
+use crate::config::ConnectionConfig;
+use crate::connection::{Negotiated, Shared};
 use crate::frame::{
     self, Body, FrameHeader, FrameKind, HEADER_LEN, Hello, MAX_CONTROL, PathOffer, Reject, RejectCode,
     Resume, Welcome,
 };
 use crate::home::Home;
 use crate::paths::{CommonPath, MAX_PATH_NAME, MAX_PATHS, PATH_TIMEOUT, Path};
-use crate::session::{Negotiated, Shared};
 use crate::transport::ofi::PacketContent;
 use crate::transport::{ConnectClaim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
@@ -125,10 +125,10 @@ pub(crate) fn settle(
     hello: Hello,
     wire: &Wire,
     features: u64,
-    config: &SessionConfig,
+    config: &ConnectionConfig,
     paths: &[PathOffer],
 ) -> (Negotiated, Body) {
-    let (session, secret): (u128, [u8; 16]) = config.entropy.random();
+    let (connection, secret): (u128, [u8; 16]) = config.entropy.random();
     let features = features & hello.features;
     let limits = Limits {
         max_header: config.limits.max_header.min(hello.limits.0 as usize),
@@ -136,24 +136,24 @@ pub(crate) fn settle(
         ..config.limits
     };
     let (address, peer) = (wire.address.clone(), wire.peer);
-    let peer = PeerInfo { address, peer, tenant: hello.tenant, session, features };
+    let peer = PeerInfo { address, peer, tenant: hello.tenant, connection, features };
     let progress = (0, config.window_bytes);
-    let welcome = welcome(config, features, hello.nonce, session, secret, progress, paths.to_vec());
+    let welcome = welcome(config, features, hello.nonce, connection, secret, progress, paths.to_vec());
     (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
 /// The answer to a client that resumes its connection.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
     let features = shared.peer().features;
-    let (id, secret) = (shared.session_id(), shared.secret());
+    let (id, secret) = (shared.connection_id(), shared.secret());
     welcome(shared.config(), features, nonce, id, secret, shared.resume_point(), Vec::new())
 }
 
 fn welcome(
-    config: &SessionConfig,
+    config: &ConnectionConfig,
     features: u64,
     nonce: [u8; 16],
-    session: u128,
+    connection: u128,
     secret: [u8; 16],
     (received, granted): (u64, u64),
     paths: Vec<PathOffer>,
@@ -161,7 +161,7 @@ fn welcome(
     let limits =
         (config.limits.max_header as u32, config.limits.max_inline as u32, config.limits.max_bulk as u64);
     let version = VERSIONS.1;
-    Body::Welcome(Welcome { version, features, nonce, session, secret, limits, granted, received, paths })
+    Body::Welcome(Welcome { version, features, nonce, connection, secret, limits, granted, received, paths })
 }
 
 /// The state with which a client creates transports for its connection.
@@ -172,7 +172,7 @@ pub(crate) struct Dialer {
     path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
-    config: SessionConfig,
+    config: ConnectionConfig,
     backoff: Duration,
     /// The thread that serves the connection. It lives at least as long as the connection.
     _home: Option<Arc<Home>>,
@@ -189,13 +189,13 @@ impl Dialer {
         paths: Vec<Arc<Path>>,
         endpoint: &str,
         options: ConnectOptions,
-        config: SessionConfig,
+        config: ConnectionConfig,
     ) -> Result<Dialer, MessengerError> {
         if options.tenant.len() > ConnectClaim::MAX_TENANT {
             let limit = ConnectClaim::MAX_TENANT;
             return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
         }
-        let (backoff, endpoint) = (crate::session::BACKOFF.0, endpoint.to_owned());
+        let (backoff, endpoint) = (crate::connection::BACKOFF.0, endpoint.to_owned());
         Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })
     }
 
@@ -214,7 +214,7 @@ impl Dialer {
             address: wire.address.clone(),
             peer: wire.peer,
             tenant: self.options.tenant.clone(),
-            session: welcome.session,
+            connection: welcome.connection,
             features: welcome.features & self.options.features,
         };
         let settled = Negotiated { peer, secret: welcome.secret, limits, granted: welcome.granted };
@@ -235,7 +235,7 @@ impl Dialer {
         if !path.is_active() {
             return Ok(wire);
         }
-        let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+        let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
         match self.attempt_path(&path, Some(resume), self.config.window_bytes).await {
             Ok((_, better)) => Ok(better),
             Err(e) => {
@@ -255,19 +255,19 @@ impl Dialer {
     /// old transport `was_useful`.
     pub(crate) async fn redial(&mut self, shared: &Shared, was_useful: bool) -> Result<Wire, MessengerError> {
         if was_useful {
-            self.backoff = crate::session::BACKOFF.0;
+            self.backoff = crate::connection::BACKOFF.0;
         } else {
             self.pause().await;
         }
         let (received, granted) = shared.resume_point();
-        let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
+        let resume = Resume { connection: shared.connection_id(), secret: shared.secret(), received };
         let (welcome, wire) = self.retry(Some(resume), granted).await.map_err(lost)?;
         self.go_on(shared, &welcome)?;
         Ok(wire)
     }
 
     fn go_on(&self, shared: &Shared, welcome: &Welcome) -> Result<(), MessengerError> {
-        if welcome.session != shared.session_id() {
+        if welcome.connection != shared.connection_id() {
             return Err(MessengerError::Protocol("the server resumed a different connection".into()));
         }
         shared.resume(welcome.received, welcome.granted)
@@ -290,7 +290,7 @@ impl Dialer {
         (wire, claim): (Wire, ConnectClaim),
     ) -> Result<Wire, MessengerError> {
         let (received, granted) = shared.resume_point();
-        let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
+        let resume = Resume { connection: shared.connection_id(), secret: shared.secret(), received };
         let shaken = timeout(PATH_TIMEOUT, self.shake(wire, claim, Some(resume), granted)).await;
         match shaken.unwrap_or_else(|_| Err(self.too_slow())) {
             Ok((welcome, wire)) => {
@@ -316,7 +316,7 @@ impl Dialer {
 
     async fn pause(&mut self) {
         sleep(self.backoff.mul_f64(0.5 + 0.5 * self.config.entropy.random::<f64>())).await;
-        self.backoff = (self.backoff * 2).min(crate::session::BACKOFF.1);
+        self.backoff = (self.backoff * 2).min(crate::connection::BACKOFF.1);
     }
 
     async fn retry(
@@ -429,10 +429,10 @@ impl Dialer {
 fn lost(e: MessengerError) -> MessengerError {
     match e {
         MessengerError::Refused(reason) => {
-            MessengerError::SessionLost(format!("the peer refused to resume the connection: {reason}"))
+            MessengerError::ConnectionLost(format!("the peer refused to resume the connection: {reason}"))
         }
         MessengerError::Unreachable { endpoint, reason } => {
-            MessengerError::SessionLost(format!("{endpoint} cannot be reached: {reason}"))
+            MessengerError::ConnectionLost(format!("{endpoint} cannot be reached: {reason}"))
         }
         other => other,
     }

@@ -31,7 +31,7 @@
 //! ```
 //!
 //! The layers, from the bottom up: [`transport`] moves bytes between machines (TCP, libfabric, or a
-//! simulation with faults). [`frame`] encodes frames by pure functions. `session` keeps a
+//! simulation with faults). [`frame`] encodes frames by pure functions. `connection` keeps a
 //! connection's message order, credits, offers and unacknowledged frames. `stack` creates
 //! connections by a handshake. `docs/protocol.md` describes the format of frames.
 
@@ -42,12 +42,12 @@ mod api;
 mod choice;
 mod config;
 pub mod conformance;
+mod connection;
 pub mod frame;
 mod handshake;
 mod home;
 mod metrics;
 mod paths;
-mod session;
 mod stack;
 pub mod transport;
 
@@ -57,7 +57,7 @@ pub use api::{
     Listener, Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,
 };
 pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
-pub use config::{Entropy, SessionConfig};
+pub use config::{ConnectionConfig, Entropy};
 pub use paths::Path;
 pub use stack::{SimStack, StreamStack, TcpStack};
 pub use transport::ofi::ReceiveQueueKind;

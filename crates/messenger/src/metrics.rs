@@ -21,7 +21,7 @@ pub(crate) struct ConnectionMetrics {
     /// Transports that were closed because the peer was silent.
     pub(crate) heartbeats_missed: Counter,
     /// Connections that exist now.
-    pub(crate) sessions: Gauge,
+    pub(crate) connections: Gauge,
     /// Messages that are queued and not yet written, over all connections.
     pub(crate) queue_depth: Gauge,
 }
@@ -37,7 +37,7 @@ impl ConnectionMetrics {
             refusals: counter!("outboard_messenger_refusals"),
             resumes: counter!("outboard_messenger_resumes"),
             heartbeats_missed: counter!("outboard_messenger_heartbeats_missed"),
-            sessions: gauge!("outboard_messenger_sessions"),
+            connections: gauge!("outboard_messenger_connections"),
             queue_depth: gauge!("outboard_messenger_queued_messages"),
         }
     }

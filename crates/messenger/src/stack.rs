@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use base::BoxFuture;
 
-use crate::config::SessionConfig;
+use crate::config::ConnectionConfig;
+use crate::connection::{self, ConnectionSide, Shared, TransportSupply};
 use crate::handshake::Dialer;
 use crate::home::Home;
 use crate::paths::Path;
-use crate::session::{self, ConnectionSide, Shared, TransportSupply};
 use crate::transport::Transport;
 use crate::transport::faulty::{FaultControl, Faulty, StreamFaults};
 use crate::transport::memory::MemoryNetwork;
@@ -30,7 +30,7 @@ pub struct StreamStack<T> {
     transport: Arc<T>,
     paths: Vec<Arc<Path>>,
     home: Option<Arc<Home>>,
-    config: SessionConfig,
+    config: ConnectionConfig,
 }
 
 /// The simulated network, which produces all kinds of faults from a seed.
@@ -48,7 +48,7 @@ impl StreamStack<Tcp> {
     /// # Panics
     /// If `config` is inconsistent.
     #[must_use]
-    pub fn new(config: SessionConfig) -> TcpStack {
+    pub fn new(config: ConnectionConfig) -> TcpStack {
         StreamStack::over(Tcp::default(), config)
     }
 }
@@ -63,7 +63,7 @@ impl StreamStack<Faulty<MemoryNetwork>> {
     pub fn simulated(
         seed: u64,
         faults: StreamFaults,
-        config: SessionConfig,
+        config: ConnectionConfig,
     ) -> (SimStack, Arc<FaultControl>) {
         let network = Faulty::new(MemoryNetwork::default(), faults, seed);
         let control = network.control();
@@ -73,7 +73,7 @@ impl StreamStack<Faulty<MemoryNetwork>> {
 
 impl Default for TcpStack {
     fn default() -> Self {
-        TcpStack::new(SessionConfig::default())
+        TcpStack::new(ConnectionConfig::default())
     }
 }
 
@@ -83,7 +83,7 @@ impl<T: Transport> StreamStack<T> {
     /// # Panics
     /// If `config` is inconsistent.
     #[must_use]
-    pub fn over(transport: T, config: SessionConfig) -> StreamStack<T> {
+    pub fn over(transport: T, config: ConnectionConfig) -> StreamStack<T> {
         config.assert_sound();
         StreamStack { transport: Arc::new(transport), paths: Vec::new(), home: None, config }
     }
@@ -150,7 +150,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                 None => begin(dialer, config).await,
                 Some(home) => {
                     let dialer = dialer.at(Arc::clone(home));
-                    let gone = || MessengerError::SessionLost("the messenger's thread has ended".into());
+                    let gone = || MessengerError::ConnectionLost("the messenger's thread has ended".into());
                     home.run(begin(dialer, config)).await.unwrap_or_else(|| Err(gone()))
                 }
             }
@@ -159,10 +159,10 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
 }
 
 /// Opens a connection, which the calling thread serves.
-async fn begin(mut dialer: Dialer, config: SessionConfig) -> Result<Ends> {
+async fn begin(mut dialer: Dialer, config: ConnectionConfig) -> Result<Ends> {
     let (settled, wire) = dialer.dial().await?;
     let shared = Shared::new(settled, config, ConnectionSide::Client, &wire);
     let handles = shared.handles();
-    crate::spawn(session::run(shared, TransportSupply::Client(Box::new(dialer)), wire));
+    crate::spawn(connection::run(shared, TransportSupply::Client(Box::new(dialer)), wire));
     Ok(handles)
 }

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::faulty::{FaultControl, StreamFaults};
-use outboard_messenger::{ConnectOptions, ConnectionEvent, Entropy, Message, SessionConfig, SimStack};
+use outboard_messenger::{ConnectOptions, ConnectionConfig, ConnectionEvent, Entropy, Message, SimStack};
 use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
 fn rig(faults: StreamFaults, seed: u64) -> (Rig, Arc<FaultControl>) {
-    let config = SessionConfig { entropy: Entropy::seeded(seed), grace: GRACE, ..SessionConfig::default() };
+    let config =
+        ConnectionConfig { entropy: Entropy::seeded(seed), grace: GRACE, ..ConnectionConfig::default() };
     let (stack, control) = SimStack::simulated(seed, faults, config);
     let (cut, freeze) = (Arc::clone(&control), Arc::clone(&control));
     let rig = Rig {
@@ -84,7 +85,7 @@ async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
     let (rig, _) = rig(SLOW, conformance::seed());
-    let rest = SessionConfig::default().rest;
+    let rest = ConnectionConfig::default().rest;
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
     let (client, server) =
@@ -98,7 +99,7 @@ async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
         assert!(still.is_err(), "the silence was detected too early: {still:?}");
         let most = if wants {
             client.send(Message::default()).await.unwrap();
-            GRACE + 2 * SessionConfig::default().heartbeat
+            GRACE + 2 * ConnectionConfig::default().heartbeat
         } else {
             2 * rest + GRACE
         };

@@ -7,11 +7,12 @@ use std::time::Duration;
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::faulty::{Faulty, StreamFaults};
 use outboard_messenger::transport::tcp::Tcp;
-use outboard_messenger::{SessionConfig, StreamStack};
+use outboard_messenger::{ConnectionConfig, StreamStack};
 
 fn rig() -> Rig {
     let grace = Duration::from_millis(900);
-    let config = SessionConfig { heartbeat: Duration::from_millis(150), grace, ..SessionConfig::default() };
+    let config =
+        ConnectionConfig { heartbeat: Duration::from_millis(150), grace, ..ConnectionConfig::default() };
     let network = Faulty::new(Tcp::default(), StreamFaults::NONE, 0);
     let (cut, freeze) = (network.control(), network.control());
     Rig {

@@ -199,7 +199,7 @@ pub struct PathReport {
 #[derive(Debug, Serialize)]
 pub struct ConnectionReport {
     /// Maximum number of simultaneous connections.
-    pub max_sessions: u64,
+    pub max_connections: u64,
     /// Maximum number of simultaneous handshakes.
     pub max_handshakes: u64,
     /// Number of handshakes and connections that were closed in favour of a different client.
@@ -211,7 +211,7 @@ pub struct ConnectionReport {
 impl ConnectionReport {
     fn of(status: client::ConnectionStatus) -> ConnectionReport {
         ConnectionReport {
-            max_sessions: status.max_sessions,
+            max_connections: status.max_connections,
             max_handshakes: status.max_handshakes,
             reclaimed: status.reclaimed.into_iter().collect(),
             refused: status.refused.into_iter().collect(),

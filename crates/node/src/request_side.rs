@@ -226,8 +226,8 @@ pub async fn serve(
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
     let mut options = config.network.options();
-    options.session.max_sessions = config.osd.sessions;
-    options.session.max_handshakes = config.osd.handshakes;
+    options.connection.max_connections = config.osd.sessions;
+    options.connection.max_handshakes = config.osd.handshakes;
     let stack = match messenger::open(&config.network.stacks, &options, UseAs::Server) {
         Ok(stack) => stack,
         Err(e) => {

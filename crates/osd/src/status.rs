@@ -49,18 +49,16 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
     let shortages = osd.sessions.borrow().shortages();
-    // The OSD limits its sessions in the same way as the messenger limits connections. The counter
-    // with the reason "sessions" covers both limits.
-    let with_own = |own: u64| {
-        move |(reason, count): (&str, u64)| {
-            (reason.to_owned(), if reason == "sessions" { count + own } else { count })
-        }
+    // The OSD limits sessions, and the messenger limits connections. Both limits can cost a client
+    // its place.
+    let with_sessions = |counts: &mut dyn Iterator<Item = (&'static str, u64)>, sessions| {
+        counts.chain([("sessions", sessions)]).map(|(what, count)| (what.to_owned(), count)).collect()
     };
     ConnectionStatus {
-        max_sessions: admissions.max_sessions() as u64,
+        max_connections: admissions.max_connections() as u64,
         max_handshakes: admissions.max_handshakes() as u64,
-        reclaimed: admissions.reclaimed().map(with_own(shortages.reclaimed)).collect(),
-        refused: admissions.refused().map(with_own(shortages.refused)).collect(),
+        reclaimed: with_sessions(&mut admissions.reclaimed(), shortages.reclaimed),
+        refused: with_sessions(&mut admissions.refused(), shortages.refused),
     }
 }
 

@@ -136,7 +136,7 @@ async fn connections_and_idle_sessions_of_one_address_keep_no_other_out() {
     let node = Node::up("dpu", files);
     let status = node.status();
     let endpoint = status["endpoint"].as_str().unwrap();
-    assert_eq!(status["osd"]["connections"]["max_sessions"], SESSIONS as u64);
+    assert_eq!(status["osd"]["connections"]["max_connections"], SESSIONS as u64);
 
     let first = connect(endpoint, CROWD).await;
     let pool = first.pool("p").unwrap();
@@ -156,7 +156,7 @@ async fn connections_and_idle_sessions_of_one_address_keep_no_other_out() {
     }
     println!("clients at the other address were served after {waits:?}");
     let status = node.status();
-    let reclaimed = count(&status, "reclaimed", "sessions");
+    let reclaimed = count(&status, "reclaimed", "connections");
     assert!(reclaimed >= others.len() as u64, "{:#}", status["osd"]["connections"]);
     assert!(count(&status, "reclaimed", "handshakes") > 0, "{:#}", status["osd"]["connections"]);
 
@@ -177,7 +177,7 @@ async fn appends_in_flight_take_effect_once_when_their_session_loses_its_place()
     let node = Node::up_with("host", 1024, &[("OUTBOARD_OSD_SESSIONS", "4")]);
     let status = node.status();
     let endpoint = status["endpoint"].as_str().unwrap();
-    assert_eq!(status["osd"]["connections"]["max_sessions"], 4);
+    assert_eq!(status["osd"]["connections"]["max_connections"], 4);
     let first = connect(endpoint, OTHER).await;
     first.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
     first.close().await;
@@ -208,7 +208,7 @@ async fn appends_in_flight_take_effect_once_when_their_session_loses_its_place()
     let (appended, ()) = join(join_all(writers), others).await;
 
     let status = node.status();
-    assert!(count(&status, "reclaimed", "sessions") >= 20, "{:#}", status["osd"]["connections"]);
+    assert!(count(&status, "reclaimed", "connections") >= 20, "{:#}", status["osd"]["connections"]);
     let (_, after) = served(endpoint, OTHER).await;
     let log = after.pool("p").unwrap().object("log").unwrap().get().await.unwrap();
     let log = String::from_utf8(log.to_vec()).unwrap();
@@ -226,12 +226,12 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
     let node = Node::up("host", 320);
     let status = node.status();
     let endpoint = status["endpoint"].as_str().unwrap();
-    let max_sessions = status["osd"]["connections"]["max_sessions"].as_u64().unwrap() as usize;
-    assert!(max_sessions < 320, "descriptors are reserved for the store: {max_sessions}");
+    let max_connections = status["osd"]["connections"]["max_connections"].as_u64().unwrap() as usize;
+    assert!(max_connections < 320, "descriptors are reserved for the store: {max_connections}");
     connect(endpoint, OTHER).await.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
 
     let mut crowd = Vec::new();
-    for _ in 0..2 * max_sessions {
+    for _ in 0..2 * max_connections {
         let patience = Duration::from_secs(2);
         match Client::connect(endpoint, Options { connect_timeout: patience, ..options(CROWD) }).await {
             Ok(client) => crowd.push(client),
@@ -240,7 +240,7 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
         }
     }
     assert!(
-        crowd.len() >= max_sessions / 2,
+        crowd.len() >= max_connections / 2,
         "one address may use the places that no other address needs: {}",
         crowd.len()
     );
@@ -249,7 +249,7 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
     // The store still has enough descriptors to create a pool and to report its state.
     node.ok(&["pool", "create", "q"]);
     let status = node.status();
-    assert!(count(&status, "refused", "sessions") > 0, "{:#}", status["osd"]["connections"]);
+    assert!(count(&status, "refused", "connections") > 0, "{:#}", status["osd"]["connections"]);
     assert_eq!(
         count(&status, "refused", "descriptors"),
         0,

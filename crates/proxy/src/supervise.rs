@@ -43,7 +43,7 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
                     "incarnation {incarnation} of the store at {:?} ended: {why}",
                     shared.endpoint
                 );
-                metrics::counter!("outboard_proxy_sessions_ended").increment(1);
+                metrics::counter!("outboard_proxy_incarnations_ended").increment(1);
             }
             Ok(Err(e)) => shared.away(&e.to_string()),
             Err(_) => shared.away("the store does not answer"),

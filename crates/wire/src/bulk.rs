@@ -16,7 +16,7 @@ pub enum MemoryKind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BulkOwner {
     /// The peer on this connection.
-    Session,
+    Peer,
     /// A third party, named by its fabric address. With it, a gateway can pass on a descriptor of
     /// an application's memory. The messenger does not support it yet.
     Fabric(Vec<u8>),

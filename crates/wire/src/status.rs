@@ -275,13 +275,13 @@ pub struct CodingHealth {
 }
 
 /// Limits of the listener, and counts of refused and reclaimed connections since the OSD started.
-/// Each count has the name of the scarce resource: `handshakes`, `sessions` (connections),
-/// `detached` (connections that wait for their clients) or `descriptors` (open files).
+/// Each count has the name of the scarce resource: `handshakes`, `connections`, `detached`
+/// (connections that wait for their clients), `descriptors` (open files) or `sessions`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ConnectionStatus {
     /// Maximum number of simultaneous connections. A low limit on open files reduces the configured
     /// number.
-    pub max_sessions: u64,
+    pub max_connections: u64,
     /// Maximum number of simultaneous handshakes.
     pub max_handshakes: u64,
     /// Number of handshakes and connections that were dropped in favour of another client, by

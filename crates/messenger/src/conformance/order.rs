@@ -17,7 +17,7 @@ pub async fn messages_keep_their_order(rig: &Rig) {
     assert_eq!(client.peer().features, 0b101, "the features that both sides support");
     assert_eq!(server.peer().features, 0b101, "the features that both sides support");
     assert_eq!(server.peer().tenant, "conformance");
-    assert_eq!(client.peer().session, server.peer().session);
+    assert_eq!(client.peer().connection, server.peer().connection);
     let mut random = rig.random();
     let sent: Vec<Message> = (0..500u32)
         .map(|i| {

@@ -187,7 +187,7 @@ pub async fn a_restarted_server_ends_the_connection(rig: &Rig) {
     let _new = rig.stack.listen(&endpoint, 0).await.expect("the address is free again");
     assert!((rig.cut)() > 0);
     let why = lost(&mut *from_server).await;
-    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+    assert!(matches!(why, MessengerError::ConnectionLost(_)), "{why}");
     assert_eq!(client.send(message(b"late")).await, Err(why.clone()));
     let pull = client.offer_source(Buffer::new(0, &[1])).map(|_| ());
     assert_eq!(pull, Err(why), "every call returns the reason of the loss");
@@ -236,7 +236,7 @@ pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     };
     let (results, ()) = tokio::join!(biased; pulls, end);
     for result in results {
-        assert!(matches!(result, Err(MessengerError::SessionLost(_))), "{result:?}");
+        assert!(matches!(result, Err(MessengerError::ConnectionLost(_))), "{result:?}");
     }
     lost(&mut *from_client).await;
     assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer returned to the pool");

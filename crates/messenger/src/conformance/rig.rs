@@ -27,7 +27,7 @@ pub struct Rig {
     /// Called with `true`: stops all bytes on all transports. Called with `false`: lets them move
     /// again.
     pub freeze: Box<dyn Fn(bool)>,
-    /// The grace period of the stack: [`SessionConfig::grace`](crate::SessionConfig::grace).
+    /// The grace period of the stack: [`ConnectionConfig::grace`](crate::ConnectionConfig::grace).
     pub grace: Duration,
     /// Whether connecting is slow. If so, checks create fewer connections and move less data.
     pub slow: bool,
@@ -58,8 +58,8 @@ impl Rig {
         // On a faulty network, an attempt may fail or its answer may be lost. The server then has a
         // connection that no client uses, so only the one with the client's number is returned.
         loop {
-            let session = client.as_ref().map(|(client, _)| client.peer().session);
-            let ours = accepted.iter().position(|(server, _)| Some(server.peer().session) == session);
+            let connection = client.as_ref().map(|(client, _)| client.peer().connection);
+            let ours = accepted.iter().position(|(server, _)| Some(server.peer().connection) == connection);
             if let (Some(client), Some(ours)) = (client.take_if(|_| ours.is_some()), ours) {
                 return (client, accepted.swap_remove(ours));
             }

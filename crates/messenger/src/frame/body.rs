@@ -29,7 +29,7 @@ pub struct Hello {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
     /// Number of the connection.
-    pub session: u128,
+    pub connection: u128,
     /// The secret that the server gave to the client when the connection began.
     pub secret: [u8; 16],
     /// Number of the last sequenced frame that the client has received.
@@ -46,7 +46,7 @@ pub struct Welcome {
     /// The nonce of the [`Hello`].
     pub nonce: [u8; 16],
     /// Number of the connection.
-    pub session: u128,
+    pub connection: u128,
     /// The secret that the client must present to resume the connection.
     pub secret: [u8; 16],
     /// Maximum length of a message's header and payload, and of a bulk transfer, that the server
@@ -79,7 +79,7 @@ pub enum RejectCode {
     /// fair share of them.
     Full,
     /// The connection to resume does not exist, or the secret is wrong.
-    UnknownSession,
+    UnknownConnection,
 }
 
 /// The server's answer to a [`Hello`] that it does not accept.

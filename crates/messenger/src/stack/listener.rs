@@ -14,11 +14,11 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
 use crate::admissions::Shortage;
-use crate::config::SessionConfig;
+use crate::config::ConnectionConfig;
+use crate::connection::{self, ConnectionSide, Resumption, Shared, TransportSupply};
 use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
 use crate::handshake;
 use crate::paths::MAX_PATHS;
-use crate::session::{self, ConnectionSide, Resumption, Shared, TransportSupply};
 use crate::transport::{Acceptor, Wire};
 use crate::{Admissions, Ends, Listener, MessengerError, Result};
 
@@ -34,7 +34,7 @@ const WARNING_PAUSE: Duration = Duration::from_secs(10);
 
 /// A connection that was silent for this long loses its place to a new connection from the same
 /// address, if all places are taken.
-const SESSION_PATIENCE: Duration = Duration::from_secs(10);
+const CONNECTION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A listener over a byte stream transport.
 pub(super) struct StreamListener {
@@ -48,7 +48,7 @@ pub(super) struct StreamListener {
 /// The state that the handshakes of a listener share.
 struct Reception {
     features: u64,
-    config: SessionConfig,
+    config: ConnectionConfig,
     registry: Arc<Registry>,
     /// The other transports of the listener.
     paths: Vec<PathOffer>,
@@ -77,7 +77,7 @@ impl Drop for HandshakePlace<'_> {
 
 /// The connections of a listener.
 struct Registry {
-    sessions: Mutex<ConnectionTable>,
+    connections: Mutex<ConnectionTable>,
     admissions: Arc<Admissions>,
 }
 
@@ -98,7 +98,7 @@ struct RegistryEntry {
 /// The place of a connection in its listener's registry. Dropping it releases the place.
 pub(crate) struct RegistryPlace {
     registry: Weak<Registry>,
-    session: u128,
+    connection: u128,
     peer: base::budget::PeerAddress,
     held: AtomicBool,
 }
@@ -106,17 +106,17 @@ pub(crate) struct RegistryPlace {
 impl ConnectionTable {
     /// Removes a connection that has lost its place. The caller must [reclaim](Shared::reclaim) it
     /// after releasing the mutex.
-    fn forget(&mut self, session: u128) -> Option<Arc<Shared>> {
-        self.places.remove(session);
-        self.detached.remove(session);
-        self.entries.remove(&session).and_then(|entry| entry.shared.upgrade())
+    fn forget(&mut self, connection: u128) -> Option<Arc<Shared>> {
+        self.places.remove(connection);
+        self.detached.remove(connection);
+        self.entries.remove(&connection).and_then(|entry| entry.shared.upgrade())
     }
 }
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
         // No code panics while it holds the mutex.
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends `victim`, a connection that has lost its place, if there is one.
@@ -138,37 +138,37 @@ impl Registry {
         shared: &Arc<Shared>,
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
-        let (session, peer) = (shared.session_id(), shared.peer().peer);
-        let mut sessions = self.lock();
-        let Ok(victim) = sessions.places.admit(session, peer, Instant::now().into_std()) else {
-            drop(sessions);
-            self.admissions.add_refused(Shortage::Sessions, 1);
+        let (connection, peer) = (shared.connection_id(), shared.peer().peer);
+        let mut connections = self.lock();
+        let Ok(victim) = connections.places.admit(connection, peer, Instant::now().into_std()) else {
+            drop(connections);
+            self.admissions.add_refused(Shortage::Connections, 1);
             return None;
         };
-        let victim = victim.and_then(|victim| sessions.forget(victim));
+        let victim = victim.and_then(|victim| connections.forget(victim));
         let entry = RegistryEntry { secret: shared.secret(), resume, shared: Arc::downgrade(shared) };
-        sessions.entries.insert(session, entry);
-        drop(sessions);
-        self.reclaim(victim, Shortage::Sessions);
+        connections.entries.insert(connection, entry);
+        drop(connections);
+        self.reclaim(victim, Shortage::Connections);
         let (registry, held) = (Arc::downgrade(self), AtomicBool::new(false));
-        Some((resumptions, RegistryPlace { registry, session, peer, held }))
+        Some((resumptions, RegistryPlace { registry, connection, peer, held }))
     }
 
     /// Finds the connection to resume, if the secret is right. Returns the channel for its new
     /// transport. A wrong secret gives the same result as an unknown connection.
     fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
-        let sessions = self.lock();
-        let entry = sessions.entries.get(&resume.session)?;
+        let connections = self.lock();
+        let entry = connections.entries.get(&resume.connection)?;
         let differs = entry.secret.iter().zip(resume.secret).fold(0, |acc, (a, b)| acc | (a ^ b));
         (differs == 0).then(|| entry.resume.clone())
     }
 
     /// Ends a connection to free its file descriptor. Returns whether such a connection existed.
     fn shed(&self) -> bool {
-        let mut sessions = self.lock();
-        let victim = sessions.places.shed(Instant::now().into_std());
-        let victim = victim.and_then(|victim| sessions.forget(victim));
-        drop(sessions);
+        let mut connections = self.lock();
+        let victim = connections.places.shed(Instant::now().into_std());
+        let victim = victim.and_then(|victim| connections.forget(victim));
+        drop(connections);
         let has_victim = victim.is_some();
         self.reclaim(victim, Shortage::Descriptors);
         has_victim
@@ -178,20 +178,20 @@ impl Registry {
 impl RegistryPlace {
     /// Marks the connection as detached, because it has lost its transport.
     pub(crate) fn hold(&self) -> Result<()> {
-        let gone = || MessengerError::SessionLost("the connection's listener has been closed".into());
+        let gone = || MessengerError::ConnectionLost("the connection's listener has been closed".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
-        let mut sessions = registry.lock();
+        let mut connections = registry.lock();
         let now = Instant::now().into_std();
-        let admitted = sessions.detached.admit(self.session, self.peer, now);
+        let admitted = connections.detached.admit(self.connection, self.peer, now);
         let Ok(victim) = admitted else {
-            drop(sessions);
+            drop(connections);
             registry.admissions.add_refused(Shortage::Detached, 1);
-            return Err(MessengerError::SessionLost("too many connections wait for their clients".into()));
+            return Err(MessengerError::ConnectionLost("too many connections wait for their clients".into()));
         };
         self.held.store(true, Ordering::Relaxed);
-        sessions.places.left(self.session, now);
-        let victim = victim.and_then(|victim| sessions.forget(victim));
-        drop(sessions);
+        connections.places.left(self.connection, now);
+        let victim = victim.and_then(|victim| connections.forget(victim));
+        drop(connections);
         registry.reclaim(victim, Shortage::Detached);
         Ok(())
     }
@@ -201,9 +201,9 @@ impl RegistryPlace {
         if self.held.swap(false, Ordering::Relaxed)
             && let Some(registry) = self.registry.upgrade()
         {
-            let mut sessions = registry.lock();
-            sessions.detached.remove(self.session);
-            sessions.places.heard(self.session, Instant::now().into_std());
+            let mut connections = registry.lock();
+            connections.detached.remove(self.connection);
+            connections.places.heard(self.connection, Instant::now().into_std());
         }
     }
 
@@ -211,7 +211,7 @@ impl RegistryPlace {
     /// its place.
     pub(crate) fn heard(&self) {
         if let Some(registry) = self.registry.upgrade() {
-            registry.lock().places.heard(self.session, Instant::now().into_std());
+            registry.lock().places.heard(self.connection, Instant::now().into_std());
         }
     }
 }
@@ -219,7 +219,7 @@ impl RegistryPlace {
 impl Drop for RegistryPlace {
     fn drop(&mut self) {
         if let Some(registry) = self.registry.upgrade() {
-            let forgotten = registry.lock().forget(self.session);
+            let forgotten = registry.lock().forget(self.connection);
             drop(forgotten);
         }
     }
@@ -232,7 +232,7 @@ impl StreamListener {
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
         features: u64,
-        config: SessionConfig,
+        config: ConnectionConfig,
     ) -> StreamListener {
         let endpoint = acceptor.endpoint();
         let paths: Vec<PathOffer> = others
@@ -243,12 +243,12 @@ impl StreamListener {
         let (sender, accepted) = mpsc::channel(BACKLOG);
         let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
         let admissions = Arc::new(Admissions::new(&config, descriptors));
-        let sessions = Mutex::new(ConnectionTable {
+        let connections = Mutex::new(ConnectionTable {
             entries: HashMap::new(),
-            places: Budget::new(admissions.max_sessions(), SESSION_PATIENCE),
+            places: Budget::new(admissions.max_connections(), CONNECTION_PATIENCE),
             detached: Budget::new(config.max_held, Duration::MAX),
         });
-        let registry = Arc::new(Registry { sessions, admissions: Arc::clone(&admissions) });
+        let registry = Arc::new(Registry { connections, admissions: Arc::clone(&admissions) });
         let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
         let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::new() });
         let reception = Arc::new(Reception {
@@ -281,7 +281,7 @@ impl Listener for StreamListener {
 
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>> {
         Box::pin(async {
-            let gone = || Err(MessengerError::SessionLost("the listener's runtime has ended".into()));
+            let gone = || Err(MessengerError::ConnectionLost("the listener's runtime has ended".into()));
             self.accepted.recv().await.unwrap_or_else(gone)
         })
     }
@@ -372,12 +372,12 @@ impl Reception {
         let late = || Err(MessengerError::Refused("the peer's handshake took too long".into()));
         match shaken.unwrap_or_else(|_| late()) {
             Ok(HandshakeOutcome::New(shared, role)) => self.open(shared, role, wire).await,
-            Ok(HandshakeOutcome::Resume(session, hello, resume)) => {
+            Ok(HandshakeOutcome::Resume(connection, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
                 // If another transport already waits for the connection, this one is dropped, and
                 // its client tries again.
-                let _ = session.try_send(resumption);
+                let _ = connection.try_send(resumption);
             }
             Err(why) => {
                 tracing::debug!(peer = wire.address, %why, "handshake failed");
@@ -394,17 +394,17 @@ impl Reception {
         }
         if let Some(resume) = hello.resume.clone() {
             return match self.registry.find(&resume) {
-                Some(session) => Ok(HandshakeOutcome::Resume(session, hello, resume)),
+                Some(connection) => Ok(HandshakeOutcome::Resume(connection, hello, resume)),
                 None => {
                     let reason = "the server has no such connection with this secret".to_owned();
-                    self.reject(wire, Reject { code: RejectCode::UnknownSession, reason }).await
+                    self.reject(wire, Reject { code: RejectCode::UnknownConnection, reason }).await
                 }
             };
         }
         let (settled, welcome) = handshake::settle(hello, wire, self.features, &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
-            let max = self.admissions.max_sessions();
+            let max = self.admissions.max_connections();
             let reason = format!("all {max} connections are in use, and this address has its fair share");
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
         };
@@ -427,7 +427,7 @@ impl Reception {
 
     async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
         let handles = shared.handles();
-        crate::spawn(session::run(shared, role, wire));
+        crate::spawn(connection::run(shared, role, wire));
         // If the listener has been closed, the handles are dropped, which ends the connection.
         let _ = self.accepted.send(Ok(handles)).await;
     }

@@ -233,8 +233,8 @@ impl Victim {
     ) -> (Ends, tokio::task::JoinHandle<()>) {
         let endpoint = self.endpoint.clone();
         let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(&endpoint)));
-        let session = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
-        (session.expect("in time").expect("a connection"), attack)
+        let connection = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
+        (connection.expect("in time").expect("a connection"), attack)
     }
 
     /// Checks that the other client's connection still works, on the same transport.
@@ -275,7 +275,7 @@ async fn a_client_cannot_reach_the_memory_of_its_server() {
     let (start, _) = arena.as_raw();
     let start = start as u64;
     for (i, key) in [0, 1, 2, 3, 0x100, 0x1000, u64::from(u32::MAX), rand::random()].into_iter().enumerate() {
-        let (mut session, attack) = victim
+        let (mut connection, attack) = victim
             .attacked(move |mut attacker| {
                 let local = Arena::anonymous(4096).expect("memory");
                 let local =
@@ -291,7 +291,7 @@ async fn a_client_cannot_reach_the_memory_of_its_server() {
                 assert!(!attacker.reads.contains(&true) || i % 2 == 1, "key {key} gave access to memory");
             })
             .await;
-        interrupted(&mut session).await;
+        interrupted(&mut connection).await;
         attack.await.expect("the attack ends without a panic");
         victim.is_well().await;
     }
@@ -332,13 +332,13 @@ async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link(
             },
         ];
         for attack in attacks {
-            let (mut session, attack) = victim
+            let (mut connection, attack) = victim
                 .attacked(move |mut attacker| {
                     attack(&mut attacker);
                     attacker.until("end", |a| a.is_closed);
                 })
                 .await;
-            interrupted(&mut session).await;
+            interrupted(&mut connection).await;
             attack.await.expect("the attack ends without a panic");
             victim.is_well().await;
         }
@@ -349,7 +349,7 @@ async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link(
 #[tokio::test]
 async fn packets_with_a_wrong_token_are_dropped() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
-    let (mut session, attack) = victim
+    let (mut connection, attack) = victim
         .attacked(|mut attacker| {
             for wrong in [0, 1, attacker.token ^ 1, u64::MAX] {
                 let forged = Body::Message("forged".into());
@@ -359,13 +359,13 @@ async fn packets_with_a_wrong_token_are_dropped() {
             attacker.until("answer", |a| a.frames.iter().any(|f| f.header.kind == FrameKind::Message));
         })
         .await;
-    match tokio::time::timeout(PATIENCE, session.1.next()).await.expect("in time") {
+    match tokio::time::timeout(PATIENCE, connection.1.next()).await.expect("in time") {
         ConnectionEvent::Message(message) => {
             assert_eq!(message.header, "mine", "a forged packet was delivered")
         }
         other => panic!("{other:?}"),
     }
-    session.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
+    connection.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
     attack.await.expect("the attack ends without a panic");
     victim.is_well().await;
 }
@@ -393,7 +393,7 @@ async fn a_stalled_pull_returns_its_buffer() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let (tell, told) = std::sync::mpsc::channel();
-    let (session, attack) = victim
+    let (connection, attack) = victim
         .attacked(move |attacker| {
             let source = ExposedMemory::Bytes(vec![9; 1 << 20].into());
             let source = MemoryRegion::expose(&attacker.domain, source, Access::RemoteRead).expect("exposed");
@@ -406,7 +406,7 @@ async fn a_stalled_pull_returns_its_buffer() {
     let RemoteRegion { key, base, len } = remote;
     let checksums = Payload::compute(0, vec![9; 1 << 20].into());
     let descriptor = BulkDescriptor {
-        owner: BulkOwner::Session,
+        owner: BulkOwner::Peer,
         memory: MemoryKind::Host,
         segments: vec![BulkSegment { address: 0, key: 1, len }],
         direction: BulkDirection::Read,
@@ -422,7 +422,7 @@ async fn a_stalled_pull_returns_its_buffer() {
     let all = pool.free_bytes().0;
     let dest = pool.alloc(1 << 20).await.expect("a buffer");
     let limit = Duration::from_millis(200);
-    let pulled = session.0.bulk_read(&descriptor, 0, dest, limit).await;
+    let pulled = connection.0.bulk_read(&descriptor, 0, dest, limit).await;
     match super::provider().0.as_str() {
         // Over `tcp`, data moves only while both sides poll.
         "tcp" => assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit))),
@@ -437,6 +437,6 @@ async fn a_stalled_pull_returns_its_buffer() {
     tokio::time::timeout(PATIENCE, came_back).await.expect("the buffer returns to the pool");
     victim.is_well().await;
     drop(stop);
-    drop(session);
+    drop(connection);
     attack.await.expect("the attack ends without a panic");
 }

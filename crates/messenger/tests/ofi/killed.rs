@@ -8,7 +8,7 @@ use std::time::Duration;
 use outboard_messenger::conformance::{self, Buffer};
 use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
 use outboard_messenger::{
-    ConnectOptions, ConnectionEvent, Ends, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
+    ConnectOptions, ConnectionConfig, ConnectionEvent, Ends, Incoming, Message, NetworkStack, StreamStack,
 };
 use rand::Rng;
 use tokio::time::timeout;
@@ -32,8 +32,12 @@ fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<OfiControl>)> {
     let ofi = super::load(OfiConfig::new(&provider))?;
     let control = ofi.control();
     let (heartbeat, grace) = super::patience(&provider);
-    let config =
-        SessionConfig { heartbeat, grace, hold: Duration::from_millis(100), ..SessionConfig::default() };
+    let config = ConnectionConfig {
+        heartbeat,
+        grace,
+        hold: Duration::from_millis(100),
+        ..ConnectionConfig::default()
+    };
     Some((Arc::new(StreamStack::over(ofi, config)), control))
 }
 

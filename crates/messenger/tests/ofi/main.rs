@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
-use outboard_messenger::{SessionConfig, StreamStack};
+use outboard_messenger::{ConnectionConfig, StreamStack};
 
 /// The provider, and the address at which to listen.
 fn provider() -> (String, String) {
@@ -50,7 +50,7 @@ fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
     let grace = grace * times;
-    let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
+    let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
     let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) })?;
     let (cut, freeze) = (ofi.control(), ofi.control());
     Some(Rig {

@@ -8,8 +8,8 @@ use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
 use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{
-    ConnectOptions, Connection, ConnectionEvent, Ends, Incoming, Listener, Message, NetworkStack, Path,
-    SessionConfig, StreamStack,
+    ConnectOptions, Connection, ConnectionConfig, ConnectionEvent, Ends, Incoming, Listener, Message,
+    NetworkStack, Path, StreamStack,
 };
 
 const COOL_DOWN: Duration = Duration::from_millis(400);
@@ -29,7 +29,7 @@ fn network(required: bool) -> Option<Network> {
     let control = ofi.control();
     let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN).required(required);
     let (heartbeat, grace) = super::patience(&provider);
-    let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
+    let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
     let stack = Arc::new(StreamStack::over(Tcp::default(), config).with_path(path));
     Some(Network { stack, control, address })
 }
@@ -122,7 +122,7 @@ async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required()
     assert!(why.contains("ofi:"), "{why}");
 
     // A client that requires a path cannot connect to a server without this path.
-    let plain = StreamStack::over(Tcp::default(), SessionConfig::default());
+    let plain = StreamStack::over(Tcp::default(), ConnectionConfig::default());
     let listener = plain.listen(&required.address, 0).await.expect("listens");
     required.control.refuse(false);
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::raw::{PATIENCE, Raw, lost};
 use outboard_messenger::frame::{Body, Resume};
-use outboard_messenger::{ConnectionEvent, Ends, Listener, NetworkStack, SessionConfig, TcpStack};
+use outboard_messenger::{ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, TcpStack};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::time::timeout;
 
@@ -14,11 +14,11 @@ const OTHER: &str = "127.0.0.2";
 
 /// Handshakes and detached connections that time out later than the test. So only a budget can free
 /// their places.
-fn config() -> SessionConfig {
-    SessionConfig { handshake_timeout: 6 * PATIENCE, hold: 6 * PATIENCE, ..SessionConfig::default() }
+fn config() -> ConnectionConfig {
+    ConnectionConfig { handshake_timeout: 6 * PATIENCE, hold: 6 * PATIENCE, ..ConnectionConfig::default() }
 }
 
-async fn listen(config: SessionConfig) -> Box<dyn Listener> {
+async fn listen(config: ConnectionConfig) -> Box<dyn Listener> {
     TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap()
 }
 
@@ -32,12 +32,12 @@ async fn accepted(listener: &mut dyn Listener) -> Ends {
 }
 
 /// Begins a connection from the address `source`. Also returns the server's end of it.
-async fn session(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, Ends) {
+async fn connection(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, Ends) {
     let endpoint = listener.endpoint();
     let began = async { Raw::connect_from(source, &endpoint).await.begin(None).await };
     let (began, ends) = tokio::join!(timeout(PATIENCE, began), accepted(listener));
     let (raw, welcome) = began.expect("a connection in time");
-    let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
     (raw, resume, ends)
 }
 
@@ -49,21 +49,21 @@ async fn silent_handshakes_of_one_address_do_not_block_another_address() {
     for _ in 0..600 {
         silent.push(Raw::connect_from(CROWD, &endpoint).await);
     }
-    let (_raw, _, _ends) = session(OTHER, &mut *listener).await;
-    let (_raw, _, _ends) = session(CROWD, &mut *listener).await;
+    let (_raw, _, _ends) = connection(OTHER, &mut *listener).await;
+    let (_raw, _, _ends) = connection(CROWD, &mut *listener).await;
     // The longest-silent handshakes lost their places.
     timeout(PATIENCE, silent[0].closed()).await.expect("the oldest handshake is ended");
 }
 
 #[tokio::test]
 async fn the_longest_silent_connections_lose_their_places_to_another_address() {
-    let mut listener = listen(SessionConfig { max_sessions: 4, ..config() }).await;
+    let mut listener = listen(ConnectionConfig { max_connections: 4, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..4 {
-        crowd.push(session(CROWD, &mut *listener).await);
+        crowd.push(connection(CROWD, &mut *listener).await);
     }
-    let (_first, _, mut first_ends) = session(OTHER, &mut *listener).await;
-    let (_second, _, mut second_ends) = session(OTHER, &mut *listener).await;
+    let (_first, _, mut first_ends) = connection(OTHER, &mut *listener).await;
+    let (_second, _, mut second_ends) = connection(OTHER, &mut *listener).await;
     for (raw, _, ends) in &mut crowd[..2] {
         let reason = loop {
             match raw.next().await.expect("a reason").body {
@@ -86,20 +86,20 @@ async fn the_longest_silent_connections_lose_their_places_to_another_address() {
 
 #[tokio::test]
 async fn a_detached_connection_loses_its_place_to_another_address() {
-    let mut listener = listen(SessionConfig { max_held: 2, ..config() }).await;
+    let mut listener = listen(ConnectionConfig { max_held: 2, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..2 {
-        let (raw, _, mut ends) = session(CROWD, &mut *listener).await;
+        let (raw, _, mut ends) = connection(CROWD, &mut *listener).await;
         drop(raw);
         assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
         crowd.push(ends);
     }
-    let (raw, resume, mut ends) = session(OTHER, &mut *listener).await;
+    let (raw, resume, mut ends) = connection(OTHER, &mut *listener).await;
     drop(raw);
     assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
     let again = Raw::connect_from(OTHER, &listener.endpoint()).await;
     let (_raw, welcome) = again.begin(Some(resume.clone())).await;
-    assert_eq!(welcome.session, resume.session);
+    assert_eq!(welcome.connection, resume.connection);
     assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
     lost(&mut *crowd[0].1).await;
 }
@@ -149,7 +149,7 @@ async fn starve() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, rustix::process::Rlimit { current: Some(48), ..limit }).unwrap();
-    let many = SessionConfig { max_descriptors: Some(100_000), max_handshakes: 10_000, ..config() };
+    let many = ConnectionConfig { max_descriptors: Some(100_000), max_handshakes: 10_000, ..config() };
     let mut listener = listen(many).await;
     let admissions = listener.admissions();
     #[allow(clippy::explicit_write, reason = "the test harness captures the output of println!")]

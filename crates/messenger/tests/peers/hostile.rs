@@ -10,7 +10,7 @@ use outboard_messenger::frame::{
     Body, Close, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
 };
 use outboard_messenger::{
-    ConnectOptions, ConnectionEvent, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
+    ConnectOptions, ConnectionConfig, ConnectionEvent, Message, MessengerError, NetworkStack, TcpStack,
 };
 use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
@@ -63,7 +63,7 @@ async fn a_flipped_bit_of_a_message_breaks_only_the_transport() {
 async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
     let mut victim = Victim::new().await;
     let (mut raw, welcome, mut ends) = victim.attack().await;
-    let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
     for _ in 0..20 {
         raw.write(b"this is not a frame, and longer than the header of one").await;
         raw.closed().await;
@@ -72,7 +72,7 @@ async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
         match raw.next().await.map(|f| f.body) {
             Some(Body::Welcome(_)) => {}
             Some(Body::Reject(reject)) => {
-                assert_eq!(reject.code, RejectCode::UnknownSession);
+                assert_eq!(reject.code, RejectCode::UnknownConnection);
                 let why = lost(&mut *ends.1).await;
                 assert!(matches!(why, MessengerError::Protocol(_)), "{why}");
                 return victim.is_well().await;
@@ -87,17 +87,17 @@ async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
 async fn a_truncated_frame_is_dropped_and_its_connection_ends_after_the_hold_time() {
     let mut victim = Victim::new().await;
     let frame = bytes(&message("text"), 1, 0, &Payload::compute(0, vec![1; 9000].into()));
-    let mut sessions = Vec::new();
+    let mut connections = Vec::new();
     for len in [1, 39, 40, 43, 60, 5000, frame.len() - 1] {
         let (mut raw, _, mut ends) = victim.attack().await;
         raw.write(&frame[..len]).await;
         drop(raw);
         assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted), "{len}");
-        sessions.push((len, ends));
+        connections.push((len, ends));
     }
-    for (len, mut ends) in sessions {
+    for (len, mut ends) in connections {
         let why = lost(&mut *ends.1).await;
-        assert!(matches!(why, MessengerError::SessionLost(_)), "{len}: {why}");
+        assert!(matches!(why, MessengerError::ConnectionLost(_)), "{len}: {why}");
     }
     victim.is_well().await;
 }
@@ -300,15 +300,16 @@ async fn slow_handshakes_time_out_and_do_not_delay_other_peers() {
 async fn a_connection_is_resumed_only_with_its_secret() {
     let mut victim = Victim::new().await;
     let (_first, welcome, mut ends) = victim.attack().await;
-    let good = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    let good = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
     let mut secret = welcome.secret;
     secret[15] ^= 1;
-    let wrong = [Resume { secret, ..good.clone() }, Resume { session: good.session ^ 1, ..good.clone() }];
+    let wrong =
+        [Resume { secret, ..good.clone() }, Resume { connection: good.connection ^ 1, ..good.clone() }];
     for resume in wrong {
         let mut raw = Raw::connect(&victim.endpoint).await;
         raw.send(&Body::Hello(hello(Some(resume))), 0).await;
         match raw.next().await.map(|f| f.body) {
-            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::UnknownSession),
+            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::UnknownConnection),
             other => panic!("{other:?}"),
         }
         victim.refused().await;
@@ -316,7 +317,7 @@ async fn a_connection_is_resumed_only_with_its_secret() {
     let mut raw = Raw::connect(&victim.endpoint).await;
     raw.send(&Body::Hello(hello(Some(good.clone()))), 0).await;
     assert!(
-        matches!(raw.next().await.map(|f| f.body), Some(Body::Welcome(Welcome { session, .. })) if session == welcome.session)
+        matches!(raw.next().await.map(|f| f.body), Some(Body::Welcome(Welcome { connection, .. })) if connection == welcome.connection)
     );
     assert!(
         matches!(ends.1.next().await, ConnectionEvent::Interrupted),
@@ -356,13 +357,14 @@ async fn hellos_with_unsupported_values_are_rejected() {
 
 #[tokio::test]
 async fn invalid_answers_of_a_server_give_the_client_typed_errors() {
-    let config = SessionConfig { handshake_timeout: Duration::from_millis(100), ..SessionConfig::default() };
+    let config =
+        ConnectionConfig { handshake_timeout: Duration::from_millis(100), ..ConnectionConfig::default() };
     let stack = TcpStack::new(config);
     let welcome = |nonce| Welcome {
         version: 2,
         features: 0,
         nonce,
-        session: 1,
+        connection: 1,
         secret: [0; 16],
         limits: (1, 1, 1),
         granted: 1,

@@ -7,18 +7,19 @@ use crate::raw::{PATIENCE, Raw, Zeros, lost};
 use base::block::Payload;
 use outboard_messenger::conformance::{self, Buffer, Rig};
 use outboard_messenger::{
-    BulkSource, ConnectOptions, ConnectionEvent, Ends, MessengerError, NetworkStack, SessionConfig, TcpStack,
+    BulkSource, ConnectOptions, ConnectionConfig, ConnectionEvent, Ends, MessengerError, NetworkStack,
+    TcpStack,
 };
 use tokio::runtime::Builder;
 use tokio::time::{sleep, timeout};
 
-fn quick() -> SessionConfig {
-    SessionConfig {
+fn quick() -> ConnectionConfig {
+    ConnectionConfig {
         heartbeat: Duration::from_millis(50),
         grace: Duration::from_millis(300),
         hold: Duration::from_millis(200),
         offer_ttl: Duration::from_millis(100),
-        ..SessionConfig::default()
+        ..ConnectionConfig::default()
     }
 }
 
@@ -46,12 +47,13 @@ async fn an_expired_offer_is_refused() {
 #[tokio::test]
 async fn a_listener_limits_its_connections_and_its_detached_connections() {
     let (heartbeat, grace) = (Duration::from_secs(1), Duration::from_secs(5));
-    let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
+    let config =
+        ConnectionConfig { max_connections: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
     let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
     let endpoint = listener.endpoint();
     let mut peers = Vec::new();
     for _ in 0..3 {
-        let (raw, _) = Raw::session(&endpoint).await;
+        let (raw, _) = Raw::connection(&endpoint).await;
         peers.push((raw, listener.accept().await.unwrap()));
     }
     let refused = TcpStack::default().connect(&endpoint, ConnectOptions::default()).await;
@@ -62,7 +64,7 @@ async fn a_listener_limits_its_connections_and_its_detached_connections() {
     let (raw, mut lost_at_once) = peers.remove(0);
     drop(raw);
     let why = lost(&mut *lost_at_once.1).await;
-    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+    assert!(matches!(why, MessengerError::ConnectionLost(_)), "{why}");
     kept.0.close().await;
     drop((kept, lost_at_once));
     sleep(Duration::from_millis(50)).await;
@@ -93,7 +95,7 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
         // Calls on handles that outlive their runtime do not block.
         let elsewhere = Builder::new_current_thread().build().unwrap();
         let late = elsewhere.block_on(ends.0.send(outboard_messenger::Message::default()));
-        assert!(matches!(late, Err(MessengerError::SessionLost(_))), "{late:?}");
+        assert!(matches!(late, Err(MessengerError::ConnectionLost(_))), "{late:?}");
         elsewhere.block_on(ends.0.close());
         drop((ends, region));
     });
@@ -107,7 +109,7 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
         kill.send(()).unwrap();
     };
     let (pulled, ()) = tokio::join!(pull, killer);
-    assert!(matches!(pulled, Err(MessengerError::SessionLost(_))), "{pulled:?}");
+    assert!(matches!(pulled, Err(MessengerError::ConnectionLost(_))), "{pulled:?}");
     lost(&mut *server.1).await;
     assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer returned to the pool");
     client.join().unwrap();
@@ -118,7 +120,7 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
 fn handles_can_be_used_from_other_threads() {
     let (give, take) = std::sync::mpsc::channel();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let config = SessionConfig { offer_ttl: PATIENCE, ..quick() };
+    let config = ConnectionConfig { offer_ttl: PATIENCE, ..quick() };
     let home = std::thread::spawn(move || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -200,7 +202,7 @@ async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
     assert!(matches!(timeout(PATIENCE, client.1.next()).await.unwrap(), ConnectionEvent::Interrupted));
     client.0.send(outboard_messenger::Message::default()).await.expect("queued for the resumption");
     let why = lost(&mut *client.1).await;
-    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+    assert!(matches!(why, MessengerError::ConnectionLost(_)), "{why}");
 }
 
 /// A source whose checksums are wrong. A pull of its data fails after a bounded number of attempts.
@@ -223,7 +225,8 @@ impl BulkSource for Liar {
 
 #[tokio::test]
 async fn wrong_checksums_of_a_source_fail_only_its_pull() {
-    let (mut client, server) = pair(&TcpStack::new(SessionConfig { offer_ttl: PATIENCE, ..quick() })).await;
+    let (mut client, server) =
+        pair(&TcpStack::new(ConnectionConfig { offer_ttl: PATIENCE, ..quick() })).await;
     let pool = conformance::pool();
     let liar = client.0.offer_source(Arc::new(Liar)).unwrap();
     let dest = pool.alloc(4096).await.unwrap();
@@ -252,7 +255,7 @@ fn a_thousand_connections_leave_no_file_descriptor() {
     let with_runtime = descriptors();
     runtime.block_on(async {
         let rig = Rig {
-            stack: Arc::new(TcpStack::new(SessionConfig::default())),
+            stack: Arc::new(TcpStack::new(ConnectionConfig::default())),
             address: "127.0.0.1:0".into(),
             cut: Box::new(|| 0),
             freeze: Box::new(|_| {}),

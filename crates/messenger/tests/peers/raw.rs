@@ -7,8 +7,8 @@ use base::block::{Payload, crc32c};
 use bytes::{Bytes, BytesMut};
 use outboard_messenger::frame::{self, Body, Frame, HEADER_LEN, Hello, Resume, Welcome};
 use outboard_messenger::{
-    ConnectOptions, ConnectionEvent, Ends, Incoming, Limits, Listener, Message, MessengerError, NetworkStack,
-    SessionConfig, TcpStack,
+    ConnectOptions, ConnectionConfig, ConnectionEvent, Ends, Incoming, Limits, Listener, Message,
+    MessengerError, NetworkStack, TcpStack,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
@@ -66,12 +66,12 @@ impl Raw {
     }
 
     pub(crate) fn over(stream: TcpStream) -> Raw {
-        let limits = SessionConfig::default().limits;
+        let limits = ConnectionConfig::default().limits;
         Raw { stream, read: BytesMut::new(), limits }
     }
 
     /// Connects a socket and begins a messenger connection on it.
-    pub(crate) async fn session(endpoint: &str) -> (Raw, Welcome) {
+    pub(crate) async fn connection(endpoint: &str) -> (Raw, Welcome) {
         Raw::connect(endpoint).await.begin(None).await
     }
 
@@ -137,12 +137,12 @@ pub(crate) struct Victim {
 
 impl Victim {
     pub(crate) async fn new() -> Victim {
-        let config = SessionConfig {
+        let config = ConnectionConfig {
             heartbeat: Duration::from_secs(1),
             grace: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(1),
             hold: Duration::from_secs(1),
-            ..SessionConfig::default()
+            ..ConnectionConfig::default()
         };
         let stack = TcpStack::new(config);
         let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
@@ -155,8 +155,8 @@ impl Victim {
     /// Begins a raw connection. Also returns the server's end of it.
     pub(crate) async fn attack(&mut self) -> (Raw, Welcome, Ends) {
         let endpoint = self.endpoint.clone();
-        let (session, server) = tokio::join!(Raw::session(&endpoint), self.accepted());
-        (session.0, session.1, server)
+        let (connection, server) = tokio::join!(Raw::connection(&endpoint), self.accepted());
+        (connection.0, connection.1, server)
     }
 
     async fn accepted(&mut self) -> Ends {

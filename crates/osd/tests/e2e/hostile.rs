@@ -19,7 +19,7 @@ use crate::raw::{Raw, append, head, mutate, name};
 fn descriptor(direction: BulkDirection, phase: u16, lens: &[u64]) -> BulkDescriptor {
     let segment = |len: &u64| BulkSegment { address: 0, key: 0xdead_beef, len: *len };
     BulkDescriptor {
-        owner: BulkOwner::Session,
+        owner: BulkOwner::Peer,
         memory: MemoryKind::Host,
         segments: lens.iter().map(segment).collect(),
         direction,

@@ -9,7 +9,7 @@ use base::block::Payload;
 use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
 use messenger::transport::faulty::StreamFaults;
-use messenger::{BulkSource, SessionConfig, SimStack};
+use messenger::{BulkSource, ConnectionConfig, SimStack};
 use osd::{OsdConfig, OsdServer};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
@@ -30,7 +30,7 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
         ..StreamFaults::NONE
     };
     // The time is so short that connections are often dropped before their clients return.
-    let config = SessionConfig { hold: Duration::from_millis(30), ..SessionConfig::default() };
+    let config = ConnectionConfig { hold: Duration::from_millis(30), ..ConnectionConfig::default() };
     let (stack, control) = SimStack::simulated(seed(), faults, config);
     let stack = Arc::new(stack);
     let local = LocalSet::new();

@@ -101,7 +101,7 @@ fn may_pass(error: &client::Error) -> bool {
     matches!(
         error,
         Error::TimedOut(_)
-            | Error::Network(MessengerError::Unreachable { .. } | MessengerError::SessionLost(_))
+            | Error::Network(MessengerError::Unreachable { .. } | MessengerError::ConnectionLost(_))
     )
 }
 

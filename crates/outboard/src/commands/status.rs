@@ -74,11 +74,10 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
 
 async fn ask(endpoint: &str, source: Option<IpAddr>) -> Result<client::NodeStatus, String> {
     let options = client::Options {
-        name: "status".to_owned(),
         connect_timeout: PATIENCE,
         request_timeout: PATIENCE,
         source,
-        ..client::Options::default()
+        ..super::options()
     };
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;

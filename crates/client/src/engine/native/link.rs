@@ -261,7 +261,7 @@ impl Shared {
         match sent {
             // The background task detects the loss too, and sends the request again on the next
             // connection.
-            Err(Error::Network(MessengerError::SessionLost(_))) => Ok(()),
+            Err(Error::Network(MessengerError::ConnectionLost(_))) => Ok(()),
             Err(e @ Error::Network(_)) if repeats_change => Err(e.of_unknown_outcome()),
             sent => sent,
         }
@@ -294,7 +294,7 @@ impl Shared {
     /// Connects, and opens or resumes the session on the connection.
     async fn connect(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
         let timeout = self.options.connect_timeout;
-        let options = ConnectOptions { tenant: self.options.name.clone(), features: 0, timeout };
+        let options = ConnectOptions { tenant: self.options.tenant.clone(), features: 0, timeout };
         let (connection, mut incoming) = self.stack.connect(&self.endpoint, options).await?;
         let opened = tokio::time::timeout(timeout, self.handshake(&*connection, &mut *incoming)).await;
         opened.unwrap_or(Err(Error::TimedOut(timeout)))?;
@@ -374,7 +374,7 @@ impl Shared {
                 };
                 match state.message(seq, &connection) {
                     Ok(message) => message,
-                    Err(Error::Network(MessengerError::SessionLost(_))) => return,
+                    Err(Error::Network(MessengerError::ConnectionLost(_))) => return,
                     Err(e) => {
                         let done = state.pending.get_mut(&seq).and_then(|p| p.done.take());
                         drop(done.map(|done| done.send(Err(e))));
@@ -474,7 +474,7 @@ impl State {
         let number = self.number;
         let Some(pending) = self.pending.get_mut(&seq) else { return Err(Error::Closed) };
         pending.message(seq, oldest - 1, connection, number).map_err(|e| match e {
-            Error::Network(MessengerError::SessionLost(_)) => e,
+            Error::Network(MessengerError::ConnectionLost(_)) => e,
             e if pending.is_bound_to_session() => e.of_unknown_outcome(),
             e => e,
         })

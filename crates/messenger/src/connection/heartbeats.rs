@@ -1,9 +1,9 @@
 //! Detection of a lost peer.
 //!
 //! A side with outstanding work (an unacknowledged frame, a pull, an offer or a one-sided read)
-//! sends a frame at least once per [`heartbeat`](SessionConfig::heartbeat). It treats the peer as
-//! lost after a silence of [`grace`](SessionConfig::grace). While neither side has outstanding
-//! work, the pauses between heartbeats double, up to [`rest`](SessionConfig::rest), so that an idle
+//! sends a frame at least once per [`heartbeat`](ConnectionConfig::heartbeat). It treats the peer as
+//! lost after a silence of [`grace`](ConnectionConfig::grace). While neither side has outstanding
+//! work, the pauses between heartbeats double, up to [`rest`](ConnectionConfig::rest), so that an idle
 //! connection costs almost nothing. Each heartbeat announces how long its sender may be silent from
 //! now on.
 
@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use super::task::TransportEnd;
 use super::{Shared, State};
-use crate::config::{REST_MAX, SessionConfig};
+use crate::config::{ConnectionConfig, REST_MAX};
 use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
 
@@ -36,7 +36,7 @@ impl Shared {
         link: Option<&Link>,
         place: Option<&RegistryPlace>,
     ) -> TransportEnd {
-        let SessionConfig { heartbeat, grace, rest, .. } = self.config;
+        let ConnectionConfig { heartbeat, grace, rest, .. } = self.config;
         // A pause that the peer announced on an earlier transport no longer applies.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
         let mut pause = heartbeat;

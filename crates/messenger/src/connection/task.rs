@@ -71,7 +71,7 @@ pub(super) enum TransportEnd {
 pub(crate) async fn run(shared: Arc<Shared>, mut role: TransportSupply, wire: Wire) {
     let end = EndGuard(Arc::clone(&shared));
     let why = live(&shared, &mut role, wire).await;
-    tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "connection ended");
+    tracing::debug!(connection = %format_args!("{:032x}", shared.connection_id()), %why, "connection ended");
     shared.lose(why);
     drop(role);
     drop(end);
@@ -83,7 +83,7 @@ struct EndGuard(Arc<Shared>);
 
 impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.0.lose(MessengerError::SessionLost("the connection's runtime has ended".into()));
+        self.0.lose(MessengerError::ConnectionLost("the connection's runtime has ended".into()));
         self.0.ended.send_replace(true);
     }
 }
@@ -105,7 +105,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
                 better = Some((wire, claim));
                 ("a better transport is available".to_owned(), None)
             }
-            TransportEnd::Closed => return MessengerError::SessionLost(shared.close_reason().into()),
+            TransportEnd::Closed => return MessengerError::ConnectionLost(shared.close_reason().into()),
             TransportEnd::Fatal(why) => return why,
             TransportEnd::Replaced(resumption) => {
                 ("the client resumed on a new transport".to_owned(), Some(resumption))
@@ -124,7 +124,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
                 (reason, None)
             }
         };
-        tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
+        tracing::debug!(connection = %format_args!("{:032x}", shared.connection_id()), reason, "transport ended");
         shared.interrupt();
         let lived = useful || began.elapsed() > SHORT_LIFE;
         if let (TransportSupply::Client(dialer), true) = (&*role, is_path && (is_silent || !lived)) {
@@ -135,7 +135,7 @@ async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) 
             next = Box::pin(role.next_wire(shared, resumption, better, lived)) => next,
             () = shared.close_requested() => {
                 let why = format!("{}, while the peer was not reachable", shared.close_reason());
-                return MessengerError::SessionLost(why);
+                return MessengerError::ConnectionLost(why);
             }
         };
         wire = match next {
@@ -171,7 +171,7 @@ impl TransportSupply {
                             Ok(Some(next)) => next,
                             _ => {
                                 let why = "the client did not resume the connection in time";
-                                return Err(MessengerError::SessionLost(why.into()));
+                                return Err(MessengerError::ConnectionLost(why.into()));
                             }
                         },
                     };
@@ -234,7 +234,7 @@ impl Shared {
         match end {
             TransportEnd::Broken(_)
             | TransportEnd::Silent(_)
-            | TransportEnd::Fatal(MessengerError::SessionLost(_))
+            | TransportEnd::Fatal(MessengerError::ConnectionLost(_))
                 if closing =>
             {
                 TransportEnd::Closed
@@ -333,7 +333,7 @@ impl Shared {
     }
 
     /// The configuration of the connection.
-    pub(crate) fn config(&self) -> &crate::SessionConfig {
+    pub(crate) fn config(&self) -> &crate::ConnectionConfig {
         &self.config
     }
 
@@ -381,7 +381,7 @@ impl From<ReadFailure> for TransportEnd {
             ReadFailure::Fatal(why) => TransportEnd::Fatal(why),
             ReadFailure::Closed(reason) => {
                 let why = format!("the peer closed the connection: {reason}");
-                TransportEnd::Fatal(MessengerError::SessionLost(why))
+                TransportEnd::Fatal(MessengerError::ConnectionLost(why))
             }
         }
     }

@@ -37,13 +37,13 @@ impl Drop for Lifetime {
 }
 
 /// The sending half of a connection.
-pub(crate) struct SessionConnection {
+pub(crate) struct ConnectionHandle {
     shared: Arc<Shared>,
     _lifetime: Arc<Lifetime>,
 }
 
 /// The receiving half of a connection.
-pub(crate) struct SessionIncoming {
+pub(crate) struct IncomingHandle {
     shared: Arc<Shared>,
     _lifetime: Arc<Lifetime>,
 }
@@ -52,8 +52,8 @@ impl Shared {
     /// Creates the handles of the connection. Must be called only once.
     pub(crate) fn handles(self: &Arc<Self>) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
         let lifetime = Arc::new(Lifetime(Arc::clone(self)));
-        let connection = SessionConnection { shared: Arc::clone(self), _lifetime: Arc::clone(&lifetime) };
-        let incoming = SessionIncoming { shared: Arc::clone(self), _lifetime: lifetime };
+        let connection = ConnectionHandle { shared: Arc::clone(self), _lifetime: Arc::clone(&lifetime) };
+        let incoming = IncomingHandle { shared: Arc::clone(self), _lifetime: lifetime };
         (Arc::new(connection), Box::new(incoming))
     }
 
@@ -199,7 +199,7 @@ impl Drop for PullGuard<'_> {
     }
 }
 
-impl Connection for SessionConnection {
+impl Connection for ConnectionHandle {
     fn peer(&self) -> &PeerInfo {
         &self.shared.peer
     }
@@ -278,13 +278,13 @@ impl Connection for SessionConnection {
     }
 }
 
-impl Incoming for SessionIncoming {
+impl Incoming for IncomingHandle {
     fn next(&mut self) -> BoxFuture<'_, ConnectionEvent> {
         Box::pin(poll_fn(|cx| self.shared.poll_event(cx)))
     }
 }
 
-impl Drop for SessionIncoming {
+impl Drop for IncomingHandle {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         let dropped = state.inbound.deafen();

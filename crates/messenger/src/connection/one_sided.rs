@@ -73,7 +73,7 @@ impl Shared {
 
     /// The link that reaches the memory of `offer`, and the description of that memory.
     fn reach<'a>(&self, offer: &'a BulkDescriptor) -> Option<(Arc<Link>, &'a RemoteMemory)> {
-        let remote = offer.remote.as_ref().filter(|_| offer.owner == BulkOwner::Session)?;
+        let remote = offer.remote.as_ref().filter(|_| offer.owner == BulkOwner::Peer)?;
         let link = self.lock().link.clone()?;
         (link.transport_number() == remote.transport).then_some((link, remote))
     }
@@ -118,7 +118,7 @@ impl Shared {
                 Some(buf) => Ok(Pulled { buf, checksums }),
                 None => {
                     let why = "the buffer of a completed pull is still in use".into();
-                    Err(NotPulled::Lost(MessengerError::SessionLost(why)))
+                    Err(NotPulled::Lost(MessengerError::ConnectionLost(why)))
                 }
             },
             Err(why) => {

@@ -158,7 +158,7 @@ impl Shared {
         self.stir(&mut state);
         drop(state);
         let descriptor = BulkDescriptor {
-            owner: BulkOwner::Session,
+            owner: BulkOwner::Peer,
             memory: MemoryKind::Host,
             segments: vec![BulkSegment { address: 0, key, len }],
             direction,
@@ -166,8 +166,8 @@ impl Shared {
             expires_ms: u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX),
             remote,
         };
-        let session = Arc::downgrade(self);
-        Ok(BulkRegion::new(descriptor, Box::new(move |is_done| end_offer(&session, key, is_done))))
+        let connection = Arc::downgrade(self);
+        Ok(BulkRegion::new(descriptor, Box::new(move |is_done| end_offer(&connection, key, is_done))))
     }
 
     /// Starts to serve a pull, or refuses it.
@@ -256,9 +256,9 @@ impl Shared {
     }
 }
 
-fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
-    let Some(session) = session.upgrade() else { return };
-    let offer = session.lock().offers.active.remove(&key);
+fn end_offer(connection: &Weak<Shared>, key: u64, is_done: bool) {
+    let Some(connection) = connection.upgrade() else { return };
+    let offer = connection.lock().offers.active.remove(&key);
     // The user's memory is dropped after the mutex is released, because dropping it may call back
     // into the connection.
     let Some(Offer { what, exposed: Some(exposed), .. }) = offer else { return };
@@ -270,24 +270,24 @@ fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
 
 /// Serves a pull: reads the source chunk by chunk, and sends each chunk when the transfer is
 /// active.
-async fn serve(session: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
-    let failed = send_all(&session, &request, &*source).await;
-    session.lock().offers.serving.remove(&request.pull);
+async fn serve(connection: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
+    let failed = send_all(&connection, &request, &*source).await;
+    connection.lock().offers.serving.remove(&request.pull);
     if let Err((refusal, reason)) = failed
-        && let Err(why) = session.refuse_pull(request.pull, refusal, &reason)
+        && let Err(why) = connection.refuse_pull(request.pull, refusal, &reason)
     {
-        session.lose(why);
+        connection.lose(why);
     }
 }
 
 async fn send_all(
-    session: &Shared,
+    connection: &Shared,
     request: &PullRequest,
     source: &dyn BulkSource,
 ) -> Result<(), (Refusal, String)> {
     let end = request.offset + request.len;
     let mut at = request.offset;
-    let mut turn = session.turns.turn(request.offer, request.len);
+    let mut turn = connection.turns.turn(request.offer, request.len);
     while at < end {
         let phase = (source.phase() + at) % BLOCK;
         let len = chunk_len(phase, end - at);
@@ -304,9 +304,9 @@ async fn send_all(
             return Err((Refusal::Source, "the source returned a different range than requested".into()));
         }
         let Ok(()) = turn.take(len).await else { return Ok(()) };
-        let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };
+        let Ok(slot) = connection.bulk_slots.acquire().await else { return Ok(()) };
         let data = PullData { pull: request.pull, offset: at };
-        let wanted = session.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
+        let wanted = connection.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
         if !wanted {
             return Ok(());
         }

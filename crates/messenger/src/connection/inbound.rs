@@ -234,7 +234,7 @@ mod tests {
         for _ in 0..1000 {
             inbound.push_info(ConnectionEvent::Interrupted);
         }
-        inbound.push_info(ConnectionEvent::Lost(MessengerError::SessionLost("gone".into())));
+        inbound.push_info(ConnectionEvent::Lost(MessengerError::ConnectionLost("gone".into())));
         let mut news = 0;
         while let Some((ConnectionEvent::Interrupted, _)) = inbound.pop() {
             news += 1;

@@ -24,7 +24,7 @@ pub(super) fn locate(
     len: u64,
 ) -> Result<OfferRange> {
     let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
-    if descriptor.owner != BulkOwner::Session {
+    if descriptor.owner != BulkOwner::Peer {
         return refused("the descriptor names memory of a third party, which this stack cannot reach");
     }
     if descriptor.memory != MemoryKind::Host {

@@ -7,8 +7,8 @@
 //! system call.
 
 mod batch;
-mod connection;
 mod exposed;
+mod handles;
 mod heartbeats;
 mod inbound;
 mod offers;
@@ -30,7 +30,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 
 pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 
-use crate::config::{BULK_SLOTS, MAX_PULLS, SessionConfig};
+use crate::config::{BULK_SLOTS, ConnectionConfig, MAX_PULLS};
 use crate::metrics::ConnectionMetrics;
 use crate::transport::ofi::Link;
 use crate::transport::{Road, Wire};
@@ -69,7 +69,7 @@ struct State {
     offers: Offers,
     /// The current transport, if it is a link (libfabric) and not a byte stream.
     link: Option<Arc<Link>>,
-    /// Whether the current pause between heartbeats is longer than [`SessionConfig::heartbeat`].
+    /// Whether the current pause between heartbeats is longer than [`ConnectionConfig::heartbeat`].
     is_resting: bool,
     /// When the peer last showed that it is alive. Updated once per heartbeat.
     heard_at: tokio::time::Instant,
@@ -87,7 +87,7 @@ pub(crate) struct Shared {
     peer: PeerInfo,
     secret: [u8; 16],
     limits: Limits,
-    config: SessionConfig,
+    config: ConnectionConfig,
     side: ConnectionSide,
     metrics: ConnectionMetrics,
     state: Mutex<State>,
@@ -128,12 +128,12 @@ impl Shared {
     /// Creates a connection whose first transport is `wire`.
     pub(crate) fn new(
         settled: Negotiated,
-        config: SessionConfig,
+        config: ConnectionConfig,
         side: ConnectionSide,
         wire: &Wire,
     ) -> Arc<Shared> {
         let metrics = ConnectionMetrics::new();
-        metrics.sessions.increment(1);
+        metrics.connections.increment(1);
         let mut outbound = Outbound::new(settled.granted, config.window_bytes);
         let credit = outbound.issue();
         let state = State {
@@ -179,8 +179,8 @@ impl Shared {
         &self.peer
     }
 
-    pub(crate) fn session_id(&self) -> u128 {
-        self.peer.session
+    pub(crate) fn connection_id(&self) -> u128 {
+        self.peer.connection
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -193,7 +193,7 @@ impl Shared {
         match &state.status {
             ConnectionState::Open => Ok(()),
             ConnectionState::Closing => {
-                Err(MessengerError::SessionLost("this side closed the connection".into()))
+                Err(MessengerError::ConnectionLost("this side closed the connection".into()))
             }
             ConnectionState::Lost(why) => Err(why.clone()),
         }
@@ -203,7 +203,7 @@ impl Shared {
     fn loss(&self) -> MessengerError {
         Self::check_open(&self.lock())
             .err()
-            .unwrap_or_else(|| MessengerError::SessionLost("the connection is ending".into()))
+            .unwrap_or_else(|| MessengerError::ConnectionLost("the connection is ending".into()))
     }
 
     /// Asks the connection's task to send the queued frames and to end. May be called more than
@@ -268,6 +268,6 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        self.metrics.sessions.decrement(1);
+        self.metrics.connections.decrement(1);
     }
 }

@@ -258,7 +258,7 @@ mod tests {
         let mut batch = Batch::default();
         outbound.gather(&mut batch, &HERE);
         let mut bytes = batch.to_bytes();
-        let limits = crate::SessionConfig::default().limits;
+        let limits = crate::ConnectionConfig::default().limits;
         let mut frames = Vec::new();
         while let Some((frame, len)) = frame::decode(&bytes, &limits).expect("good frames") {
             assert_eq!(frame.header.ack, HERE.received, "every frame carries the acknowledgement");
