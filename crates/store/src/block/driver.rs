@@ -116,8 +116,8 @@ impl Driver {
     /// Runs the target as a task of a Tokio runtime with I/O and time enabled, until the target is
     /// unmounted or its handle is dropped. Once polled, the task must stay on its thread. At the
     /// end, the task waits for outstanding drive requests, and then for a running checkpoint and
-    /// the closing of the index. The second wait does not block the thread, although closing the
-    /// index of a failed drive may take as long as the drive's timeouts.
+    /// the closing of the index. The first wait blocks the thread. The second wait does not,
+    /// although closing the index of a failed drive may take as long as the drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(

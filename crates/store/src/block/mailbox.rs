@@ -36,7 +36,7 @@ pub(super) struct MailboxState {
     pub(super) starved: AtomicBool,
     /// The reason why the target refuses writes until a remount.
     pub(super) failure: watch::Sender<Option<String>>,
-    /// Calls wait for space while a checkpoint is carried out.
+    /// Whether calls wait for space while a checkpoint runs.
     pub(super) awaits_checkpoint: AtomicBool,
     /// Counter of the checkpoint thread's calls to the drive.
     pub(super) checkpoint_calls: DriveCalls,
