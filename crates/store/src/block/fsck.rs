@@ -83,7 +83,7 @@ pub type Inspect<'a> = &'a dyn Fn(&ObjectId, u64, &BTreeMap<Bytes, Bytes>) -> Op
 /// the log and corrects the bitmap, reference counts, counters and orphaned entries. It reports
 /// blocks with wrong checksums but cannot repair them: restore their objects from copies. The
 /// report includes the problems that `inspect` finds. `progress` receives the number of blocks
-/// checked so far and the total number of blocks to check.
+/// checked so far and the number of blocks that belong to objects.
 ///
 /// # Errors
 /// If the file is not a target of this version, if it is in use, or if the drive fails. Damage is

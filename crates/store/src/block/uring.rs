@@ -42,7 +42,8 @@ struct WakeState {
 }
 
 impl Waker {
-    /// Ends the current wait, or the next wait if the driver does not wait now.
+    /// Wakes the driver if it sleeps. Otherwise does nothing, because the driver looks for new work
+    /// before it sleeps.
     pub(crate) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst) {
             match self.shared.task.take() {
