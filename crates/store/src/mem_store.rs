@@ -45,10 +45,13 @@ struct MemStage {
     blocks: BTreeMap<u64, MemBlock>,
 }
 
-/// The state that an op of a transaction replaced. A failed transaction restores it.
+/// State that an op of a transaction replaced. If the transaction fails, the store restores it.
 enum Rollback {
+    /// The object before the op; `None` if it did not exist.
     Object(CollectionId, ObjectId, Option<Arc<MemObject>>),
+    /// Whether the collection existed before the op.
     Collection(CollectionId, bool),
+    /// A block of a stage, with its number, that the op has moved to an object.
     Staged(StageId, u64, MemBlock),
 }
 

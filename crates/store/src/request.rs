@@ -17,13 +17,13 @@ pub enum StoreRequest {
         /// Length, in bytes.
         len: u64,
     },
-    /// Writes staged bytes.
+    /// Writes data to a stage.
     StageWrite {
         /// The stage.
         stage: StageId,
         /// Offset in the stage, in bytes.
         offset: u64,
-        /// The bytes.
+        /// The data to write.
         payload: Payload,
     },
     /// Releases a stage. The store replies immediately, and the caller need not wait for the reply.

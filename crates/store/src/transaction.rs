@@ -1,4 +1,4 @@
-//! Ids and transactions.
+//! Ids of collections and objects, and transactions.
 
 use std::fmt;
 
@@ -141,7 +141,7 @@ pub enum Op {
         oid: ObjectId,
         /// Offset of the first byte in the object, in bytes.
         offset: u64,
-        /// The bytes.
+        /// The data to write.
         source: WriteSource,
     },
     /// Sets a range to zeros. Extends the object as needed, and frees the blocks that lie

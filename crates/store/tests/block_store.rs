@@ -229,7 +229,7 @@ async fn apply_many(
 }
 
 #[tokio::test]
-async fn a_full_index_refuses_new_objects_and_keeps_the_others() {
+async fn a_full_index_refuses_new_objects_and_keeps_the_existing_objects() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("target");
     let options = MkfsOptions { size: Some(16 << 20), ..MkfsOptions::default() };

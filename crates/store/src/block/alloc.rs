@@ -1,9 +1,9 @@
 //! The block allocator. It returns one free run if one is long enough, and otherwise the longest
 //! runs first.
 //!
-//! The unit of search is a page of the bitmap (128 MiB). For each page, the allocator remembers the
-//! longest run that a failed search found. It does not search full or fragmented pages again until
-//! a block in them is freed.
+//! The unit of search is a page of the bitmap (128 MiB). When a search of a page fails, the
+//! allocator remembers the page's longest free run. It does not search full or fragmented pages
+//! again until a block in them is freed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,9 +20,9 @@ const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
 /// Purpose of an allocation, which decides whether it may use the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purse {
-    /// Data of users.
+    /// User data.
     Ordinary,
-    /// Management and freeing of space, which must work on a full target.
+    /// The node's own records and the freeing of space, which must also work on a full target.
     Reserve,
 }
 
@@ -182,7 +182,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_block_is_allocated_twice_and_only_a_lack_of_blocks_fails(steps in proptest::collection::vec((1u64..5000, any::<bool>()), 1..100)) {
+        fn allocations_never_overlap_and_fail_only_if_too_few_blocks_are_free(steps in proptest::collection::vec((1u64..5000, any::<bool>()), 1..100)) {
             let blocks = 70_000;
             let mut alloc = Allocator::with_reserve(Bitmap::new(blocks), 0);
             let mut held: Vec<Extent> = Vec::new();

@@ -21,7 +21,8 @@ use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transactio
 /// Maximum number of checkpoints that a call waits for before it fails for lack of index space.
 /// After each checkpoint, other calls may change the index again before this call's turn.
 const CHECKPOINTS_MAX: u32 = 8;
-/// Minimum space of the index reserved for management and for freeing space, in bytes.
+/// Minimum size of the index reserve, in bytes. The index reserve is free space of the index for
+/// the node's own records and for freeing space.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
 impl Core {
@@ -115,7 +116,7 @@ impl Core {
         }
     }
 
-    /// Does all work that is possible now.
+    /// Does all work that does not have to wait for an event.
     pub(crate) fn advance(&mut self) {
         loop {
             while let Some(op) = self.runnable.pop_front() {
@@ -324,10 +325,10 @@ impl Core {
     }
 
     /// Refuses a transaction that would leave too little free space in the index. Ordinary
-    /// transactions must leave a sixteenth of the index free, and at least [`INDEX_RESERVE_MIN`].
-    /// Ordinary transactions that remove objects must leave half of this space free. Transactions
-    /// that may use the reserve must leave a quarter of it free, which checkpoints need to rewrite
-    /// pages. Transactions that only remove data have no limit.
+    /// transactions must leave the index reserve free: a sixteenth of the index, and at least
+    /// [`INDEX_RESERVE_MIN`]. Ordinary transactions that remove objects must leave half of the
+    /// index reserve free. Transactions that may use the reserve must leave a quarter of it free,
+    /// which checkpoints need to rewrite pages. Transactions that only remove data have no limit.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(

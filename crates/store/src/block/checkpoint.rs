@@ -1,4 +1,4 @@
-//! Checkpoints, which apply the changes in the log up to one position to the index.
+//! Checkpoints. A checkpoint applies all changes before one position of the log to the index.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const RUN_BLOCKS: usize = 256;
 /// Content of blocks that was not written to the data area yet, by block number.
 pub(crate) type Deferred = BTreeMap<u64, Bytes>;
 
-/// State at one position of the log, which the checkpoint writes to the drive.
+/// The state of a target at one position of the log, which the checkpoint writes to the drive.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
     pub(crate) changes: Arc<Changes>,

@@ -5,8 +5,8 @@
 //! makes the group durable, and the store acknowledges its transactions. Groups become durable in
 //! order.
 //!
-//! The store does not reuse freed blocks at once, because recovery may still compare them with the
-//! checksums of their old content. A later group records that the group that freed them was
+//! The store does not reuse freed blocks immediately, because recovery may still compare them with
+//! the checksums of their old content. A later group records that the group that freed them was
 //! flushed. When that later group is durable, the blocks are free for reuse.
 
 use std::sync::Arc;

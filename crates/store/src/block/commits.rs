@@ -13,7 +13,7 @@ use super::messages::{ReplySender, send};
 use super::superblock::SECTOR;
 use crate::StoreError;
 
-/// A group that has been written but is not durable yet.
+/// A group whose writes were submitted, but that is not durable yet.
 #[derive(Debug)]
 pub(super) struct CommitGroup {
     pub(super) number: u64,

@@ -90,7 +90,7 @@ pub(crate) struct Core {
     pub(crate) log_generation: u64,
     pub(crate) view: IndexView,
     pub(crate) alloc: Allocator,
-    /// The allocated blocks, as the log and the index record them.
+    /// The allocated blocks according to the log and the index. Staged blocks are not among them.
     pub(crate) taken: Bitmap,
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
@@ -185,7 +185,7 @@ impl Core {
         !self.pending.is_empty()
     }
 
-    /// Whether no work is in progress.
+    /// Whether no call, read or drive request is in progress.
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.io.is_empty()

@@ -168,7 +168,7 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
         for _ in 0..workload.rng().random_range(0..12) {
             store.lock().step();
         }
-        // Wait for some transactions only, so that a crash meets others that are not acknowledged.
+        // Wait for only some of the transactions, so that a simulated crash can lose the others.
         waiting.retain_mut(|(applied, future)| {
             if workload.rng().random_bool(0.7) {
                 return true;
@@ -361,7 +361,7 @@ fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
     }
 }
 
-/// A mounted target with collections `c` and `d`, each with an empty object `o1`.
+/// Mounts a target and creates collections `c` and `d`, each with an empty object `o1`.
 fn small_target(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
     let drive = SimDrive::new(image);
     let store = SimStore::mount(&drive, seed()).unwrap();
@@ -455,7 +455,7 @@ fn a_failed_target_still_reports_its_failure_after_an_unmount() {
 }
 
 #[test]
-fn transactions_continue_after_a_checkpoint_during_which_the_log_filled_up() {
+fn transactions_continue_after_the_log_filled_up_during_a_checkpoint() {
     let drive = SimDrive::new(vec![0; 32 << 20]);
     let shared: Arc<dyn Drive> = drive.clone();
     let sizes = TargetSizes { index_bytes: Some(16 << 20), ..sizes() };

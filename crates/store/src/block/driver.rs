@@ -35,7 +35,7 @@ const LOADS_AT_ONCE: usize = 8;
 
 /// The state and the I/O ring of a mounted target.
 ///
-/// The driver never blocks on the drive, so a thread with other work can run it
+/// While it runs, the driver never blocks on the drive, so a thread with other work can run it
 /// ([`run`](Self::run)). Then calls from that thread, and their replies, need not wake another
 /// thread. The target replies to calls only while its driver runs.
 #[must_use = "a target replies to calls only while its driver runs"]
@@ -272,8 +272,8 @@ impl Driver {
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
         let ended = || io::Error::other("a worker thread has ended");
         while !loads.is_empty() {
-            // Loads are batched so that one wake-up serves several, but split so that several
-            // workers share them.
+            // Send loads in batches, so that one wake-up serves several loads. Limit the batches,
+            // so that several workers share the loads.
             let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
             self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|_| ended())?;
         }

@@ -115,7 +115,7 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
 }
 
 #[test]
-fn of_three_calls_that_do_not_fit_together_one_succeeds_and_all_get_replies() {
+fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d", "e"]);
     let (c, d, e) = (cid("c"), cid("d"), cid("e"));
@@ -242,7 +242,7 @@ fn is_full(result: &Result<(), StoreError>, full: Area) -> bool {
 }
 
 #[test]
-fn a_full_target_lets_transactions_use_the_reserve_even_after_a_restart() {
+fn transactions_can_use_the_reserve_of_a_full_target_even_after_a_restart() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");

@@ -38,8 +38,8 @@ impl Stage {
         Stage { len, extents, blocks, in_flight: HashSet::new(), released: false, users: 0 }
     }
 
-    /// Returns the runs of the data region that contain blocks `first..first + count` of the stage,
-    /// in order.
+    /// Returns the runs of blocks of the data area that contain blocks `first..first + count` of
+    /// the stage, in order.
     pub(crate) fn runs(&self, first: u64, count: u64) -> Vec<Extent> {
         let mut runs = Vec::new();
         let (mut skip, mut left) = (first, count);

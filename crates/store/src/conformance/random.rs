@@ -121,7 +121,8 @@ impl Workload {
 }
 
 /// Runs `steps` random transactions on `store`, which must be empty, and on a [`MemStore`].
-/// Compares the results of all transactions and, after every 50 transactions, the whole content.
+/// Compares the results of the transactions. Compares the whole content after every 50 transactions
+/// and at the end.
 ///
 /// # Panics
 /// If the stores differ.

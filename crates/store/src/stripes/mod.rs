@@ -93,7 +93,7 @@ pub enum Parity {
     By(ParityDevice),
 }
 
-/// A write of staged bytes to several targets.
+/// A write of the fragments of stripes to stages on several targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
     /// For each fragment, data fragments first: the UUID of its target and its stage on that
