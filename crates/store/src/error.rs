@@ -44,7 +44,7 @@ pub enum StoreError {
         free: u64,
     },
     /// The object is stored on several targets, and too few of these targets are available.
-    #[error("only {there} of the {needed} targets needed for the object are available: {detail}")]
+    #[error("{there} of the object's targets are available, but {needed} are needed: {detail}")]
     TooFewTargets {
         /// Number of available targets.
         there: usize,
@@ -57,7 +57,7 @@ pub enum StoreError {
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
     /// A part of the request, or the size of its result, exceeds a limit of the store.
-    #[error("{what} is {size}, but at most {limit} is possible; split the request")]
+    #[error("the request is too large, split it: {what} is {size}, but at most {limit} is possible")]
     TooLarge {
         /// Name of the size or count that exceeds its limit.
         what: String,
