@@ -1,16 +1,17 @@
-//! A store in place of a target that cannot be mounted.
+//! [`AbsentStore`]: the substitute for a target that cannot be mounted.
 
 use crate::{StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
-/// A store in place of a target that cannot be mounted. Every request fails with the reason, so a
-/// node with other targets can continue without this one.
+/// Substitute for the store of a target that cannot be mounted. Requests fail with the reason, so a
+/// node with other targets can run without this target. Only releases of stages and unmounts
+/// succeed.
 #[derive(Debug, Clone)]
 pub struct AbsentStore {
     why: String,
 }
 
 impl AbsentStore {
-    /// Creates the store. `why` says what is wrong and what to do.
+    /// Creates the store. `why` says why the target cannot be mounted and what to do.
     #[must_use]
     pub fn new(why: impl Into<String>) -> AbsentStore {
         AbsentStore { why: why.into() }

@@ -16,16 +16,18 @@ use crate::{
     CollectionId, MetadataQuery, ObjectId, Result, Space, StoreError, StoreReply, StoreRequest, Transaction,
 };
 
-/// Names extents that [`StoreCalls::stage`] allocated and that no object owns yet.
+/// Identifies a stage: extents that [`StoreCalls::stage`] allocated and that no object owns yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct StageId(pub u64);
 
-/// Size and space of an object, which a store reports without reading the object's data.
+/// Size of an object, and the drive space that it occupies. A store reports both without reading
+/// the object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stat {
     /// Size, in bytes.
     pub size: u64,
-    /// Bytes of drive space that the object's blocks take. Shared blocks count in full.
+    /// Drive space that the object's blocks occupy, in bytes. A shared block counts in full in each
+    /// object that refers to it.
     pub allocated: u64,
 }
 
@@ -33,34 +35,37 @@ pub struct Stat {
 /// object's end.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadData {
-    /// Object offset of the first byte: the range's start, rounded down to its block.
+    /// Offset in the object of the first byte, in bytes: the start of the requested range, rounded
+    /// down to a block boundary.
     pub offset: u64,
-    /// The bytes, in consecutive pieces. They end at the last requested block or at the object's
-    /// end.
+    /// The data, in consecutive pieces. It ends with the last requested block, or at the object's
+    /// end if that comes first.
     pub data: Vec<Bytes>,
     /// One CRC-32C per block, as stored. If the object ends inside its last block, that block's
     /// checksum covers the block padded with zeros.
     pub checksums: Vec<u32>,
     /// Size of the whole object, in bytes.
     pub object_size: u64,
-    /// Whether the data was already compared with the checksums on its way here.
+    /// Whether the data was already compared with the checksums, for example by the channel between
+    /// DPU and host.
     pub verified: bool,
 }
 
 impl ReadData {
-    /// Number of bytes.
+    /// Returns the number of bytes in `data`.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.data.iter().map(|d| d.len() as u64).sum()
     }
 
-    /// Whether there are no bytes, because the range starts at or after the object's end.
+    /// Whether there is no data. A read returns no data if its range is empty or starts at or after
+    /// the object's end.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.data.iter().all(Bytes::is_empty)
     }
 
-    /// Returns the bytes in one piece. Copies them only if they are in several pieces.
+    /// Returns the data in one piece. Copies the data only if it consists of several pieces.
     #[must_use]
     pub fn contiguous(&self) -> Bytes {
         match self.data.as_slice() {
@@ -77,7 +82,7 @@ impl ReadData {
     /// Compares every block with its checksum, unless `verified` is already set.
     ///
     /// # Errors
-    /// Names the first block that differs.
+    /// [`ChecksumMismatch`] names the first block that differs from its checksum.
     pub fn verify(&self) -> std::result::Result<(), ChecksumMismatch> {
         if self.verified {
             return Ok(());
@@ -95,7 +100,7 @@ impl ReadData {
         Ok(())
     }
 
-    /// Returns the part of the data inside the range `offset..offset + len`.
+    /// Returns the part of the data that lies in bytes `offset..offset + len` of the object.
     #[must_use]
     pub fn slice(&self, offset: u64, len: u64) -> Bytes {
         let all = self.contiguous();
@@ -105,49 +110,54 @@ impl ReadData {
     }
 }
 
-/// A page of an ordered listing: the items, and whether more items follow.
+/// A page of an ordered listing: its items, and `true` if more items follow the page.
 pub type Page<T> = (Vec<T>, bool);
 
-/// Collections of objects with data, xattrs and an omap, changed by atomic transactions.
+/// Access to collections of objects. An object has data, xattrs and an omap. Atomic transactions
+/// change objects and collections.
 ///
-/// **Order.** A request takes its place in the order when [`submit`](Submit::submit) is *called*,
-/// not when its future is first polled. The store applies a transaction even if the caller drops
-/// its future. Transactions of one collection commit in the order in which they were queued.
-/// Transactions of different collections commit in parallel. A read sees every transaction of its
-/// collection that was queued before it, durable or not.
+/// **Order.** The call of [`submit`](Submit::submit) determines a request's place in the order, not
+/// the first poll of its future. The store applies a transaction even if the caller drops the
+/// transaction's future. Transactions of one collection commit in the order in which they were
+/// queued. Transactions of different collections commit in parallel. A read sees every transaction
+/// of its collection that was queued before the read, even if the transaction is not durable yet.
 ///
 /// **Durability.** The future of a transaction resolves with success once the transaction will
-/// survive a power failure. It resolves with an error if the transaction failed and changed
-/// nothing.
+/// survive a power failure. It resolves with an error if the transaction failed. A failed
+/// transaction has changed nothing, except that the errors
+/// [`Disconnected`](StoreError::Disconnected) and [`Poisoned`](StoreError::Poisoned) leave its
+/// outcome unknown.
 pub trait Submit {
-    /// The future of a reply. The caller may drop it at any time.
+    /// Future that resolves with the reply to a request. The caller may drop it at any time.
     type Reply: Future<Output = Result<StoreReply>> + Unpin + 'static;
 
-    /// Submits a request.
+    /// Submits a request. Returns the future of its reply.
     fn submit(&self, request: StoreRequest) -> Self::Reply;
 
-    /// Returns the number of the current incarnation. It changes whenever transactions may have been lost, before
-    /// anything is queued in the new incarnation. A store in this process has one incarnation.
+    /// Returns the number of the current incarnation. The number changes whenever queued
+    /// transactions may have been lost. It changes before the store accepts any request in the new
+    /// incarnation. A store that never loses queued transactions stays in incarnation 0.
     fn incarnation(&self) -> u64 {
         0
     }
 
     /// Returns the alignment of staged bytes, in bytes. Writes into a stage, and transactions that
-    /// name staged bytes, must use multiples of it, both in the stage and in the object. Only the
-    /// last part of a stage or an object may be shorter. The alignment is one block, or more where
-    /// several targets share an object.
+    /// name staged bytes, must use offsets and lengths that are multiples of this alignment. This
+    /// applies to offsets in the stage and to offsets in the object. Only the last part of a stage
+    /// or of an object may be shorter. The alignment is one block, or more if several targets store
+    /// fragments of one object.
     fn stage_alignment(&self) -> u64 {
         BLOCK
     }
 
-    /// Announces memory that payloads and read destinations will often come from, so that the store
-    /// can register it with the drive's queue. Registration only saves time. The osd calls this at
-    /// every attachment. A store must drop the memory of earlier attachments, because otherwise
-    /// that memory is never unmapped.
+    /// Announces memory that will often contain payloads and destinations of reads, so that the
+    /// store can register it with the I/O rings of its drives. Registration makes I/O faster and
+    /// has no other effect. The osd calls this method at every attachment. A store must release the
+    /// memory of earlier attachments, because otherwise that memory would never be unmapped.
     fn register_memory(&self, _arena: &Arc<Arena>) {}
 }
 
-/// A store that any thread may call. Its futures run on any executor.
+/// A store that any thread may call. Its futures can run on any executor.
 pub trait ObjectStore: Submit<Reply = StoreFuture> + Send + Sync {}
 
 impl<S: Submit<Reply = StoreFuture> + Send + Sync + ?Sized> ObjectStore for S {}
@@ -161,7 +171,7 @@ pub fn ready(reply: Result<StoreReply>) -> StoreFuture {
     Box::pin(std::future::ready(reply))
 }
 
-/// The future of a method of [`StoreCalls`].
+/// Future that a method of [`StoreCalls`] returns. It resolves with the method's result.
 #[derive(Debug)]
 #[must_use]
 pub struct ReplyOf<F, T> {
@@ -177,66 +187,73 @@ impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for Re
     }
 }
 
-/// Fails if `asked` names another incarnation than the current one.
+/// Checks that `asked` is the current incarnation. `None` means any incarnation and always passes.
 ///
 /// # Errors
-/// [`StoreError::Disconnected`].
+/// [`StoreError::Disconnected`] if `asked` is another incarnation.
 pub fn check_incarnation(asked: Option<u64>, current: u64) -> Result<()> {
     match asked {
         Some(incarnation) if incarnation != current => {
-            Err(StoreError::Disconnected(format!("incarnation {incarnation} is over")))
+            Err(StoreError::Disconnected(format!("incarnation {incarnation} of the store has ended")))
         }
         _ => Ok(()),
     }
 }
 
-/// The requests to a store as methods.
+/// Methods that submit the requests to a store, one for each kind of request.
 pub trait StoreCalls: Submit {
-    /// Allocates fresh extents for `len` bytes that a later transaction will name. The extents are
-    /// invisible until then. The store frees them if its process ends first.
+    /// Allocates a stage: free extents for `len` bytes, which a later transaction will name. No
+    /// object contains the extents until then. If the store's process ends first, the store frees
+    /// them.
     ///
     /// # Errors
-    /// [`NoSpace`](crate::StoreError::NoSpace), without any change.
+    /// [`NoSpace`](crate::StoreError::NoSpace) if too little space is free.
+    /// [`InvalidArgument`](crate::StoreError::InvalidArgument) if `len` is 0. A failed call has
+    /// changed nothing.
     fn stage(&self, len: u64) -> ReplyOf<Self::Reply, StageId> {
         answer(self.submit(StoreRequest::Stage { len }))
     }
 
-    /// Writes staged bytes. Writes may run in parallel and in any order. `offset` must be a
-    /// multiple of the [alignment](Submit::stage_alignment). The payload's length must be a
-    /// multiple of it too, unless the payload ends the stage. The future resolves when the drive
-    /// has the data, which is not durable yet.
+    /// Writes a payload to byte `offset` of a stage. Writes may run in parallel and in any order.
+    /// `offset` must be a multiple of the [alignment](Submit::stage_alignment). The payload's
+    /// length must also be a multiple of the alignment, unless the payload ends at the end of the
+    /// stage. The future resolves when the drive has received the data. The data is not durable
+    /// yet.
     ///
-    /// A store releases the payload's memory when the request is done, both here and in
-    /// transactions. The memory may be a staging buffer, or a range that a peer waits to use again.
+    /// A store must not keep the payload's memory after it has completed the request. The same
+    /// applies to payloads of transactions. The memory may be a staging buffer, or a range that a
+    /// peer waits to reuse.
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::StageWrite { stage, offset, payload }))
     }
 
-    /// Releases staged extents. Parts that already queued transactions name stay with their
-    /// objects. Call this once for every stage, after its last transaction was queued, or to
-    /// abandon the stage.
+    /// Releases a stage. Blocks that queued transactions name remain allocated for their objects.
+    /// Call this method once for every stage: after the last transaction that names the stage was
+    /// queued, or to abandon the stage.
     fn stage_release(&self, stage: StageId) {
         drop(self.submit(StoreRequest::StageRelease { stage }));
     }
 
-    /// Applies a transaction. If it names staged bytes, queue it after the call of their
-    /// `stage_write`. The transaction waits for those writes by itself.
+    /// Applies a transaction. If the transaction names staged bytes, call
+    /// [`stage_write`](Self::stage_write) for these bytes first. The caller need not wait for the
+    /// write, because the transaction does.
     fn queue_transaction(&self, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::Transact { transaction, incarnation: None }))
     }
 
-    /// Like [`queue_transaction`](Self::queue_transaction), but fails with
-    /// [`Disconnected`](crate::StoreError::Disconnected) and does nothing if `incarnation` is not
-    /// the current one. Use it for a transaction that depends on data read in that incarnation.
+    /// Like [`queue_transaction`](Self::queue_transaction). If `incarnation` is not the current
+    /// incarnation, fails with [`Disconnected`](crate::StoreError::Disconnected) and changes
+    /// nothing. Use this method for a transaction that depends on data read in `incarnation`.
     fn queue_transaction_in(&self, incarnation: u64, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::Transact { transaction, incarnation: Some(incarnation) }))
     }
 
-    /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the store puts the data
+    /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the store reads the data
     /// into that buffer, which saves a copy. The buffer must have room for the covering blocks.
     /// Without `dest`, the store chooses the memory.
     ///
-    /// The store does not verify checksums here. The reader does so with [`ReadData::verify`].
+    /// The store does not compare the data with its checksums. The caller can do so with
+    /// [`ReadData::verify`].
     fn read(
         &self,
         cid: &CollectionId,
@@ -248,32 +265,33 @@ pub trait StoreCalls: Submit {
         answer(self.submit(StoreRequest::Read { cid: cid.clone(), oid: oid.clone(), offset, len, dest }))
     }
 
-    /// Asks for metadata.
+    /// Submits a query for metadata of a collection or of one of its objects.
     fn query(&self, cid: &CollectionId, query: MetadataQuery) -> Self::Reply {
         self.submit(StoreRequest::Query { cid: cid.clone(), query })
     }
 
-    /// Size of an object.
+    /// Returns the size of an object and the drive space that it occupies.
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Stat> {
         answer(self.query(cid, MetadataQuery::Stat { oid: oid.clone() }))
     }
 
-    /// One xattr.
+    /// Returns the value of xattr `name` of an object.
     fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes) -> ReplyOf<Self::Reply, Bytes> {
         answer(self.query(cid, MetadataQuery::Xattr { oid: oid.clone(), name }))
     }
 
-    /// All xattrs, ordered by name.
+    /// Returns the names and values of all xattrs of an object, ordered by name.
     fn get_xattrs(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Vec<(Bytes, Bytes)>> {
         answer(self.query(cid, MetadataQuery::Xattrs { oid: oid.clone() }))
     }
 
-    /// The omap's header; empty if there is none.
+    /// Returns the header of an object's omap, which is empty if no header was set.
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Bytes> {
         answer(self.query(cid, MetadataQuery::OmapHeader { oid: oid.clone() }))
     }
 
-    /// Returns the omap entries of those of the given `keys` that exist, ordered by key.
+    /// Returns the omap entries of an object with the given `keys`, ordered by key. Omits keys that
+    /// do not exist.
     fn omap_get(
         &self,
         cid: &CollectionId,
@@ -283,8 +301,9 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::OmapGet { oid: oid.clone(), keys }))
     }
 
-    /// Returns up to `limit` omap entries, ordered by key, starting at key `from`, and whether more
-    /// entries follow. A page ends early at about 1 MiB, but has at least one entry.
+    /// Returns a page of up to `limit` omap entries of an object, ordered by key, starting at key
+    /// `from`. A page is limited to about 1 MiB, but it contains the first entry even if that entry
+    /// is larger.
     fn omap_iterate(
         &self,
         cid: &CollectionId,
@@ -295,9 +314,9 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::OmapIterate { oid: oid.clone(), from, limit: limit as u64 }))
     }
 
-    /// Returns up to `limit` object ids in order, starting at `from` (or at the first object if
-    /// `None`), and whether more ids follow. A page ends early at about 1 MiB, but has at least one
-    /// id.
+    /// Returns a page of up to `limit` object ids of a collection, in bytewise order. The page
+    /// starts at id `from`, or at the first object if `from` is `None`. A page is limited to about
+    /// 1 MiB.
     fn list(
         &self,
         cid: &CollectionId,
@@ -307,12 +326,12 @@ pub trait StoreCalls: Submit {
         answer(self.query(cid, MetadataQuery::List { from, limit: limit as u64 }))
     }
 
-    /// All collections, in order.
+    /// Returns the ids of all collections, in bytewise order.
     fn collections(&self) -> ReplyOf<Self::Reply, Vec<CollectionId>> {
         answer(self.submit(StoreRequest::Collections))
     }
 
-    /// The target's space.
+    /// Returns the total and the free space of the target.
     fn space(&self) -> ReplyOf<Self::Reply, Space> {
         answer(self.submit(StoreRequest::Space))
     }

@@ -1,7 +1,7 @@
 //! Conformance tests of [`ObjectStore`] that any implementation can run.
 //!
-//! [`CASES`] are small scenarios, each for an empty store. [`random_operations`] compares a store
-//! with [`MemStore`] over a random workload. [`Striped`] does the same for several stores that
+//! [`CASES`] contains small scenarios. Each scenario needs an empty store. [`random_operations`]
+//! compares a store with [`MemStore`] over a random workload. [`Striped`] tests several stores that
 //! accept stripes. A case panics if the store does not conform.
 
 mod cases;
@@ -28,7 +28,7 @@ pub type Case = (&'static str, fn(Arc<dyn ObjectStore>) -> BoxFuture<'static, ()
 /// Runs every case on a new store from `make`, and unmounts the store afterwards.
 pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F) {
     for (name, case) in CASES {
-        tracing::info!(name, "conformance case");
+        tracing::info!(name, "running a conformance case");
         let store = make().await;
         case(Arc::clone(&store)).await;
         store.umount().await.unwrap_or_else(|e| panic!("{name}: umount: {e}"));
@@ -44,24 +44,24 @@ pub fn seed() -> u64 {
         since.map_or(1, |d| d.as_nanos() as u64)
     };
     let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(fresh);
-    #[expect(clippy::print_stdout, reason = "the test harness shows it when a test fails")]
+    #[expect(clippy::print_stdout, reason = "the test harness shows the seed when a test fails")]
     {
         println!("OUTBOARD_SEED={seed}");
     }
     seed
 }
 
-/// Id of a collection.
+/// Returns the id of the collection `name`.
 pub(crate) fn cid(name: &str) -> CollectionId {
     CollectionId::new(name.to_owned()).expect("a valid id")
 }
 
-/// Id of an object.
+/// Returns the id of the object `name`.
 pub(crate) fn oid(name: &str) -> ObjectId {
     ObjectId::new(name.to_owned()).expect("a valid id")
 }
 
-/// `len` bytes that differ by `seed` and position.
+/// Returns `len` pseudorandom bytes that depend on `seed`.
 pub(crate) fn pattern(seed: u64, len: usize) -> Bytes {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut step = || {
@@ -75,17 +75,17 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Bytes {
     out.into()
 }
 
-/// A write of `data` with its right checksums.
+/// Returns a write of `data` with correct checksums.
 pub(crate) fn write(oid: &ObjectId, offset: u64, data: Bytes) -> Op {
     Op::Write { oid: oid.clone(), offset, source: WriteSource::Inline(Payload::compute(offset, data)) }
 }
 
-/// A transaction of one op on collection `c`.
+/// Returns a transaction of one op on collection `c`.
 pub(crate) fn one(c: &CollectionId, op: Op) -> Transaction {
     Transaction::new(c.clone()).with(op)
 }
 
-/// The whole object, verified.
+/// Reads a whole object and verifies its checksums.
 pub(crate) async fn read_all(store: &dyn ObjectStore, c: &CollectionId, o: &ObjectId) -> Bytes {
     let size = store.stat(c, o).await.expect("stat").size;
     let read = store.read(c, o, 0, size, None).await.expect("read");
@@ -100,12 +100,12 @@ mod tests {
     use crate::MemStore;
 
     #[tokio::test]
-    async fn mem_store_conforms() {
+    async fn mem_store_passes_the_conformance_suite() {
         run(|| async { Arc::new(MemStore::new()) as Arc<dyn ObjectStore> }).await;
     }
 
     #[tokio::test]
-    async fn mem_store_equals_itself() {
+    async fn two_mem_stores_agree_on_random_operations() {
         random_operations(Arc::new(MemStore::new()), seed(), 500).await;
     }
 }

@@ -1,14 +1,16 @@
-//! Errors of a store. They cross the host–DPU channel, so they are plain data.
+//! Errors of a store. They travel over the channel between host and DPU, so they consist of
+//! serializable data only.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// Result of a store's call.
+/// Result of a call to a store.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
 
-/// Why a call failed. A failed transaction has changed nothing.
+/// Reason why a call to a store failed. A failed transaction has changed nothing, except that
+/// [`Poisoned`](Self::Poisoned) and [`Disconnected`](Self::Disconnected) leave its outcome unknown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -21,111 +23,113 @@ pub enum StoreError {
     /// The xattr does not exist.
     #[error("xattr {0} does not exist")]
     NoSuchXattr(String),
-    /// An object or collection of that name exists already.
-    #[error("{0} exists already")]
+    /// An object or collection with this id exists already.
+    #[error("object or collection {0} exists already")]
     Exists(String),
-    /// The collection to be removed still has objects.
+    /// The collection cannot be removed, because it still has objects.
     #[error("collection {0} is not empty; remove its objects first")]
     NotEmpty(String),
-    /// Not enough free space. Nothing was changed; removing objects still works.
+    /// Too little space is free. The call changed nothing. Objects can still be removed.
     #[error(
         "no space for {area} on target {target}: {needed} bytes needed, {free} free; remove objects, which works on a full target"
     )]
     NoSpace {
         /// Uuid of the target.
         target: Uuid,
-        /// What is full.
+        /// Part of the target that is full.
         area: Area,
-        /// Bytes that the call would have taken.
+        /// Number of bytes that the call needs.
         needed: u64,
-        /// Bytes free in that area, without the reserve.
+        /// Number of free bytes in that area, without the reserve.
         free: u64,
     },
-    /// An object is spread over several targets, and too few of them are there.
-    #[error("{there} of the targets that have a piece of it can be used, {needed} are needed: {detail}")]
+    /// The object is stored on several targets, and too few of these targets are available.
+    #[error("{there} of the object's targets are available, but {needed} are needed: {detail}")]
     TooFewTargets {
-        /// Targets that can be used.
+        /// Number of available targets.
         there: usize,
-        /// Targets needed.
+        /// Number of targets needed.
         needed: usize,
-        /// Which are missing, and what to do.
+        /// Names the missing targets and says what to do.
         detail: String,
     },
-    /// An argument is out of its range, or the transaction contradicts itself.
+    /// An argument is out of range, or the transaction contradicts itself.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
-    /// The transaction, or the result of one call, exceeds a limit of the store.
-    #[error("too large: {what} is {size} bytes, at most {limit} are possible; split it")]
+    /// A part of the request, or the size of its result, exceeds a limit of the store.
+    #[error("the request is too large, split it: {what} is {size}, but at most {limit} is possible")]
     TooLarge {
-        /// What is too large.
+        /// Name of the size or count that exceeds its limit.
         what: String,
-        /// Its size, in bytes.
+        /// Actual size in bytes, or actual count.
         size: u64,
-        /// The most that is possible, in bytes.
+        /// Maximum size in bytes, or maximum count.
         limit: u64,
     },
-    /// The payload of a call does not match the checksum that came with it.
-    #[error("payload is damaged: {0}; send it again")]
+    /// The payload of a call does not match the checksum that was sent with it.
+    #[error("the payload is damaged: {0}; send the request again")]
     BadPayload(String),
     /// Stored data differs from the data that was written. Other objects are not affected.
     #[error("{what} is corrupt: {detail}; run fsck and restore the object from a copy")]
     Corrupt {
-        /// Object, extent, log record or index page.
+        /// Name of the damaged item, for example an object, a block, a log record or the index.
         what: String,
-        /// What does not fit.
+        /// Description of the damage.
         detail: String,
     },
-    /// The named stage does not exist: it was never made, was released or used up, or was lost with
-    /// the store's process.
-    #[error("stage {0} does not exist; stage the data again")]
-    NoSuchStage(u64),
-    /// A write or flush failed earlier. Acknowledged changes are safe. The store accepts no more
-    /// changes until a remount.
+    /// The named stage does not exist. It was never allocated, was released, or was lost when the
+    /// store's process ended.
     #[error(
-        "the store refuses writes since a failed {0}; it is mounted anew by itself once the drive works; check the drive"
+        "staged data {0} does not exist: it was released or the store has restarted; stage the data again"
+    )]
+    NoSuchStage(u64),
+    /// A write or flush failed earlier. Acknowledged changes are safe. Whether changes that were
+    /// not acknowledged took effect is unknown. The store accepts no more changes until a remount.
+    #[error(
+        "the store refuses writes after a failed {0}; check the drive; the target is remounted automatically once the drive works"
     )]
     Poisoned(String),
     /// Another process has the target mounted, or uses the device for something else.
     #[error(
-        "target {0} is in use by another process, or has a file system that is mounted; stop or unmount that first"
+        "target {0} is in use by another process, or contains a mounted file system; stop the process or unmount the file system first"
     )]
     InUse(String),
-    /// The target was made by another version of the format.
+    /// The target has another version of the on-disk format than this program supports.
     #[error(
-        "target has format version {found}, this program reads version {supported}; use the program that made it"
+        "the target has format version {found}, but this program reads version {supported}; use the program that created the target"
     )]
     WrongVersion {
-        /// On the target.
+        /// Format version of the target.
         found: u32,
-        /// Of this program.
+        /// Format version that this program supports.
         supported: u32,
     },
-    /// The target is not the one that was asked for.
-    #[error("target has uuid {found}, expected {expected}; check which drive is where")]
+    /// The target has another UUID than the caller expected.
+    #[error("the target has UUID {found}, expected {expected}; check which drive is where")]
     WrongUuid {
-        /// On the target.
+        /// UUID of the target.
         found: String,
-        /// Asked for.
+        /// UUID that the caller expected.
         expected: String,
     },
     /// The file or device is not an Outboard target.
     #[error(
-        "{0} is not an Outboard target; check which file or drive it is (a new node's `outboard up` makes targets, on a drive only with --format)"
+        "{0} is not an Outboard target; check which file or drive it is (`outboard up` creates the targets of a new node; for a drive it needs --format)"
     )]
     NotATarget(String),
     /// The store is being unmounted or its process has ended. It is unknown whether the call took
     /// effect.
-    #[error("store is not reachable: {0}; retry")]
+    #[error("the store is not reachable: {0}; retry")]
     Disconnected(String),
     /// The drive or the operating system failed.
     #[error("I/O error: {0}")]
     Io(String),
     /// The target could not be mounted when its store was started.
-    #[error("the target is not there: {0}")]
+    #[error("the target is not available: {0}")]
     Absent(String),
 }
 
-/// A part of a target that can be full.
+/// A part of a target that can run out of space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Area {
     /// Blocks for the data of objects.

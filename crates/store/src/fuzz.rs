@@ -1,4 +1,5 @@
-//! Entry point for fuzzing the decoders of the on-disk format. No decoder may panic on any bytes.
+//! Entry point for fuzzing the decoders of the on-disk format. A decoder must not panic on any
+//! input.
 
 use crate::block::decode_all;
 

@@ -1,14 +1,15 @@
-//! The object store: the part of Outboard that stays on the host, with one [`ObjectStore`] per
-//! drive (*target*).
+//! The object store: the part of Outboard that runs on the host. Each drive (*target*) has one
+//! [`ObjectStore`].
 //!
-//! [`ObjectStore`] follows the semantics of Ceph's interface of that name. One conformance suite
-//! checks all implementations. The store knows nothing of pools, names, clients or networks: ids
-//! are opaque bytes.
+//! [`ObjectStore`] follows the semantics of Ceph's interface of the same name. One conformance
+//! suite checks all implementations. The store does not know pools, object names, clients or
+//! networks: it treats ids as opaque bytes.
 //!
 //! [`BlockStore`] keeps a target on a file or block device; `docs/format.md` draws the format.
-//! [`MemStore`] is the model that tests compare it with. [`stripes`] writes data to several stores
-//! at once. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` code of this crate
-//! is in two modules: the I/O ring, and the buffer segments that the ring fills.
+//! [`MemStore`] keeps everything in memory; tests use it as the model for other stores. [`stripes`]
+//! writes data to several stores at once. [`fsck`](fn@fsck) checks a target that is not mounted.
+//! All `unsafe` code of this crate is in two modules: the I/O ring, and the buffer segments that
+//! the ring fills.
 
 #![deny(unsafe_code)]
 
@@ -18,7 +19,7 @@ mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
-/// A store on a simulated drive, for tests that cut its power.
+/// A store on a simulated drive, for tests of power failures.
 #[cfg(any(test, feature = "conformance"))]
 pub mod simulation {
     pub use crate::block::sim::{Crashes, SimDrive, SimStore};

@@ -18,14 +18,15 @@ use crate::{
     Stat, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
 
-/// What a listing returns at most, in bytes.
+/// Maximum size of a page of a listing, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
-/// What [`MemStore`] claims to have, in bytes.
+/// Capacity that [`MemStore`] reports, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
-/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests and as the model that other implementations are compared with.
+/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests and as the model that other
+/// implementations are compared with.
 ///
-/// A call is carried out when it is made; the futures are ready at once.
+/// Every call executes immediately: its future is already complete when the call returns.
 #[derive(Default)]
 pub struct MemStore {
     state: Mutex<State>,
@@ -44,15 +45,18 @@ struct MemStage {
     blocks: BTreeMap<u64, MemBlock>,
 }
 
-/// What a step of a transaction replaced, so that a failed transaction changes nothing.
+/// State that an op of a transaction replaced. If the transaction fails, the store restores it.
 enum Rollback {
+    /// The object before the op; `None` if it did not exist.
     Object(CollectionId, ObjectId, Option<Arc<MemObject>>),
+    /// Whether the collection existed before the op.
     Collection(CollectionId, bool),
+    /// A block of a stage, with its number, that the op has moved to an object.
     Staged(StageId, u64, MemBlock),
 }
 
 impl MemStore {
-    /// An empty store.
+    /// Creates an empty store.
     #[must_use]
     pub fn new() -> MemStore {
         MemStore::default()
@@ -127,7 +131,7 @@ impl State {
         }
     }
 
-    /// Changes an object, made if it does not exist.
+    /// Changes an object. Creates the object first if it does not exist.
     fn change(
         &mut self,
         cid: &CollectionId,
@@ -174,7 +178,11 @@ impl State {
                 let size: usize = o.xattrs.iter().map(|(k, v)| k.len() + v.len()).sum();
                 if size > MAX_XATTRS {
                     let (size, limit) = (size as u64, MAX_XATTRS as u64);
-                    return Err(StoreError::TooLarge { what: "xattrs of an object".into(), size, limit });
+                    return Err(StoreError::TooLarge {
+                        what: "size in bytes of all xattrs of an object".into(),
+                        size,
+                        limit,
+                    });
                 }
                 Ok(())
             }),
@@ -293,7 +301,7 @@ impl State {
     }
 }
 
-/// As many of `items` as fit on a page, and whether there are more.
+/// Returns the first of `items`, as many as fit on a page, and whether more items follow.
 fn page<T>(items: impl Iterator<Item = T>, limit: u64, bytes: impl Fn(&T) -> usize) -> Page<T> {
     let mut page = Vec::new();
     let mut total = 0;
@@ -317,7 +325,7 @@ impl Submit for MemStore {
             return ready(Ok(StoreReply::Done));
         }
         if state.closed {
-            return ready(Err(StoreError::Disconnected("unmounted".into())));
+            return ready(Err(StoreError::Disconnected("the store was unmounted".into())));
         }
         ready(state.carry_out(request))
     }
@@ -353,7 +361,7 @@ impl State {
 
     fn stage(&mut self, len: u64) -> Result<StageId> {
         if len == 0 {
-            return Err(StoreError::InvalidArgument("an empty stage".into()));
+            return Err(StoreError::InvalidArgument("a stage must have at least one byte".into()));
         }
         if len > CAPACITY {
             let target = uuid::Uuid::nil();

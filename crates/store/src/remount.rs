@@ -1,4 +1,4 @@
-//! A target of this process that can be remounted while it is in use.
+//! [`RemountedStore`]: a target of this process that can be remounted while it is in use.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -9,12 +9,12 @@ use crate::{
     WriteSource, ready,
 };
 
-/// A store that can be replaced, for example by a remount of its target after a failure of the
-/// drive.
+/// A store that forwards requests to its current store. The current store can be replaced, for
+/// example when its target is remounted after a failure of the drive.
 ///
 /// Each replacement begins a new [incarnation](crate::Submit::incarnation). A stage belongs to the
-/// incarnation in which it was made. In a later incarnation, calls that name the stage fail with
-/// [`StoreError::Disconnected`], as after a crash of a store's process.
+/// incarnation in which it was allocated. In a later incarnation, calls that name the stage fail
+/// with [`StoreError::Disconnected`], as they do after a crash of the store's process.
 pub struct RemountedStore {
     current: RwLock<Current>,
 }
@@ -22,7 +22,7 @@ pub struct RemountedStore {
 struct Current {
     incarnation: u64,
     store: Arc<dyn ObjectStore>,
-    /// Memory to register with the next store, too.
+    /// Memory that was registered with the current store, and that later stores must register, too.
     memory: Option<Arc<Arena>>,
 }
 
@@ -32,26 +32,27 @@ impl std::fmt::Debug for RemountedStore {
     }
 }
 
-/// Bits of a stage number below the incarnation's number. Stage numbers of an incarnation are
-/// therefore below those of the next one.
+/// Number of low bits of a stage number that number the stages of one incarnation. The bits above
+/// them contain the incarnation's number. All stage numbers of an incarnation are therefore lower
+/// than those of the next incarnation.
 const STAGES_PER_INCARNATION: u32 = 48;
 
 impl RemountedStore {
-    /// Begins with `store`, in incarnation 0.
+    /// Creates a store that forwards to `store`, in incarnation 0.
     #[must_use]
     pub fn new(store: Arc<dyn ObjectStore>) -> RemountedStore {
         RemountedStore { current: RwLock::new(Current { incarnation: 0, store, memory: None }) }
     }
 
-    /// Returns the number after which the stages of `incarnation` are numbered: the value for
-    /// `MountOptions::stages_after` of its store.
+    /// Returns the value of [`MountOptions::stages_after`](crate::MountOptions::stages_after) for
+    /// the store of `incarnation`. The stages of this incarnation get higher numbers.
     #[must_use]
     pub fn stages_after(incarnation: u64) -> u64 {
         incarnation << STAGES_PER_INCARNATION
     }
 
-    /// Begins the next incarnation with `store`. Earlier calls end with the replies of the earlier
-    /// store.
+    /// Begins the next incarnation, in which `store` is the current store. Earlier calls still
+    /// receive the replies of the earlier store.
     pub fn replace(&self, store: Arc<dyn ObjectStore>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &current.memory {
@@ -68,7 +69,7 @@ impl RemountedStore {
 }
 
 fn over() -> StoreError {
-    StoreError::Disconnected("the target was mounted anew".into())
+    StoreError::Disconnected("the target was remounted".into())
 }
 
 fn stages(transaction: &Transaction) -> impl Iterator<Item = StageId> + '_ {

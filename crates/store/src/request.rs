@@ -1,5 +1,5 @@
-//! Requests to a store and its replies, as one enum each. A store, a wrapper around a store and a
-//! channel to a store therefore need only one entry point.
+//! Requests to a store and its replies, as one enum each. With these enums, a store, a wrapper
+//! around a store and a channel to a store need only one entry point.
 
 use base::block::Payload;
 use base::mem::ArenaBuf;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CollectionId, ObjectId, Page, ReadData, Result, Space, StageId, Stat, StoreError, Transaction};
 
-/// One request to a store. The method of [`StoreCalls`](crate::StoreCalls) for each request
-/// documents what it does.
+/// One request to a store. Each request is documented at the corresponding method of
+/// [`StoreCalls`](crate::StoreCalls).
 #[derive(Debug)]
 pub enum StoreRequest {
     /// Allocates a stage of `len` bytes.
@@ -17,16 +17,16 @@ pub enum StoreRequest {
         /// Length, in bytes.
         len: u64,
     },
-    /// Writes staged bytes.
+    /// Writes data to a stage.
     StageWrite {
         /// The stage.
         stage: StageId,
         /// Offset in the stage, in bytes.
         offset: u64,
-        /// The bytes.
+        /// The data to write.
         payload: Payload,
     },
-    /// Releases a stage. The reply comes at once, and the caller need not wait for it.
+    /// Releases a stage. The store replies immediately, and the caller need not wait for the reply.
     StageRelease {
         /// The stage.
         stage: StageId,
@@ -35,7 +35,8 @@ pub enum StoreRequest {
     Transact {
         /// The transaction.
         transaction: Transaction,
-        /// The incarnation that the transaction belongs to; `None` stands for the current one.
+        /// The only incarnation in which the store may apply the transaction; `None` for any
+        /// incarnation.
         incarnation: Option<u64>,
     },
     /// Reads the blocks that cover a range.
@@ -48,19 +49,19 @@ pub enum StoreRequest {
         offset: u64,
         /// Length of the range, in bytes.
         len: u64,
-        /// Memory for the data; `None` lets the store choose.
+        /// Destination of the data. With `None`, the store chooses the memory.
         dest: Option<ArenaBuf>,
     },
-    /// Asks for metadata of one collection.
+    /// Queries metadata of one collection or of one of its objects.
     Query {
         /// The collection.
         cid: CollectionId,
-        /// The question.
+        /// The query.
         query: MetadataQuery,
     },
     /// Lists the collections.
     Collections,
-    /// Asks for the target's space.
+    /// Queries the total and the free space of the target.
     Space,
     /// Unmounts the target.
     Umount,
@@ -79,52 +80,53 @@ impl StoreRequest {
     }
 }
 
-/// A question about the metadata of one collection. It changes nothing, so it may be repeated.
+/// A query for metadata of one collection or of one of its objects. It changes nothing, so the
+/// caller may repeat it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MetadataQuery {
-    /// Size of an object.
+    /// Returns the size of an object and the drive space that it occupies.
     Stat {
         /// The object.
         oid: ObjectId,
     },
-    /// One xattr.
+    /// Returns the value of one xattr.
     Xattr {
         /// The object.
         oid: ObjectId,
         /// The xattr's name.
         name: Bytes,
     },
-    /// All xattrs.
+    /// Returns all xattrs of an object.
     Xattrs {
         /// The object.
         oid: ObjectId,
     },
-    /// The omap's header.
+    /// Returns the header of an object's omap.
     OmapHeader {
         /// The object.
         oid: ObjectId,
     },
-    /// The omap entries of some keys.
+    /// Returns the omap entries with the given keys.
     OmapGet {
         /// The object.
         oid: ObjectId,
         /// The keys.
         keys: Vec<Bytes>,
     },
-    /// A page of the omap.
+    /// Returns a page of the entries of an object's omap.
     OmapIterate {
         /// The object.
         oid: ObjectId,
-        /// The first key.
+        /// Key at which the page starts.
         from: Bytes,
-        /// Most entries returned.
+        /// Maximum number of entries in the page.
         limit: u64,
     },
-    /// A page of the collection's objects.
+    /// Returns a page of the ids of the collection's objects.
     List {
-        /// The first object; `None` starts with the collection's first.
+        /// Object id at which the page starts; `None` for the start of the collection.
         from: Option<ObjectId>,
-        /// Most objects returned.
+        /// Maximum number of objects in the page.
         limit: u64,
     },
 }
@@ -145,10 +147,10 @@ impl MetadataQuery {
     }
 }
 
-/// What a [`MetadataQuery`] found.
+/// Result of a [`MetadataQuery`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum QueryReply {
-    /// Of an object.
+    /// Size and drive space of an object.
     Stat(Stat),
     /// An xattr's value, or an omap's header.
     Bytes(Bytes),
@@ -156,24 +158,24 @@ pub enum QueryReply {
     Pairs(Vec<(Bytes, Bytes)>),
     /// A page of omap entries.
     PairsPage(Page<(Bytes, Bytes)>),
-    /// A page of objects.
+    /// A page of object ids.
     Objects(Page<ObjectId>),
 }
 
 /// The reply to a [`StoreRequest`].
 #[derive(Debug)]
 pub enum StoreReply {
-    /// To requests that return nothing.
+    /// Reply to requests that return no data.
     Done,
-    /// To [`StoreRequest::Stage`].
+    /// Reply to [`StoreRequest::Stage`].
     Stage(StageId),
-    /// To [`StoreRequest::Read`].
+    /// Reply to [`StoreRequest::Read`].
     Read(ReadData),
-    /// To [`StoreRequest::Query`].
+    /// Reply to [`StoreRequest::Query`].
     Query(QueryReply),
-    /// To [`StoreRequest::Collections`].
+    /// Reply to [`StoreRequest::Collections`].
     Collections(Vec<CollectionId>),
-    /// To [`StoreRequest::Space`].
+    /// Reply to [`StoreRequest::Space`].
     Space(Space),
 }
 
@@ -246,6 +248,6 @@ from_reply! {
 
 /// Extracts from a reply the value that the request asked for.
 pub(crate) fn take<T: FromReply>(reply: Result<StoreReply>) -> Result<T> {
-    let another_kind = || StoreError::Disconnected("the reply is not of the request's kind".into());
+    let another_kind = || StoreError::Disconnected("the reply does not match the kind of the request".into());
     T::from_reply(reply?).ok_or_else(another_kind)
 }

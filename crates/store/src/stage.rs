@@ -1,4 +1,4 @@
-//! Checks of staged bytes that every implementation shares.
+//! Checks of requests on stages, which all implementations of a store share.
 
 use base::block::{BLOCK, Payload};
 
@@ -18,13 +18,14 @@ pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) 
         || (!len.is_multiple_of(BLOCK) && end != stage_len)
     {
         return Err(StoreError::InvalidArgument(format!(
-            "{len} bytes at {offset} are not whole blocks of a stage of {stage_len} bytes"
+            "{len} bytes at {offset} are not whole blocks of their stage of {stage_len} bytes"
         )));
     }
     Ok(())
 }
 
-/// Checks a write of `len` staged bytes from `from` to `offset` of an object of `object_size` bytes.
+/// Checks an [`Op::Write`](crate::Op::Write) of staged bytes `from..from + len` to byte `offset` of
+/// an object of `object_size` bytes.
 pub(crate) fn check_staged_use(
     stage_len: u64,
     from: u64,
@@ -40,15 +41,15 @@ pub(crate) fn check_staged_use(
     };
     if !len.is_multiple_of(BLOCK) && (end != stage_len || offset + len < object_size) {
         return Err(StoreError::InvalidArgument(format!(
-            "{len} staged bytes end inside a block; that is possible only at the ends of both stage and object"
+            "{len} staged bytes end inside a block; only the last bytes of a stage, written to the end of an object, may do so"
         )));
     }
     Ok(())
 }
 
-/// Error for a staged block that an earlier write named, or that was never written.
+/// Returns the error for a staged block that was never written, or that an earlier write has named.
 pub(crate) fn block_not_available(block: u64) -> StoreError {
     StoreError::InvalidArgument(format!(
-        "staged block {block} was not written, or was named by another write before"
+        "staged block {block} was never written, or an earlier write has already named it"
     ))
 }

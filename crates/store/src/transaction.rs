@@ -1,4 +1,4 @@
-//! Ids and transactions.
+//! Ids of collections and objects, and transactions.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Result, StageId, StoreError};
 
-/// Longest collection id, in bytes.
+/// Maximum length of a collection id, in bytes.
 pub const MAX_COLLECTION_ID: usize = 128;
-/// Longest object id, in bytes.
+/// Maximum length of an object id, in bytes.
 pub const MAX_OBJECT_ID: usize = 2048;
-/// Most bytes of xattrs that one object can have, names and values together.
+/// Maximum size of all xattrs of one object, names and values together, in bytes.
 pub const MAX_XATTRS: usize = 64 * 1024;
 
 macro_rules! opaque_id {
@@ -23,7 +23,7 @@ macro_rules! opaque_id {
         pub struct $name(Bytes);
 
         impl $name {
-            /// Makes an id of the given bytes.
+            /// Creates an id from the given bytes.
             ///
             /// # Errors
             /// [`StoreError::InvalidArgument`] if `id` is empty or too long.
@@ -31,13 +31,13 @@ macro_rules! opaque_id {
                 let id = id.into();
                 if id.is_empty() || id.len() > $max {
                     return Err(StoreError::InvalidArgument(format!(
-                        concat!(stringify!($name), " has {} bytes; 1 to {} are possible"), id.len(), $max
+                        concat!(stringify!($name), " has {} bytes, but must have 1 to {}"), id.len(), $max
                     )));
                 }
                 Ok($name(id))
             }
 
-            /// The id's bytes.
+            /// Returns the bytes of the id.
             #[must_use]
             pub fn as_bytes(&self) -> &Bytes {
                 &self.0
@@ -72,28 +72,29 @@ macro_rules! opaque_id {
 }
 
 opaque_id!(
-    /// Name of a collection: opaque bytes, ordered bytewise.
+    /// Id of a collection: opaque bytes, ordered bytewise.
     CollectionId,
     MAX_COLLECTION_ID
 );
 opaque_id!(
-    /// Name of an object within its collection: opaque bytes, ordered bytewise.
+    /// Id of an object in its collection: opaque bytes, ordered bytewise.
     ObjectId,
     MAX_OBJECT_ID
 );
 
-/// The source of the bytes of an [`Op::Write`].
+/// The source of the data of an [`Op::Write`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum WriteSource {
-    /// In the transaction itself. The payload's phase must be the write's offset modulo the block size.
+    /// The transaction contains the data. The payload's phase must equal the write's offset modulo
+    /// the block size.
     Inline(Payload),
     /// Bytes `offset..offset + len` of a stage. `offset` and the write's own offset must be
-    /// multiples of the block size. `len` must be one too, unless the write ends at or beyond the
-    /// object's end.
+    /// multiples of the block size. `len` must also be a multiple, unless the write ends at the end
+    /// of the stage and at or beyond the object's end.
     Staged {
         /// The stage.
         stage: StageId,
-        /// First byte, from the start of the stage.
+        /// Offset of the first byte in the stage, in bytes.
         offset: u64,
         /// Number of bytes.
         len: u64,
@@ -110,16 +111,16 @@ impl WriteSource {
         }
     }
 
-    /// Whether there are no bytes to write.
+    /// Whether the number of bytes to write is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// One step of a transaction, on the transaction's collection. An op on an object creates an empty
-/// object if it does not exist, unless its description says otherwise. An op with an empty range
-/// leaves data and size unchanged.
+/// One operation of a transaction, on the transaction's collection. If the object of an op does not
+/// exist, the op first creates an empty object, unless the op's description says otherwise. An op
+/// with an empty range leaves data and size unchanged.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
@@ -133,25 +134,27 @@ pub enum Op {
         /// The object.
         oid: ObjectId,
     },
-    /// Writes bytes at an offset, extending the object as needed. Holes read as zeros.
+    /// Writes bytes at an offset. Extends the object as needed; the gap between the old end and the
+    /// offset is a hole, which reads as zeros.
     Write {
         /// The object.
         oid: ObjectId,
-        /// First byte, in bytes from the object's start.
+        /// Offset of the first byte in the object, in bytes.
         offset: u64,
-        /// The bytes.
+        /// The data to write.
         source: WriteSource,
     },
-    /// Makes a range zero, extends the object as needed, and frees the range's whole blocks.
+    /// Sets a range to zeros. Extends the object as needed, and frees the blocks that lie
+    /// completely in the range.
     Zero {
         /// The object.
         oid: ObjectId,
-        /// First byte.
+        /// Offset of the first byte in the object, in bytes.
         offset: u64,
         /// Number of bytes.
         len: u64,
     },
-    /// Sets the object's size. New bytes read as zeros. Bytes beyond the new size are lost.
+    /// Sets the object's size. New bytes read as zeros. Bytes beyond the new size are discarded.
     Truncate {
         /// The object.
         oid: ObjectId,
@@ -171,7 +174,7 @@ pub enum Op {
         /// Names and values. All xattrs of an object together are at most [`MAX_XATTRS`] bytes.
         xattrs: Vec<(Bytes, Bytes)>,
     },
-    /// Removes an xattr, whether it exists or not.
+    /// Removes an xattr. Succeeds even if the xattr does not exist.
     RemoveXattr {
         /// The object.
         oid: ObjectId,
@@ -190,7 +193,7 @@ pub enum Op {
         /// Keys and values.
         entries: Vec<(Bytes, Bytes)>,
     },
-    /// Removes omap entries, whether they exist or not.
+    /// Removes omap entries. Ignores keys that do not exist.
     OmapRemove {
         /// The object.
         oid: ObjectId,
@@ -201,9 +204,9 @@ pub enum Op {
     OmapRemoveRange {
         /// The object.
         oid: ObjectId,
-        /// First key.
+        /// First key of the range.
         from: Bytes,
-        /// End, exclusive.
+        /// End of the range, exclusive.
         to: Bytes,
     },
     /// Removes all omap entries and the header.
@@ -215,87 +218,88 @@ pub enum Op {
     OmapSetHeader {
         /// The object.
         oid: ObjectId,
-        /// The header. An empty header equals no header.
+        /// The header. An empty header is the same as no header.
         header: Bytes,
     },
-    /// Makes `dst` a copy of `src`: data, xattrs and omap. Both share extents until one of them is
-    /// overwritten. The earlier content of `dst` is lost. Fails with [`StoreError::NoSuchObject`]
-    /// if `src` does not exist.
+    /// Makes `dst` a copy of `src`, with data, xattrs and omap. Both objects share blocks until one
+    /// of the objects overwrites them. The earlier content of `dst` is discarded. Fails with
+    /// [`StoreError::NoSuchObject`] if `src` does not exist.
     Clone {
-        /// To be copied.
+        /// The object to copy.
         src: ObjectId,
-        /// The copy.
+        /// The object that becomes the copy.
         dst: ObjectId,
     },
-    /// Copies a range of `src` into `dst`, and extends `dst` as needed. Whole blocks are shared
-    /// where both offsets allow it. Bytes beyond the end of `src` read as zeros. Fails with
-    /// [`StoreError::NoSuchObject`] if `src` does not exist.
+    /// Copies a range of `src` into `dst`, and extends `dst` as needed. If both offsets are equal
+    /// modulo the block size, the objects share the whole blocks of the range. Bytes beyond the end
+    /// of `src` read as zeros. Fails with [`StoreError::NoSuchObject`] if `src` does not exist.
     CloneRange {
-        /// To be copied from.
+        /// The object to copy from.
         src: ObjectId,
-        /// To be copied into.
+        /// The object to copy into.
         dst: ObjectId,
-        /// First byte in `src`.
+        /// Offset of the first byte in `src`, in bytes.
         src_offset: u64,
         /// Number of bytes.
         len: u64,
-        /// First byte in `dst`.
+        /// Offset of the first byte in `dst`, in bytes.
         dst_offset: u64,
     },
     /// Moves an object, possibly to another collection. Fails with [`StoreError::NoSuchObject`] if
-    /// `src` does not exist, and with [`StoreError::Exists`] if `dst` does. The op takes its place
-    /// in the order of both collections.
+    /// `src` does not exist, and with [`StoreError::Exists`] if `dst` does. The transaction is
+    /// ordered with the requests of both collections.
     MoveRename {
         /// The object, in the transaction's collection.
         src: ObjectId,
-        /// The collection it goes to.
+        /// The collection to which the object moves.
         dst_collection: CollectionId,
-        /// Its name there.
+        /// The object's new id in that collection.
         dst: ObjectId,
     },
     /// Creates the transaction's collection; fails with [`StoreError::Exists`] if it exists.
     CreateCollection,
     /// Removes the transaction's collection; fails with [`StoreError::NotEmpty`] if it has objects.
     RemoveCollection,
-    /// Moves every object with an id of at least `at` to `dst`, which must exist. If ids start with
-    /// a hash, this splits a placement group. The op takes its place in the order of both
-    /// collections.
+    /// Moves every object whose id is `at` or higher to the collection `dst`, which must exist. If
+    /// ids start with a hash, this op can split a placement group. The transaction is ordered with
+    /// the requests of both collections.
     SplitCollection {
-        /// First id that moves.
+        /// Lowest id of the objects that move.
         at: ObjectId,
-        /// The collection it moves to.
+        /// The collection to which the objects move.
         dst: CollectionId,
     },
 }
 
-/// Ops on one collection, applied completely or not at all.
+/// Ops on one collection. A store applies all of them or none of them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Transaction {
-    /// The collection that the ops change, and whose order the transaction is part of.
+    /// The collection that the ops change. The transaction is ordered with the other requests of
+    /// this collection.
     pub collection: CollectionId,
-    /// The steps. Each step sees the effects of the earlier ones.
+    /// The ops, in order. Each op sees the effects of the earlier ops.
     pub ops: Vec<Op>,
-    /// Whether the transaction may use the reserve, so that a full store can be operated, emptied
-    /// and recovered. This is for the node's own records, for recovery and for removals, but not
-    /// for user data.
+    /// Whether the transaction may use the reserve, so that a full target can be managed, emptied
+    /// and recovered. Set this field for the node's own records, for recovery and for removals, but
+    /// not for user data.
     pub uses_reserve: bool,
 }
 
 impl Transaction {
-    /// An empty transaction on `collection`.
+    /// Creates an empty transaction on `collection`.
     #[must_use]
     pub fn new(collection: CollectionId) -> Transaction {
         Transaction { collection, ops: Vec::new(), uses_reserve: false }
     }
 
-    /// Appends a step.
+    /// Appends an op.
     #[must_use]
     pub fn with(mut self, op: Op) -> Transaction {
         self.ops.push(op);
         self
     }
 
-    /// Lets the transaction use the reserve (see [`Transaction::uses_reserve`]).
+    /// Allows the transaction to use the reserve (see [`Transaction::uses_reserve`]).
     #[must_use]
     pub fn from_reserve(mut self) -> Transaction {
         self.uses_reserve = true;
@@ -303,21 +307,21 @@ impl Transaction {
     }
 }
 
-/// Largest object, in bytes (16 TiB).
+/// Maximum size of an object, in bytes (16 TiB).
 pub const MAX_OBJECT_SIZE: u64 = 1 << 44;
-/// Longest key of an omap and longest name of an xattr, in bytes.
+/// Maximum length of an omap key and of an xattr name, in bytes.
 pub const MAX_OMAP_KEY: usize = 2048;
-/// Longest value of an omap, and longest omap header, in bytes.
+/// Maximum length of an omap value and of an omap header, in bytes.
 pub const MAX_OMAP_VALUE: usize = 1 << 20;
 
-/// Most bytes that one read returns.
+/// Maximum number of bytes that one read returns.
 pub const MAX_READ: u64 = 256 << 20;
-/// Most bytes that one [`Op::CloneRange`] copies.
+/// Maximum number of bytes that one [`Op::CloneRange`] copies.
 pub const MAX_CLONE_RANGE: u64 = 1 << 30;
 
 impl Transaction {
-    /// Checks ranges, phases and lengths, which need no look at any object. Every store does this
-    /// first.
+    /// Checks the ranges, phases and lengths of all ops, without access to any object. Every store
+    /// does this check first.
     ///
     /// # Errors
     /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first op that no store
@@ -339,21 +343,23 @@ impl Op {
             Op::CloneRange { src_offset, len, dst_offset, .. } => {
                 check_range(*src_offset, *len)?;
                 check_len(
-                    "range to be cloned",
+                    "length in bytes of the range to clone",
                     usize::try_from(*len).unwrap_or(usize::MAX),
                     MAX_CLONE_RANGE as usize,
                 )?;
                 check_range(*dst_offset, *len)
             }
             Op::SetXattrs { xattrs, .. } => xattrs.iter().try_for_each(|(name, value)| {
-                check_len("xattr name", name.len(), MAX_OMAP_KEY)?;
-                check_len("xattr value", value.len(), MAX_XATTRS)
+                check_len("length in bytes of an xattr name", name.len(), MAX_OMAP_KEY)?;
+                check_len("length in bytes of an xattr value", value.len(), MAX_XATTRS)
             }),
             Op::OmapSet { entries, .. } => entries.iter().try_for_each(|(key, value)| {
-                check_len("omap key", key.len(), MAX_OMAP_KEY)?;
-                check_len("omap value", value.len(), MAX_OMAP_VALUE)
+                check_len("length in bytes of an omap key", key.len(), MAX_OMAP_KEY)?;
+                check_len("length in bytes of an omap value", value.len(), MAX_OMAP_VALUE)
             }),
-            Op::OmapSetHeader { header, .. } => check_len("omap header", header.len(), MAX_OMAP_VALUE),
+            Op::OmapSetHeader { header, .. } => {
+                check_len("length in bytes of an omap header", header.len(), MAX_OMAP_VALUE)
+            }
             _ => Ok(()),
         }
     }
@@ -363,7 +369,7 @@ fn check_range(offset: u64, len: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
         _ => Err(StoreError::InvalidArgument(format!(
-            "range {offset}+{len} ends beyond the largest object of {MAX_OBJECT_SIZE} bytes"
+            "range {offset}+{len} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
         ))),
     }
 }
@@ -372,7 +378,7 @@ fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
     match source {
         WriteSource::Inline(payload) if payload.phase() != offset % BLOCK => {
             Err(StoreError::InvalidArgument(format!(
-                "payload for phase {} written at offset {offset}",
+                "a payload with phase {} cannot be written at offset {offset}",
                 payload.phase()
             )))
         }
@@ -380,7 +386,7 @@ fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
             if !offset.is_multiple_of(BLOCK) || !from.is_multiple_of(BLOCK) =>
         {
             Err(StoreError::InvalidArgument(format!(
-                "staged bytes {from} written at {offset}: not whole blocks"
+                "staged bytes at {from} cannot be written at {offset}: both offsets must be multiples of {BLOCK}"
             )))
         }
         _ => Ok(()),

@@ -1,4 +1,5 @@
-//! `BlockStore` on real files: conformance, the model, remounts, and targets that must be refused.
+//! Tests of `BlockStore` on real files: conformance, comparison with the model, remounts, and
+//! targets that must be refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -56,7 +57,7 @@ fn mount_here(path: &Path) -> (Arc<BlockStore>, JoinHandle<()>) {
 }
 
 #[tokio::test]
-async fn conforms() {
+async fn block_store_passes_the_conformance_suite() {
     let targets = std::sync::Mutex::new(Vec::new());
     conformance::run(|| async {
         let target = Target::new();
@@ -68,13 +69,13 @@ async fn conforms() {
 }
 
 #[tokio::test]
-async fn equals_the_model() {
+async fn block_store_behaves_like_the_model() {
     let target = Target::new();
     random_operations(target.mount(), seed(), 1500).await;
 }
 
 #[tokio::test]
-async fn conforms_as_a_task_of_the_callers_thread() {
+async fn a_store_driven_by_the_callers_thread_passes_the_conformance_suite() {
     let mounted = std::cell::RefCell::new(Vec::new());
     let run = conformance::run(|| async {
         let target = Target::new();
@@ -86,7 +87,7 @@ async fn conforms_as_a_task_of_the_callers_thread() {
 }
 
 #[tokio::test]
-async fn equals_the_model_as_a_task_of_the_callers_thread() {
+async fn a_store_driven_by_the_callers_thread_behaves_like_the_model() {
     let run = async {
         let (target, model, seed) = (Target::new(), MemStore::new(), seed());
         for round in 0..4 {
@@ -98,7 +99,8 @@ async fn equals_the_model_as_a_task_of_the_callers_thread() {
             } else {
                 drop(store);
             }
-            // Both end the task, and what it leaves behind can be mounted.
+            // An unmount and a drop of the handle both end the task. Afterwards the target can be
+            // mounted again.
             task.await.unwrap();
         }
     };
@@ -107,7 +109,7 @@ async fn equals_the_model_as_a_task_of_the_callers_thread() {
 
 /// Calls from other threads wake the thread that runs the target.
 #[tokio::test]
-async fn equals_the_model_as_a_task_of_another_thread() {
+async fn a_store_driven_by_another_thread_behaves_like_the_model() {
     let target = Target::new();
     let (store, driver) = BlockStore::mount_driven(&target.path(), &options()).unwrap();
     let other = std::thread::spawn(move || {
@@ -119,7 +121,7 @@ async fn equals_the_model_as_a_task_of_another_thread() {
 }
 
 #[tokio::test]
-async fn remounts_have_everything() {
+async fn a_remounted_target_has_all_acknowledged_changes() {
     let (target, model, seed) = (Target::new(), MemStore::new(), seed());
     for round in 0..8 {
         let store = target.mount();
@@ -133,7 +135,7 @@ async fn remounts_have_everything() {
 }
 
 #[tokio::test]
-async fn a_target_has_one_user() {
+async fn a_mounted_target_cannot_be_mounted_or_formatted() {
     let target = Target::new();
     let store = target.mount();
     assert!(matches!(mount(&target.path()), Err(StoreError::InUse(_))));
@@ -144,7 +146,7 @@ async fn a_target_has_one_user() {
 }
 
 #[tokio::test]
-async fn wrong_targets_are_refused() {
+async fn unsuitable_targets_are_refused() {
     let target = Target::new();
     let options = MountOptions { expected_uuid: Some(uuid::Uuid::nil()), ..MountOptions::default() };
     assert!(matches!(BlockStore::mount(&target.path(), &options), Err(StoreError::WrongUuid { .. })));
@@ -160,7 +162,7 @@ async fn wrong_targets_are_refused() {
 }
 
 #[tokio::test]
-async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
+async fn readers_and_fsck_detect_a_damaged_extent() {
     let target = Target::new();
     let store = target.mount();
     let (c, o) = (CollectionId::new("c").unwrap(), ObjectId::new("o").unwrap());
@@ -197,13 +199,14 @@ async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
     let merged = store.queue_transaction(Transaction::new(c.clone()).with(merge)).await;
     assert!(
         matches!(merged, Err(StoreError::Corrupt { .. })),
-        "damage is not given a new checksum: {merged:?}"
+        "a damaged block must not get a new checksum: {merged:?}"
     );
     let other = store.read(&c, &o, 8192, 4096, None).await.unwrap();
     assert!(other.verify().is_ok(), "other blocks are not affected");
 }
 
-/// Applies a transaction for each of `numbers`, many at a time; those that there was space for.
+/// Applies a transaction for each of `numbers`, 200 at a time. Returns the numbers whose
+/// transactions had enough space.
 async fn apply_many(
     store: &BlockStore,
     numbers: impl Iterator<Item = u32>,
@@ -226,14 +229,15 @@ async fn apply_many(
 }
 
 #[tokio::test]
-async fn an_index_full_of_small_objects_costs_only_what_does_not_fit() {
+async fn a_full_index_refuses_new_objects_and_keeps_the_existing_objects() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("target");
     let options = MkfsOptions { size: Some(16 << 20), ..MkfsOptions::default() };
     BlockStore::mkfs(&path, &options, |_, _| {}).unwrap();
     let c = CollectionId::new("c").unwrap();
     let log = ObjectId::new("log").unwrap();
-    // Neighbours in time are strangers in the index: every change is to another page.
+    // Objects that are created one after the other are far apart in the index, so every change
+    // concerns another page.
     let oid =
         |n: u32| ObjectId::new(format!("{:08x}-{}", n.wrapping_mul(0x9e37_79b1), "n".repeat(80))).unwrap();
     let note =
@@ -257,13 +261,13 @@ async fn an_index_full_of_small_objects_costs_only_what_does_not_fit() {
         assert_eq!(store.get_xattr(&c, &oid(*n), "meta".into()).await.unwrap(), vec![*n as u8; 120]);
     }
     let removed = apply_many(&store, made.iter().copied().step_by(2), remove).await;
-    assert_eq!(removed.len(), made.len().div_ceil(2), "removing works when nothing else does");
+    assert_eq!(removed.len(), made.len().div_ceil(2), "objects can be removed when no object can be created");
     store.umount().await.unwrap();
     drop(store);
     let report = fsck(&path, false, &|_, _, _| None, |_, _| {}).unwrap();
     assert!(report.is_clean(), "{report:?}");
     let store = mount(&path).unwrap();
     let again = apply_many(&store, removed.iter().copied().take(100), make).await;
-    assert_eq!(again.len(), 100, "there is room again");
+    assert_eq!(again.len(), 100, "removals make room for new objects");
     store.umount().await.unwrap();
 }

@@ -1,9 +1,9 @@
 //! The block allocator. It returns one free run if one is long enough, and otherwise the longest
 //! runs first.
 //!
-//! The unit of search is a page of the bitmap (128 MiB). For each page, the allocator remembers the
-//! longest run that a failed search found. It does not search full or fragmented pages again until
-//! a block in them is freed.
+//! The unit of search is a page of the bitmap (128 MiB). When a search of a page fails, the
+//! allocator remembers the page's longest free run. It does not search full or fragmented pages
+//! again until a block in them is freed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,44 +11,46 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
 
-/// The reserve is the number of a target's blocks divided by this, within [`RESERVE`].
+/// The size of the reserve is the target's number of blocks divided by this number, limited to
+/// [`RESERVE`].
 const RESERVE_SHARE: u64 = 64;
-/// Limits of the reserve, in blocks: 64 KiB to 4 MiB.
+/// Minimum and maximum size of the reserve, in blocks (64 KiB and 4 MiB).
 const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
 
 /// Purpose of an allocation, which decides whether it may use the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purse {
-    /// Data of users.
+    /// User data.
     Ordinary,
-    /// Management and freeing of space, which must work on a full target.
+    /// The node's own records and the freeing of space, which must also work on a full target.
     Reserve,
 }
 
-/// Free blocks that are not promised to a stage. The target's handle promises blocks to new stages,
-/// so that stages need not wait for the target's thread. The allocator deducts each ordinary
-/// allocation. Any thread may use it.
+/// Counter of the free blocks that are not promised to a stage. The target's handle promises blocks
+/// to new stages, so that a caller gets a stage without waiting for the target's thread. The
+/// allocator subtracts the blocks of all other allocations. Any thread may use the counter.
 #[derive(Debug)]
 pub(crate) struct Room {
     blocks: AtomicU64,
-    /// Blocks that only [`Purse::Reserve`] may use. Fewer blocks may be free: the reserve is a
-    /// limit on other allocations, not a fixed area.
+    /// Number of blocks that ordinary allocations must leave free. The reserve is a limit for these
+    /// allocations, not a fixed area, so fewer blocks than this may be free.
     reserve: u64,
     closed: AtomicBool,
 }
 
 impl Room {
-    /// Promises `blocks` blocks, if that many are free and the target accepts writes.
+    /// Promises `blocks` blocks if enough blocks are free and the target accepts writes. Returns
+    /// whether it promised them.
     pub(crate) fn promise(&self, blocks: u64) -> bool {
         !self.closed.load(Ordering::SeqCst) && self.take(blocks, Purse::Ordinary)
     }
 
-    /// Ends promises.
+    /// Makes the counter refuse all further promises.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Blocks that allocations with this purse must leave free.
+    /// Returns the number of blocks that allocations with this purse must leave free.
     fn kept_from(&self, purse: Purse) -> u64 {
         match purse {
             Purse::Ordinary => self.reserve,
@@ -67,19 +69,19 @@ impl Room {
     }
 }
 
-/// Free space of a target.
+/// The allocator of a target's blocks.
 #[derive(Debug)]
 pub(crate) struct Allocator {
     taken: Bitmap,
-    /// Upper bound of the longest free run in each page.
+    /// Upper bound of the length of the longest free run in each page, in blocks.
     longest: Vec<u64>,
     cursor: usize,
-    /// Free blocks, less the promised blocks that were not handed out yet.
+    /// Number of free blocks, without promised blocks that were not allocated yet.
     room: Arc<Room>,
 }
 
 impl Allocator {
-    /// Makes an allocator for the blocks that are free in `taken`.
+    /// Creates an allocator of the blocks that are not in `taken`.
     pub(crate) fn new(taken: Bitmap) -> Allocator {
         let reserve = (taken.blocks() / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
         Allocator::with_reserve(taken, reserve)
@@ -92,17 +94,18 @@ impl Allocator {
         Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Returns the blocks that calls with this purse could use if `more` blocks became free.
+    /// Returns the number of blocks that calls with this purse could allocate if `more` blocks
+    /// became free.
     pub(crate) fn free_blocks(&self, purse: Purse, more: u64) -> u64 {
         (self.room.blocks.load(Ordering::SeqCst) + more).saturating_sub(self.room.kept_from(purse))
     }
 
-    /// Returns the source of promises.
+    /// Returns the counter of free blocks, which can promise blocks to stages.
     pub(crate) fn room(&self) -> &Arc<Room> {
         &self.room
     }
 
-    /// Number of free runs, and the length of the longest, in blocks.
+    /// Returns the number of free runs, and the length of the longest run in blocks.
     pub(crate) fn summary(&self) -> (u64, u64) {
         self.taken.free_summary()
     }
@@ -120,7 +123,7 @@ impl Allocator {
         let mut extents: Vec<Extent> = Vec::new();
         let mut left = want;
         while left > 0 {
-            let extent = self.find(left.min(PAGE_BLOCKS)).expect("what was promised is free");
+            let extent = self.find(left.min(PAGE_BLOCKS)).expect("promised blocks are free");
             self.taken.set(extent, true);
             left -= extent.len;
             match extents.last_mut() {
@@ -131,7 +134,7 @@ impl Allocator {
         extents
     }
 
-    /// Frees blocks.
+    /// Frees the blocks of a run.
     pub(crate) fn free(&mut self, extent: Extent) {
         let unexpected = self.taken.set(extent, false);
         debug_assert_eq!(unexpected, 0, "{extent:?} freed twice");
@@ -141,7 +144,7 @@ impl Allocator {
         self.room.give_back(extent.len);
     }
 
-    /// Finds a run of `want` blocks, or the longest run.
+    /// Finds a free run of `want` blocks, or the longest free run if every run is shorter.
     fn find(&mut self, want: u64) -> Option<Extent> {
         let pages = self.taken.pages();
         for i in 0..pages {
@@ -179,7 +182,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn never_hands_out_a_block_twice_and_fails_only_when_full(steps in proptest::collection::vec((1u64..5000, any::<bool>()), 1..100)) {
+        fn allocations_never_overlap_and_fail_only_if_too_few_blocks_are_free(steps in proptest::collection::vec((1u64..5000, any::<bool>()), 1..100)) {
             let blocks = 70_000;
             let mut alloc = Allocator::with_reserve(Bitmap::new(blocks), 0);
             let mut held: Vec<Extent> = Vec::new();
@@ -208,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_promised_is_not_handed_out_to_others() {
+    fn promised_blocks_are_not_allocated_to_other_calls() {
         let mut alloc = Allocator::with_reserve(Bitmap::new(100), 0);
         let room = Arc::clone(alloc.room());
         assert!(room.promise(60));
@@ -218,12 +221,12 @@ mod tests {
         assert_eq!(total(&alloc.alloc_promised(60)), 60);
         others.into_iter().for_each(|e| alloc.free(e));
         room.close();
-        assert!(!room.promise(1), "a target that takes no writes promises nothing");
+        assert!(!room.promise(1), "a target that refuses writes promises no blocks");
         assert_eq!(alloc.alloc(40, Purse::Ordinary).map(|e| total(&e)), Some(40));
     }
 
     #[test]
-    fn the_reserve_is_for_those_who_may_use_it() {
+    fn ordinary_allocations_leave_the_reserve_free() {
         let mut alloc = Allocator::new(Bitmap::new(6400));
         assert_eq!(alloc.free_blocks(Purse::Ordinary, 0), 6300);
         assert!(!alloc.room().promise(6301));
@@ -232,7 +235,8 @@ mod tests {
         assert_eq!(alloc.alloc(1, Purse::Ordinary), None);
         assert_eq!(alloc.free_blocks(Purse::Ordinary, 7), 7);
         let kept = alloc.alloc(60, Purse::Reserve).unwrap();
-        // With less left than is kept back, as on a target that was filled when nothing was.
+        // Now fewer blocks are free than the reserve has, as on a target that was filled by a
+        // version without a reserve.
         assert_eq!((alloc.free_blocks(Purse::Ordinary, 7), alloc.free_blocks(Purse::Reserve, 7)), (0, 47));
         kept.into_iter().for_each(|e| alloc.free(e));
         assert_eq!(alloc.alloc(1, Purse::Ordinary), None);

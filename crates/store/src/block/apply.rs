@@ -1,8 +1,8 @@
-//! Turns a transaction into changes of the index and writes of blocks, all or nothing.
+//! Turns a transaction into changes of the index and writes of blocks, completely or not at all.
 //!
 //! [`Apply`] works on copies of the values that it changes. If a value is not in memory, it stops
 //! with [`Stop::Need`]. The caller loads the value and runs the transaction again from its start.
-//! So nothing here waits, and no transaction is half applied.
+//! Therefore no method in this module waits, and no transaction is applied partially.
 
 mod blocks;
 mod clones;
@@ -23,17 +23,18 @@ use super::staged::Stage;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
-/// Why a transaction did not go through.
+/// Reason why a transaction could not be applied.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// These must be loaded first.
+    /// These items must be loaded first.
     Need(Vec<Need>),
-    /// That many blocks must be free, for this piece of the transaction and all before it.
+    /// This number of blocks must be free, for the allocation that failed and all earlier
+    /// allocations of the transaction.
     Space(u64),
-    /// The index must be brought forward first, to tell whether there is room in it. Fails like this
-    /// if that does not help.
+    /// A checkpoint must run first, because only then is it known whether the index has enough
+    /// room. If the index still has too little room, the transaction fails with this error.
     Checkpoint(StoreError),
-    /// It fails.
+    /// The transaction fails with this error.
     Fail(StoreError),
 }
 
@@ -51,33 +52,36 @@ impl From<Need> for Stop {
 
 pub(crate) type ApplyResult<T = ()> = std::result::Result<T, Stop>;
 
-/// What a transaction looks at and does not change.
+/// State that a transaction reads but does not change.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) view: &'a IndexView,
     pub(crate) loaded: &'a Loaded,
     pub(crate) collections: &'a BTreeMap<CollectionId, u64>,
     pub(crate) stages: &'a HashMap<u64, Stage>,
-    /// Those that the transaction may use.
+    /// Numbers of the stages that the transaction may use.
     pub(crate) usable_stages: &'a [u64],
-    /// Content of blocks that is in memory because the data region does not have it yet.
+    /// Returns the content of a block if the data area does not have it yet.
     pub(crate) deferred: &'a dyn Fn(u64) -> Option<Bytes>,
     pub(crate) data_blocks: u64,
     pub(crate) max_record: usize,
 }
 
-/// What a transaction changes.
+/// The changes of a transaction.
 #[derive(Debug, Default)]
 pub(crate) struct TransactionEffect {
     pub(crate) record: Record,
-    /// Data to be written to newly allocated blocks: first block, bytes (the last block may be short).
+    /// Data to be written to newly allocated blocks: first block, bytes (the last block may be
+    /// short).
     pub(crate) writes: Vec<(u64, Bytes)>,
-    /// Runs of blocks of stages that were named: stage, first block, number of blocks.
+    /// Runs of staged blocks that the transaction names: stage, first block in the stage, number of
+    /// blocks.
     pub(crate) taken: Vec<(StageId, u64, u64)>,
+    /// Created collections with their numbers, and removed collections with `None`.
     pub(crate) collections: Vec<(CollectionId, Option<u64>)>,
 }
 
-/// A transaction under way.
+/// A transaction that is being applied.
 pub(crate) struct Apply<'a> {
     context: Context<'a>,
     alloc: &'a mut Allocator,
@@ -86,13 +90,13 @@ pub(crate) struct Apply<'a> {
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
     leaves: BTreeMap<(u64, u64), (Box<MapLeaf>, bool)>,
-    /// Pages of reference counts, and as they are stored.
+    /// Pages of reference counts, each with its stored value before the transaction.
     refs: BTreeMap<u64, (RefPage, Option<Bytes>)>,
     pub(crate) allocated: Vec<Extent>,
     staged: Vec<Extent>,
     frees: Vec<u64>,
     deferred: BTreeMap<u64, Bytes>,
-    /// Numbers from here on are of objects and collections that the transaction makes.
+    /// Objects and collections with this number or a higher number are created by this transaction.
     first_nid: u64,
     next_nid: u64,
     outcome: TransactionEffect,
@@ -124,7 +128,7 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// Runs the transaction. On [`Stop`] the caller must give `allocated` back.
+    /// Runs the transaction. If it fails, the caller must free the blocks in `allocated`.
     pub(crate) fn run(&mut self, transaction: &Transaction) -> ApplyResult<TransactionEffect> {
         transaction.validate()?;
         let cid = &transaction.collection;
@@ -135,7 +139,7 @@ impl<'a> Apply<'a> {
         self.finish()
     }
 
-    /// Bytes of the index that change.
+    /// Returns the size of the transaction's changes, in bytes.
     pub(crate) fn changed_bytes(&self) -> usize {
         self.put_bytes
     }
@@ -146,7 +150,7 @@ impl<'a> Apply<'a> {
             self.put(key, onode.map(|o| o.encode()))?;
         }
         for (chunk, (page, stored)) in std::mem::take(&mut self.refs) {
-            // What was taken and given back leaves nothing behind.
+            // Skip a page whose counts equal the counts before the transaction.
             let page = page.encode();
             if page != stored {
                 self.put(key::refs(chunk), page)?;
@@ -194,7 +198,7 @@ impl<'a> Apply<'a> {
             Op::SetXattrs { oid, xattrs } => self.change(cid, oid, |_, o| {
                 o.xattrs.extend(xattrs.iter().cloned());
                 let size: usize = o.xattrs.iter().map(|(k, v)| k.len() + v.len()).sum();
-                too_large("xattrs of an object", size, MAX_XATTRS)
+                too_large("size in bytes of all xattrs of an object", size, MAX_XATTRS)
             }),
             Op::RemoveXattr { oid, name } => self.change(cid, oid, |_, o| {
                 o.xattrs.remove(name);
@@ -274,10 +278,10 @@ impl<'a> Apply<'a> {
         number.ok_or_else(|| StoreError::NoSuchCollection(cid.to_string()))
     }
 
-    /// Sets a key of the index.
+    /// Sets the value of a key of the index. `None` removes the key.
     fn put(&mut self, key: Bytes, value: Option<Bytes>) -> ApplyResult {
         self.put_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 8;
-        too_large("what the transaction changes", self.put_bytes, self.context.max_record)?;
+        too_large("size in bytes of the changes of a transaction", self.put_bytes, self.context.max_record)?;
         self.puts.insert(key, value);
         Ok(())
     }
@@ -289,7 +293,7 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// All entries in a range.
+    /// Returns all entries of the index in a range.
     fn scan(&self, from: &Bytes, to: &Bytes) -> ApplyResult<Vec<(Bytes, Bytes)>> {
         let limit = self.context.max_record / 16;
         let (view, loaded) = (self.context.view, self.context.loaded);
@@ -297,7 +301,7 @@ impl<'a> Apply<'a> {
         if more {
             let (size, limit) = (limit as u64 + 1, limit as u64);
             return Err(StoreError::TooLarge {
-                what: "number of entries that the transaction changes".into(),
+                what: "number of index entries that an op of a transaction reads".into(),
                 size,
                 limit,
             }
@@ -334,7 +338,7 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// Changes an object, made if it does not exist.
+    /// Changes an object. Creates the object first if it does not exist.
     fn change(
         &mut self,
         cid: &CollectionId,
@@ -351,7 +355,7 @@ impl<'a> Apply<'a> {
         Ok(())
     }
 
-    /// Moves the onodes changed so far into the changes, so that scans see them.
+    /// Moves the onodes that were changed so far into `puts`, so that scans see them.
     fn store_onodes(&mut self) -> ApplyResult {
         for (key, onode) in std::mem::take(&mut self.onodes) {
             self.put(key, onode.map(|o| o.encode()))?;
@@ -359,7 +363,7 @@ impl<'a> Apply<'a> {
         Ok(())
     }
 
-    /// Gives back all blocks and omap entries of an object.
+    /// Releases all blocks of an object and removes its omap entries.
     fn drop_content(&mut self, onode: &Onode) -> ApplyResult {
         self.drop_leaves_from(onode.nid, 0)?;
         self.drop_omap(onode)
@@ -390,7 +394,7 @@ impl<'a> Apply<'a> {
     }
 }
 
-/// `data` filled up with zeros to a whole block.
+/// Pads `data` with zeros to a whole block.
 pub(crate) fn padded(data: &Bytes) -> Bytes {
     if data.len() == BLOCK_SIZE {
         return data.clone();

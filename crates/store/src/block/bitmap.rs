@@ -4,11 +4,12 @@ use bytes::Bytes;
 
 use super::extent::Extent;
 
-/// Blocks per bitmap page: a page is 4 KiB, so it stands for 128 MiB of data.
+/// Number of blocks per bitmap page. A page has 4 KiB, so it covers 128 MiB of data.
 pub(crate) const PAGE_BLOCKS: u64 = 32_768;
 const PAGE_WORDS: usize = (PAGE_BLOCKS / 64) as usize;
 
-/// A set of blocks. Bits beyond the last block are always set.
+/// A set of blocks, one bit per block. The last page may have more bits than there are blocks;
+/// these extra bits are always set.
 #[derive(Debug, Clone)]
 pub(crate) struct Bitmap {
     words: Vec<u64>,
@@ -18,7 +19,7 @@ pub(crate) struct Bitmap {
 }
 
 impl Bitmap {
-    /// An empty set for `blocks` blocks.
+    /// Creates an empty set for blocks `0..blocks`.
     pub(crate) fn new(blocks: u64) -> Bitmap {
         let pages = blocks.div_ceil(PAGE_BLOCKS) as usize;
         let mut bitmap =
@@ -33,7 +34,7 @@ impl Bitmap {
         self.blocks
     }
 
-    /// Number of blocks in the set.
+    /// Returns the number of blocks in the set.
     pub(crate) fn used(&self) -> u64 {
         self.used
     }
@@ -46,12 +47,13 @@ impl Bitmap {
         self.words[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
-    /// Whether the run lies inside the bitmap.
+    /// Whether all blocks of the run have a bit in the bitmap.
     pub(crate) fn covers(&self, extent: Extent) -> bool {
         extent.start.checked_add(extent.len).is_some_and(|end| end <= self.blocks)
     }
 
-    /// Adds (`taken`) or removes the blocks of a run; returns how many of them were not in the other state before.
+    /// Adds the blocks of a run to the set if `taken` is true, and removes them otherwise. Returns
+    /// the number of blocks for which this changed nothing.
     pub(crate) fn set(&mut self, extent: Extent, taken: bool) -> u64 {
         debug_assert!(self.covers(extent));
         let mut changed = 0;
@@ -71,13 +73,13 @@ impl Bitmap {
         extent.len - changed
     }
 
-    /// The pages changed since this was last called, with their numbers.
+    /// Returns the pages that changed since the last call, with their numbers.
     pub(crate) fn take_dirty(&mut self) -> Vec<(u64, Bytes)> {
         let dirty: Vec<usize> = (0..self.pages()).filter(|&p| std::mem::take(&mut self.dirty[p])).collect();
         dirty.into_iter().map(|p| (p as u64, self.page(p))).collect()
     }
 
-    /// Makes every page count as changed.
+    /// Marks every page as changed.
     pub(crate) fn mark_all_dirty(&mut self) {
         self.dirty.fill(true);
     }
@@ -90,7 +92,8 @@ impl Bitmap {
         &self.words[page * PAGE_WORDS..(page + 1) * PAGE_WORDS]
     }
 
-    /// Takes a stored page. `false` if it has the wrong size, or bits for blocks that do not exist are not set.
+    /// Replaces page number `page` by a stored page. Returns `false` and changes nothing if the
+    /// number or the size is wrong, or if one of the extra bits is not set.
     #[must_use]
     pub(crate) fn load_page(&mut self, page: u64, stored: &[u8]) -> bool {
         let Ok(page) = usize::try_from(page) else { return false };
@@ -110,8 +113,9 @@ impl Bitmap {
         true
     }
 
-    /// The first run of free blocks of `page` that has at least `want` blocks, or else the longest; no longer than
-    /// `want`. `None` if the page is full.
+    /// Returns the first run of at least `want` free blocks in `page`, shortened to `want` blocks.
+    /// If every run is shorter, returns the longest run. Returns `None` if the page has no free
+    /// block.
     pub(crate) fn find_free(&self, page: usize, want: u64) -> Option<Extent> {
         let base = page as u64 * PAGE_BLOCKS;
         let mut longest: Option<Extent> = None;
@@ -126,14 +130,15 @@ impl Bitmap {
         longest.map(|l| Extent { start: base + l.start, len: l.len.min(want) })
     }
 
-    /// Number of runs of free blocks (runs end at page boundaries), and the length of the longest.
+    /// Returns the number of runs of free blocks, and the length of the longest run, in blocks.
+    /// Runs end at page boundaries.
     pub(crate) fn free_summary(&self) -> (u64, u64) {
         let runs = (0..self.pages()).flat_map(|p| free_runs(self.page_words(p)));
         runs.fold((0, 0), |(count, longest), run| (count + 1, longest.max(run.len)))
     }
 }
 
-/// The runs of zero bits.
+/// Iterates over the runs of zero bits.
 fn free_runs(words: &[u64]) -> impl Iterator<Item = Extent> + '_ {
     let bits = words.len() as u64 * 64;
     let mut at = 0;
@@ -145,7 +150,7 @@ fn free_runs(words: &[u64]) -> impl Iterator<Item = Extent> + '_ {
     })
 }
 
-/// The first bit at or after `from` that is `set`.
+/// Returns the position of the first bit at or after `from` whose value is `set`.
 fn next_bit(words: &[u64], from: u64, set: bool) -> Option<u64> {
     let mut index = (from / 64) as usize;
     let flip = if set { 0 } else { u64::MAX };
@@ -164,7 +169,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_a_plain_set(runs in proptest::collection::vec((0u64..40_000, 1u64..300, any::<bool>()), 1..60)) {
+        fn a_bitmap_behaves_like_a_set_of_blocks(runs in proptest::collection::vec((0u64..40_000, 1u64..300, any::<bool>()), 1..60)) {
             let mut bitmap = Bitmap::new(40_300);
             let mut model = std::collections::BTreeSet::new();
             for (start, len, taken) in runs {

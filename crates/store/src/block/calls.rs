@@ -18,15 +18,17 @@ use super::stages::PARKS_MAX;
 use super::view::Loaded;
 use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
-/// Most checkpoints that a call waits for before it fails for lack of index space. After each
-/// checkpoint, other calls may change the index again before this call's turn.
+/// Maximum number of checkpoints that a call waits for before it fails for lack of index space.
+/// After each checkpoint, other calls may change the index again before this call's turn.
 const CHECKPOINTS_MAX: u32 = 8;
-/// Minimum space of the index reserved for management and for freeing space, in bytes.
+/// Minimum size of the index reserve, in bytes. The index reserve is free space of the index for
+/// the node's own records and for freeing space.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
 impl Core {
-    /// Takes a piece of the scan. The piece shows the index at some time after the start of the
-    /// scan. The filter already has every key put since the start.
+    /// Handles the result of one read of the scan of existing objects. The result shows the index
+    /// at some time after the scan began. The filter already has every key that was put into the
+    /// index since the scan began.
     fn scanned(&mut self, found: Result<Vec<NeedAnswer>>) {
         match found.map(|mut answers| answers.pop()) {
             Ok(Some(NeedAnswer::Range(found))) => {
@@ -35,14 +37,14 @@ impl Core {
                 }
             }
             other => {
-                // Calls will meet the error themselves.
+                // Calls that read the same part of the index will report the error.
                 self.view.presence.scan_failed();
-                tracing::warn!(?other, "the index cannot be scanned, so making objects is slower");
+                tracing::warn!(?other, "the index cannot be scanned, so creating objects is slower");
             }
         }
     }
 
-    /// Accepts a call. Call [`advance`](Self::advance) after the last call of a batch.
+    /// Accepts a command. Call [`advance`](Self::advance) after the last command of a batch.
     pub(crate) fn handle(&mut self, command: CoreCommand) {
         if self.closing.is_some() || self.closed {
             let error = match &self.poisoned {
@@ -114,7 +116,7 @@ impl Core {
         }
     }
 
-    /// Does all work that is possible now.
+    /// Does all work that does not have to wait for an event.
     pub(crate) fn advance(&mut self) {
         loop {
             while let Some(op) = self.runnable.pop_front() {
@@ -172,7 +174,7 @@ impl Core {
             .all(|c| self.queues.get(c).and_then(|q| q.front()).is_none_or(|f| *f == op))
     }
 
-    /// Removes a call from its queues and lets the next calls run.
+    /// Removes a call from its queues and makes the next call of each queue runnable.
     fn leave_queues(&mut self, collections: &[CollectionId]) {
         for cid in collections {
             if let Some(queue) = self.queues.get_mut(cid) {
@@ -195,7 +197,8 @@ impl Core {
         if let CoreCall::Transaction(..) = pending.call {
             return self.run_transaction(op, pending);
         }
-        // A query only waits for the transactions queued before it.
+        // A read or query needs to wait only for the transactions queued before it, so it leaves
+        // its queues now.
         let collections = std::mem::take(&mut pending.collections);
         self.leave_queues(&collections);
         match pending.call {
@@ -227,7 +230,8 @@ impl Core {
         }
     }
 
-    /// Returns why a collection cannot be read: its state in memory may never become durable.
+    /// Returns an error if a collection must not be read because its state in memory may never
+    /// become durable.
     fn doubt(&self, cid: &CollectionId) -> Option<StoreError> {
         let reason = self.poisoned.as_ref()?;
         let group = self.changed_in.get(cid)?;
@@ -283,8 +287,8 @@ impl Core {
         }
     }
 
-    /// Whether a call may wait for another checkpoint. Retries before the end of the current
-    /// checkpoint do not count.
+    /// Whether a call may wait for a checkpoint. Further attempts before the end of the same
+    /// checkpoint do not count as another checkpoint.
     fn may_ask_for_checkpoint(&self, pending: &mut PendingCall) -> bool {
         if pending.asked_in.replace(self.generation) != Some(self.generation) {
             pending.checkpoints += 1;
@@ -320,10 +324,11 @@ impl Core {
         result
     }
 
-    /// Keeps space in the index free. Ordinary transactions must leave a sixteenth of the index.
-    /// Ordinary transactions that remove objects must leave half of that sixteenth. Transactions
-    /// that may use the reserve must leave a quarter of it, which checkpoints need to rewrite
-    /// pages. Transactions that only remove data have no such limit.
+    /// Refuses a transaction that would leave too little free space in the index. Ordinary
+    /// transactions must leave the index reserve free: a sixteenth of the index, and at least
+    /// [`INDEX_RESERVE_MIN`]. Ordinary transactions that remove objects must leave half of the
+    /// index reserve free. Transactions that may use the reserve must leave a quarter of it free,
+    /// which checkpoints need to rewrite pages. Transactions that only remove data have no limit.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
@@ -347,7 +352,8 @@ impl Core {
         let target = self.superblock.uuid;
         let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
         let error = StoreError::NoSpace { target, area: Area::Index, needed, free };
-        // The size of changes that are not on the drive yet is overestimated.
+        // The size of changes that are not on the drive yet is overestimated, so the transaction
+        // may fit after a checkpoint.
         Err(if pending > 0 { Stop::Checkpoint(error) } else { error.into() })
     }
 
@@ -441,7 +447,7 @@ impl Core {
                 match (result, whole.into_buffer()) {
                     (Ok(()), Some(buffer)) => drop(pending.loaded.blocks.insert(block, buffer.freeze())),
                     (Err(e), _) => {
-                        pending.failed = Some(StoreError::Io(format!("reading block {block}: {e}")))
+                        pending.failed = Some(StoreError::Io(format!("reading block {block} failed: {e}")))
                     }
                     (Ok(()), None) => {
                         pending.failed = Some(StoreError::Io("a read buffer is still in use".into()))
@@ -478,7 +484,8 @@ impl Core {
         }
     }
 
-    /// Called after a short idle time. Records in the log that its content was flushed.
+    /// Records in the log that the whole log was flushed. The driver calls this method after a
+    /// short idle time.
     pub(crate) fn idle(&mut self) {
         if self.commits.wants_witness() && self.poisoned.is_none() {
             self.form_group();
@@ -487,7 +494,7 @@ impl Core {
     }
 }
 
-/// Returns the part of the free blocks that a transaction may use.
+/// Returns the purse of a transaction, which says whether it may use the reserve.
 fn purse(transaction: &Transaction) -> Purse {
     if transaction.uses_reserve { Purse::Reserve } else { Purse::Ordinary }
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: bring the index up to a position of the log.
+//! Checkpoints. A checkpoint applies all changes before one position of the log to the index.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use super::records::{Meta, key};
 use super::superblock::Superblock;
 use crate::Result;
 
-/// Most blocks written at once.
+/// Maximum number of blocks per write.
 const RUN_BLOCKS: usize = 256;
 
-/// Content of blocks that was not written to the data region yet.
+/// Content of blocks that was not written to the data area yet, by block number.
 pub(crate) type Deferred = BTreeMap<u64, Bytes>;
 
-/// State at one position of the log, which the checkpoint writes to the drive.
+/// The state of a target at one position of the log, which the checkpoint writes to the drive.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
     pub(crate) changes: Arc<Changes>,
@@ -33,8 +33,8 @@ pub(crate) struct Checkpoint {
 pub(crate) type CheckpointOutcome = (Meta, Superblock, (u64, u64));
 
 impl Checkpoint {
-    /// Runs the checkpoint. Blocks. A crash at any time is harmless, because the log keeps
-    /// everything until the index has committed.
+    /// Runs the checkpoint and blocks the calling thread. A crash at any time is harmless, because
+    /// the log keeps all changes until the index has committed them.
     ///
     /// # Errors
     /// If the drive fails, or the index is damaged or full. The drive then has the state before or
@@ -48,7 +48,8 @@ impl Checkpoint {
         Ok((self.meta, self.superblock, index.space()))
     }
 
-    /// Writes deferred blocks to their places, neighbours together, and makes them durable.
+    /// Writes the deferred blocks to the data area and makes them durable. Writes adjacent blocks
+    /// together.
     fn write_deferred(&self, drive: &dyn Drive) -> Result<()> {
         if self.deferred.is_empty() {
             return Ok(());

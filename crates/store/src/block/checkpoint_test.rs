@@ -10,14 +10,14 @@ use super::{BlockStore, CheckpointWatch, DriveCalls, MkfsOptions, MountOptions};
 use crate::conformance::{cid, oid, pattern};
 use crate::{Op, StoreCalls, Transaction};
 
-/// Long enough for a loaded machine; nothing waits that long if all is well.
+/// Maximum time to wait for an expected event, long enough for a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A drive whose blocking writes wait until they are let through.
+/// A drive whose blocking writes wait until the test allows them.
 #[derive(Debug)]
 struct GatedDrive {
     inner: Arc<FileDrive>,
-    /// Writes that may pass.
+    /// Number of further writes that the test allows.
     passes: Mutex<u64>,
     changed: Condvar,
 }
@@ -60,12 +60,12 @@ fn until<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
         if let Some(found) = found() {
             return found;
         }
-        assert!(Instant::now() < deadline, "{what}");
+        assert!(Instant::now() < deadline, "timed out waiting until {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Whether the checkpoint stands where it did, after a while.
+/// Whether calls wait for a checkpoint, and this checkpoint makes no progress for 200 ms.
 fn stands_still(watch: &CheckpointWatch) -> bool {
     let before = watch.awaited();
     thread::sleep(Duration::from_millis(200));
@@ -73,7 +73,7 @@ fn stands_still(watch: &CheckpointWatch) -> bool {
 }
 
 #[test]
-fn a_checkpoint_that_calls_wait_for_is_seen_to_stand_still_or_to_get_on() {
+fn the_watch_tells_whether_an_awaited_checkpoint_makes_progress() {
     let dir = tempfile::tempdir().unwrap();
     let path = made(dir.path());
     let file = Arc::new(FileDrive::open(&path, None).unwrap());
@@ -97,17 +97,17 @@ fn a_checkpoint_that_calls_wait_for_is_seen_to_stand_still_or_to_get_on() {
     for _ in 0..3 {
         let before = watch.awaited();
         gate.set(1);
-        until("the checkpoint gets on", || (watch.awaited() > before).then_some(()));
+        until("the checkpoint makes progress", || (watch.awaited() > before).then_some(()));
     }
     gate.set(u64::MAX);
     written.into_iter().for_each(|written| futures::executor::block_on(written).unwrap());
-    until("no call waits any more", || watch.awaited().is_none().then_some(()));
+    until("no call waits for a checkpoint", || watch.awaited().is_none().then_some(()));
     futures::executor::block_on(store.umount()).unwrap();
     driving.join().unwrap();
 }
 
 #[test]
-fn a_recovery_is_seen_to_get_on() {
+fn the_drive_calls_of_a_recovery_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     let path = made(dir.path());
     let calls = DriveCalls::default();

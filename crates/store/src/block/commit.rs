@@ -5,8 +5,8 @@
 //! makes the group durable, and the store acknowledges its transactions. Groups become durable in
 //! order.
 //!
-//! The store does not reuse freed blocks at once, because recovery may still compare them with the
-//! checksums of their old content. A later group records that the group that freed them was
+//! The store does not reuse freed blocks immediately, because recovery may still compare them with
+//! the checksums of their old content. A later group records that the group that freed them was
 //! flushed. When that later group is durable, the blocks are free for reuse.
 
 use std::sync::Arc;
@@ -24,13 +24,14 @@ use super::superblock::SECTOR;
 use super::transfers::MAX_WRITE;
 use crate::{Result, StoreError};
 
-/// Data that waits for its group, so that the drive gets neighbours in one request; more goes at once, in bytes.
+/// Maximum amount of data that waits for its group to be formed, in bytes. The data waits so that
+/// adjacent blocks can share a request. If more data waits, the store writes it immediately.
 const GATHERED: usize = 256 << 10;
 /// A checkpoint starts when this many bytes of changes are in memory.
 const MAX_CHANGES: usize = 32 << 20;
 
 impl Core {
-    /// Moves commits on as far as they go.
+    /// Advances the commits in progress as far as possible.
     pub(crate) fn commit_step(&mut self) {
         if self.poisoned.is_none() {
             if self.commits.write_bytes > GATHERED {
@@ -45,13 +46,13 @@ impl Core {
         self.checkpoint_step();
     }
 
-    /// Whether [`idle`](Self::idle) should be called when nothing happens for a while.
+    /// Whether the driver should call [`idle`](Self::idle) after a short idle time.
     pub(crate) fn wants_idle(&self) -> bool {
         self.commits.wants_witness() && self.poisoned.is_none()
     }
 
-    /// Puts everything applied into a group and writes its data and log sectors; not when it is too early for that, or
-    /// when the log has no room.
+    /// Forms a group of all applied transactions and writes its data and log sectors. Does nothing
+    /// if it is too early for another group. If the log has no room, requests a checkpoint instead.
     pub(super) fn form_group(&mut self) {
         let max_changes = MAX_CHANGES.min((self.index_space.1 / 16) as usize).max(64 << 10);
         let commits = &mut self.commits;
@@ -96,7 +97,7 @@ impl Core {
         self.write_log(number, start, &bytes);
     }
 
-    /// Writes a group's sectors, in two requests where the ring ends in between.
+    /// Writes a group's sectors. Splits the write if the group continues at the start of the ring.
     fn write_log(&mut self, group: u64, start: u64, sectors: &[u8]) {
         let slot = start % self.commits.ring;
         let first = sectors.len().min((self.commits.ring - slot) as usize * SECTOR);
@@ -113,7 +114,7 @@ impl Core {
         }
     }
 
-    /// Flushes the groups that are completely written.
+    /// Starts a flush of the groups that are completely written, unless a flush is in progress.
     fn flush(&mut self) {
         let commits = &mut self.commits;
         if commits.flushing.is_some() {
@@ -127,7 +128,8 @@ impl Core {
         self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
     }
 
-    /// Gives freed blocks back to the allocator where that is safe; whether waiting calls should be tried again.
+    /// Takes freed blocks out of the quarantine if reusing them is safe. Returns whether waiting
+    /// calls should be tried again.
     pub(crate) fn reclaim(&mut self) -> bool {
         let mut progress = std::mem::take(&mut self.commits.progress);
         if self.commits.deferred_frozen.as_ref().is_some_and(|d| !d.is_empty()) {
@@ -145,7 +147,7 @@ impl Core {
         progress
     }
 
-    /// Whether calls wait for space or for room in the log while a checkpoint is carried out.
+    /// Whether calls wait for space or for room in the log while a checkpoint runs.
     pub(crate) fn awaits_checkpoint(&self) -> bool {
         self.commits.checkpointing && self.is_starved()
     }
@@ -163,7 +165,7 @@ impl Core {
         }
     }
 
-    /// Sets the state as of now apart for a checkpoint.
+    /// Prepares a checkpoint of the current state.
     fn freeze(&mut self) {
         self.commits.want_checkpoint = false;
         let deferred = Arc::new(std::mem::take(&mut self.commits.deferred));
@@ -186,7 +188,8 @@ impl Core {
         self.commits.frozen = Some((self.commits.next, Box::new(checkpoint)));
     }
 
-    /// A checkpoint is done: what it brought to the drive is no longer needed in memory and in the log.
+    /// Handles the end of a checkpoint. Drops the changes that the checkpoint has written from
+    /// memory, and frees their space in the log.
     pub(crate) fn checkpointed(&mut self, result: Result<super::checkpoint::CheckpointOutcome>) {
         self.commits.checkpointing = false;
         match result {
@@ -205,10 +208,10 @@ impl Core {
         }
     }
 
-    /// Ends the unmount when nothing is left to do.
+    /// Completes an unmount when no work is left.
     pub(crate) fn try_close(&mut self) {
         if self.poisoned.is_some() {
-            // Its log is never flushed.
+            // The log sectors that this checkpoint waits for are never flushed.
             self.commits.frozen = None;
         }
         if self.closing.is_none()

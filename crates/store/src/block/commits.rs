@@ -13,11 +13,11 @@ use super::messages::{ReplySender, send};
 use super::superblock::SECTOR;
 use crate::StoreError;
 
-/// A group that has been written but is not durable yet.
+/// A group whose writes were submitted, but that is not durable yet.
 #[derive(Debug)]
 pub(super) struct CommitGroup {
     pub(super) number: u64,
-    /// Sequence number after its last sector.
+    /// Sequence number after the group's last sector.
     pub(super) end: u64,
     pub(super) flushed_through: u64,
     pub(super) replies: Vec<ReplySender>,
@@ -27,9 +27,11 @@ pub(super) struct CommitGroup {
 #[derive(Debug)]
 pub(super) struct Quarantined {
     pub(super) extents: Vec<Extent>,
-    /// The blocks are usable when everything before this sequence number is known to be flushed.
+    /// The blocks must not be reused before the log records that all sectors before this sequence
+    /// number were flushed.
     pub(super) end: u64,
-    /// The blocks are usable when no read that started in this period remains.
+    /// The blocks must not be reused before all reads that started in this period or earlier have
+    /// ended.
     pub(super) period: u64,
 }
 
@@ -38,21 +40,21 @@ pub(super) struct Quarantined {
 pub(crate) struct Commits {
     /// Number of sectors in the log's ring.
     pub(super) ring: u64,
-    /// First sector that recovery still needs.
+    /// Sequence number of the first sector that recovery still needs.
     pub(super) log_start: u64,
-    /// The next group's first sector.
+    /// Sequence number of the next group's first sector.
     pub(super) next: u64,
     pub(super) next_group: u64,
     /// Records of applied transactions that belong to no group yet.
     pub(super) records: Vec<Vec<u8>>,
     pub(super) record_bytes: usize,
     pub(super) replies: Vec<ReplySender>,
-    /// Data not yet handed to the drive: first block and bytes.
+    /// Data for which no write was submitted yet: first block and bytes.
     pub(super) writes: Vec<(u64, Bytes)>,
     pub(super) write_bytes: usize,
     pub(super) frees: Vec<Extent>,
     pub(super) groups: VecDeque<CommitGroup>,
-    /// Outstanding requests by group, including the group being gathered.
+    /// Number of outstanding requests by group, including the group that is not formed yet.
     pub(super) outstanding: HashMap<u64, usize>,
     /// Number of the last group that the current flush covers.
     pub(super) flushing: Option<u64>,
@@ -61,13 +63,13 @@ pub(crate) struct Commits {
     pub(super) flushed_group: u64,
     /// Sequence number after the last group that has transactions.
     pub(super) content_end: u64,
-    /// Sequence number before which the log durably records that everything was flushed.
+    /// Sequence number before which all sectors were flushed, as the log durably records.
     pub(super) witnessed: u64,
     pub(super) quarantine: VecDeque<Quarantined>,
     pub(super) quarantined: u64,
     pub(super) deferred: Deferred,
     pub(super) deferred_frozen: Option<Arc<Deferred>>,
-    /// A checkpoint that waits for its groups, and the sequence number it waits for.
+    /// A checkpoint that waits until the log is flushed up to a sequence number, with this number.
     pub(super) frozen: Option<(u64, Box<Checkpoint>)>,
     pub(super) checkpointing: bool,
     pub(super) want_checkpoint: bool,
@@ -105,28 +107,28 @@ impl Commits {
         }
     }
 
-    /// Most bytes of one transaction's record.
+    /// Returns the maximum size of the changes of one transaction, in bytes.
     pub(crate) fn max_record(&self) -> usize {
         self.ring as usize * SECTOR / 4
     }
 
     /// Whether no more transactions can be applied until a group is formed or the log has room for
-    /// one more. Applied transactions must always fit into the log. A checkpoint makes room, but
-    /// begins only when all of them are in the log.
+    /// one more. Applied transactions must always fit into the log. A checkpoint makes room in the
+    /// log, but it begins only when all applied transactions are in the log.
     pub(crate) fn is_full(&self) -> bool {
         let most = self.max_record();
-        // A record's lists of blocks come on top of the limited size.
+        // The limit does not include a record's lists of blocks, so add a quarter for them.
         let one_more = group_sectors(self.record_bytes + most + most / 4);
         let used = self.next - self.log_start;
         self.record_bytes > most / 2 || used + one_more + 2 * GROUP_SECTORS > self.ring
     }
 
-    /// Requests a checkpoint soon.
+    /// Requests a checkpoint, which starts as soon as possible.
     pub(crate) fn request_checkpoint(&mut self) {
         self.want_checkpoint = true;
     }
 
-    /// Number of the group that will contain the applied transactions.
+    /// Returns the number of the group that will contain the applied transactions.
     pub(crate) fn next_group(&self) -> u64 {
         self.next_group
     }
@@ -171,7 +173,7 @@ impl Commits {
         self.write_bytes = 0;
     }
 
-    /// Returns the content of a block that was not written to the data region yet.
+    /// Returns the content of a block if the content was not written to the data area yet.
     pub(crate) fn deferred(&self, block: u64) -> Option<Bytes> {
         self.deferred.get(&block).or_else(|| self.deferred_frozen.as_ref()?.get(&block)).cloned()
     }
@@ -191,20 +193,20 @@ impl Commits {
         }
     }
 
-    /// Number of freed blocks in quarantine, which will be free later.
+    /// Returns the number of freed blocks that cannot be reused yet.
     pub(crate) fn reclaimable(&self) -> u64 {
         self.quarantined + total(&self.frees)
     }
 
-    /// Takes the data without a write request.
+    /// Takes the data for which no write was submitted yet.
     pub(crate) fn take_writes(&mut self) -> Vec<(u64, Bytes)> {
         self.write_bytes = 0;
         std::mem::take(&mut self.writes)
     }
 
-    /// Whether to delay the next group, so that groups grow with the load. Delay it while another
-    /// group is being written, and while a group with more transactions than the next one is being
-    /// flushed.
+    /// Whether the next group should wait, so that groups grow with the load. It waits while
+    /// another group is being written. It also waits while a group with more transactions than the
+    /// next group is being flushed.
     pub(super) fn is_too_early(&self) -> bool {
         match self.groups.back() {
             None => false,
@@ -213,7 +215,7 @@ impl Commits {
         }
     }
 
-    /// Whether everything applied is durable.
+    /// Whether all applied transactions are durable.
     pub(super) fn is_quiet(&self) -> bool {
         self.records.is_empty() && self.groups.is_empty()
     }

@@ -1,8 +1,8 @@
 //! The state of a mounted target.
 //!
-//! [`Core`] does no I/O and never waits. It takes commands and events ([`calls`](super::calls)). It
-//! puts requests to the drive and [`BlockingWork`] into [`CoreOutput`] for its driver. A test can
-//! therefore run it in any order of events.
+//! [`Core`] does no I/O and never waits. It accepts commands and events ([`calls`](super::calls)).
+//! It puts drive requests and [`BlockingWork`] into [`CoreOutput`], from which its driver takes
+//! them. A test can therefore deliver events to the core in any order.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -35,13 +35,13 @@ pub(crate) const SCAN: u64 = 0;
 pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
     pub(crate) collections: Vec<CollectionId>,
-    /// Stages that the call names and that were not released at its arrival. The store keeps them
-    /// until the call is done.
+    /// Stages that the call names and that were not released when the call arrived. The store keeps
+    /// them until the call is complete.
     pub(crate) stages: Vec<u64>,
     pub(crate) loaded: Loaded,
     /// Number of outstanding loads.
     pub(crate) loading: usize,
-    /// How often the call was parked because too few blocks were free.
+    /// Number of times that the call has waited because too few blocks were free.
     pub(crate) parked: u32,
     /// Number of checkpoints that the call has waited for.
     pub(crate) checkpoints: u32,
@@ -70,39 +70,39 @@ pub(crate) enum Purpose {
     Flush,
     /// Part of a read.
     Read { read: u64 },
-    /// A block for a call that merges it.
+    /// A block that a call reads to merge new data into it.
     Block { op: u64, block: u64, whole: SplitBuffer },
 }
 
-/// Limits and sizes of a mounted target.
+/// Memory limits of a mounted target.
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryLimits {
-    /// Bytes of index values kept in memory.
+    /// Limit of the cache of index values, in bytes.
     pub(crate) cache_bytes: usize,
-    /// Bytes of buffers for reads without a destination and for unaligned writes.
+    /// Size of the buffers for reads without a destination and for unaligned writes, in bytes.
     pub(crate) buffer_bytes: usize,
 }
 
-/// A mounted target.
+/// The state of a mounted target.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) superblock: Superblock,
     pub(crate) log_generation: u64,
     pub(crate) view: IndexView,
     pub(crate) alloc: Allocator,
-    /// The allocated blocks, as the log and the index record them.
+    /// The allocated blocks according to the log and the index. Staged blocks are not among them.
     pub(crate) taken: Bitmap,
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
     pub(crate) stages: HashMap<u64, Stage>,
-    /// The number of the last stage. The target's handle also gives out stage numbers.
+    /// The highest stage number in use. The target's handle also assigns stage numbers.
     pub(crate) last_stage: Arc<AtomicU64>,
     pub(crate) stage_writes: HashMap<u64, StageWrite>,
     pub(crate) waiting_stages: VecDeque<WaitingStage>,
     pub(crate) queues: HashMap<CollectionId, VecDeque<u64>>,
     pub(crate) pending: HashMap<u64, PendingCall>,
     pub(crate) runnable: VecDeque<u64>,
-    /// Calls that wait for space.
+    /// Calls that wait for free blocks or for room in the log or the index.
     pub(crate) starved: Vec<u64>,
     pub(crate) commits: Commits,
     pub(crate) reads: BlockAccess,
@@ -121,7 +121,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// Makes the core of a target that has just been recovered.
+    /// Creates the core of a target that has just been recovered.
     pub(crate) fn new(
         settled: ReadyTarget,
         collections: BTreeMap<CollectionId, u64>,
@@ -165,7 +165,7 @@ impl Core {
         Ok(core)
     }
 
-    /// Requests the next piece of the index for the scan of existing objects.
+    /// Requests the next read of the index for the scan of existing objects.
     pub(crate) fn scan(&mut self, piece: Need) {
         self.output.work.push(BlockingWork::Load {
             op: SCAN,
@@ -185,7 +185,7 @@ impl Core {
         !self.pending.is_empty()
     }
 
-    /// Whether no work is in progress.
+    /// Whether no call, read or drive request is in progress.
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.io.is_empty()
@@ -193,7 +193,7 @@ impl Core {
             && self.waiting_stages.is_empty()
     }
 
-    /// Whether calls wait for space, so that freed blocks should soon become usable.
+    /// Whether calls wait for space. If so, the store should make freed blocks usable soon.
     pub(crate) fn is_starved(&self) -> bool {
         !self.starved.is_empty() || !self.waiting_stages.is_empty()
     }
@@ -221,7 +221,8 @@ impl Core {
         }
     }
 
-    /// Refuses all writes from now on.
+    /// Makes the target refuse all writes from now on. Fails all transactions that are not durable
+    /// yet.
     pub(crate) fn poison(&mut self, reason: &str) {
         if self.poisoned.is_none() {
             tracing::error!(reason, "the target refuses writes");

@@ -1,5 +1,5 @@
-//! Tests of power failure, damage and failing drives on a simulated drive, which holds every byte
-//! that the store persists.
+//! Tests of power failures, damage and drive failures on a simulated drive, which contains every
+//! byte that the store persists.
 
 use std::sync::Arc;
 
@@ -34,17 +34,17 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     futures::executor::block_on(future)
 }
 
-/// How much longer than usual to test: `OUTBOARD_CRASH_FACTOR`.
+/// Returns the factor in `OUTBOARD_CRASH_FACTOR`, by which the tests run more rounds than usual.
 fn factor() -> usize {
     std::env::var("OUTBOARD_CRASH_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1)
 }
 
-/// Everything a store holds, in one number. Fails if a block does not have its checksum.
+/// Returns a hash of the whole content of a store. Fails if a block does not match its checksum.
 async fn digest(store: &dyn ObjectStore) -> Result<u64, StoreError> {
     digest_of(store, &store.collections().await?).await
 }
 
-/// What these collections hold, in one number.
+/// Returns a hash of the content of these collections.
 pub(super) async fn digest_of(
     store: &dyn ObjectStore,
     collections: &[CollectionId],
@@ -67,7 +67,7 @@ pub(super) async fn digest_of(
 }
 
 #[test]
-fn the_simulated_target_conforms() {
+fn the_simulated_target_passes_the_conformance_suite() {
     let big = || {
         let drive = SimDrive::new(vec![0; 48 << 20]);
         let shared: Arc<dyn Drive> = drive.clone();
@@ -83,27 +83,30 @@ fn the_simulated_target_conforms() {
     run(random_operations(Arc::new(SimStore::mount(&drive, seed).unwrap()), seed, 400));
 }
 
-/// A workload with the states it passes through and what was acknowledged when.
+/// A workload that has run: its states, and the positions at which its transactions were
+/// acknowledged.
 struct Story {
     drive: Arc<SimDrive>,
     start: Vec<u8>,
     /// Digest after each applied transaction.
     states: Vec<u64>,
-    /// By transaction: number of applied ones up to it, and position of the drive when it was acknowledged.
+    /// For each acknowledged transaction: the number of transactions that were applied up to it,
+    /// and the drive's position when it was acknowledged.
     acknowledged: Vec<(usize, usize)>,
-    /// Position of the drive and number of applied transactions then.
+    /// For each applied transaction: the drive's position when it was queued, and the number of
+    /// transactions applied up to it.
     applied: Vec<(usize, usize)>,
-    /// Checkpoints during the workload.
+    /// Number of checkpoints during the workload.
     checkpoints: u64,
 }
 
-/// How a story ends.
+/// How a workload ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Unmounted,
-    /// The drive is idle for a moment, and the log says that all of it was flushed.
+    /// The store becomes idle, and the log records that the whole log was flushed.
     Idle,
-    /// In the middle of things.
+    /// The workload stops while transactions are in progress.
     Cut,
 }
 
@@ -134,7 +137,7 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
             let theirs = run(model.stage(len)).unwrap();
             if let Ok(ours) = ours {
                 run(model.stage_write(theirs, 0, data.clone())).unwrap();
-                // Not awaited: the transaction waits for it by itself.
+                // Do not wait for this write, because the transaction waits for it.
                 drop(store.stage_write(ours, 0, data));
                 let op = |stage| Op::Write {
                     oid: conformance::oid("o1"),
@@ -165,7 +168,7 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
         for _ in 0..workload.rng().random_range(0..12) {
             store.lock().step();
         }
-        // Wait for some, so that others are cut off unacknowledged.
+        // Wait for only some of the transactions, so that a simulated crash can lose the others.
         waiting.retain_mut(|(applied, future)| {
             if workload.rng().random_bool(0.7) {
                 return true;
@@ -188,12 +191,12 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
 }
 
 #[test]
-fn every_crash_leaves_a_prefix_with_everything_acknowledged() {
+fn a_crash_leaves_a_prefix_with_all_acknowledged_transactions() {
     crash(seed());
 }
 
 #[test]
-fn a_crash_while_a_full_index_is_brought_forward_in_steps_leaves_a_prefix_too() {
+fn a_crash_while_a_checkpoint_runs_in_steps_leaves_a_prefix() {
     ALWAYS_IN_STEPS.set(true);
     crash(seed());
     ALWAYS_IN_STEPS.set(false);
@@ -215,11 +218,12 @@ fn crash(seed: u64) {
             torn += usize::from(check_crash(&story, position, image));
         }
     }
-    assert!(torn > 10, "the crashes did cut transactions off ({torn})");
-    assert!(checkpoints > 10, "the crashes did meet checkpoints ({checkpoints})");
+    assert!(torn > 10, "more than 10 crashes lose unacknowledged transactions ({torn})");
+    assert!(checkpoints > 10, "the workloads include more than 10 checkpoints ({checkpoints})");
 }
 
-/// Checks one crash; returns whether it lost transactions (unacknowledged ones).
+/// Checks the target after one crash. Returns whether the crash lost transactions, which may only
+/// be unacknowledged ones.
 fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let least =
         story.acknowledged.iter().filter(|(_, at)| *at <= position).map(|(n, _)| *n).max().unwrap_or(0);
@@ -233,14 +237,15 @@ fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let found = run(digest(&store)).unwrap_or_else(|e| panic!("after a crash at {position}: {e}"));
     let prefix = story.states.iter().rposition(|s| *s == found);
     let fits = story.states[least..=most.max(least)].contains(&found);
-    assert!(fits, "after a crash at {position} the state is that of {prefix:?}, expected {least}..={most}");
+    assert!(fits, "after a crash at {position}, the state is number {prefix:?}, expected {least}..={most}");
     story.states[most] != found
 }
 
-/// Flips a bit of a target; returns the byte that it is in and what the target then holds.
+/// Flips one bit of a target. Returns the position of its byte, and the digest of the content that
+/// the target then has, or the error.
 fn flip(image: Vec<u8>, rng: &mut StdRng) -> (usize, Result<u64, StoreError>) {
-    // A third of the flips goes anywhere, a third to the first part of the drive, where log and index are, and a third to
-    // what is not empty.
+    // A third of the flips hits any byte, a third hits the first part of the drive, where log and
+    // index are, and a third hits bytes that are not zero.
     let byte = match rng.random_range(0..3) {
         0 => rng.random_range(0..SIZE),
         1 => rng.random_range(0..6 << 20),
@@ -257,7 +262,7 @@ fn flip(image: Vec<u8>, rng: &mut StdRng) -> (usize, Result<u64, StoreError>) {
 }
 
 #[test]
-fn a_flipped_bit_after_a_crash_loses_at_most_data_that_the_log_does_not_witness() {
+fn a_flipped_bit_after_a_crash_loses_only_data_not_recorded_as_flushed() {
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
     let story = tell(fresh(), seed, 80, End::Cut);
@@ -273,7 +278,7 @@ fn a_flipped_bit_after_a_crash_loses_at_most_data_that_the_log_does_not_witness(
             Ok(found) => {
                 assert!(story.states.contains(&found), "flip {i} of byte {byte} mixes states");
                 let whole = story.states[least..].contains(&found);
-                assert!(whole || byte >= data, "flip {i} of byte {byte} lost something acknowledged");
+                assert!(whole || byte >= data, "flip {i} of byte {byte} lost an acknowledged change");
                 harmless += usize::from(whole);
             }
         }
@@ -282,13 +287,13 @@ fn a_flipped_bit_after_a_crash_loses_at_most_data_that_the_log_does_not_witness(
 }
 
 #[test]
-fn a_flipped_bit_is_never_silently_wrong() {
+fn a_flipped_bit_in_flushed_data_is_reported_or_harmless() {
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
     let story = tell(fresh(), seed, 80, End::Unmounted);
     let right = *story.states.last().unwrap();
-    // Data of which the log does not say that it was flushed cannot be told from what a crash tore: for that there is
-    // the test before this one.
+    // If the log does not record that data was flushed, a flipped bit cannot be distinguished from
+    // a torn write. The test before this one covers this case.
     let crashed = tell(fresh(), !seed, 80, End::Idle);
     let mut crashes = Crashes::new(&crashed.drive, crashed.start.clone());
     let unclean = crashes.image(crashed.drive.position(), &mut rng);
@@ -300,12 +305,12 @@ fn a_flipped_bit_is_never_silently_wrong() {
             Err(StoreError::Corrupt { .. } | StoreError::NotATarget(_)) => reported += 1,
             Err(other) => panic!("flip {i}: {other}"),
             Ok(found) if clean => {
-                assert_eq!(found, right, "flip {i} changed what is read");
+                assert_eq!(found, right, "flip {i} changed the content that is read");
                 harmless += 1;
             }
             Ok(found) => {
                 let least = crashed.acknowledged.iter().map(|(n, _)| *n).max().unwrap_or(0);
-                assert!(crashed.states[least..].contains(&found), "flip {i} lost something acknowledged");
+                assert!(crashed.states[least..].contains(&found), "flip {i} lost an acknowledged change");
                 harmless += 1;
             }
         }
@@ -314,7 +319,7 @@ fn a_flipped_bit_is_never_silently_wrong() {
 }
 
 #[test]
-fn a_failing_drive_poisons_the_target_and_loses_nothing() {
+fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
     let seed = seed();
     for round in 0..20 {
         let drive = SimDrive::new(fresh());
@@ -341,7 +346,7 @@ fn a_failing_drive_poisons_the_target_and_loses_nothing() {
                 Err(_) => {}
             }
         }
-        assert!(drive.failures() > 0, "the fault fired");
+        assert!(drive.failures() > 0, "a fault was injected");
         let refused = run(store.queue_transaction(crate::Transaction::new(conformance::cid("c0"))));
         assert!(matches!(refused, Err(StoreError::Poisoned(_))), "{refused:?}");
         assert!(matches!(run(store.umount()), Err(StoreError::Poisoned(_))));
@@ -356,7 +361,7 @@ fn a_failing_drive_poisons_the_target_and_loses_nothing() {
     }
 }
 
-/// A mounted target with collections `c` and `d`, each with an empty object `o1`.
+/// Mounts a target and creates collections `c` and `d`, each with an empty object `o1`.
 fn small_target(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
     let drive = SimDrive::new(image);
     let store = SimStore::mount(&drive, seed()).unwrap();
@@ -373,14 +378,14 @@ fn set_omap(key: &str, len: usize) -> Transaction {
 }
 
 #[test]
-fn what_may_never_be_durable_is_not_read_from_a_poisoned_target() {
+fn a_poisoned_target_does_not_return_changes_that_are_not_durable() {
     let (drive, store) = small_target(fresh());
     drive.fail_after(0);
     let lost = run(store.queue_transaction(set_omap("k", 10)));
     assert!(matches!(lost, Err(StoreError::Poisoned(_))) && drive.failures() > 0, "{lost:?}");
     let read = |c| run(store.omap_iterate(&conformance::cid(c), &conformance::oid("o1"), Bytes::new(), 9));
     assert!(matches!(read("c"), Err(StoreError::Poisoned(_))), "{:?}", read("c"));
-    assert_eq!(read("d"), Ok((vec![], false)), "what is durable can be read");
+    assert_eq!(read("d"), Ok((vec![], false)), "durable changes can be read");
 }
 
 #[test]
@@ -401,8 +406,9 @@ fn one_failed_write_or_flush_of_a_checkpoint_poisons_the_target() {
     assert!(fired > 5, "{fired} faults fired");
 }
 
-/// Mounts the target of `image` on a drive that fails one write or flush, after `after` others. Returns the drive and
-/// whether the fault fired: a mount may make fewer requests, or the fault may hit the end of the index's use.
+/// Mounts the target of `image` on a drive that fails one write or flush, after `after` others.
+/// Returns the drive and whether the fault was injected. A mount that makes fewer requests does not
+/// meet the fault. A mount can also succeed with the fault, if only the closing of the index fails.
 fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<SimDrive>, bool) {
     let drive = SimDrive::new(image);
     drive.fail_once_after(after);
@@ -438,7 +444,7 @@ fn a_target_mounts_after_any_two_failed_mounts() {
 }
 
 #[test]
-fn a_failed_target_names_its_failure_after_its_unmount() {
+fn a_failed_target_still_reports_its_failure_after_an_unmount() {
     let (drive, store) = small_target(fresh());
     drive.fail_after(0);
     let lost = run(store.queue_transaction(set_omap("k", 10)));
@@ -449,7 +455,7 @@ fn a_failed_target_names_its_failure_after_its_unmount() {
 }
 
 #[test]
-fn a_log_that_fills_up_during_a_checkpoint_goes_on_after_it() {
+fn transactions_continue_after_the_log_filled_up_during_a_checkpoint() {
     let drive = SimDrive::new(vec![0; 32 << 20]);
     let shared: Arc<dyn Drive> = drive.clone();
     let sizes = TargetSizes { index_bytes: Some(16 << 20), ..sizes() };
@@ -460,13 +466,13 @@ fn a_log_that_fills_up_during_a_checkpoint_goes_on_after_it() {
     let queued: Vec<_> =
         (0..30).map(|i| store.queue_transaction(set_omap(&format!("k{i}"), 100_000))).collect();
     while store.lock().step_without_checkpoints() {}
-    assert_eq!(store.lock().checkpoints(), before, "the checkpoint was held up");
+    assert_eq!(store.lock().checkpoints(), before, "the checkpoint has not ended yet");
     queued.into_iter().for_each(|done| run(done).unwrap());
-    assert!(store.lock().checkpoints() > before + 1, "the log did fill up");
+    assert!(store.lock().checkpoints() > before + 1, "the log filled up and needed another checkpoint");
 }
 
 #[test]
-fn repair_puts_counts_right_and_names_what_it_cannot() {
+fn a_repair_corrects_the_bitmap_and_the_reference_counts() {
     let story = tell(fresh(), seed(), 80, End::Unmounted);
     let drive = SimDrive::new(story.drive.image());
     let shared: Arc<dyn Drive> = drive.clone();

@@ -17,22 +17,23 @@ use rustix::fs::FlockOperation;
 
 use crate::{Result, StoreError};
 
-/// Blocking access to a drive, for the index and for everything outside normal operation. Offsets
-/// and lengths are multiples of the block size. Memory needs no alignment. Any thread may call.
+/// Blocking access to a drive, for the index and for creation, recovery and checks of targets.
+/// Offsets and lengths must be multiples of the block size. Buffers need no alignment. Any thread
+/// may call the methods.
 pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     /// Size, in bytes.
     fn size(&self) -> u64;
     /// Fills `out` with the bytes at `offset`.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
     /// Writes `data` at `offset`. The data is durable after a [`flush`](Drive::flush) that starts
-    /// later.
+    /// after this method has returned.
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()>;
     /// Makes all completed writes durable.
     fn flush(&self) -> io::Result<()>;
 }
 
-/// Counts the blocking calls on files and devices that have returned to the counted threads. The
-/// count shows the progress of recoveries and checkpoints, however slow the drive is.
+/// Counts the completed blocking calls of selected threads to files and devices. A growing count
+/// shows that a recovery or a checkpoint makes progress, even on a slow drive.
 #[derive(Debug, Clone, Default)]
 pub struct DriveCalls(Arc<AtomicU64>);
 
@@ -41,18 +42,19 @@ thread_local! {
 }
 
 impl DriveCalls {
-    /// Counts the calls of this thread here from now on, and in no other counter.
+    /// From now on, counts the calls of the current thread in this counter, and in no other
+    /// counter.
     pub fn count_this_thread(&self) {
         COUNTED.set(Some(self.clone()));
     }
 
-    /// Returns the number of calls so far.
+    /// Returns the number of calls that have completed so far.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Counts a call of this thread that has returned.
+    /// Counts a completed call of the current thread.
     fn returned() {
         COUNTED.with_borrow(|calls| {
             if let Some(calls) = calls {
@@ -72,20 +74,20 @@ pub(crate) struct FileDrive {
 }
 
 impl FileDrive {
-    /// Opens and locks the target at `path`. With `create`, makes a file of that size if there is
-    /// none.
+    /// Opens and locks the target at `path`. With `create`, creates the file if it does not exist,
+    /// and sets the size of a regular file to `create` bytes.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] if another process has locked it.
+    /// [`StoreError::InUse`] if another process has locked the target.
     pub(crate) fn open(path: &Path, create: Option<u64>) -> Result<FileDrive> {
         FileDrive::open_with(path, create, 0)
     }
 
     /// Like [`open`](Self::open), for a path that may not be a target. Refuses a block device that
-    /// is mounted, or that something else has opened exclusively.
+    /// is mounted or that another user has opened exclusively.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// Those of [`open`](Self::open).
     pub(crate) fn open_unused(path: &Path, create: Option<u64>) -> Result<FileDrive> {
         let is_device = std::fs::metadata(path).is_ok_and(|there| there.file_type().is_block_device());
         FileDrive::open_with(path, create.filter(|_| !is_device), if is_device { libc::O_EXCL } else { 0 })
@@ -120,7 +122,7 @@ impl FileDrive {
         Ok(FileDrive { file, size, faults: Faults::default() })
     }
 
-    /// Adds injected faults to the drive.
+    /// Makes the drive inject the given faults.
     pub(crate) fn with_faults(mut self, faults: Faults) -> FileDrive {
         self.faults = faults;
         self
@@ -134,19 +136,22 @@ impl FileDrive {
         }
     }
 
-    /// Removes all access rights to a target's file except the owner's. The operator controls
-    /// access to devices. Call this only once the file is known to be a target.
+    /// Removes all access rights to a target's file except the owner's. Does not change devices,
+    /// because the operator controls access to them. Call this method only after the file was
+    /// identified as a target.
     pub(crate) fn make_private(&self, path: &Path) -> Result<()> {
         let (name, metadata) = (path.display().to_string(), self.file.metadata()?);
         if !metadata.is_file() || metadata.mode() & 0o077 == 0 {
             return Ok(());
         }
         match self.file.set_permissions(Permissions::from_mode(PRIVATE)) {
-            Ok(()) => tracing::warn!(path = name, "others could read the target; its mode is 0600 now"),
+            Ok(()) => {
+                tracing::warn!(path = name, "other users could read the target; its mode was changed to 0600")
+            }
             Err(e) => {
                 tracing::error!(
                     path = name,
-                    "others can read the target, and its mode cannot be changed: {e}"
+                    "other users can read the target, and its mode cannot be changed: {e}"
                 )
             }
         }
@@ -162,7 +167,8 @@ impl FileDrive {
 /// Mode of a target's file. Read access to the file gives access to all objects.
 const PRIVATE: u32 = 0o600;
 
-/// Takes the lock. Waits briefly for a killed process, whose I/O the kernel still completes.
+/// Locks the file. Waits briefly in case a killed process still has the lock because the kernel
+/// completes its I/O.
 fn lock(file: &File, name: &str) -> Result<()> {
     const TRIES: usize = 25;
     for attempt in 1.. {
@@ -203,13 +209,13 @@ impl FileDrive {
 
 impl Drop for FileDrive {
     fn drop(&mut self) {
-        // An I/O ring keeps the file open briefly while it is torn down, although all its requests
-        // have completed.
+        // Unlock explicitly: an I/O ring keeps the file open briefly while it is closed, although
+        // all its requests have completed.
         let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// Returns `len` bytes of block-aligned memory, with the offset of the first aligned byte.
+/// Returns memory that contains `len` block-aligned bytes, and the offset of the first of them.
 fn aligned(len: usize) -> (Vec<u8>, usize) {
     let memory = vec![0; len + BLOCK_SIZE];
     let start = memory.as_ptr().align_offset(BLOCK_SIZE);

@@ -24,21 +24,21 @@ use super::messages::{BlockingWork, CoreEvent, load};
 use super::uring::IoRing;
 use crate::Result;
 
-/// After this idle time, the store records in the log that everything in it was flushed.
+/// After this idle time, the store records in the log that the whole log was flushed.
 const IDLE: Duration = Duration::from_millis(5);
-/// Most commands taken at once.
+/// Maximum number of commands taken from the mailbox in one turn.
 const BATCH: usize = 256;
-/// Threads that read the index for calls.
+/// Number of threads that read the index for calls.
 const LOADERS: usize = 2;
-/// Most loads given to one of these threads at once.
+/// Maximum number of loads that one of these threads takes at once.
 const LOADS_AT_ONCE: usize = 8;
 
-/// State and I/O ring of a mounted target.
+/// The state and the I/O ring of a mounted target.
 ///
-/// The driver never blocks on the drive, so a thread with other work can run it
-/// ([`run`](Self::run)). Calls from that thread and their replies then cost no wake-up. The target
-/// replies to no call unless its driver runs.
-#[must_use = "a target answers only while its driver is run"]
+/// While it runs, the driver never blocks on the drive, so a thread with other work can run it
+/// ([`run`](Self::run)). Then calls from that thread, and their replies, need not wake another
+/// thread. The target replies to calls only while its driver runs.
+#[must_use = "a target replies to calls only while its driver runs"]
 pub struct Driver {
     core: Core,
     ring: IoRing,
@@ -61,7 +61,7 @@ impl std::fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// Makes the driver of target number `number`, with its worker threads.
+    /// Creates the driver of target number `number`, and starts its worker threads.
     pub(super) fn new(
         core: Core,
         ring: IoRing,
@@ -98,7 +98,7 @@ impl Driver {
         join(self.close());
     }
 
-    /// Takes new events, processes them, and sleeps if there is nothing to do.
+    /// Processes all new events, then sleeps until the next event if no work is left.
     fn turn_alone(&mut self, shared: &MailboxState) -> io::Result<()> {
         self.work()?;
         if self.core.closed {
@@ -113,16 +113,16 @@ impl Driver {
         Ok(())
     }
 
-    /// Runs the target as a task of a Tokio runtime with I/O and time, until the target is
+    /// Runs the target as a task of a Tokio runtime with I/O and time enabled, until the target is
     /// unmounted or its handle is dropped. Once polled, the task must stay on its thread. At the
-    /// end it waits for outstanding drive requests and for a running checkpoint. This wait does not
-    /// block the thread, although closing the index of a failed drive may take as long as the
-    /// drive's timeouts.
+    /// end, the task waits for outstanding drive requests, and then for a running checkpoint and
+    /// the closing of the index. The first wait blocks the thread. The second wait does not,
+    /// although closing the index of a failed drive may take as long as the drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(
             deprecated,
-            reason = "its replacement is unsafe; an OwnedFd always gives the same descriptor"
+            reason = "its replacement is unsafe; an OwnedFd always returns the same descriptor"
         )]
         let event = self.ring.notify().and_then(|fd| AsyncFd::with_interest(fd, Interest::READABLE));
         match event {
@@ -140,9 +140,9 @@ impl Driver {
             let _ = ended.send(());
         };
         if let Err(error) = base::thread::spawn(ThreadClass::Store, "end", join_all) {
-            tracing::warn!(%error, "the target's workers end by themselves");
+            tracing::warn!(%error, "cannot create a thread that waits for the target's workers; they end without it");
         }
-        // An error means that there is no thread to wait for.
+        // An error means that the waiting thread was not created.
         let _ = end.await;
     }
 
@@ -165,14 +165,14 @@ impl Driver {
         if self.is_over() { Poll::Ready(()) } else { Poll::Pending }
     }
 
-    /// Takes new events and processes them. Returns whether there was or is work.
+    /// Processes new events. Returns whether events were processed or more are ready.
     fn turn(&mut self) -> io::Result<bool> {
         let busy = self.work()?;
         let more = self.ring.start()?;
         Ok(busy || more || self.mailbox.shared.is_ready())
     }
 
-    /// Calls [`Core::idle`] if the target stays idle.
+    /// Calls [`Core::idle`] when the target has been idle for [`IDLE`].
     fn rest(&mut self, cx: &mut Context<'_>, idle: &mut IdleTimer) {
         if !self.is_quiet() {
             return;
@@ -195,12 +195,12 @@ impl Driver {
 
     /// Handles a failure after which the I/O ring is unusable.
     fn fail(&mut self, error: &io::Error) {
-        self.core.poison(&format!("I/O ring ({error})"));
+        self.core.poison(&format!("operation of the I/O ring ({error})"));
         self.tell_failure();
         self.mailbox.shared.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Reports why the target refuses writes, if it does.
+    /// Publishes the reason for which the target refuses writes, if it refuses them.
     fn tell_failure(&self) {
         if let Some(reason) = &self.core.poisoned {
             let is_news =
@@ -213,7 +213,8 @@ impl Driver {
         self.core.closed || self.mailbox.shared.abandoned.load(Ordering::SeqCst)
     }
 
-    /// Whether nothing is in progress, but the log does not record yet that everything was flushed.
+    /// Whether no work is in progress, but the log does not record yet that the whole log was
+    /// flushed.
     fn is_quiet(&self) -> bool {
         self.core.wants_idle() && self.ring.in_flight() == 0
     }
@@ -233,7 +234,7 @@ impl Driver {
         workers
     }
 
-    /// Takes new events and passes on the resulting work. Returns whether there were any events.
+    /// Processes new events and hands out the resulting work. Returns whether it found any event.
     fn work(&mut self) -> io::Result<bool> {
         let shared = Arc::clone(&self.mailbox.shared);
         let mut busy = false;
@@ -271,8 +272,8 @@ impl Driver {
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
         let ended = || io::Error::other("a worker thread has ended");
         while !loads.is_empty() {
-            // Loads are batched so that one wake-up serves several, but split so that several
-            // workers share them.
+            // Send loads in batches, so that one wake-up serves several loads. Limit the batches,
+            // so that several workers share the loads.
             let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
             self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|_| ended())?;
         }
@@ -286,7 +287,7 @@ impl Driver {
 fn join(workers: Vec<JoinHandle<()>>) {
     for worker in workers {
         if worker.join().is_err() {
-            tracing::error!("a worker of the target has panicked");
+            tracing::error!("a worker thread of the target has panicked");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Checks a target: every entry of the index, every reference count, the free-space bitmap, the checksum of every block.
+//! Checks a target: every entry of the index, every reference count, the free-space bitmap, and the
+//! checksum of every block.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -16,9 +17,9 @@ use super::records::{LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, decode_co
 use super::recovery::{Recovered, RecoveryMode, recover};
 use crate::{ObjectId, Result, StoreError};
 
-/// Memory for index pages, in bytes.
+/// Size of the cache of index pages, in bytes.
 const INDEX_CACHE: usize = 32 << 20;
-/// Most problems that the report lists individually.
+/// Maximum number of problems that the report lists individually.
 const MAX_LISTED: usize = 1000;
 
 /// A problem that a check found.
@@ -26,13 +27,13 @@ const MAX_LISTED: usize = 1000;
 pub struct Problem {
     /// The damaged item.
     pub what: String,
-    /// What is wrong.
+    /// Description of the problem.
     pub detail: String,
-    /// Whether the check repaired it.
+    /// Whether the check repaired the problem.
     pub repaired: bool,
 }
 
-/// Result of a check.
+/// Result of a check of a target.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsckReport {
     /// The first thousand problems.
@@ -49,16 +50,16 @@ pub struct FsckReport {
     pub collections: u64,
     /// Number of objects.
     pub objects: u64,
-    /// Blocks that belong to objects.
+    /// Number of blocks that belong to objects.
     pub blocks: u64,
-    /// Bytes whose checksums were compared.
+    /// Number of bytes that were compared with their checksums.
     pub bytes_checked: u64,
-    /// Blocks that were marked as allocated but belong to no object.
+    /// Number of blocks that were marked as allocated but belong to no object.
     pub leaked_blocks: u64,
 }
 
 impl FsckReport {
-    /// Whether the target has no problem that is not repaired.
+    /// Whether the check was complete, and found no problem or repaired all problems.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.complete && self.problem_count == self.repaired_count
@@ -73,15 +74,17 @@ impl FsckReport {
     }
 }
 
-/// Says what is wrong with an object, judging by its id, its size in bytes and its xattrs; `None` if nothing is. The
-/// store does not know what its users keep in xattrs, so they tell.
+/// Checks an object by its id, its size in bytes and its xattrs. Returns a description of the
+/// problem, or `None` if the object has no problem. The caller of fsck supplies this function,
+/// because the store does not know the meaning of xattrs.
 pub type Inspect<'a> = &'a dyn Fn(&ObjectId, u64, &BTreeMap<Bytes, Bytes>) -> Option<String>;
 
-/// Checks the target at `path`, which must not be mounted. With `repair`, it drops a damaged end of
-/// the log and corrects the bitmap, reference counts, counters and orphaned entries. It reports
-/// blocks with wrong checksums but leaves them: restore their objects from copies. The report
-/// includes the problems that `inspect` finds. `progress` receives the number of checked blocks and
-/// of allocated blocks.
+/// Checks the target at `path`, which must not be mounted. With `repair`, it discards a damaged end
+/// of the log, corrects the bitmap, the reference counts and the block counts of objects, and
+/// removes entries that belong to no object. It reports blocks with wrong checksums but cannot
+/// repair them: restore their objects from copies. The report includes the problems that `inspect`
+/// finds. `progress` receives the number of blocks checked so far and the number of blocks that
+/// belong to objects.
 ///
 /// # Errors
 /// If the file is not a target of this version, if it is in use, or if the drive fails. Damage is
@@ -115,7 +118,11 @@ pub(crate) fn check(
         };
     report.was_clean = recovered.superblock.clean;
     for damage in &recovered.damage {
-        report.problem("log or bitmap", format!("{damage}; what followed was dropped"), repair);
+        report.problem(
+            "log or bitmap",
+            format!("{damage}; the repair discards the damaged part and, in the log, everything after it"),
+            repair,
+        );
     }
     let mut check = Check {
         drive: drive.as_ref(),
@@ -141,7 +148,7 @@ pub(crate) fn check(
     Ok(report)
 }
 
-/// Summary of the onodes.
+/// Summary of an onode.
 struct OnodeSummary {
     size: u64,
     blocks: u64,
@@ -158,7 +165,7 @@ struct Check<'a> {
     objects: HashMap<u64, OnodeSummary>,
     /// Blocks that objects refer to.
     seen: Bitmap,
-    /// References beyond the first.
+    /// Number of references beyond the first, by block.
     shared: BTreeMap<u64, u32>,
     fixes: Changes,
     recovered: &'a Recovered,
@@ -216,13 +223,19 @@ impl Check<'_> {
             let Onode { nid, size, blocks, has_omap, .. } = onode;
             let object = OnodeSummary { size, blocks, has_omap, key: name, mapped: 0 };
             if let Some(other) = objects.insert(nid, object) {
-                report.problem(place, format!("has the number of {}", other.key.escape_ascii()), false);
+                report.problem(
+                    place,
+                    format!("it has the same number as {}", other.key.escape_ascii()),
+                    false,
+                );
             }
             Ok(())
         })
     }
 
-    /// Decodes a leaf and finds its object. Reports an unusable leaf, and removes it under repair.
+    /// Decodes a leaf. Returns its object's number, the leaf's number and the leaf. If the leaf is
+    /// unusable, returns `None`; with `report`, also reports the problem and lets a repair remove
+    /// the leaf.
     fn leaf(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, MapLeaf)> {
         let nid = key::number(name)?;
         let rest = key::rest(name);
@@ -259,7 +272,8 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Reads every block and checks that shared blocks are marked as shared.
+    /// Reads every block and compares it with its checksum. Also checks that shared blocks are
+    /// marked as shared, and that no block lies beyond its object's end.
     fn blocks(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let recovered = self.recovered;
         let mut done = 0;
@@ -331,7 +345,10 @@ impl Check<'_> {
     fn counters(&mut self) -> Result<()> {
         let wrong: Vec<_> = self.objects.values().filter(|o| o.blocks != o.mapped).collect();
         for object in wrong {
-            let detail = format!("it counts {} blocks, its map has {}", object.blocks, object.mapped);
+            let detail = format!(
+                "its block count is {}, but its extent map has {} blocks",
+                object.blocks, object.mapped
+            );
             self.report.problem(format!("object {}", object.key.escape_ascii()), detail, self.repair);
             let stored = match self.recovered.changes.get(&object.key) {
                 Some(value) => value.clone(),
@@ -368,7 +385,7 @@ impl Check<'_> {
             let right = key::number(&name).and_then(|chunk| expected.remove(&chunk)).unwrap_or_default();
             if RefPage::decode(&value).ok().as_ref() != Some(&right) {
                 let what = format!("reference counts {}", name.escape_ascii());
-                self.report.problem(what, "they do not agree with the objects", self.repair);
+                self.report.problem(what, "they do not match the extent maps of the objects", self.repair);
                 self.fixes.insert(name, right.encode());
             }
             Ok(())
@@ -390,7 +407,7 @@ impl Check<'_> {
         if leaked > 0 {
             self.report.problem(
                 "free-space bitmap",
-                format!("{leaked} blocks are taken by nothing"),
+                format!("{leaked} blocks are marked as allocated but belong to no object"),
                 self.repair,
             );
         }

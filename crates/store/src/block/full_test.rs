@@ -1,4 +1,4 @@
-//! Tests of full and nearly full targets: no call waits for ever, and a refused call changes
+//! Tests of full and nearly full targets: no call waits forever, and a refused call changes
 //! nothing.
 
 use std::sync::Arc;
@@ -20,7 +20,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     futures::executor::block_on(future)
 }
 
-/// A new target of that size.
+/// Returns the content of a drive of `size` bytes with a new target.
 fn fresh(size: usize) -> Vec<u8> {
     let drive = SimDrive::new(vec![0; size]);
     let shared: Arc<dyn Drive> = drive.clone();
@@ -66,7 +66,7 @@ fn fill(store: &dyn ObjectStore, left: u64) {
 }
 
 #[test]
-fn a_transaction_whose_pieces_fit_singly_but_not_together_is_refused_and_calls_behind_it_go_on() {
+fn a_transaction_whose_writes_do_not_all_fit_is_refused_and_later_calls_run() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");
@@ -84,15 +84,19 @@ fn a_transaction_whose_pieces_fit_singly_but_not_together_is_refused_and_calls_b
     let refused = run(refused);
     assert!(
         matches!(refused, Err(StoreError::NoSpace { needed, .. }) if needed == 14 * BLOCK as u64),
-        "the error names the whole need: {refused:?}"
+        "the error names the bytes that all writes need: {refused:?}"
     );
-    assert_eq!(run(read).unwrap().contiguous(), pattern(1, BLOCK), "a read queued behind it is answered");
+    assert_eq!(
+        run(read).unwrap().contiguous(),
+        pattern(1, BLOCK),
+        "a read queued behind the transaction gets a reply"
+    );
     run(removed).unwrap();
-    assert_eq!(run(listed).unwrap(), (vec![], false), "calls are carried out in order");
+    assert_eq!(run(listed).unwrap(), (vec![], false), "calls execute in order");
 }
 
 #[test]
-fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_pieces() {
+fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d"]);
     let (c, d) = (cid("c"), cid("d"));
@@ -111,7 +115,7 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_pieces() {
 }
 
 #[test]
-fn stages_and_transactions_that_fit_singly_but_not_together_are_all_answered() {
+fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d", "e"]);
     let (c, d, e) = (cid("c"), cid("d"), cid("e"));
@@ -124,16 +128,17 @@ fn stages_and_transactions_that_fit_singly_but_not_together_are_all_answered() {
     run(removed).unwrap();
     let outcomes = [run(one), run(staged).map(|stage| store.stage_release(stage)), run(two)];
     let fit = outcomes.iter().filter(|o| o.is_ok()).count();
-    assert!(fit == 1, "one of three fits: {outcomes:?}");
+    assert!(fit == 1, "exactly one of the three calls fits: {outcomes:?}");
     let refused = |o: &Result<(), StoreError>| matches!(o, Ok(()) | Err(StoreError::NoSpace { .. }));
     assert!(outcomes.iter().all(refused), "{outcomes:?}");
 }
 
-/// Random transactions on a target that is nearly full all the time, several at once, against a
-/// model; then a loss of power. At least three rounds, and more until enough transactions were
-/// refused: how many a round refuses depends on its seed.
+/// Runs random transactions on a nearly full target, several at a time, and compares the target
+/// with a model. Then checks the target after power failures. The test runs at least three rounds,
+/// and more until enough transactions were refused, because the number of refusals in a round
+/// depends on the seed.
 #[test]
-fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
+fn a_nearly_full_target_behaves_like_the_model_and_survives_crashes() {
     let (mut refused, mut done) = (0, 0);
     let first = seed();
     let mut round = 0;
@@ -186,7 +191,7 @@ fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
     }
 }
 
-/// Everything but the objects that fill the target.
+/// Returns a hash of the store's content without the objects that fill the target.
 fn contents(store: &dyn ObjectStore) -> u64 {
     let all = run(store.collections()).unwrap();
     let others: Vec<CollectionId> = all.into_iter().filter(|c| *c != cid("full")).collect();
@@ -194,7 +199,7 @@ fn contents(store: &dyn ObjectStore) -> u64 {
 }
 
 #[test]
-fn omap_values_and_objects_are_read_back_from_a_full_target() {
+fn a_full_target_accepts_reads_omap_entries_and_removals() {
     let image = {
         let (drive, store) = mount(fresh(8 << 20));
         fill(&store, 0);
@@ -216,7 +221,8 @@ fn omap_values_and_objects_are_read_back_from_a_full_target() {
     }
 }
 
-/// Takes every block, the reserve's too, as targets were filled that kept none back.
+/// Allocates every block, including those of the reserve. Targets could be filled like this before
+/// the reserve existed.
 fn fill_without_reserve(store: &dyn ObjectStore) {
     fill(store, 0);
     let c = cid("full");
@@ -224,7 +230,7 @@ fn fill_without_reserve(store: &dyn ObjectStore) {
     while run(store.queue_transaction(put(&c, &format!("r{n:04}"), 1).from_reserve())).is_ok() {
         n += 1;
     }
-    assert!(n >= 16, "{n} blocks were kept back");
+    assert!(n >= 16, "the reserve had only {n} blocks");
 }
 
 fn cut(c: &CollectionId, name: &str, size: u64) -> Transaction {
@@ -236,7 +242,7 @@ fn is_full(result: &Result<(), StoreError>, full: Area) -> bool {
 }
 
 #[test]
-fn the_reserve_serves_recovery_and_removals_at_zero_bytes_free_also_after_a_restart() {
+fn transactions_can_use_the_reserve_of_a_full_target_even_after_a_restart() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");
@@ -246,7 +252,7 @@ fn the_reserve_serves_recovery_and_removals_at_zero_bytes_free_also_after_a_rest
     for round in 0..3u64 {
         let refused = run(store.queue_transaction(put(&c, "new", 1)));
         assert!(is_full(&refused, Area::Data), "round {round}: {refused:?}");
-        assert!(run(store.stage(1)).is_err(), "stages are for data of users");
+        assert!(run(store.stage(1)).is_err(), "a stage must not use the reserve");
         for n in 0..50 {
             let write = Transaction::new(c.clone())
                 .with(Op::Truncate { oid: oid("record"), size: 0 })
@@ -270,7 +276,7 @@ fn the_reserve_serves_recovery_and_removals_at_zero_bytes_free_also_after_a_rest
 }
 
 #[test]
-fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
+fn a_target_without_any_free_block_can_be_mounted_read_and_emptied() {
     let image = {
         let (drive, store) = mount(fresh(12 << 20));
         create(&store, &["c"]);
@@ -282,8 +288,8 @@ fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
     let (_, store) = mount(image);
     let c = cid("c");
     assert_eq!(run(store.space()).unwrap().free, 0);
-    // What a group does to take a change back: whole blocks are shared, and zeros written where
-    // there are zeros.
+    // Placement groups undo changes with ops that need no free block. Such ops share whole blocks
+    // and write zeros over zeros.
     let keep = Transaction::new(c.clone())
         .with(Op::CloneRange {
             src: oid("o"),
@@ -295,7 +301,10 @@ fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
         .with(Op::Truncate { oid: oid("kept"), size: 2 * BLOCK as u64 });
     run(store.queue_transaction(keep.from_reserve())).unwrap();
     let refused = run(store.queue_transaction(cut(&c, "o", 5000)));
-    assert!(is_full(&refused, Area::Data), "there is no block for what is left of one: {refused:?}");
+    assert!(
+        is_full(&refused, Area::Data),
+        "the truncation needs a free block for the rest of a block: {refused:?}"
+    );
     let entries = vec![(Bytes::from_static(b"map"), pattern(1, 5000))];
     let note = Transaction::new(c.clone()).with(Op::OmapSet { oid: oid("map"), entries }).from_reserve();
     run(store.queue_transaction(note)).unwrap();
@@ -310,7 +319,7 @@ fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
 }
 
 #[test]
-fn a_write_that_changes_nothing_takes_no_block() {
+fn a_write_that_changes_nothing_needs_no_free_block() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");
@@ -326,7 +335,7 @@ fn a_write_that_changes_nothing_takes_no_block() {
 }
 
 #[test]
-fn a_full_index_takes_records_and_removals_and_is_never_poisoned() {
+fn a_target_with_a_full_index_accepts_records_and_removals() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");
@@ -371,7 +380,7 @@ fn a_full_index_takes_records_and_removals_and_is_never_poisoned() {
 }
 
 #[test]
-fn a_call_that_no_checkpoint_makes_room_for_fails_while_others_go_on_changing_the_index() {
+fn a_call_fails_if_repeated_checkpoints_make_no_room_in_the_index() {
     const KEYS: usize = 4000;
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d"]);
@@ -397,19 +406,19 @@ fn a_call_that_no_checkpoint_makes_room_for_fails_while_others_go_on_changing_th
         (store.queue_transaction(notes(made, 10)), store.lock().checkpoints())
     };
     let is_answered = (1..KEYS).any(|n| {
-        // Whenever a checkpoint ends, something has changed since it began.
+        // Each checkpoint ends with new changes in memory, made since the checkpoint began.
         drop(remove(n));
         store.lock().step();
         !store.has_queue() || store.lock().checkpoints() > before + 100
     });
     let waited = store.lock().checkpoints() - before;
-    assert!(is_answered && (2..=100).contains(&waited), "it has waited for {waited} checkpoints");
+    assert!(is_answered && (2..=100).contains(&waited), "the call waited for {waited} checkpoints");
     let refused = run(refused);
     assert!(is_full(&refused, Area::Index), "{refused:?}");
 }
 
 #[test]
-fn a_stage_whose_caller_has_gone_gives_its_blocks_back() {
+fn the_blocks_of_a_stage_are_freed_if_its_caller_stops_waiting() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["e"]);
     let e = cid("e");

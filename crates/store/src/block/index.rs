@@ -1,8 +1,8 @@
-//! The index: an ordered map on the drive, which checkpoints update.
+//! The index: an ordered map on the drive, which only checkpoints update.
 //!
-//! It is a `redb` database with one table. After a storage error, `redb` fails every later
-//! operation, so the store opens the database again. Then only the content of damaged pages is
-//! lost.
+//! The index is a `redb` database with one table. After a storage error, `redb` fails every later
+//! operation, so the store reopens the database. Then only operations that read a damaged page
+//! fail.
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
@@ -26,7 +26,7 @@ pub(crate) struct EntryBatch {
     pub(crate) resume: Option<Bytes>,
 }
 
-/// Changes to the index: keys with new values, `None` removes.
+/// Changes of the index: keys with their new values. `None` removes the key.
 pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
 #[cfg(test)]
@@ -47,7 +47,7 @@ type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 /// Number of changes per step when there is no room for all changes together.
 const STEP: usize = 8;
 
-/// The index. Any thread; calls block.
+/// The index. Any thread may call its methods, which block.
 #[derive(Debug)]
 pub(crate) struct Index {
     region: IndexRegion,
@@ -59,10 +59,10 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Opens the index in `region`, or makes one if the region is new.
+    /// Opens the index in `region`. Creates the index if the region is new.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if it is damaged.
+    /// [`StoreError::Corrupt`] if the index is damaged.
     pub(crate) fn open(region: IndexRegion, cache_bytes: usize) -> Result<Index> {
         let index = Index { region, cache_bytes, database: RwLock::new(None), used: AtomicU64::new(0) };
         *index.database.write().unwrap_or_else(PoisonError::into_inner) = Some(index.open_database()?);
@@ -86,7 +86,9 @@ impl Index {
             if let Some(database) = &*database {
                 match guarded(|| f(database)) {
                     Ok(value) => return Ok(value),
-                    Err(error) => tracing::warn!(%error, "the index is opened again"),
+                    Err(error) => {
+                        tracing::warn!(%error, "an operation of the index has failed; the index is opened again")
+                    }
                 }
             }
         }
@@ -106,7 +108,7 @@ impl Index {
     /// Returns the values of `keys`.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if a page on the way is damaged.
+    /// [`StoreError::Corrupt`] if a page that the call reads is damaged.
     pub(crate) fn get_many(&self, keys: &[Bytes]) -> Result<Vec<Option<Bytes>>> {
         self.with(|database| {
             let table = match database.begin_read()?.open_table(TABLE) {
@@ -117,11 +119,11 @@ impl Index {
         })
     }
 
-    /// Returns entries with `from <= key < to`, in order: at least one, at most `limit`, and up to
-    /// about `max_bytes`.
+    /// Returns entries with `from <= key < to`, in order: at most `limit` entries and about
+    /// `max_bytes` bytes. If entries remain, the result says at which key to continue.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if a page on the way is damaged.
+    /// [`StoreError::Corrupt`] if a page that the call reads is damaged.
     pub(crate) fn scan(
         &self,
         from: &Bytes,
@@ -154,13 +156,15 @@ impl Index {
     }
 
     /// Applies `changes`, then `last` and `meta`, and makes them durable. If the region has enough
-    /// room, it applies all of them or none. This needs room because every page on the path to a
-    /// change is rewritten before the old page is free. Without enough room, it applies `changes`
-    /// first, in steps that begin with removals. A crash can then leave some changes with the old
-    /// `meta`. Replaying the log from the position in that `meta` leads to the same final state.
+    /// room, one commit applies all of them or none of them. The commit needs room because every
+    /// page on the path to a change is rewritten before the old page is free. Without enough room,
+    /// this method first applies `changes` in steps, beginning with removals. A crash can then
+    /// leave some changes together with the old `meta`. Replaying the log from the position in the
+    /// old `meta` leads to the same final state.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if a page on the way is damaged, [`StoreError::NoSpace`] if the region is full.
+    /// [`StoreError::Corrupt`] if a page that the call reads is damaged, [`StoreError::NoSpace`] if
+    /// the region is full.
     pub(crate) fn apply(&self, changes: &Changes, last: &Changes, meta: &Meta) -> Result<()> {
         let meta = (Bytes::from_static(key::META), Some(meta.encode()));
         let ending = || last.iter().chain(std::iter::once((&meta.0, &meta.1)));
@@ -175,13 +179,13 @@ impl Index {
                 result => return result,
             }
         }
-        tracing::info!(changes = all.len(), "the index is nearly full and brought forward in steps");
+        tracing::info!(changes = all.len(), "the index is nearly full; its changes are applied in steps");
         let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
         removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
         self.commit(&ending().collect::<Vec<_>>())
     }
 
-    /// Applies changes and makes them durable, all or none.
+    /// Applies all changes or none of them, and makes them durable.
     fn commit(&self, changes: &[EntryChange<'_>]) -> Result<()> {
         self.with(|database| {
             let mut transaction = database.begin_write()?;
@@ -200,10 +204,10 @@ impl Index {
         })
     }
 
-    /// Returns the position of the index in the log.
+    /// Returns the meta record of the index, which contains its position in the log.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if it cannot be read.
+    /// [`StoreError::Corrupt`] if the record is missing or damaged.
     pub(crate) fn meta(&self) -> Result<Meta> {
         match self.get_many(&[Bytes::from_static(key::META)])?.pop().flatten() {
             Some(bytes) => Meta::decode(&bytes),
@@ -211,8 +215,8 @@ impl Index {
         }
     }
 
-    /// Returns the usable bytes of the index, and how many of them are free. Walks the index if it
-    /// may be more than three quarters full.
+    /// Returns the number of usable bytes of the index, and how many of them are free. If the index
+    /// may be more than three quarters full, reads the whole index to measure its use.
     pub(crate) fn space(&self) -> (u64, u64) {
         let (total, len) = self.region.space();
         if len <= total / 4 * 3 {

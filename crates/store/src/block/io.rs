@@ -6,7 +6,7 @@ use std::sync::Arc;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 
-/// A request; its completion names it by `id`.
+/// A request to a drive. Its completion has the same `id`.
 #[derive(Debug)]
 pub(crate) struct IoRequest {
     pub(crate) id: u64,
@@ -15,14 +15,15 @@ pub(crate) struct IoRequest {
     pub(crate) op: IoOp,
 }
 
-/// The operation. All lengths are multiples of the block size, and all memory is aligned to it.
+/// The operation of a request. All lengths are multiples of the block size, and all memory is
+/// aligned to it.
 #[derive(Debug)]
 pub(crate) enum IoOp {
-    /// Fills the segment.
+    /// Fills the segment with data of the drive.
     Read(Segment),
-    /// Writes the pieces one after another.
+    /// Writes the pieces to the drive, one directly after another.
     Write(Vec<Bytes>),
-    /// Makes every request durable whose completion was seen before the flush was submitted.
+    /// Makes every write durable that had completed before the flush was submitted.
     Flush,
 }
 
@@ -37,7 +38,8 @@ pub(crate) struct IoDone {
 #[derive(Debug)]
 pub(crate) struct SplitBuffer(Arc<ArenaBuf>);
 
-/// A disjoint part of a buffer: exclusive memory that a drive fills.
+/// A part of a buffer that a drive fills. Segments do not overlap, so each has exclusive access to
+/// its memory.
 #[derive(Debug)]
 pub(crate) struct Segment {
     owner: Arc<ArenaBuf>,
@@ -46,7 +48,8 @@ pub(crate) struct Segment {
 }
 
 #[allow(unsafe_code)]
-// SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its owner alive.
+// SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its
+// owner alive.
 unsafe impl Send for Segment {}
 
 impl SplitBuffer {
@@ -81,8 +84,8 @@ impl std::ops::Deref for Segment {
     #[allow(unsafe_code)]
     fn deref(&self) -> &[u8] {
         debug_assert!(Arc::strong_count(&self.owner) > 0);
-        // SAFETY: the range lies inside the buffer that `owner` keeps, no other segment overlaps it, and the buffer
-        // itself is handed out only when no segment is left.
+        // SAFETY: the range lies inside the buffer that `owner` keeps alive, and no other segment
+        // overlaps it. The buffer itself is returned only when no segment is left.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }

@@ -1,9 +1,9 @@
-//! The redo log: a ring of self-validating 512-byte sectors. See `docs/format.md`.
+//! The redo log: a ring of 512-byte sectors, each with a checksum. See `docs/format.md`.
 //!
-//! A *record* is one transaction. A *group* is the unit of writing and flushing. It has one or more
-//! records, in sectors that carry a running number, padded to 4 KiB. `mkfs` fills the ring with
-//! valid sectors. After a torn write, each sector therefore has its old or its new content, and any
-//! other content is damage.
+//! A *record* describes one transaction. A *group* is the unit of writing and flushing. It consists
+//! of consecutively numbered sectors with the group's records, padded to 4 KiB. `mkfs` fills the
+//! ring with valid sectors. After a torn write, each sector therefore has its old or its new
+//! content, and any other content is damage.
 
 use base::block::crc32c;
 use bytes::{Bytes, BytesMut};
@@ -21,10 +21,11 @@ const HEADER: usize = 32;
 const PAYLOAD: usize = SECTOR - HEADER;
 const FIRST: u8 = 1;
 const LAST: u8 = 2;
-/// Bytes that a scan reads at once.
+/// Number of bytes that a scan reads at once.
 const SCAN_BYTES: usize = 1 << 20;
 
-/// The record of a transaction in the log: changes of the index and of the set of allocated blocks.
+/// The record of a transaction in the log: its changes of the index and of the set of allocated
+/// blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Record {
     /// Keys of the index with their new values. `None` removes the key.
@@ -33,9 +34,9 @@ pub(crate) struct Record {
     pub(crate) allocs: Vec<Extent>,
     /// Freed blocks. They are freed after `allocs` are allocated, so a block may be in both lists.
     pub(crate) frees: Vec<Extent>,
-    /// Blocks whose content is in this record and not yet in the data region.
+    /// Blocks whose content is in this record and not yet in the data area.
     pub(crate) deferred: Vec<(u64, Bytes)>,
-    /// The next number for a collection or an object.
+    /// The number that the next new collection or object gets.
     pub(crate) next_nid: u64,
 }
 
@@ -56,7 +57,7 @@ struct SectorHeader {
     flags: u8,
     generation: u64,
     sequence: u64,
-    /// Everything before this sequence number was flushed before this sector was written.
+    /// All sectors before this sequence number were flushed before this sector was written.
     flushed_through: u64,
 }
 
@@ -91,12 +92,13 @@ fn get_sector(sector: &[u8]) -> Option<(SectorHeader, &[u8])> {
     Some((header, &sector[HEADER..HEADER + usize::from(len)]))
 }
 
-/// Number of sectors for a group with `bytes` record bytes, including the records' length prefixes.
+/// Returns the number of sectors of a group with `bytes` bytes of records, including their length
+/// prefixes.
 pub(crate) fn group_sectors(bytes: usize) -> u64 {
     (bytes.div_ceil(PAYLOAD).max(1) as u64).next_multiple_of(GROUP_SECTORS)
 }
 
-/// Bytes that a record of `len` bytes adds to a group.
+/// Returns the number of bytes that a record of `len` bytes adds to a group.
 pub(crate) fn record_bytes(len: usize) -> usize {
     len + 4
 }
@@ -137,12 +139,12 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
     while let Some((len, rest)) = stream.split_first_chunk::<4>() {
         let len = u32::from_le_bytes(*len) as usize;
         let Some((record, rest)) = rest.split_at_checked(len) else {
-            return Err(corrupt("log group", "a record ends after its group"));
+            return Err(corrupt("log group", "a record extends beyond the end of its group"));
         };
         records.push(Record::decode(record)?);
         stream = rest;
     }
-    if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "trailing bytes")) }
+    if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "bytes follow its last record")) }
 }
 
 /// Returns the initial content of a log: valid sectors of generation 0, numbered from 0.
@@ -171,17 +173,17 @@ pub(crate) struct FoundGroup {
 pub(crate) struct Scan {
     /// Complete groups, in order.
     pub(crate) groups: Vec<FoundGroup>,
-    /// Sequence number before which everything is known to have been flushed.
+    /// Sequence number before which all sectors are known to have been flushed.
     pub(crate) witnessed: u64,
     /// Sequence number after all sectors that may have been written in this generation, a multiple
     /// of the group size.
     pub(crate) next: u64,
-    /// Descriptions of damage, each with its place. Empty unless `repair` is set.
+    /// Descriptions of the damage, each with its location. Empty unless `repair` is set.
     pub(crate) damage: Vec<String>,
 }
 
-/// Reads the log from `start` on. With `repair`, damage is listed and ends the log. Without it,
-/// damage is an error.
+/// Reads the log from sequence number `start` on. With `repair`, damage is listed and ends the log.
+/// Without `repair`, damage is an error.
 ///
 /// # Errors
 /// [`StoreError::Corrupt`](crate::StoreError::Corrupt) for damage.
@@ -215,7 +217,9 @@ pub(crate) fn scan(
                     found.next = (sequence + 1).next_multiple_of(GROUP_SECTORS);
                     let first = header.flags & FIRST != 0;
                     if !ended && first == open {
-                        found.damage.push(format!("sector {sequence} of the log is not where it belongs"));
+                        found.damage.push(format!(
+                            "sector {sequence} of the log does not continue the sectors before it"
+                        ));
                         ended = true;
                     }
                     if !ended {
@@ -242,7 +246,10 @@ pub(crate) fn scan(
         }
     }
     if found.witnessed > end {
-        found.damage.push(format!("the log ends at {end}, but was flushed up to {}", found.witnessed));
+        found.damage.push(format!(
+            "the log ends at sector {end}, but all sectors before {} were flushed",
+            found.witnessed
+        ));
     }
     match found.damage.first() {
         Some(damage) if !repair => Err(corrupt("log", damage)),
@@ -257,7 +264,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn groups_survive_encoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
+        fn groups_survive_encoding_and_decoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
             let records: Vec<Record> = lens.iter().map(|&len| Record {
                 puts: vec![(Bytes::from(vec![1; len]), Some(Bytes::from(vec![2; len]))), (Bytes::from("k"), None)],
                 allocs: vec![Extent { start: len as u64, len: 3 }],
@@ -271,7 +278,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
             let _ = decode_group(&bytes);
             let mut sector = bytes;
             sector.resize(SECTOR, 0);

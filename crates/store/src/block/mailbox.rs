@@ -1,4 +1,4 @@
-//! Queue of commands to the thread that runs a target.
+//! The queue of commands and events for the thread that runs a target.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,10 +12,10 @@ use super::messages::{CoreCommand, CoreEvent, refuse};
 use super::uring::Waker;
 use crate::StoreError;
 
-/// Most commands left in the queue while the thread sleeps.
+/// Maximum number of commands that remain in the queue while the thread sleeps.
 const MOST_LEFT: usize = 64;
 
-/// Handle of the queue.
+/// Handle of the queue. Any thread may use it.
 #[derive(Debug, Clone)]
 pub(super) struct Mailbox {
     pub(super) shared: Arc<MailboxState>,
@@ -28,17 +28,17 @@ pub(super) struct MailboxState {
     pub(super) events: SegQueue<CoreEvent>,
     /// Memory to register with the ring.
     pub(super) arenas: SegQueue<Arc<Arena>>,
-    /// The target's driver has ended.
+    /// Whether the target's driver has ended.
     pub(super) gone: AtomicBool,
-    /// All handles are dropped, or the drive has failed.
+    /// Whether the store was dropped or the I/O ring has failed.
     pub(super) abandoned: AtomicBool,
-    /// Calls wait for space.
+    /// Whether calls wait for space.
     pub(super) starved: AtomicBool,
     /// The reason why the target refuses writes until a remount.
     pub(super) failure: watch::Sender<Option<String>>,
-    /// Calls wait for space while a checkpoint is carried out.
+    /// Whether calls wait for space while a checkpoint runs.
     pub(super) awaits_checkpoint: AtomicBool,
-    /// Counter of the checkpoint thread's calls on the drive.
+    /// Counter of the checkpoint thread's calls to the drive.
     pub(super) checkpoint_calls: DriveCalls,
 }
 
@@ -51,15 +51,16 @@ impl Mailbox {
         }
     }
 
-    /// Queues a command without waking the thread. The thread takes it before the next command, and
-    /// no caller waits for it.
+    /// Queues a command for which no caller waits. Does not wake the thread unless calls wait for
+    /// space or many commands are queued. The thread executes the command before all later
+    /// commands.
     pub(super) fn leave(&self, command: CoreCommand) {
         if self.shared.starved.load(Ordering::SeqCst) || self.shared.commands.len() >= MOST_LEFT {
             return self.command(command);
         }
         self.shared.commands.push(command);
-        // The thread sets this flag when calls starve, and then checks for queued commands before
-        // it sleeps.
+        // The thread sets this flag when calls wait for space, and checks for queued commands
+        // afterwards, before it sleeps.
         if self.shared.starved.load(Ordering::SeqCst) {
             self.waker.wake();
         }
@@ -86,8 +87,8 @@ impl MailboxState {
         }
     }
 
-    /// Returns the error for calls that the target's thread no longer executes. The caller must
-    /// learn that the target has failed, even after the unmount that follows.
+    /// Returns the error for calls that the target's thread no longer executes. If the target has
+    /// failed, the caller must learn this even after the target was unmounted.
     pub(super) fn end_reason(&self, otherwise: &str) -> StoreError {
         match &*self.failure.borrow() {
             Some(reason) => StoreError::Poisoned(reason.clone()),

@@ -15,26 +15,27 @@ pub(crate) type ReplySender = oneshot::Sender<Result<StoreReply>>;
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
     Request(StoreRequest, ReplySender),
-    /// A stage that already has its number and the promise of its blocks.
+    /// Creates a stage that already has its number and whose blocks are promised. The second value
+    /// is its length in bytes.
     StagePromised(StageId, u64),
     StageRelease(StageId),
 }
 
-/// Sends the reply to a request. The caller may no longer wait for it.
+/// Sends the reply to a request. Ignores the error if the caller no longer waits.
 pub(crate) fn send<T: Into<StoreReply>>(reply: ReplySender, result: Result<T>) {
     let _ = reply.send(result.map(Into::into));
 }
 
-/// Blocking work for another thread.
+/// Blocking work that the driver hands to another thread.
 #[derive(Debug)]
 pub(crate) enum BlockingWork {
-    /// Read the index for a call.
+    /// Reads the index for a call.
     Load { op: u64, generation: u64, needs: Vec<Need> },
-    /// Update the index.
+    /// Updates the index.
     Checkpoint(Box<Checkpoint>),
 }
 
-/// An event for the core.
+/// An event that the driver passes to the core.
 #[derive(Debug)]
 pub(crate) enum CoreEvent {
     Io(IoDone),
@@ -49,7 +50,7 @@ pub(crate) enum NeedAnswer {
     Range(EntryBatch),
 }
 
-/// Reads the index for [`Work::Load`].
+/// Reads the index for [`BlockingWork::Load`].
 pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
     /// Approximate limit of the bytes that one scan reads.
     const SCAN_BYTES: usize = 4 << 20;
@@ -65,7 +66,7 @@ pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
         .collect()
 }
 
-/// Work that the core asks of the driver.
+/// Work that the core requests from the driver.
 #[derive(Debug, Default)]
 pub(crate) struct CoreOutput {
     pub(crate) io: Vec<IoRequest>,

@@ -16,7 +16,7 @@ use crate::{CollectionId, Result, StoreError};
 /// Recovers a target and prepares it for calls.
 ///
 /// # Errors
-/// As for [`recover`]. [`StoreError::WrongUuid`] if the target has an unexpected uuid.
+/// Those of [`recover`], and [`StoreError::WrongUuid`] if the target has another UUID than `uuid`.
 pub(crate) fn mount(
     drive: &Arc<dyn Drive>,
     uuid: Option<Uuid>,
@@ -28,7 +28,10 @@ pub(crate) fn mount(
         return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
     }
     let recovered = recover(drive, index_cache, RecoveryMode::Mount)?;
-    recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
+    recovered
+        .damage
+        .iter()
+        .for_each(|damage| tracing::warn!(damage, "recovery has ignored damage on the target"));
     let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
     recovered.entries(key::COLLECTION, |name, value| {
         let (cid, number) = decode_collection(&name, &value)?;

@@ -2,13 +2,13 @@
 
 use bytes::Bytes;
 
-/// Something that must be loaded before a call can go on.
+/// An item that must be loaded before a call can continue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Need {
     /// The value of a key of the index.
     Key(Bytes),
-    /// Entries of the index from the first key to before the second.
+    /// At most `limit` entries of the index with `from <= key < to`.
     Range { from: Bytes, to: Bytes, limit: usize },
-    /// The content of a block of the data region.
+    /// The content of a block of the data area.
     Block(u64),
 }

@@ -1,10 +1,11 @@
-//! A filter of the objects that the index may have. It saves a read of the drive when a new object
-//! is created.
+//! A filter that tells which objects the index may contain. It saves a read of the drive when a new
+//! object is created.
 //!
 //! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
-//! of the index fills it piece by piece, and every key that is put meanwhile is added, too. Until
-//! the scan ends, the filter reports every object as possibly present. Keys of removed objects stay
-//! in the filter. When it is too full to be useful, the store builds a larger one.
+//! of the index fills it in many reads. Keys that are put into the index during the scan are added,
+//! too. Until the scan ends, the filter reports every object as possibly present. Keys of removed
+//! objects stay in the filter. When the filter is too full to be useful, the store builds a larger
+//! filter.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;
@@ -13,20 +14,20 @@ use super::index::EntryBatch;
 use super::need::Need;
 use super::records::key;
 
-/// Keys that one piece of a scan reads.
+/// Number of keys that one read of a scan returns.
 const PIECE: usize = 1024;
-/// Least and greatest number of keys that a filter is sized for. The largest filter takes 40 MB.
+/// Minimum and maximum number of keys for which a filter is sized. The largest filter takes 40 MB.
 const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;
-/// Least number of index bytes per object.
+/// Estimate of the minimum number of index bytes per object, for the size of the first filter.
 const INDEX_BYTES_PER_OBJECT: u64 = 256;
 /// Share of false positives when the filter has as many keys as it was sized for.
 const FALSE_POSITIVES: f64 = 0.01;
 
 /// See the [module](self) documentation.
 pub(crate) struct Presence {
-    /// The filter that has all keys.
+    /// The filter that has all keys of onodes; `None` before the first scan has ended.
     complete: Option<Filter>,
-    /// The filter that the scan is filling.
+    /// The filter that the current scan fills; `None` if no scan is in progress.
     growing: Option<Filter>,
 }
 
@@ -55,7 +56,7 @@ impl Filter {
 }
 
 impl Presence {
-    /// Makes a filter for an index with `used` bytes in use. It has no keys yet.
+    /// Creates a filter without keys, for an index with `used` bytes in use.
     pub(crate) fn new(used: u64) -> Presence {
         Presence { complete: None, growing: Some(Filter::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
     }
@@ -66,19 +67,21 @@ impl Presence {
         Need::Range { from, to, limit: PIECE }
     }
 
-    /// Records that a key is put into the index.
+    /// Records that the key of an onode is put into the index.
     pub(crate) fn insert(&mut self, key: &[u8]) {
         for filter in self.complete.iter_mut().chain(&mut self.growing) {
             filter.insert(key);
         }
     }
 
-    /// Whether the index may have the key of an onode.
+    /// Whether the index may contain the onode with this key. If this method returns `false`, the
+    /// index does not contain it.
     pub(crate) fn may_have(&self, key: &[u8]) -> bool {
         self.complete.as_ref().is_none_or(|filter| filter.bits.contains(key))
     }
 
-    /// Accepts a piece of the scan. Returns the next read.
+    /// Adds the keys that one read of the scan found. Returns the next read, or `None` if the scan
+    /// has ended.
     pub(crate) fn scanned(&mut self, found: &EntryBatch) -> Option<Need> {
         let growing = self.growing.as_mut()?;
         found.entries.iter().for_each(|(key, _)| growing.insert(key));
@@ -94,8 +97,8 @@ impl Presence {
         }
     }
 
-    /// Starts a larger filter if this one is too full. If it returns `true`, the caller must begin
-    /// a scan.
+    /// Starts a larger filter if the current filter is too full. If this method returns `true`, the
+    /// caller must begin a scan.
     pub(crate) fn outgrown(&mut self) -> bool {
         let Some(full) = self.complete.as_ref().filter(|f| f.keys > f.capacity) else { return false };
         if self.growing.is_some() || full.capacity >= *CAPACITY.end() {
@@ -105,13 +108,13 @@ impl Presence {
         true
     }
 
-    /// Records that a scan has failed: its filter will not be complete.
+    /// Discards the filter of a scan that has failed.
     pub(crate) fn scan_failed(&mut self) {
         self.growing = None;
     }
 }
 
-/// Whether a key is one of an onode.
+/// Whether a key is the key of an onode.
 pub(crate) fn is_onode(key: &Bytes) -> bool {
     key.first() == Some(&key::ONODE)
 }
@@ -129,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_may_be_there_until_the_scan_is_through() {
+    fn every_object_may_be_present_until_the_scan_has_ended() {
         let mut presence = Presence::new(0);
         assert!(presence.may_have(&onode(1)));
         let next = presence.scanned(&piece(0..10, Some(10)));
@@ -139,11 +142,11 @@ mod tests {
         assert!(presence.scanned(&piece(10..20, None)).is_none());
         assert!((0..20).chain([1000]).all(|n| presence.may_have(&onode(n))));
         let wrong = (2000..12_000).filter(|n| presence.may_have(&onode(*n))).count();
-        assert!(wrong < 100, "{wrong} of 10 000 keys seem to be there and are not");
+        assert!(wrong < 100, "{wrong} of 10 000 absent keys are reported as possibly present");
     }
 
     #[test]
-    fn a_filter_that_is_too_full_is_made_anew_and_serves_meanwhile() {
+    fn a_filter_that_is_too_full_stays_in_use_until_a_larger_one_is_complete() {
         let mut presence = Presence::new(0);
         presence.scanned(&piece(0..0, None));
         let mut n = 0;
@@ -151,12 +154,12 @@ mod tests {
             presence.insert(&onode(n));
             n += 1;
         }
-        assert!(!presence.outgrown(), "one at a time");
+        assert!(!presence.outgrown(), "only one larger filter is built at a time");
         presence.insert(&onode(n));
         assert!((0..=n).all(|n| presence.may_have(&onode(n))));
         presence.scanned(&piece(0..n, None));
         assert!((0..=n).all(|n| presence.may_have(&onode(n))));
         let wrong = (n + 1..n + 10_001).filter(|n| presence.may_have(&onode(*n))).count();
-        assert!(wrong < 200, "{wrong} of 10 000 keys seem to be there and are not");
+        assert!(wrong < 200, "{wrong} of 10 000 absent keys are reported as possibly present");
     }
 }

@@ -1,4 +1,4 @@
-//! Calls that read and change nothing.
+//! Execution of reads and queries, which change nothing.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;
@@ -14,14 +14,14 @@ use super::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, decode_oid, key};
 use super::view::{Loaded, Scanned};
 use crate::{MAX_READ, MetadataQuery, ObjectId, Page, QueryReply, ReadData, Result, Stat, StoreError};
 
-/// What a listing returns at most, in bytes.
+/// Maximum size of a page of a listing, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
 
-/// Why a request cannot be carried out now.
+/// Reason why a read or query cannot be executed now.
 enum QueryStop {
-    /// It lacks these pieces of the index.
+    /// These entries of the index must be loaded first.
     Needs(Vec<Need>),
-    /// It has failed.
+    /// The read or query fails with this error.
     Failed(StoreError),
 }
 
@@ -41,11 +41,11 @@ impl From<StoreError> for QueryStop {
 struct BlockPlan {
     data: ReadData,
     map: Vec<Option<BlockRef>>,
-    /// Bytes to be returned.
+    /// Number of bytes to return.
     len: usize,
 }
 
-/// Where a run of blocks of a read comes from.
+/// Source of a run of blocks that a read returns.
 enum BlockSource {
     Hole,
     Memory(Bytes),
@@ -53,7 +53,8 @@ enum BlockSource {
 }
 
 impl Core {
-    /// Carries out a request, or returns it with what must be loaded first.
+    /// Executes a read or query. If data must be loaded first, returns the request, its reply
+    /// sender and the data's description.
     pub(crate) fn look(
         &mut self,
         collection: u64,
@@ -75,7 +76,7 @@ impl Core {
         match found {
             Ok(found) => send(reply, Ok(found)),
             Err(QueryStop::Failed(error)) => {
-                // The destination is given back before the caller learns of the failure.
+                // Release the destination before the caller learns of the failure.
                 drop(look);
                 drop(reply.send(Err(error)));
             }
@@ -154,7 +155,8 @@ impl Core {
         if needs.is_empty() { Ok(found) } else { Err(needs) }
     }
 
-    /// The map of blocks `first..end` of an object.
+    /// Returns the locations of blocks `first..end` of an object; `Err` if leaves must be loaded
+    /// first.
     fn map_of(
         &self,
         onode: &Onode,
@@ -181,7 +183,7 @@ impl Core {
         if needs.is_empty() { Ok(Ok(map)) } else { Err(needs) }
     }
 
-    /// Finds the blocks of a range.
+    /// Finds the blocks that a read returns.
     fn plan_read(&self, collection: u64, range: &ReadRange, loaded: &Loaded) -> Result<BlockPlan, QueryStop> {
         let ReadRange { oid, offset, len, dest } = range;
         let onode = self.onode(collection, oid, loaded)?;
@@ -193,12 +195,12 @@ impl Core {
         let end = offset.checked_add(*len).and_then(block::align_up).unwrap_or(u64::MAX).min(onode.size);
         let bytes = end - data.offset;
         if bytes > MAX_READ {
-            let what = "what one read returns".to_owned();
+            let what = "size in bytes of the result of one read".to_owned();
             return Err(StoreError::TooLarge { what, size: bytes, limit: MAX_READ }.into());
         }
         let room = bytes.next_multiple_of(BLOCK) as usize;
         if let Some(have) = dest.as_ref().map(|d| d.len()).filter(|have| *have < room) {
-            let what = format!("a destination of {have} bytes is too small for {room}");
+            let what = format!("the destination has {have} bytes, but the read needs {room}");
             return Err(StoreError::InvalidArgument(what).into());
         }
         let map = self.map_of(&onode, data.offset / BLOCK, end.div_ceil(BLOCK), loaded);
@@ -239,7 +241,8 @@ impl Core {
         self.read_done(id, Ok(()));
     }
 
-    /// Has the blocks of `map` put into `buffer`.
+    /// Fills `buffer` with the blocks in `map`. Copies blocks that are in memory, and starts reads
+    /// of the others.
     fn fill_buffer(&mut self, read: u64, buffer: ArenaBuf, map: &[Option<BlockRef>]) {
         let mut runs: Vec<(BlockSource, usize)> = Vec::new();
         for block in map {
@@ -283,12 +286,12 @@ impl Core {
         self.submit_read(id, blocks, segment);
     }
 
-    /// One part of a read is there.
+    /// Records that one part of a read has completed. Replies to the read after its last part.
     pub(crate) fn read_done(&mut self, id: u64, result: std::io::Result<()>) {
         let Some(read) = self.reads.reads.get_mut(&id) else { return };
         read.left -= 1;
         if let Err(e) = result {
-            read.failed = Some(StoreError::Io(format!("read: {e}")));
+            read.failed = Some(StoreError::Io(format!("the read failed: {e}")));
         }
         if read.left > 0 {
             return;

@@ -9,7 +9,7 @@ use super::io::{IoRequest, SplitBuffer};
 use super::messages::{ReplySender, send};
 use crate::{MetadataQuery, ObjectId, ReadData, StoreError};
 
-/// A range of an object that is to be read.
+/// A range of an object to read.
 #[derive(Debug)]
 pub(crate) struct ReadRange {
     pub(crate) oid: ObjectId,
@@ -18,35 +18,39 @@ pub(crate) struct ReadRange {
     pub(crate) dest: Option<ArenaBuf>,
 }
 
-/// A request about one collection that changes nothing.
+/// A read or query of one collection.
 #[derive(Debug)]
 pub(crate) enum Look {
     Read(ReadRange),
     Query(MetadataQuery),
 }
 
-/// A read that waits for the drive.
+/// A read that waits for requests to the drive.
 #[derive(Debug)]
 pub(super) struct PendingRead {
     pub(super) reply: ReplySender,
     pub(super) data: ReadData,
-    /// Bytes to be returned.
+    /// Number of bytes to return.
     pub(super) len: usize,
     pub(super) wholes: Vec<SplitBuffer>,
-    /// Where the data goes in the end, if the drive could not put it there.
+    /// The caller's destination if the drive cannot write to it directly. The data is copied to it
+    /// at the end.
     pub(super) copy_to: Option<ArenaBuf>,
     pub(super) left: usize,
     pub(super) period: u64,
     pub(super) failed: Option<StoreError>,
 }
 
-/// Reads and writes of blocks that are under way, and how they keep out of each other's way.
+/// Reads and writes of blocks in progress. Reads of a block wait for writes of that block.
 #[derive(Debug, Default)]
 pub(crate) struct BlockAccess {
     pub(super) reads: BTreeMap<u64, PendingRead>,
+    /// Number of the current period. Freed blocks stay in quarantine until all reads that started
+    /// in the period of their release, or earlier, have ended.
     pub(super) period: u64,
+    /// Number of reads in progress, by the period in which they started.
     pub(super) periods: BTreeMap<u64, usize>,
-    /// Blocks that are being written: first block to length and number of writes.
+    /// Blocks that are being written: first block of each run, and the run's length in blocks.
     pub(super) writing: BTreeMap<u64, u64>,
     pub(super) held_back: Vec<(Extent, IoRequest)>,
 }
@@ -56,13 +60,13 @@ impl BlockAccess {
         self.reads.is_empty()
     }
 
-    /// Starts a new period; returns the last.
+    /// Starts a new period. Returns the number of the previous period.
     pub(crate) fn next_period(&mut self) -> u64 {
         self.period += 1;
         self.period - 1
     }
 
-    /// The period of the oldest read under way.
+    /// Returns the period of the oldest read in progress.
     pub(crate) fn oldest_period(&self) -> Option<u64> {
         self.periods.keys().next().copied()
     }
@@ -76,7 +80,7 @@ impl BlockAccess {
         before.is_some_and(|(start, len)| start + len > blocks.start)
     }
 
-    /// A write has completed: returns the reads that waited for it.
+    /// Records that a write has completed. Returns the reads that no longer need to wait.
     pub(crate) fn write_completed(&mut self, blocks: Extent) -> Vec<IoRequest> {
         self.writing.remove(&blocks.start);
         let held = std::mem::take(&mut self.held_back);
@@ -85,7 +89,7 @@ impl BlockAccess {
         go.into_iter().map(|(_, request)| request).collect()
     }
 
-    /// Keeps a read back while its blocks are being written.
+    /// Holds a read back if its blocks are being written. Otherwise returns the read.
     pub(crate) fn hold_back(&mut self, blocks: Extent, request: IoRequest) -> Option<IoRequest> {
         if self.is_being_written(blocks) {
             self.held_back.push((blocks, request));
@@ -96,7 +100,7 @@ impl BlockAccess {
 }
 
 impl PendingRead {
-    /// Answers the read.
+    /// Replies to the read with its data or its error.
     pub(super) fn finish(self) {
         let PendingRead { reply, mut data, len, wholes, copy_to, failed, .. } = self;
         if let Some(error) = failed {

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CollectionId, ObjectId, Result, StoreError};
 
-/// Blocks per leaf of an object's map: 1 MiB.
+/// Number of blocks that a leaf of an extent map covers (1 MiB).
 pub(crate) const LEAF_BLOCKS: u64 = 256;
-/// Blocks per page of reference counts.
+/// Number of blocks that a page of reference counts covers.
 pub(crate) const REF_BLOCKS: u64 = 1024;
 
 /// Builds keys. The first byte of a key is its kind. Numbers are big endian, so that keys sort by
@@ -57,12 +57,13 @@ pub(crate) mod key {
         make(BITMAP, page, &[])
     }
 
-    /// First key of `kind` and `number`, and the first key after all of them.
+    /// Returns the first possible key with this kind and number, and the first key after all of
+    /// them.
     pub(crate) fn range(kind: u8, number: u64) -> (Bytes, Bytes) {
         (make(kind, number, &[]), make(kind, number + 1, &[]))
     }
 
-    /// First key of a kind, and the first key after all of them.
+    /// Returns the first possible key of a kind, and the first key after all keys of the kind.
     pub(crate) fn kind_range(kind: u8) -> (Bytes, Bytes) {
         (vec![kind].into(), vec![kind + 1].into())
     }
@@ -78,7 +79,7 @@ pub(crate) mod key {
     }
 }
 
-/// Error for a value of the index that cannot be decoded.
+/// Returns the error that an item of the target, named `what`, is corrupt.
 pub(crate) fn corrupt(what: &str, detail: impl ToString) -> StoreError {
     StoreError::Corrupt { what: what.to_owned(), detail: detail.to_string() }
 }
@@ -92,11 +93,11 @@ pub(crate) struct Meta {
     pub(crate) log_generation: u64,
     /// Sequence number of the first log sector whose changes are not in the index.
     pub(crate) log_start: u64,
-    /// The next number for a collection or an object.
+    /// The number that the next new collection or object gets.
     pub(crate) next_nid: u64,
 }
 
-/// The onode of an object: everything except its blocks and omap.
+/// The onode of an object: all metadata of the object except its extent map and its omap entries.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Onode {
     /// The object's number, which is part of the keys of its leaves and omap entries.
@@ -105,7 +106,7 @@ pub(crate) struct Onode {
     pub(crate) size: u64,
     /// Number of blocks that are not holes.
     pub(crate) blocks: u64,
-    /// Whether there may be omap entries.
+    /// Whether the object may have omap entries.
     pub(crate) has_omap: bool,
     pub(crate) omap_header: Bytes,
     pub(crate) xattrs: BTreeMap<Bytes, Bytes>,
@@ -147,11 +148,11 @@ pub(crate) fn decode_oid(key: &Bytes) -> Result<ObjectId> {
 /// Location of one block of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockRef {
-    /// Block of the data region.
+    /// Number of the block in the data area.
     pub(crate) block: u64,
     /// CRC-32C of the whole block.
     pub(crate) crc: u32,
-    /// Whether other objects may refer to the block, too. Then its reference count decides.
+    /// Whether the block may have other references. The page of reference counts says how many.
     pub(crate) shared: bool,
 }
 
@@ -159,11 +160,12 @@ pub(crate) struct BlockRef {
 /// of the list.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MapLeaf {
-    /// At most [`LEAF_BLOCKS`].
+    /// The blocks by position, at most [`LEAF_BLOCKS`].
     pub(crate) blocks: Vec<Option<BlockRef>>,
 }
 
-/// Flag in the first block number of an encoded run: the run's blocks may have other references.
+/// Flag in the first block number of an encoded run. It says that the run's blocks may have other
+/// references.
 const SHARED: u64 = 1 << 47;
 
 impl MapLeaf {
@@ -172,7 +174,8 @@ impl MapLeaf {
         self.blocks.get(place as usize).copied().flatten()
     }
 
-    /// Maps `new.len()` positions from `first` on. Passes each replaced block to `released`.
+    /// Maps the positions from `first` on to the blocks in `new`. Passes each replaced block to
+    /// `released`.
     pub(crate) fn replace<E>(
         &mut self,
         first: u64,
@@ -196,12 +199,13 @@ impl MapLeaf {
         (first..end).map(|place| self.get(place))
     }
 
-    /// Number of blocks that are not holes.
+    /// Returns the number of blocks that are not holes.
     pub(crate) fn mapped(&self) -> u64 {
         self.blocks.iter().flatten().count() as u64
     }
 
-    /// Runs of blocks: {place in the leaf u8, length - 1 u8, first block u48 with the top bit for *shared*, checksums}.
+    /// Encodes the leaf as runs of blocks: {position in the leaf u8, length - 1 u8, first block u48
+    /// with *shared* in the top bit, checksums}.
     pub(crate) fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(16 + 4 * self.blocks.len());
         let mut at = 0;
@@ -236,10 +240,10 @@ impl MapLeaf {
             let start = u64::from_le_bytes(start);
             let (start, shared) = (start & !SHARED, start & SHARED != 0);
             if at < next || at + len > LEAF_BLOCKS as usize || rest.len() < len * 4 {
-                return Err(wrong("run outside the leaf"));
+                return Err(wrong("a run overlaps another run, ends outside the leaf or lacks checksums"));
             }
             if start + len as u64 > limit {
-                return Err(wrong("block outside the data region"));
+                return Err(wrong("a block lies outside the data area"));
             }
             let (crcs, rest) = rest.split_at(len * 4);
             leaf.blocks.resize(at, None);
@@ -253,7 +257,7 @@ impl MapLeaf {
             next = at + len;
             bytes = rest;
         }
-        if bytes.is_empty() { Ok(leaf) } else { Err(wrong("trailing bytes")) }
+        if bytes.is_empty() { Ok(leaf) } else { Err(wrong("bytes follow its last run")) }
     }
 }
 
@@ -264,7 +268,8 @@ pub(crate) struct RefPage {
 }
 
 impl RefPage {
-    /// Runs of equal counts: {first block u16, number of blocks u16, extra references u32}. `None` if all are one.
+    /// Encodes the counts as runs of equal counts: {first block u16, number of blocks u16, extra
+    /// references u32}. Returns `None` if no block has extra references.
     pub(crate) fn encode(&self) -> Option<Bytes> {
         let mut runs: Vec<(u16, u16, u32)> = Vec::new();
         for (&block, &extra) in &self.extra {
@@ -285,7 +290,7 @@ impl RefPage {
     pub(crate) fn decode(bytes: &[u8]) -> Result<RefPage> {
         let mut page = RefPage::default();
         if !bytes.len().is_multiple_of(8) {
-            return Err(corrupt("reference counts", "odd length"));
+            return Err(corrupt("reference counts", "the length is not a multiple of 8"));
         }
         let mut next = 0;
         for run in bytes.chunks_exact(8) {
@@ -294,7 +299,7 @@ impl RefPage {
             let extra = u32::from_le_bytes([run[4], run[5], run[6], run[7]]);
             let end = u64::from(start) + u64::from(len);
             if start < next || len == 0 || extra == 0 || end > REF_BLOCKS {
-                return Err(corrupt("reference counts", "run out of order or empty"));
+                return Err(corrupt("reference counts", "a run is out of order, out of range or empty"));
             }
             page.extra.extend((start..start + len).map(|b| (b, extra)));
             next = start + len;
@@ -328,21 +333,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn leaves_survive_encoding(leaf in leaves()) {
+        fn leaves_survive_encoding_and_decoding(leaf in leaves()) {
             let found = MapLeaf::decode(&leaf.encode(), 2000).unwrap();
             prop_assert!(found.places(0, LEAF_BLOCKS).eq(leaf.places(0, LEAF_BLOCKS)));
             prop_assert_eq!(found.mapped(), leaf.mapped());
         }
 
         #[test]
-        fn reference_counts_survive_encoding(extra in proptest::collection::btree_map(0u16..1024, 1u32..3, 0..200)) {
+        fn reference_counts_survive_encoding_and_decoding(extra in proptest::collection::btree_map(0u16..1024, 1u32..3, 0..200)) {
             let page = RefPage { extra };
             let found = page.encode().map_or(RefPage::default(), |b| RefPage::decode(&b).unwrap());
             prop_assert_eq!(found, page);
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = (MapLeaf::decode(&bytes, 1 << 20), RefPage::decode(&bytes), Onode::decode(&bytes), Meta::decode(&bytes));
             let _ = decode_collection(&bytes, &bytes);
         }

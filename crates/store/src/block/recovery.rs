@@ -17,14 +17,14 @@ use super::region::IndexRegion;
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
 use crate::{Result, StoreError};
 
-/// Smallest target, in bytes.
+/// Minimum size of a target, in bytes.
 pub(crate) const MIN_TARGET: u64 = 8 << 20;
-/// Smallest index region, in bytes.
+/// Minimum size of the index region, in bytes.
 const MIN_INDEX: u64 = 2 << 20;
-/// Bytes written at once by `mkfs`.
+/// Number of bytes that `mkfs` writes at once.
 const FILL: usize = 4 << 20;
 
-/// How large the parts of a new target are.
+/// The UUID of a new target, and the sizes of its parts.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TargetSizes {
     pub(crate) uuid: Option<Uuid>,
@@ -32,7 +32,7 @@ pub(crate) struct TargetSizes {
     pub(crate) index_bytes: Option<u64>,
 }
 
-/// Writes a new target over the whole drive.
+/// Creates a new target, which overwrites the whole drive.
 ///
 /// # Errors
 /// If the drive is too small or fails.
@@ -43,7 +43,7 @@ pub(crate) fn mkfs(
 ) -> Result<Uuid> {
     let mut superblock = layout(drive.size(), sizes)?;
     let zeros = vec![0; FILL];
-    // A target that is being made is none, until it is complete.
+    // Erase the superblocks first, so that an incomplete target is not recognised as a target.
     drive.write_at(0, &zeros[..SUPERBLOCKS as usize])?;
     drive.flush()?;
     fill(drive.as_ref(), &superblock, &zeros, progress)?;
@@ -64,27 +64,29 @@ pub(crate) fn mkfs(
     Ok(superblock.uuid)
 }
 
-/// Where the parts of a new target lie on a drive of `size` bytes.
+/// Returns the superblock of a new target on a drive of `size` bytes, which contains the locations
+/// of its parts.
 ///
 /// # Errors
-/// [`StoreError::InvalidArgument`] if they do not fit.
+/// [`StoreError::InvalidArgument`] if the parts do not fit.
 pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
     if size < MIN_TARGET {
         return Err(StoreError::InvalidArgument(format!(
-            "a target of {size} bytes; at least {MIN_TARGET} are needed"
+            "a target of {size} bytes is too small; it needs at least {MIN_TARGET}"
         )));
     }
     let whole = |len: u64| len - len % BLOCK;
     let log_len = whole(sizes.log_bytes.unwrap_or((size / 8).min(64 << 20)));
     let index_pages = sizes.index_bytes.unwrap_or((size / 16).max(MIN_INDEX));
-    // `redb` doubles its storage: sizes that are powers of two must fit together with headers and checksums.
+    // `redb` grows its storage by doubling it. Add room for headers and checksums, so that storage
+    // whose size is a power of two fits completely.
     let index_len = whole(index_pages.saturating_add(index_pages / 64 + (64 << 10)));
     let used = SUPERBLOCKS.checked_add(log_len).and_then(|l| l.checked_add(index_len));
     let Some(data) =
         used.filter(|u| *u + (1 << 20) <= size && log_len >= 256 << 10 && index_len >= MIN_INDEX)
     else {
         return Err(StoreError::InvalidArgument(format!(
-            "a log of {log_len} and an index of {index_len} bytes do not fit a target of {size} bytes"
+            "a log of {log_len} bytes and an index of {index_len} bytes are too small, or do not fit into a target of {size} bytes"
         )));
     };
     Ok(Superblock {
@@ -99,7 +101,7 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
     })
 }
 
-/// Writes every byte after the superblocks once: valid log sectors, zeros elsewhere.
+/// Writes every byte after the superblocks once: valid sectors to the log, and zeros elsewhere.
 fn fill(drive: &dyn Drive, sb: &Superblock, zeros: &[u8], progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
     let mut sector = 0;
     while sector < sb.log_sectors() {
@@ -119,37 +121,40 @@ fn fill(drive: &dyn Drive, sb: &Superblock, zeros: &[u8], progress: &mut dyn FnM
     Ok(drive.flush()?)
 }
 
-/// A target as the last checkpoint and the log have it.
+/// The state of a target according to its last checkpoint and its log.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(crate) superblock: Superblock,
     pub(crate) index: Arc<Index>,
     pub(crate) meta: Meta,
     pub(crate) taken: Bitmap,
-    /// What the log changes in the index.
+    /// The changes of the index that the log contains.
     pub(crate) changes: Changes,
     pub(crate) deferred: Deferred,
-    /// First log sector that nothing was written to since the checkpoint.
+    /// First log sector to which nothing was written since the checkpoint.
     pub(crate) log_end: u64,
-    /// Damage that was passed over; empty unless `repair`.
+    /// Descriptions of damage that was ignored. Empty unless the target is read for a repair.
     pub(crate) damage: Vec<String>,
 }
 
-/// What a target is read for.
+/// The purpose of reading a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecoveryMode {
-    /// For work: the log of a target that was unmounted in order is empty and not looked at.
+    /// Mount the target. If it was unmounted properly, its log is empty and is not read.
     Mount,
-    /// To be looked at.
+    /// Check the target. Damage of the log or of the bitmap is an error.
     Check,
-    /// To be put right: damage ends the log, and is listed.
+    /// Repair the target. Damage of the log is listed and ends the log. Damage of the bitmap is
+    /// listed, too.
     Repair,
 }
 
-/// Reads a target and applies the log in memory; changes nothing but what `redb` does when it opens its storage.
+/// Reads a target and applies its log in memory. Does not change the target, except that `redb` may
+/// write when it opens its storage.
 ///
 /// # Errors
-/// See [`StoreError`]: no target, wrong version, damage.
+/// [`StoreError::NotATarget`], [`StoreError::WrongVersion`], [`StoreError::Corrupt`], or
+/// [`StoreError::Io`] if the drive fails.
 pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: RecoveryMode) -> Result<Recovered> {
     let repair = mode == RecoveryMode::Repair;
     let superblock = Superblock::read(drive.as_ref())?;
@@ -163,7 +168,10 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
     if meta.checkpoint < superblock.checkpoint {
         return Err(corrupt(
             "index",
-            format!("it is at checkpoint {}, the superblock at {}", meta.checkpoint, superblock.checkpoint),
+            format!(
+                "it is at checkpoint {}, but the superblock is at checkpoint {}",
+                meta.checkpoint, superblock.checkpoint
+            ),
         ));
     }
     let mut damage = Vec::new();
@@ -191,7 +199,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
             if !complete {
                 tracing::info!(
                     end = group.end,
-                    "the log ends in a transaction whose data was not yet written"
+                    "the log ends with a transaction whose data was not written completely; the transaction is discarded"
                 );
                 break 'groups;
             }
@@ -216,7 +224,7 @@ fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<Strin
             if !key::number(&name).is_some_and(|n| taken.load_page(n, &page)) {
                 match &mut damage {
                     Some(list) => list.push("a page of the free-space bitmap is damaged".into()),
-                    None => return Err(corrupt("free-space bitmap", "a page has the wrong size or place")),
+                    None => return Err(corrupt("free-space bitmap", "a page has a wrong size or number")),
                 }
             }
         }
@@ -232,19 +240,20 @@ fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<Strin
     Ok(taken)
 }
 
-/// A target that is ready for work.
+/// A recovered target that is ready for use.
 #[derive(Debug)]
 pub(crate) struct ReadyTarget {
     pub(crate) superblock: Superblock,
     pub(crate) meta: Meta,
     pub(crate) taken: Bitmap,
     pub(crate) index: Arc<Index>,
-    /// Bytes of the index region, and bytes free in it.
+    /// Number of usable bytes of the index, and number of free bytes.
     pub(crate) index_space: (u64, u64),
 }
 
 impl Recovered {
-    /// Whether the data of a record that may not have been flushed is there.
+    /// Whether the data area has the data of a record. The data may be missing if it was not
+    /// flushed before a crash.
     fn has_data(&self, drive: &dyn Drive, record: &Record) -> Result<bool> {
         let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
@@ -268,14 +277,14 @@ impl Recovered {
     fn replay(&mut self, record: Record) -> Result<()> {
         let covered = |e: &Extent| self.taken.covers(*e);
         if !record.allocs.iter().chain(&record.frees).all(covered) {
-            return Err(corrupt("log record", "it names blocks outside the data region"));
+            return Err(corrupt("log record", "it names blocks outside the data area"));
         }
         if record
             .deferred
             .iter()
             .any(|(b, content)| *b >= self.superblock.data_blocks() || content.len() != BLOCK_SIZE)
         {
-            return Err(corrupt("log record", "it has a block of a wrong size or place"));
+            return Err(corrupt("log record", "it contains a block with a wrong size or number"));
         }
         let mut unexpected = 0;
         for extent in &record.allocs {
@@ -287,14 +296,14 @@ impl Recovered {
             extent.blocks().for_each(|b| drop(self.deferred.remove(&b)));
         }
         if unexpected > 0 {
-            return Err(corrupt("log record", format!("{unexpected} blocks were taken or freed twice")));
+            return Err(corrupt("log record", format!("{unexpected} blocks were allocated or freed twice")));
         }
         self.changes.extend(record.puts);
         self.meta.next_nid = self.meta.next_nid.max(record.next_nid);
         Ok(())
     }
 
-    /// All entries of one kind, the log's changes included.
+    /// Calls `each` for every entry of one kind, in order of the keys, including the log's changes.
     pub(crate) fn entries(&self, kind: u8, mut each: impl FnMut(Bytes, Bytes) -> Result<()>) -> Result<()> {
         let (mut from, to) = key::kind_range(kind);
         let mut changed = self.changes.range(from.clone()..to.clone()).peekable();
@@ -317,7 +326,8 @@ impl Recovered {
         changed.try_for_each(|(k, v)| v.iter().try_for_each(|v| each(k.clone(), v.clone())))
     }
 
-    /// Writes a repaired target: `fixes` over everything else, and exactly the blocks of `taken` taken.
+    /// Writes a repaired target. `fixes` replace the values of their keys, and exactly the blocks
+    /// in `taken` are marked as allocated.
     ///
     /// # Errors
     /// If the drive fails.
@@ -328,7 +338,7 @@ impl Recovered {
         self.settle(drive, true).map(drop)
     }
 
-    /// Brings the target to order: a checkpoint with everything, after which the log is empty.
+    /// Runs a checkpoint with all changes, after which the log is empty.
     ///
     /// # Errors
     /// If the drive fails.
@@ -345,14 +355,15 @@ impl Recovered {
             meta: self.meta,
             superblock: self.superblock,
         };
-        // What the log had may not have been flushed when the process ended.
+        // The log and the data may not have been flushed when the last process ended.
         drive.flush()?;
         let (meta, superblock, space) = checkpoint.run(drive, &self.index)?;
         Ok(ReadyTarget { superblock, meta, taken: self.taken, index: self.index, index_space: space })
     }
 }
 
-/// Marks free blocks as taken and gives a block a reference too many.
+/// Damages a target for a test: marks free blocks as allocated, and adds references to a block that
+/// has none.
 #[cfg(test)]
 pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
     let mut recovered = recover(drive, 1 << 20, RecoveryMode::Check).expect("a sound target");

@@ -2,8 +2,8 @@
 //!
 //! `redb` writes pages of 4 KiB into free space. Then it rewrites its header, at the start of page
 //! 0, in place. This module writes the header to two slots in turn. The checksums of the other
-//! pages are in a table of self-checking sectors. The same flush makes a page and its checksum
-//! durable, and until then no durable header refers to the page.
+//! pages are in a table. Each sector of the table has a checksum of its own. The same flush makes a
+//! page and its checksum durable. No durable header refers to the page before that flush.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,24 +14,25 @@ use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use super::drive::Drive;
 use super::superblock::Region;
 
-/// Bytes of `redb`'s header. Writes of other data to page 0 fail.
+/// Size of `redb`'s header, in bytes. Writes of other data to page 0 fail.
 const HEADER: usize = 320;
 const SECTOR: usize = 512;
-/// Checksums per sector of the table.
+/// Number of checksums per sector of the table.
 const ENTRIES: usize = (SECTOR - 8) / 4;
-/// Checksums per block of the table.
+/// Number of checksums per block of the table.
 const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
 /// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
 /// Table entry of a page whose checksum was lost with its sector.
 const LOST: u32 = u32::MAX;
 
-/// Error: content of the region differs from the content written.
+/// Error: the region's content differs from the data that was written, or an access lies outside
+/// the index's storage.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Damage(String);
 
-/// Storage of the index; clones share it.
+/// Storage of the index. Clones share the same storage.
 #[derive(Debug, Clone)]
 pub(crate) struct IndexRegion {
     shared: Arc<Shared>,
@@ -48,14 +49,14 @@ struct Shared {
 struct State {
     header: Vec<u8>,
     header_dirty: bool,
-    /// Number of the next header. Its parity selects the slot.
+    /// Sequence number of the next header. An even number selects slot 0, an odd number slot 1.
     header_sequence: u64,
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
     /// Whether a write or flush has failed. Then the drive's content is unknown, and the region
-    /// refuses further writes. A retried flush could succeed without the work that the first flush
-    /// failed to do.
+    /// refuses further writes. A retried flush could report success, although data of the failed
+    /// flush never reached the drive.
     failed: bool,
 }
 
@@ -63,19 +64,20 @@ fn damage(what: String) -> io::Error {
     io::Error::other(Damage(what))
 }
 
-/// Maps a page's checksum to a value that differs from the special entries.
+/// Maps a page's checksum to a table entry that differs from [`BLANK`] and [`LOST`].
 fn entry(crc: u32) -> u32 {
     crc.clamp(BLANK + 1, LOST - 1)
 }
 
-/// Number of pages in a region of `len` bytes, beside two header slots and the table.
+/// Returns the number of pages in a region of `len` bytes, without the two header slots and the
+/// table.
 fn pages(len: u64) -> usize {
     let blocks = (len / BLOCK).saturating_sub(2) as usize;
     blocks - blocks.div_ceil(BLOCK_ENTRIES + 1)
 }
 
 impl IndexRegion {
-    /// An empty region, over whatever is there.
+    /// Creates an empty region. Earlier content of the region is lost.
     ///
     /// # Errors
     /// If the drive fails.
@@ -95,7 +97,7 @@ impl IndexRegion {
         Ok(this)
     }
 
-    /// The region as it was left.
+    /// Opens an existing region.
     ///
     /// # Errors
     /// If the drive fails or both header slots are damaged.
@@ -126,8 +128,9 @@ impl IndexRegion {
         Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) })
     }
 
-    /// Bytes the index can have, and bytes it has. `redb` grows its storage by doubling it, and not at all if that does
-    /// not fit: what lies beyond the last doubling is out of its reach.
+    /// Returns the number of bytes to which `redb`'s storage can grow, and its present number of
+    /// bytes. `redb` grows its storage only by doubling it, so it cannot use space beyond the last
+    /// doubling that fits into the region.
     pub(crate) fn space(&self) -> (u64, u64) {
         let state = self.lock();
         let capacity = state.checksums.len() as u64 * BLOCK;
@@ -147,12 +150,14 @@ impl IndexRegion {
         self.shared.region.offset + (2 + table_blocks + page) as u64 * BLOCK
     }
 
-    /// Pages of an access that is not to the header.
+    /// Returns the pages of an access to other data than the header.
     fn page_range(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
         let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK_SIZE) && offset > 0;
         let end = offset + len as u64;
         if !aligned || end > self.lock().len {
-            return Err(damage(format!("the index asks for {len} bytes at {offset}, which it cannot have")));
+            return Err(damage(format!(
+                "the index accesses {len} bytes at {offset}, which are not whole pages of its storage"
+            )));
         }
         Ok((offset / BLOCK) as usize..(end / BLOCK) as usize)
     }
@@ -171,10 +176,10 @@ impl IndexRegion {
         Ok(())
     }
 
-    /// Does something with the drive, unless that has failed before.
+    /// Runs `f` on the drive, unless an earlier write or flush has failed.
     fn once_sound(&self, f: impl FnOnce(&dyn Drive) -> io::Result<()>) -> io::Result<()> {
         if self.lock().failed {
-            return Err(io::Error::other("a write of the index has failed before"));
+            return Err(io::Error::other("an earlier write or flush of the index has failed"));
         }
         f(self.shared.drive.as_ref()).inspect_err(|_| self.lock().failed = true)
     }
@@ -208,7 +213,8 @@ fn encode_slot(sequence: u64, len: u64, header: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Number of the header, length of the storage, header; `None` if the slot is damaged.
+/// Returns the sequence number of the header, the length of the storage in bytes, and the header;
+/// `None` if the slot is damaged.
 pub(crate) fn decode_slot(slot: &[u8]) -> Option<(u64, u64, Vec<u8>)> {
     let word = |at: usize| Some(u64::from_le_bytes(slot.get(at..at + 8)?.try_into().ok()?));
     if slot.len() != BLOCK_SIZE || crc32c(&slot[4..]).to_le_bytes() != slot[..4] {
@@ -217,7 +223,8 @@ pub(crate) fn decode_slot(slot: &[u8]) -> Option<(u64, u64, Vec<u8>)> {
     Some((word(4)?, word(12)?, slot[20..20 + HEADER].to_vec()))
 }
 
-/// Block `block` of the table. Each sector: CRC-32C of the rest u32, its number u32, checksums.
+/// Encodes block `block` of the table. Each sector contains the CRC-32C of the rest of the sector
+/// (u32), the sector's number (u32), and checksums of pages.
 fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
     let mut out = vec![0; BLOCK_SIZE];
     for (i, sector) in out.chunks_exact_mut(SECTOR).enumerate() {
@@ -233,7 +240,8 @@ fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
     out
 }
 
-/// The checksums in sector `number` of the table, all [`LOST`] if the sector is damaged.
+/// Returns the checksums in sector `number` of the table. If the sector is damaged, all of them are
+/// [`LOST`].
 pub(crate) fn decode_table(number: usize, sector: &[u8]) -> Vec<u32> {
     let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
     if crc32c(&sector[4..]) != word(0) || word(4) != number as u32 {
@@ -260,7 +268,7 @@ impl redb::StorageBackend for IndexRegion {
         let mut state = self.lock();
         let capacity = state.checksums.len() as u64 * BLOCK;
         if len > capacity {
-            let what = format!("the index needs {len} bytes, its region has {capacity}");
+            let what = format!("the index needs {len} bytes, but its region has only {capacity}");
             return Err(io::Error::new(io::ErrorKind::StorageFull, what));
         }
         let first = len.div_ceil(BLOCK) as usize;

@@ -1,4 +1,4 @@
-//! A simulated drive with a target, which runs in the test's own thread. A seed determines the
+//! A simulated drive, and a target on it that runs in the test's own thread. A seed determines the
 //! order of events.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +30,7 @@ enum Entry {
         data: Bytes,
     },
     Complete(u64),
-    /// The flush will cover all writes that completed before this event.
+    /// The flush covers all writes that completed before this event.
     FlushStart(u64),
     FlushDone(u64),
 }
@@ -46,15 +46,17 @@ struct State {
     image: Vec<u8>,
     history: Vec<Entry>,
     next: u64,
-    /// Number of writes (true) or flushes (false) before the injected failures begin.
+    /// Number of writes and flushes before the injected failures begin; `None` if no failures are
+    /// injected.
     fail_after: Option<u64>,
-    /// Number of failures.
+    /// Number of failures that are still to be injected.
     fail_count: u64,
+    /// Number of failures that were injected.
     failed: u64,
 }
 
 impl SimDrive {
-    /// Makes a drive with the given content.
+    /// Creates a drive with the given content.
     #[must_use]
     pub fn new(image: Vec<u8>) -> Arc<SimDrive> {
         let state = State { image, history: Vec::new(), next: 0, fail_after: None, fail_count: 0, failed: 0 };
@@ -69,26 +71,26 @@ impl SimDrive {
         self.lock().image.clone()
     }
 
-    /// Number of events so far.
+    /// Returns the number of events so far.
     pub fn position(&self) -> usize {
         self.lock().history.len()
     }
 
-    /// Makes every write and flush fail after `count` more.
+    /// Makes all writes and flushes fail after the next `count` of them.
     #[cfg(test)]
     pub(crate) fn fail_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), u64::MAX);
     }
 
-    /// Makes one write or flush fail, after `count` more.
+    /// Makes one write or flush fail, after the next `count` of them.
     #[cfg(test)]
     pub(crate) fn fail_once_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), 1);
     }
 
-    /// Number of requests that failed on purpose.
+    /// Returns the number of failures that were injected.
     #[cfg(test)]
     pub(crate) fn failures(&self) -> u64 {
         self.lock().failed
@@ -99,7 +101,7 @@ impl SimDrive {
         self.lock().image[bit / 8] ^= 1 << (bit % 8);
     }
 
-    /// Positions right before and after each flush.
+    /// Returns the positions directly before and after the completion of each flush.
     #[cfg(test)]
     pub(crate) fn flush_boundaries(&self) -> Vec<usize> {
         let state = self.lock();
@@ -161,10 +163,11 @@ impl Drive for SimDrive {
     }
 }
 
-/// Images that a power failure can leave, in order of position.
+/// Creates the drive images that a power failure can leave. The positions must be requested in
+/// ascending order.
 pub struct Crashes {
     history: Vec<Entry>,
-    /// The writes that are certainly on the drive.
+    /// The drive's content with all writes that are certainly durable.
     base: Vec<u8>,
     at: usize,
     submitted: BTreeMap<u64, (u64, Bytes)>,
@@ -173,7 +176,7 @@ pub struct Crashes {
 }
 
 impl Crashes {
-    /// Makes the images of a drive whose content was `base` before its history.
+    /// Starts with the first event of a drive whose content was `base` before its history.
     pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
@@ -291,7 +294,7 @@ impl SimTarget {
         true
     }
 
-    /// Requests a checkpoint soon.
+    /// Requests a checkpoint, which starts as soon as possible.
     #[cfg(test)]
     pub(crate) fn request_checkpoint(&mut self) {
         self.core.commits.request_checkpoint();
@@ -313,7 +316,7 @@ impl SimTarget {
         something
     }
 
-    /// Number of checkpoints since the target was made.
+    /// Returns the number of checkpoints since the target was created.
     #[cfg(test)]
     pub(crate) fn checkpoints(&self) -> u64 {
         self.core.superblock.checkpoint
@@ -340,14 +343,16 @@ impl SimTarget {
     }
 }
 
-/// A [`SimTarget`] as a store. Waiting for a reply processes events.
+/// A store on a [`SimTarget`]. When a caller waits for a reply, the store processes the events of
+/// the target.
 #[derive(Clone)]
 pub struct SimStore {
     target: Arc<Mutex<SimTarget>>,
 }
 
 impl SimStore {
-    /// Formats an image of a drive as a small target with the given uuid.
+    /// Creates a small target with the given uuid on a drive with content `image`. Returns the new
+    /// content of the drive.
     ///
     /// # Errors
     /// If the image is too small.
@@ -362,7 +367,7 @@ impl SimStore {
     /// Mounts the target on a drive. `seed` determines the order of later events.
     ///
     /// # Errors
-    /// As any mount.
+    /// Those of [`BlockStore::mount`](crate::BlockStore::mount).
     pub fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimStore> {
         Ok(SimStore { target: Arc::new(Mutex::new(SimTarget::mount(drive, seed)?)) })
     }
@@ -371,7 +376,7 @@ impl SimStore {
         self.target.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether calls wait for their turn or for something to be loaded or freed.
+    /// Whether calls wait for their turn, for a load or for free space.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         self.lock().core.has_queue()
@@ -383,7 +388,7 @@ impl SimStore {
     pub(crate) fn settle_queue(&self) {
         let mut target = self.lock();
         while target.core.has_queue() {
-            assert!(target.step(), "a queued call waits for nothing");
+            assert!(target.step(), "a queued call waits, but no event is left");
         }
     }
 }
@@ -402,8 +407,10 @@ impl Submit for SimStore {
             loop {
                 match answer.try_recv() {
                     Ok(Some(result)) => return result,
-                    Ok(None) => assert!(this.lock().step(), "an answer waits for nothing"),
-                    Err(_) => panic!("a call was dropped without an answer"),
+                    Ok(None) => {
+                        assert!(this.lock().step(), "a call waits for its reply, but no event is left")
+                    }
+                    Err(_) => panic!("a call was dropped without a reply"),
                 }
             }
         })

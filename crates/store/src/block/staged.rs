@@ -12,20 +12,20 @@ use crate::StageId;
 pub(crate) enum StagedBlock {
     /// No bytes were written to the block.
     Blank,
-    /// The block was written, or its write is in progress. Its checksum.
+    /// The block was written, or its write is in progress. The value is the block's checksum.
     Written(u32),
-    /// A transaction has named it.
+    /// A transaction has named the block.
     Taken,
 }
 
-/// A stage.
+/// State of a stage.
 #[derive(Debug)]
 pub(crate) struct Stage {
-    /// Length asked for, in bytes.
+    /// Requested length, in bytes.
     pub(crate) len: u64,
     pub(crate) extents: Vec<Extent>,
     pub(crate) blocks: Vec<StagedBlock>,
-    /// Writes that have not completed.
+    /// Ids of the writes that have not completed.
     pub(crate) in_flight: HashSet<u64>,
     pub(crate) released: bool,
     /// Number of queued transactions that name the stage.
@@ -38,8 +38,8 @@ impl Stage {
         Stage { len, extents, blocks, in_flight: HashSet::new(), released: false, users: 0 }
     }
 
-    /// Returns the runs of the data region that contain blocks `first..first + count` of the stage,
-    /// in order.
+    /// Returns the runs of blocks of the data area that contain blocks `first..first + count` of
+    /// the stage, in order.
     pub(crate) fn runs(&self, first: u64, count: u64) -> Vec<Extent> {
         let mut runs = Vec::new();
         let (mut skip, mut left) = (first, count);
@@ -57,7 +57,7 @@ impl Stage {
         runs
     }
 
-    /// Blocks that no transaction has named.
+    /// Returns the blocks that no transaction has named.
     pub(crate) fn unnamed(&self) -> Vec<Extent> {
         let mut unnamed = Vec::new();
         let blocks = self.extents.iter().flat_map(|e| e.blocks());
@@ -78,12 +78,12 @@ pub(crate) struct StageWrite {
     pub(crate) reply: ReplySender,
 }
 
-/// A call that waits for blocks for a stage.
+/// A call that waits until enough blocks for a stage are free.
 #[derive(Debug)]
 pub(crate) struct WaitingStage {
-    /// Length asked for, in bytes.
+    /// Requested length, in bytes.
     pub(crate) len: u64,
-    /// How often it has waited.
+    /// Number of times that the call has waited for blocks.
     pub(crate) parked: u32,
     pub(crate) reply: ReplySender,
 }

@@ -9,24 +9,28 @@ use super::staged::{Stage, StageWrite, StagedBlock, WaitingStage, next_stage};
 use crate::stage::check_stage_write;
 use crate::{Area, StageId, StoreError};
 
-/// How often a call is parked for want of blocks before it fails: others may take what is freed
-/// before its turn comes, and the calls of its collection queue behind it.
+/// Maximum number of times that a call waits for free blocks before it fails. Without a limit,
+/// other calls could take the freed blocks again and again, and later calls of the same collection
+/// would queue behind the waiting call.
 pub(super) const PARKS_MAX: u32 = 64;
 
 impl Core {
-    /// Takes the blocks that a stage was promised.
+    /// Allocates the blocks that were promised to a stage.
     pub(super) fn stage_promised(&mut self, id: StageId, len: u64) {
         let extents = self.alloc.alloc_promised(len.div_ceil(BLOCK));
         self.stages.insert(id.0, Stage::new(len, extents));
     }
 
-    /// Allocates a stage. `parked` says how often the call has waited for blocks already.
+    /// Allocates a stage. `parked` is the number of times that the call has already waited for
+    /// blocks.
     pub(super) fn stage(&mut self, len: u64, parked: u32, reply: ReplySender) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
         if len == 0 {
-            return drop(reply.send(Err(StoreError::InvalidArgument("an empty stage".into()))));
+            return drop(
+                reply.send(Err(StoreError::InvalidArgument("a stage must have at least one byte".into()))),
+            );
         }
         let blocks = len.div_ceil(BLOCK);
         match self.alloc.alloc(blocks, Purse::Ordinary) {
@@ -45,9 +49,8 @@ impl Core {
         }
     }
 
-    /// Whether `blocks` blocks, which are not free now, will be: freed blocks are on their way to
-    /// the allocator, and they suffice. The calls that wait for them are tried again whenever some
-    /// have arrived.
+    /// Whether at least `blocks` blocks will be free when all freed blocks have left the
+    /// quarantine. Waiting calls are tried again whenever blocks leave the quarantine.
     pub(super) fn will_have(&self, blocks: u64, purse: Purse) -> bool {
         let on_their_way = self.commits.reclaimable();
         on_their_way > 0 && self.alloc.free_blocks(purse, on_their_way) >= blocks
@@ -77,7 +80,9 @@ impl Core {
         }
         let runs = stage.runs(first, count);
         if runs.iter().any(|run| self.reads.is_being_written(*run)) {
-            let error = StoreError::InvalidArgument("the staged bytes are being written already".into());
+            let error = StoreError::InvalidArgument(
+                "an earlier write of the same staged bytes is still in progress".into(),
+            );
             return drop(reply.send(Err(error)));
         }
         let (data, checksums) = payload.into_parts();
@@ -124,7 +129,8 @@ impl Core {
         self.drop_stage(id);
     }
 
-    /// Marks a stage as released; its blocks come back once no write to them is in flight.
+    /// Marks a stage as released. The blocks that no transaction has named become free when all
+    /// writes to the stage have completed and no queued transaction names the stage.
     pub(super) fn stage_release(&mut self, id: u64) {
         if let Some(stage) = self.stages.get_mut(&id) {
             stage.released = true;
@@ -141,7 +147,8 @@ impl Core {
         }
     }
 
-    /// Blocks of a stage now belong to an object; the group that says so waits for the stage's writes.
+    /// Records that blocks of a stage now belong to an object. The group with the transaction waits
+    /// for all writes to the stage that are in progress.
     pub(super) fn take_staged(&mut self, id: u64, first: u64, count: u64) {
         let Some(stage) = self.stages.get_mut(&id) else { return };
         stage.blocks[first as usize..(first + count) as usize].fill(StagedBlock::Taken);

@@ -27,7 +27,7 @@ use super::superblock::Superblock;
 use super::uring::IoRing;
 use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
-/// Options for making a target.
+/// Options for creating a target.
 #[derive(Debug, Clone, Default)]
 pub struct MkfsOptions {
     /// Size of the new file, in bytes; `None` to use an existing file or a block device.
@@ -51,17 +51,18 @@ impl MkfsOptions {
 pub struct MountOptions {
     /// The uuid that the target must have, if known.
     pub expected_uuid: Option<Uuid>,
-    /// Number of the target, for its threads' names.
+    /// Number of the target, which is part of its threads' names.
     pub index: usize,
-    /// Memory for index pages, in bytes.
+    /// Size of the cache of index pages, in bytes.
     pub index_cache_bytes: usize,
-    /// Memory for decoded entries of the index, in bytes.
+    /// Size of the cache of index values, in bytes.
     pub metadata_cache_bytes: usize,
-    /// Memory for reads without a destination and for writes from unaligned memory, in bytes.
+    /// Size of the buffers for reads without a destination and for writes from unaligned memory, in
+    /// bytes.
     pub buffer_bytes: usize,
     /// Faults injected into the drive.
     pub faults: Faults,
-    /// Stages get numbers above this one. A process that mounts a target several times uses a
+    /// Stages get numbers above this one. A process that mounts a target several times must use a
     /// different range for each mount.
     pub stages_after: u64,
 }
@@ -80,11 +81,12 @@ impl Default for MountOptions {
     }
 }
 
-/// An [`ObjectStore`](crate::ObjectStore) on a file or block device. `docs/format.md` describes the format.
+/// An [`ObjectStore`](crate::ObjectStore) on a file or block device. `docs/format.md` describes the
+/// format.
 ///
 /// One [`Driver`] owns the target's state and its I/O ring. Calls are messages to the driver.
-/// Dropping the last handle without [`umount`](crate::StoreCalls::umount) is like a crash of the process:
-/// no acknowledged change is lost.
+/// Dropping the last handle without [`umount`](crate::StoreCalls::umount) is like a crash of the
+/// process: no acknowledged change is lost.
 #[derive(Debug)]
 pub struct BlockStore {
     mailbox: Mailbox,
@@ -92,14 +94,14 @@ pub struct BlockStore {
     last_stage: Arc<AtomicU64>,
     uuid: Uuid,
     path: PathBuf,
-    /// See [`MountOptions::index`].
+    /// Number of the target, as in [`MountOptions::index`].
     index: usize,
     /// The thread that runs the target, if the target has its own thread.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Reports whether calls on a target wait for a checkpoint, and whether the checkpoint makes
-/// progress. Any thread may ask at any time, at almost no cost.
+/// progress. Any thread may call the methods at any time. They cost almost nothing.
 #[derive(Debug, Clone)]
 pub struct CheckpointWatch {
     shared: Arc<MailboxState>,
@@ -107,8 +109,9 @@ pub struct CheckpointWatch {
 }
 
 impl CheckpointWatch {
-    /// Returns the progress of the checkpoint that calls wait for; `None` if no call waits for one.
-    /// The number grows whenever one of the checkpoint's calls on the drive returns.
+    /// Returns the progress of the checkpoint that calls wait for; `None` if no call waits for a
+    /// checkpoint. The progress is a number that grows whenever one of the checkpoint's calls to
+    /// the drive returns.
     #[must_use]
     pub fn awaited(&self) -> Option<u64> {
         let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);
@@ -124,11 +127,12 @@ impl CheckpointWatch {
 }
 
 impl BlockStore {
-    /// Makes a target at `path` and writes all of it once. `progress` receives the bytes done and
-    /// the total bytes. Returns the target's uuid.
+    /// Creates a target at `path` and writes every byte of it once. `progress` receives the number
+    /// of bytes written so far and the total number of bytes. Returns the target's uuid.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] if something uses it, [`StoreError::InvalidArgument`] if it is too small.
+    /// [`StoreError::InUse`] if the file or device is in use, [`StoreError::InvalidArgument`] if it
+    /// is too small.
     pub fn mkfs(path: &Path, options: &MkfsOptions, mut progress: impl FnMut(u64, u64)) -> Result<Uuid> {
         let drive: Arc<dyn Drive> = Arc::new(FileDrive::open_unused(path, options.size)?);
         mkfs(&drive, &options.sizes(), &mut progress)
@@ -137,12 +141,13 @@ impl BlockStore {
     /// Checks whether a target with these options fits on a drive of `size` bytes. Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if it is too small.
+    /// [`StoreError::InvalidArgument`] if the drive is too small.
     pub fn check_size(size: u64, options: &MkfsOptions) -> Result<()> {
         layout(size, &options.sizes()).map(drop)
     }
 
-    /// Checks whether the file or device at `path` can become a target as it is. Changes nothing.
+    /// Checks whether the file or device at `path` can become a target without a change of its
+    /// size. Changes nothing.
     ///
     /// # Errors
     /// Those of [`mkfs`](Self::mkfs).
@@ -153,7 +158,8 @@ impl BlockStore {
     /// Reads the uuid of the target at `path`, without mounting or recovering the target.
     ///
     /// # Errors
-    /// [`StoreError::InUse`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`] or [`StoreError::Corrupt`].
+    /// [`StoreError::InUse`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`] or
+    /// [`StoreError::Corrupt`].
     pub fn uuid_at(path: &Path) -> Result<Uuid> {
         Ok(Superblock::read(&FileDrive::open_unused(path, None)?)?.uuid)
     }
@@ -161,8 +167,8 @@ impl BlockStore {
     /// Mounts the target at `path`: replays its log and starts its threads.
     ///
     /// # Errors
-    /// [`StoreError::InUse`], [`StoreError::WrongUuid`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`], or
-    /// [`StoreError::Corrupt`] if fsck is needed.
+    /// [`StoreError::InUse`], [`StoreError::WrongUuid`], [`StoreError::WrongVersion`],
+    /// [`StoreError::NotATarget`], or [`StoreError::Corrupt`] if fsck is needed.
     pub fn mount(path: &Path, options: &MountOptions) -> Result<Arc<BlockStore>> {
         let (mut store, driver) = BlockStore::prepare(path, options)?;
         let run = move || driver.run_alone();
@@ -187,7 +193,7 @@ impl BlockStore {
         BlockStore::prepare_on(file, drive, path, options)
     }
 
-    /// Mounts the target at `path`, which is open as `file`. Blocking calls go to `drive`.
+    /// Mounts the target at `path`, which is open as `file`. `drive` executes the blocking calls.
     pub(super) fn prepare_on(
         file: Arc<FileDrive>,
         drive: Arc<dyn Drive>,
@@ -245,7 +251,8 @@ impl BlockStore {
     }
 }
 
-/// Waits for a stage. Releases the stage if the caller is cancelled after the stage was made.
+/// Waits for the allocation of a stage. Releases the stage if the caller is cancelled after the
+/// allocation.
 struct Staging {
     answer: oneshot::Receiver<Result<StoreReply>>,
     mailbox: Mailbox,
@@ -262,7 +269,7 @@ impl Future for Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // From here on, sending fails and the sender releases the stage.
+        // From here on, sending the reply fails, and then the sender releases the stage.
         self.answer.close();
         if let Ok(Some(Ok(StoreReply::Stage(stage)))) = self.answer.try_recv() {
             self.mailbox.leave(CoreCommand::StageRelease(stage));
@@ -287,9 +294,9 @@ impl Drop for BlockStore {
     }
 }
 
-/// Gathers memory into huge pages, and then registers it with the ring. This runs in the
-/// background, because it takes milliseconds per page. Until then, the kernel pins the memory anew
-/// for each request.
+/// Gathers memory into huge pages, and then registers it with the ring. This runs on a separate
+/// thread, because it takes milliseconds per page. Until the registration, the kernel pins the
+/// memory separately for each request.
 fn register(arena: &Arc<Arena>, mailbox: &Mailbox) {
     let (memory, to_store) = (Arc::clone(arena), mailbox.clone());
     let gather = move || {
@@ -298,7 +305,7 @@ fn register(arena: &Arc<Arena>, mailbox: &Mailbox) {
         to_store.memory(memory);
     };
     if let Err(error) = base::thread::spawn(ThreadClass::Store, "mem", gather) {
-        tracing::warn!(%error, "memory is registered as it is");
+        tracing::warn!(%error, "memory for direct I/O is registered without huge pages, because no thread could be created");
         mailbox.memory(Arc::clone(arena));
     }
 }

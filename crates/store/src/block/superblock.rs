@@ -1,5 +1,5 @@
-//! The superblock: identity of the target and location of its regions. The store writes its two
-//! copies in turn.
+//! The superblock: the identity of the target and the location of its regions. The target has two
+//! copies, which the store writes in turn.
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use serde::{Deserialize, Serialize};
@@ -9,28 +9,28 @@ use super::drive::Drive;
 use super::records::corrupt;
 use crate::{Result, StoreError};
 
-/// Bytes of a sector.
+/// Size of a sector, in bytes.
 pub(crate) const SECTOR: usize = 512;
 
 const MAGIC: &[u8; 8] = b"OUTBOARD";
 /// Version of the format that this program reads and writes.
 pub(crate) const VERSION: u32 = 2;
-/// Bytes at the start of the target for both copies.
+/// Size of both copies together, in bytes. They are at the start of the target.
 pub(crate) const SUPERBLOCKS: u64 = 2 * BLOCK;
 
-/// A region of the target, in bytes.
+/// A region of the target. Offset and length are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Region {
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
 
-/// A superblock.
+/// The content of a superblock.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Superblock {
     pub(crate) uuid: Uuid,
-    /// Grows by one with each write of a superblock. The valid copy with the highest generation
-    /// counts.
+    /// Grows by one with each write of a superblock. The store uses the valid copy with the highest
+    /// generation.
     pub(crate) generation: u64,
     /// Size of the target, in bytes.
     pub(crate) size: u64,
@@ -54,11 +54,11 @@ impl Superblock {
     /// Decodes one copy.
     ///
     /// # Errors
-    /// [`StoreError::NotATarget`] without the magic number, [`StoreError::WrongVersion`], or
+    /// [`StoreError::NotATarget`] if the magic number is missing, [`StoreError::WrongVersion`], or
     /// [`StoreError::Corrupt`].
     pub(crate) fn decode(bytes: &[u8]) -> Result<Superblock> {
         if bytes.len() != BLOCK_SIZE || &bytes[..8] != MAGIC {
-            return Err(StoreError::NotATarget("it".into()));
+            return Err(StoreError::NotATarget("the file or drive".into()));
         }
         let (body, crc) = bytes.split_at(BLOCK_SIZE - 4);
         if crc32c(body).to_le_bytes() != crc {
@@ -92,11 +92,11 @@ impl Superblock {
     /// Reads both copies and returns the newer valid copy.
     ///
     /// # Errors
-    /// As for [`decode`](Self::decode), if neither is valid.
+    /// Those of [`decode`](Self::decode) if neither copy is valid.
     pub(crate) fn read(drive: &dyn Drive) -> Result<Superblock> {
         let mut bytes = vec![0; SUPERBLOCKS as usize];
         if drive.size() < SUPERBLOCKS {
-            return Err(StoreError::NotATarget("a file that small".into()));
+            return Err(StoreError::NotATarget("a file or drive of this small size".into()));
         }
         drive.read_at(0, &mut bytes)?;
         let (a, b) = bytes.split_at(BLOCK_SIZE);
@@ -115,7 +115,10 @@ impl Superblock {
             (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),
         };
         if superblock.size > drive.size() {
-            return Err(corrupt("superblock", "the target is shorter than when it was made"));
+            return Err(corrupt(
+                "superblock",
+                "the file or drive is smaller than it was when the target was created",
+            ));
         }
         Ok(superblock)
     }
@@ -127,12 +130,12 @@ impl Superblock {
         Ok(drive.flush()?)
     }
 
-    /// Sectors of the log's ring.
+    /// Returns the number of sectors in the log's ring.
     pub(crate) fn log_sectors(&self) -> u64 {
         self.log.len / SECTOR as u64
     }
 
-    /// Blocks of the data region.
+    /// Returns the number of blocks in the data area.
     pub(crate) fn data_blocks(&self) -> u64 {
         self.data.len / BLOCK
     }
@@ -167,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_refused_as_such() {
+    fn a_superblock_of_another_format_version_is_refused() {
         let mut bytes = example().encode();
         assert_eq!(Superblock::decode(&bytes).unwrap(), example());
         bytes[8] = 9;
@@ -179,14 +182,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_flipped_bit_is_found(bit in 0usize..BLOCK_SIZE * 8) {
+        fn a_flipped_bit_in_a_superblock_is_detected(bit in 0usize..BLOCK_SIZE * 8) {
             let mut bytes = example().encode();
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert!(Superblock::decode(&bytes).is_err());
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
             let _ = Superblock::decode(&seal(bytes));
         }
     }

@@ -9,13 +9,13 @@ use super::core::{Core, Purpose};
 use super::extent::Extent;
 use super::io::{IoOp, IoRequest, Segment};
 
-/// Most bytes that one write request carries.
+/// Maximum number of bytes in one write request.
 pub(super) const MAX_WRITE: usize = 4 << 20;
-/// Most pieces that one write request carries.
+/// Maximum number of pieces in one write request.
 const MAX_PIECES: usize = 128;
 
 impl Core {
-    /// Submits the data of applied transactions, neighbours together.
+    /// Submits writes of the data of applied transactions. Adjacent blocks share a request.
     pub(crate) fn write_data(&mut self) {
         let mut writes = self.commits.take_writes();
         if writes.is_empty() {
@@ -47,7 +47,8 @@ impl Core {
         }
     }
 
-    /// Cuts data for consecutive blocks into requests, with memory that the drive can take.
+    /// Splits data for consecutive blocks into requests. Copies data whose memory is not suitable
+    /// for direct I/O.
     pub(crate) fn pieces(&mut self, start: u64, data: &Bytes) -> Vec<(Extent, Vec<Bytes>)> {
         let mut requests = Vec::new();
         let mut at = start;
@@ -72,7 +73,7 @@ impl Core {
         requests
     }
 
-    /// A copy in aligned memory, filled up with zeros to whole blocks.
+    /// Copies data to aligned memory and pads it with zeros to whole blocks.
     pub(crate) fn bounce(&self, data: &[u8]) -> Bytes {
         let mut buffer = self.buffer(data.len().next_multiple_of(BLOCK_SIZE));
         buffer[..data.len()].copy_from_slice(data);
@@ -80,10 +81,11 @@ impl Core {
         buffer.freeze()
     }
 
-    /// Aligned memory of `len` bytes: from the pool, or fresh if that is used up.
+    /// Returns `len` bytes of aligned memory from the pool. Allocates new memory if the pool is
+    /// exhausted.
     ///
     /// # Panics
-    /// If the system has no memory.
+    /// If the system cannot allocate memory.
     pub(crate) fn buffer(&self, len: usize) -> ArenaBuf {
         if let Ok(Some(buffer)) = self.pool.try_alloc(len) {
             return buffer;
@@ -94,7 +96,7 @@ impl Core {
         pool.try_alloc(len).ok().flatten().expect("a fresh pool has its one buffer")
     }
 
-    /// Submits a write; returns the request's id.
+    /// Submits a write. Returns the id of the request.
     pub(crate) fn submit_write(&mut self, blocks: Extent, pieces: Vec<Bytes>, purpose: Purpose) -> u64 {
         let id = self.next_id();
         self.reads.write_started(blocks);
@@ -105,7 +107,8 @@ impl Core {
     }
 
     pub(crate) fn submit_read(&mut self, id: u64, blocks: Extent, segment: Segment) {
-        // Data of transactions that were just applied must be on its way first, so that the read waits for it.
+        // Submit the data of applied transactions first, so that the read waits for writes of the
+        // same blocks.
         self.write_data();
         let request = IoRequest { id, offset: self.data_offset(blocks.start), op: IoOp::Read(segment) };
         if let Some(request) = self.reads.hold_back(blocks, request) {

@@ -1,4 +1,4 @@
-//! The I/O ring: carries out [`IoRequest`]s by io_uring, and lets other threads wake the thread
+//! The I/O ring, which executes [`IoRequest`]s with io_uring. Other threads can wake the thread
 //! that waits for completions.
 
 use std::collections::HashMap;
@@ -17,17 +17,18 @@ use io_uring::{IoUring, opcode};
 use super::drive::FileDrive;
 use super::io::{IoDone, IoOp, IoRequest, Segment};
 
-/// Entries of the submission queue; more requests wait in memory.
+/// Number of entries of the submission queue. When the queue is full, its entries are submitted to
+/// the kernel before the next request is added.
 const ENTRIES: u32 = 256;
-/// Ranges of memory that can be registered with one ring.
+/// Maximum number of memory ranges that are registered with one ring.
 const BUFFERS: u32 = 16;
-/// Largest buffer that the kernel registers, in bytes.
+/// Maximum size of a memory range that the kernel registers, in bytes.
 const MAX_BUFFER: usize = 1 << 30;
-/// Marks the completions that tell of writes to the wake-up descriptor.
+/// Request id of the completions that report writes to the wake-up descriptor.
 const WAKE: u64 = u64::MAX;
 
-/// Wakes whoever runs the target: the thread that waits in [`IoRing::wait`], or the task that [listens](Self::listen). Any
-/// thread.
+/// Wakes the driver of the target: the thread that waits in [`IoRing::wait`], or the task that
+/// [listens](Self::listen). Any thread may use it.
 #[derive(Debug, Clone)]
 pub(crate) struct Waker {
     shared: Arc<WakeState>,
@@ -41,25 +42,27 @@ struct WakeState {
 }
 
 impl Waker {
-    /// Ends the current or the next wait.
+    /// Wakes the driver if it sleeps. Otherwise does nothing, because the driver looks for new work
+    /// before it sleeps.
     pub(crate) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst) {
             match self.shared.task.take() {
                 Some(task) => task.wake(),
-                // Only an overflowing counter can fail, and then the sleeper is awake.
+                // The write can fail only if the counter overflows, and then the thread is already
+                // awake.
                 None => drop(rustix::io::write(&self.shared.event, &1u64.to_ne_bytes())),
             }
         }
     }
 
-    /// Has a task run by the next [`wake`](Self::wake), once.
+    /// Registers a task, which the next [`wake`](Self::wake) wakes once.
     pub(crate) fn listen(&self, task: &std::task::Waker) {
         self.shared.task.register(task);
         self.shared.asleep.store(true, Ordering::SeqCst);
     }
 }
 
-/// A request in the kernel's hands, with the memory it uses.
+/// A request that the kernel executes, with the memory that the request uses.
 #[derive(Debug)]
 enum KernelRequest {
     Read(Segment),
@@ -81,7 +84,7 @@ impl KernelRequest {
 #[derive(Debug)]
 struct Registered {
     memory: ArenaRegistration,
-    /// Bytes from the arena's start.
+    /// Offset of the range from the arena's start, in bytes.
     start: usize,
     len: usize,
 }
@@ -93,46 +96,49 @@ impl Registered {
     }
 }
 
-/// Cuts an arena of `len` bytes into what is registered apart: start and length of each, in bytes. The kernel takes only so
-/// much at once, and it handles huge pages as such only in a range that has no others.
+/// Splits an arena of `len` bytes into ranges that are registered separately. Returns the start and
+/// the length of each range, in bytes. The kernel limits the size of a range. It can treat huge
+/// pages as units only in a range without other pages.
 fn ranges(len: usize) -> Vec<(usize, usize)> {
     let huge = len - len % HUGE_PAGE;
     let pieces = (0..huge).step_by(MAX_BUFFER).map(|start| (start, MAX_BUFFER.min(huge - start)));
     pieces.chain((len > huge).then_some((huge, len - huge))).collect()
 }
 
-/// The ring of one target. It belongs to one thread.
+/// The ring of one target. Only one thread may use it.
 pub(crate) struct IoRing {
     ring: IoUring,
     waker: Waker,
-    /// Whether the kernel says when somebody wakes us.
+    /// Whether the kernel will complete a request when the wake-up descriptor is written.
     event_armed: bool,
-    /// Whether [`enable`](Self::enable) is due.
+    /// Whether [`enable`](Self::enable) must still be called.
     disabled: bool,
     in_flight: HashMap<u64, KernelRequest>,
-    /// Requests that an injected fault has failed.
+    /// Completions of requests that failed because of an injected fault.
     injected: Vec<IoDone>,
-    /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
+    /// Registered memory, by its index in the kernel's table; `None` if the kernel does not support
+    /// the table.
     buffers: Option<Vec<Registered>>,
-    /// Reads and writes by way of registered memory, and others.
+    /// Counters of the reads and writes that use registered memory, and of the others.
     registered_io: metrics::Counter,
     unregistered_io: metrics::Counter,
-    // Dropped last: the kernel may use it until the ring is gone.
+    // Dropped last, because the kernel may use the file until the ring is closed.
     drive: Arc<FileDrive>,
 }
 
 #[allow(unsafe_code)]
-// SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep; the ring itself may move between
-// threads as long as one at a time uses it, which `&mut self` ensures.
+// SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep alive. The ring
+// itself may move between threads if only one thread uses it at a time, which `&mut self` ensures.
 unsafe impl Send for IoRing {}
 
 impl IoRing {
-    /// A ring on `drive`.
+    /// Creates a ring for requests to `drive`.
     ///
     /// # Errors
-    /// If the kernel refuses one.
+    /// If the kernel refuses to create the ring.
     pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<IoRing> {
-        // Completions wait for the thread that takes them, instead of interrupting it; needs Linux 6.1.
+        // With these flags, the kernel does not interrupt the thread for completions, but processes
+        // them when the thread asks for them. The flags need Linux 6.1.
         let deferred = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -163,10 +169,11 @@ impl IoRing {
         })
     }
 
-    /// Makes the calling thread the one that uses the ring, before anything is submitted.
+    /// Makes the calling thread the only user of the ring. Call this method before the first
+    /// request.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    /// If the kernel refuses the operation.
     pub(crate) fn enable(&mut self) -> io::Result<()> {
         if std::mem::take(&mut self.disabled) {
             self.ring.submitter().register_enable_rings()?;
@@ -174,8 +181,9 @@ impl IoRing {
         Ok(())
     }
 
-    /// Has the kernel pin the memory of `arena` once, instead of with every request. Best effort: it may refuse, by the
-    /// limit on locked memory or for want of room.
+    /// Registers the memory of `arena`, so that the kernel pins it once instead of for every
+    /// request. The kernel may refuse because of the limit on locked memory, or the table may be
+    /// full. Then requests work without registration.
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
         let Some(buffers) = &self.buffers else { return };
         if buffers.iter().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {
@@ -185,7 +193,7 @@ impl IoRing {
             if let Err(error) =
                 self.register_range(Registered { memory: ArenaRegistration::new(arena), start, len })
             {
-                tracing::warn!(%error, len, "memory is not registered with the drive's queue, which costs CPU time");
+                tracing::warn!(%error, len, "memory could not be registered with the I/O ring, so requests cost more CPU time");
                 return;
             }
         }
@@ -194,14 +202,16 @@ impl IoRing {
     #[allow(unsafe_code)]
     fn register_range(&mut self, range: Registered) -> io::Result<()> {
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        // Memory that only rings still have gives up its places, and is unmapped. Requests under way hold theirs.
+        // Reuse the entry of memory that only rings still refer to, so that this memory is
+        // unmapped. The kernel keeps the memory of requests in progress.
         let index = buffers.iter().position(|b| b.memory.is_all_there_is()).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
             return Err(io::Error::other("the table of registered memory is full"));
         }
         let (base, _) = range.memory.arena().as_raw();
         let vector = libc::iovec { iov_base: base.wrapping_add(range.start).cast(), iov_len: range.len };
-        // SAFETY: the range is part of a valid mapping, and `buffers` keeps it until the ring is gone.
+        // SAFETY: the range is part of a valid mapping, and `buffers` keeps it until the ring is
+        // closed.
         unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) }?;
         match buffers.get_mut(index) {
             Some(place) => *place = range,
@@ -210,7 +220,8 @@ impl IoRing {
         Ok(())
     }
 
-    /// Index of the registered buffer that `memory` lies in.
+    /// Returns the index of the registered range that contains `memory`. Counts the request as one
+    /// with or without registered memory.
     fn registered(&self, memory: &[u8]) -> Option<u16> {
         let index = self.buffers.as_ref().and_then(|all| all.iter().position(|b| b.holds(memory)));
         match index {
@@ -224,15 +235,16 @@ impl IoRing {
         self.waker.clone()
     }
 
-    /// Requests that have not completed.
+    /// Returns the number of requests that have not completed.
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Hands a request over; it starts with the next [`wait`](Self::wait) at the latest.
+    /// Queues a request. The next [`wait`](Self::wait) or [`start`](Self::start) submits it to the
+    /// kernel at the latest.
     ///
     /// # Errors
-    /// If the kernel takes no more requests.
+    /// If the kernel accepts no more requests.
     #[allow(unsafe_code)]
     pub(crate) fn submit(&mut self, request: IoRequest) -> io::Result<()> {
         if !matches!(request.op, IoOp::Read(_))
@@ -276,18 +288,20 @@ impl IoRing {
         let entry = entry.user_data(id);
         // The heap memory that the entry points to does not move with `state`.
         self.in_flight.insert(id, state);
-        // SAFETY: `in_flight` keeps segment, pieces and vectors until the completion was seen, and `drop` waits for all.
+        // SAFETY: `in_flight` keeps segment, pieces and vectors alive until the request has
+        // completed, and `drop` waits for all requests.
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
             self.ring.submit()?;
         }
         Ok(())
     }
 
-    /// Starts what was handed over and waits for a completion, a wake-up, or until `timeout` has passed. Does not wait if
-    /// `ready` says, after wake-ups count, that there is something to do.
+    /// Submits the queued requests and waits for a completion or a wake-up, but at most for
+    /// `timeout`. Does not wait if `ready` returns `true`. `ready` runs after wake-ups were
+    /// enabled, so that no wake-up is missed.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    /// If the kernel refuses the operation.
     #[allow(unsafe_code)]
     pub(crate) fn wait(&mut self, timeout: Option<Duration>, ready: impl Fn() -> bool) -> io::Result<()> {
         self.waker.shared.asleep.store(true, Ordering::SeqCst);
@@ -297,9 +311,11 @@ impl IoRing {
         }
         if !self.event_armed {
             let fd = io_uring::types::Fd(self.waker.shared.event.as_raw_fd());
-            // One request for all wake-ups to come. Nobody reads the descriptor: each write to it is a wake-up.
+            // One request reports all future wake-ups. The descriptor is never read, because each
+            // write to it is a wake-up.
             let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build().user_data(WAKE);
-            // SAFETY: the request refers to no memory, and the descriptor lives as long as the ring.
+            // SAFETY: the request refers to no memory, and the descriptor lives as long as the
+            // ring.
             while unsafe { self.ring.submission().push(&entry) }.is_err() {
                 self.ring.submit()?;
             }
@@ -319,25 +335,28 @@ impl IoRing {
         }
     }
 
-    /// Has the kernel write to a descriptor, whose other end this is, whenever a request has completed while nobody was in
-    /// [`start`](Self::start). Nobody needs to read it. For a thread that does not [`wait`](Self::wait).
+    /// Makes the kernel write to an event descriptor whenever a request completes outside of
+    /// [`start`](Self::start), and returns a duplicate of this descriptor. The descriptor need not
+    /// be read. Use it in a thread that does not [`wait`](Self::wait).
     ///
     /// # Errors
-    /// If the kernel refuses.
+    /// If the kernel refuses the operation.
     pub(crate) fn notify(&self) -> io::Result<OwnedFd> {
         self.ring.submitter().register_eventfd(self.waker.shared.event.as_raw_fd())?;
         self.waker.shared.event.try_clone()
     }
 
-    /// Starts what was handed over, and takes in what has completed, without waiting; whether there is more to do already.
+    /// Submits the queued requests and lets the kernel deliver completions, without waiting.
+    /// Returns whether completions or requests remain to be processed.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    /// If the kernel refuses the operation.
     pub(crate) fn start(&mut self) -> io::Result<bool> {
         self.ring.completion().disable_eventfd();
         let result = self.ring.submit();
         self.ring.completion().enable_eventfd();
-        // What completes from here on is told by the descriptor; what has completed before is seen below.
+        // The descriptor reports requests that complete from here on. The check below sees requests
+        // that completed before.
         fence(Ordering::SeqCst);
         match result {
             Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => return Err(e),
@@ -349,12 +368,12 @@ impl IoRing {
         Ok(waiting || self.has_completions())
     }
 
-    /// Whether [`completions`](Self::completions) has something.
+    /// Whether [`completions`](Self::completions) would return a completed request.
     pub(crate) fn has_completions(&mut self) -> bool {
         !self.injected.is_empty() || !self.ring.completion().is_empty()
     }
 
-    /// What has completed.
+    /// Returns the requests that have completed since the last call.
     pub(crate) fn completions(&mut self) -> Vec<IoDone> {
         let mut done = std::mem::take(&mut self.injected);
         for entry in self.ring.completion() {
@@ -377,14 +396,14 @@ impl IoRing {
 
 impl Drop for IoRing {
     fn drop(&mut self) {
-        // Wait until the kernel uses no memory of ours any more.
+        // Wait until the kernel no longer uses memory of the requests.
         while !self.in_flight.is_empty() {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => drop(self.completions()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => {
-                    // The kernel may still write to this memory and this drive. Leak both, so that the memory is not
-                    // reused and the drive stays locked against another mount.
+                    // The kernel may still write to this memory and this drive. Leak both, so that
+                    // the memory is not reused and the drive stays locked against another mount.
                     std::mem::forget(std::mem::take(&mut self.in_flight));
                     std::mem::forget(self.buffers.take());
                     std::mem::forget(Arc::clone(&self.drive));
@@ -403,9 +422,9 @@ mod tests {
         IoRing::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
     }
 
-    /// Two targets have a ring each, and both know the memory of every attachment.
+    /// Two targets have one ring each, and both rings register the memory of every attachment.
     #[test]
-    fn memory_that_was_registered_is_let_go_when_only_rings_still_have_it() {
+    fn registered_memory_is_released_when_only_rings_refer_to_it() {
         let dir = tempfile::tempdir().unwrap();
         let mut rings = [ring(dir.path(), "a"), ring(dir.path(), "b")];
         let mut earlier = Vec::new();
@@ -419,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn all_of_an_arena_is_registered_and_whole_huge_pages_are_apart_from_the_rest() {
+    fn the_whole_arena_is_registered_with_huge_pages_in_separate_ranges() {
         assert_eq!(ranges(4096), [(0, 4096)]);
         assert_eq!(ranges(2 * HUGE_PAGE), [(0, 2 * HUGE_PAGE)]);
         assert_eq!(ranges(HUGE_PAGE + 4096), [(0, HUGE_PAGE), (HUGE_PAGE, 4096)]);

@@ -1,8 +1,8 @@
 //! The index as transactions see it, in three layers: queued changes, then the changes that a
 //! checkpoint is writing, then the index on the drive.
 //!
-//! Nothing here waits. A value that is not in memory is reported as a [`Need`]. The caller loads it
-//! and tries again.
+//! No method in this module waits for the drive. If a value is not in memory, the method returns a
+//! [`Need`]. The caller loads the value and calls the method again.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,16 +16,16 @@ use super::need::Need;
 use super::presence::{Presence, is_onode};
 use super::records::key;
 
-/// What was loaded for one call.
+/// Data that was loaded from the drive for one call.
 #[derive(Debug, Default)]
 pub(crate) struct Loaded {
     keys: HashMap<Bytes, Option<Bytes>>,
-    /// Ranges by their first key. They neither overlap nor touch: those that would are one range.
+    /// Ranges by their first key. Ranges that overlap or touch are merged into one range.
     ranges: BTreeMap<Bytes, KeyRange>,
     pub(crate) blocks: HashMap<u64, Bytes>,
 }
 
-/// What the drive has from a first key to before `to`.
+/// The entries of the index on the drive from a first key up to `to`, exclusive.
 #[derive(Debug)]
 struct KeyRange {
     to: Bytes,
@@ -33,14 +33,15 @@ struct KeyRange {
 }
 
 impl KeyRange {
-    /// Adds a range that overlaps or touches this one and was loaded `later` or earlier.
+    /// Merges a range that overlaps or touches this range. `later` says whether the other range was
+    /// loaded after this range. If both ranges have a key, the value that was loaded later is kept.
     fn join(&mut self, other: KeyRange, later: bool) {
         if other.to > self.to {
             self.to = other.to;
         }
         let (mut from, newest) = (other.entries, later);
-        // The smaller one is moved, so that a long range loaded in pieces is not copied for each
-        // piece.
+        // Move the entries of the smaller range, so that a long range that is loaded in pieces is
+        // not copied for each piece.
         let moved_is_newest = if from.len() > self.entries.len() {
             std::mem::swap(&mut from, &mut self.entries);
             !newest
@@ -62,7 +63,8 @@ impl Loaded {
         self.keys.insert(key, value);
     }
 
-    /// Takes what a scan of `from..to` found; the range ends where the scan stopped.
+    /// Adds the result of a scan of `from..to`. If the scan stopped before `to`, only the scanned
+    /// part is added.
     pub(crate) fn insert_range(&mut self, from: Bytes, to: Bytes, found: EntryBatch) {
         let entries = found.entries.into_iter().map(|(k, v)| (k, Some(v))).collect();
         let to = found.resume.unwrap_or(to);
@@ -87,13 +89,14 @@ impl Loaded {
         self.ranges.insert(first, range);
     }
 
-    /// The range that has `key`.
+    /// Returns the loaded range that covers `key`.
     fn covering(&self, key: &Bytes) -> Option<&KeyRange> {
         let (_, range) = self.ranges.range(..=key.clone()).next_back()?;
         (range.to > *key).then_some(range)
     }
 
-    /// A checkpoint has brought these changes to the drive: what was loaded before is brought forward too.
+    /// Updates the loaded data with changes that a checkpoint has written to the drive since the
+    /// data was loaded.
     fn update(&mut self, changes: &Changes) {
         for (key, value) in &mut self.keys {
             if let Some(new) = changes.get(key) {
@@ -107,7 +110,7 @@ impl Loaded {
     }
 }
 
-/// Values of the index that were read lately, in two generations, bounded by bytes.
+/// Cache of recently read values of the index. It has two generations and a limit in bytes.
 #[derive(Debug, Default)]
 struct Cache {
     young: HashMap<Bytes, Option<Bytes>>,
@@ -135,8 +138,8 @@ impl Cache {
         }
     }
 
-    /// Takes what a checkpoint has brought to the drive. What says where an object's data is stays: it is likely to be
-    /// asked for again.
+    /// Updates the cache with changes that a checkpoint has written to the drive. Caches new values
+    /// of onodes and leaves, because they are likely to be read again. Removes other changed keys.
     fn update(&mut self, changes: &Changes) {
         for (key, value) in changes {
             self.old.remove(key);
@@ -149,7 +152,7 @@ impl Cache {
     }
 }
 
-/// The layers of the index.
+/// The layers of the index. The [module](self) documentation describes them.
 #[derive(Debug)]
 pub(crate) struct IndexView {
     active: Changes,
@@ -157,12 +160,13 @@ pub(crate) struct IndexView {
     frozen: Option<Arc<Changes>>,
     frozen_bytes: usize,
     cache: RefCell<Cache>,
-    /// Collections and objects numbered from here on are not on the drive yet.
+    /// Collections and objects with this number or a higher number are not in the index on the
+    /// drive.
     base_nid: u64,
     pub(crate) presence: Presence,
 }
 
-/// A page of a scan: entries, and whether there are more.
+/// A page of a scan: its entries, and `true` if more entries follow the page.
 pub(crate) type Scanned = (Vec<(Bytes, Bytes)>, bool);
 
 impl IndexView {
@@ -179,8 +183,9 @@ impl IndexView {
         }
     }
 
-    /// Begins a larger filter of what is present if the one there is has become too full; the caller then has the drive's index scanned.
-    /// That scan does not see the layers above it, so the new filter learns what is in them now.
+    /// Starts a larger filter of present objects if the current filter is too full. If this method
+    /// returns `true`, the caller must start a scan of the index on the drive. The scan does not
+    /// see the layers in memory, so this method adds their objects to the new filter.
     pub(crate) fn presence_outgrown(&mut self) -> bool {
         if !self.presence.outgrown() {
             return false;
@@ -193,17 +198,17 @@ impl IndexView {
         true
     }
 
-    /// Bytes of changes that are not frozen.
+    /// Returns the size of the queued changes that no checkpoint has taken yet, in bytes.
     pub(crate) fn active_bytes(&self) -> usize {
         self.active_bytes
     }
 
-    /// Bytes of changes that are not on the drive.
+    /// Returns the size of all changes that are not on the drive yet, in bytes.
     pub(crate) fn changed_bytes(&self) -> usize {
         self.active_bytes + self.frozen_bytes
     }
 
-    /// Puts changes on top.
+    /// Adds changes to the layer of queued changes.
     pub(crate) fn apply(&mut self, puts: impl IntoIterator<Item = (Bytes, Option<Bytes>)>) {
         for (key, value) in puts {
             if is_onode(&key) && value.is_some() {
@@ -214,7 +219,7 @@ impl IndexView {
         }
     }
 
-    /// Sets everything so far apart for a checkpoint.
+    /// Freezes the queued changes and returns them, for a checkpoint.
     pub(crate) fn freeze(&mut self) -> Arc<Changes> {
         debug_assert!(self.frozen.is_none());
         self.frozen_bytes = std::mem::take(&mut self.active_bytes);
@@ -223,7 +228,8 @@ impl IndexView {
         frozen
     }
 
-    /// The frozen changes are on the drive.
+    /// Drops the frozen changes after the checkpoint has written them to the drive. Updates the
+    /// cache and the data that was loaded for calls.
     pub(crate) fn thaw<'a>(&mut self, base_nid: u64, loaded: impl Iterator<Item = &'a mut Loaded>) {
         self.frozen_bytes = 0;
         if let Some(frozen) = self.frozen.take() {
@@ -233,18 +239,19 @@ impl IndexView {
         self.base_nid = base_nid;
     }
 
-    /// Remembers what the drive has for `key`.
+    /// Caches the value that the drive has for `key`.
     pub(crate) fn remember(&self, key: &Bytes, value: &Option<Bytes>) {
         self.cache.borrow_mut().insert(key.clone(), value.clone());
     }
 
-    /// Whether the drive cannot have the key, because its object or collection is newer than the last checkpoint.
+    /// Whether the drive cannot have the key, because its object or collection is newer than the
+    /// last checkpoint.
     fn is_fresh(&self, key: &[u8]) -> bool {
         matches!(key.first(), Some(&(key::ONODE | key::LEAF | key::OMAP)))
             && key::number(key).is_some_and(|n| n >= self.base_nid)
     }
 
-    /// The value of `key`; `Err` if it must be loaded.
+    /// Returns the value of `key`; `Err` if the value must be loaded first.
     pub(crate) fn get(&self, loaded: &Loaded, key: &Bytes) -> Result<Option<Bytes>, Need> {
         if is_onode(key) && !self.presence.may_have(key) {
             return Ok(None);
@@ -261,7 +268,9 @@ impl IndexView {
         self.cache.borrow_mut().get(key).ok_or_else(|| Need::Key(key.clone()))
     }
 
-    /// Entries with `from <= key < to`, up to `limit` of them and about `max_bytes`, `top` over everything else.
+    /// Returns entries with `from <= key < to`: at most `limit` entries and about `max_bytes`
+    /// bytes. The changes in `top` take precedence over all layers. Returns `Err` if entries must
+    /// be loaded first.
     pub(crate) fn scan(
         &self,
         top: Option<&Changes>,
@@ -319,7 +328,7 @@ mod tests {
         Bytes::copy_from_slice(&[byte])
     }
 
-    /// What a drive that has these keys finds in `from..to`, at most `limit` entries.
+    /// Returns the result of a scan of `from..to` with `limit` on a drive with these keys.
     fn found(drive: &Changes, from: u8, to: u8, limit: usize) -> EntryBatch {
         let mut entries = drive.range(byte_key(from)..byte_key(to)).map(|(k, v)| (k.clone(), v.clone()));
         let taken: Vec<_> = entries.by_ref().take(limit).map(|(k, v)| (k, v.unwrap())).collect();
@@ -328,7 +337,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_scan_finds_what_the_drive_has_however_the_ranges_were_loaded(
+        fn a_scan_returns_the_drives_entries_for_any_order_of_loads(
             keys in proptest::collection::btree_set(0u8..200, 0..60),
             removed in proptest::collection::btree_set(0u8..200, 0..20),
             loads in proptest::collection::vec((0u8..200, 1u8..60, 1usize..9), 0..24),
@@ -359,7 +368,7 @@ mod tests {
                         break;
                     }
                     Err(Need::Range { from: start, to: end, .. }) => {
-                        prop_assert!(start >= at, "each load brings the scan forward");
+                        prop_assert!(start >= at, "each load advances the scan");
                         let page = found(&drive, start[0], end[0], 2);
                         loaded.insert_range(start.clone(), end, page);
                         at = start;
@@ -372,10 +381,11 @@ mod tests {
         }
     }
 
-    /// Of 262144 new objects, those that were put last before the filter grew seemed not to be there: no checkpoint had written them
-    /// yet, so the scan for the new filter did not find them.
+    /// Regression test. After 262144 new objects, a larger filter was built. It lacked the objects
+    /// that were created last: no checkpoint had written them, so the scan for the new filter did
+    /// not find them.
     #[test]
-    fn a_larger_filter_knows_what_no_checkpoint_has_written() {
+    fn a_larger_filter_contains_objects_that_no_checkpoint_has_written() {
         let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
         let onode = |n: u32| key::onode(7, &n.to_be_bytes());
         let mut view = IndexView::new(0, 1 << 20, Presence::new(0));
@@ -386,7 +396,7 @@ mod tests {
             if view.presence_outgrown() {
                 break;
             }
-            // Some are in the frozen layer, some in the active one.
+            // Some objects are in the frozen layer, the others in the active layer.
             if n == 1000 {
                 view.freeze();
             }

@@ -1,4 +1,4 @@
-//! The conformance scenarios.
+//! The conformance scenarios of [`ObjectStore`].
 
 mod data;
 
@@ -16,36 +16,36 @@ use crate::{
 
 macro_rules! cases {
     ($($name:ident),* $(,)?) => {
-        /// Every scenario.
+        /// All scenarios, with their names.
         pub const CASES: &[Case] = &[$((stringify!($name), |store| Box::pin($name(store)))),*];
     };
 }
 
 cases!(
-    collections_come_and_go,
-    objects_come_and_go,
-    changes_of_no_bytes,
-    writes_of_any_alignment,
-    holes_and_zeros,
-    truncate_forgets_what_it_cuts,
-    reads_are_clipped_and_carry_checksums,
-    reads_into_a_destination,
-    xattrs,
-    omap,
-    omap_pages,
-    listing,
-    clone_shares_until_overwritten,
-    clone_range_of_any_alignment,
-    move_rename,
-    split,
+    collections_are_created_listed_and_removed,
+    objects_are_created_and_removed,
+    writes_of_no_bytes_change_nothing,
+    writes_of_any_alignment_are_read_back,
+    holes_and_zeroed_ranges_read_as_zeros,
+    a_truncation_discards_the_bytes_after_the_new_end,
+    reads_end_at_the_objects_end_and_return_checksums,
+    a_read_fills_the_callers_destination,
+    xattrs_are_set_read_and_removed,
+    omap_entries_are_set_read_and_removed,
+    an_omap_is_read_in_pages,
+    objects_are_listed_in_order,
+    a_clone_and_its_source_change_independently,
+    ranges_of_any_alignment_can_be_cloned,
+    an_object_can_be_moved_and_renamed,
+    a_collection_can_be_split,
     failed_transactions_change_nothing,
-    order_within_a_collection,
-    staged_writes,
-    staged_misuse,
-    damaged_payloads,
-    arguments_out_of_range,
-    space_comes_back,
-    full_target,
+    requests_of_a_collection_execute_in_order,
+    staged_bytes_become_data_of_objects,
+    invalid_uses_of_stages_are_refused,
+    damaged_payloads_are_detected,
+    arguments_out_of_range_are_refused,
+    removed_objects_free_their_space,
+    a_full_target_refuses_data_until_objects_are_removed,
 );
 
 type Store = Arc<dyn ObjectStore>;
@@ -60,7 +60,7 @@ async fn with_collection(store: &Store) -> crate::CollectionId {
     c
 }
 
-async fn collections_come_and_go(store: Store) {
+async fn collections_are_created_listed_and_removed(store: Store) {
     let (a, b) = (cid("a"), cid("b"));
     let missing = store.queue_transaction(one(&a, Op::Touch { oid: oid("x") })).await;
     assert!(matches!(missing, Err(StoreError::NoSuchCollection(_))), "{missing:?}");
@@ -82,7 +82,7 @@ async fn collections_come_and_go(store: Store) {
     assert!(matches!(store.stat(&a, &oid("x")).await, Err(StoreError::NoSuchCollection(_))));
 }
 
-async fn objects_come_and_go(store: Store) {
+async fn objects_are_created_and_removed(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     assert!(matches!(store.stat(&c, &o).await, Err(StoreError::NoSuchObject(_))));
@@ -97,11 +97,11 @@ async fn objects_come_and_go(store: Store) {
     apply(&store, one(&c, Op::Touch { oid: o.clone() })).await;
     assert_eq!(read_all(&*store, &c, &o).await, pattern(1, 10_000));
     apply(&store, one(&c, Op::Remove { oid: o.clone() }).with(Op::Touch { oid: o.clone() })).await;
-    assert_eq!(store.stat(&c, &o).await.unwrap().size, 0, "a new object of an old name is empty");
+    assert_eq!(store.stat(&c, &o).await.unwrap().size, 0, "an object that is created again is empty");
     assert!(store.get_xattrs(&c, &o).await.unwrap().is_empty());
 }
 
-async fn changes_of_no_bytes(store: Store) {
+async fn writes_of_no_bytes_change_nothing(store: Store) {
     let c = with_collection(&store).await;
     let (o, made) = (oid("o"), oid("made"));
     apply(&store, one(&c, write(&o, 0, pattern(1, 5000)))).await;
@@ -115,7 +115,7 @@ async fn changes_of_no_bytes(store: Store) {
     assert_eq!(store.stat(&c, &made).await.unwrap().size, 0);
 }
 
-async fn xattrs(store: Store) {
+async fn xattrs_are_set_read_and_removed(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let pair = |k: &'static str, v: &'static str| (Bytes::from(k), Bytes::from(v));
@@ -132,7 +132,7 @@ async fn xattrs(store: Store) {
     assert!(store.get_xattrs(&c, &o).await.unwrap().is_empty());
 }
 
-async fn omap(store: Store) {
+async fn omap_entries_are_set_read_and_removed(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let pair = |k: &str, v: &str| (Bytes::from(k.to_owned()), Bytes::from(v.to_owned()));
@@ -166,7 +166,7 @@ async fn omap(store: Store) {
     assert_eq!(store.omap_get_header(&c, &o).await.unwrap(), "");
 }
 
-async fn omap_pages(store: Store) {
+async fn an_omap_is_read_in_pages(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let key = |i: u32| Bytes::from(format!("{i:06}"));
@@ -192,10 +192,10 @@ async fn omap_pages(store: Store) {
     )
     .await;
     let (page, more) = store.omap_iterate(&c, &o, Bytes::new(), 100).await.unwrap();
-    assert!(more && !page.is_empty() && page.len() < 5, "a page stops at about 1 MiB");
+    assert!(more && !page.is_empty() && page.len() < 5, "a page has at most about 1 MiB");
 }
 
-async fn listing(store: Store) {
+async fn objects_are_listed_in_order(store: Store) {
     let c = with_collection(&store).await;
     let names: Vec<ObjectId> = [&b"\0"[..], b"\0\0", b"a", b"a\0", b"ab", b"b", b"\xff", b"\xff\xff"]
         .map(|n| ObjectId::new(Bytes::from_static(n)).unwrap())
@@ -209,7 +209,7 @@ async fn listing(store: Store) {
     assert_eq!(store.list(&c, Some(names[7].clone()), 2).await.unwrap(), (names[7..].to_vec(), false));
 }
 
-async fn move_rename(store: Store) {
+async fn an_object_can_be_moved_and_renamed(store: Store) {
     let c = with_collection(&store).await;
     let d = cid("d");
     apply(&store, one(&d, Op::CreateCollection)).await;
@@ -235,7 +235,7 @@ async fn move_rename(store: Store) {
     assert_eq!(store.list(&d, None, 9).await.unwrap().0, [a]);
 }
 
-async fn split(store: Store) {
+async fn a_collection_can_be_split(store: Store) {
     let c = with_collection(&store).await;
     let d = cid("d");
     apply(&store, one(&d, Op::CreateCollection)).await;
@@ -269,7 +269,7 @@ async fn failed_transactions_change_nothing(store: Store) {
     assert!(store.omap_iterate(&c, &o, Bytes::new(), 9).await.unwrap().0.is_empty());
 }
 
-async fn order_within_a_collection(store: Store) {
+async fn requests_of_a_collection_execute_in_order(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let mut pending = Vec::new();
@@ -286,7 +286,7 @@ async fn order_within_a_collection(store: Store) {
     let read = read.await.unwrap();
     if !read.is_empty() {
         read.verify().unwrap();
-        assert_eq!(read.contiguous(), model, "a read sees what was queued before it");
+        assert_eq!(read.contiguous(), model, "a read sees all transactions queued before it");
     }
     for commit in pending.into_iter().rev() {
         commit.await.unwrap();
@@ -299,7 +299,7 @@ async fn order_within_a_collection(store: Store) {
     );
 }
 
-async fn arguments_out_of_range(store: Store) {
+async fn arguments_out_of_range_are_refused(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let invalid = [
@@ -329,7 +329,7 @@ async fn arguments_out_of_range(store: Store) {
     assert!(ObjectId::new(Bytes::new()).is_err());
 }
 
-async fn space_comes_back(store: Store) {
+async fn removed_objects_free_their_space(store: Store) {
     let c = with_collection(&store).await;
     let (a, b) = (oid("a"), oid("b"));
     let before = store.space().await.unwrap();
@@ -345,8 +345,8 @@ async fn space_comes_back(store: Store) {
     assert!(after.free <= after.total && after.largest_free_extent <= after.total);
 }
 
-/// Only for stores of at most 1 GiB: others would take too long to fill.
-async fn full_target(store: Store) {
+/// Runs only on stores of at most 1 GiB, because larger stores take too long to fill.
+async fn a_full_target_refuses_data_until_objects_are_removed(store: Store) {
     let c = with_collection(&store).await;
     let total = store.space().await.unwrap().total;
     if total > 1 << 30 {

@@ -10,15 +10,16 @@ use rand::{Rng, SeedableRng};
 use super::{cid, oid, pattern, write};
 use crate::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
-/// Collections and objects in play: few, so that operations meet.
+/// Numbers of collections and of objects per collection. They are small, so that operations often
+/// concern the same object.
 const COLLECTIONS: u32 = 3;
 const OBJECTS: u32 = 6;
-/// Transactions in flight before the results are compared.
+/// Number of transactions that are queued before their results are compared.
 const IN_FLIGHT: usize = 8;
-/// Objects stay smaller than this, in bytes.
+/// Upper bound of the end of a random range, in bytes.
 const LARGEST: u64 = 600_000;
 
-/// Makes random ops; shared by the comparison and by crash tests.
+/// Generator of random ops for the comparison with the model and for crash tests.
 pub(crate) struct Workload {
     rng: StdRng,
     fill: u64,
@@ -46,7 +47,8 @@ impl Workload {
         pattern(self.fill, len)
     }
 
-    /// A range: often small, sometimes of whole blocks, sometimes large.
+    /// Returns the offset and length of a random range: often a small range, often one of whole
+    /// blocks, sometimes a large one.
     fn range(&mut self) -> (u64, u64) {
         match self.rng.random_range(0..10) {
             0..4 => (self.rng.random_range(0..20_000), self.rng.random_range(0..3000)),
@@ -104,7 +106,8 @@ impl Workload {
         }
     }
 
-    /// A transaction of a few ops; collections are made now and then.
+    /// Returns a transaction of one to three random ops, or sometimes one that creates a
+    /// collection.
     pub(crate) fn transaction(&mut self) -> Transaction {
         let mut t = Transaction::new(self.collection());
         if self.rng.random_bool(0.1) {
@@ -117,19 +120,20 @@ impl Workload {
     }
 }
 
-/// Runs `steps` random transactions on `store` (which must be empty) and on a [`MemStore`] and compares every result
-/// and, now and then, everything that is stored.
+/// Runs `steps` random transactions on `store`, which must be empty, and on a [`MemStore`].
+/// Compares the results of the transactions. Compares the whole content after every 50 transactions
+/// and at the end.
 ///
 /// # Panics
-/// If they differ.
+/// If the stores differ.
 pub async fn random_operations(store: Arc<dyn ObjectStore>, seed: u64, steps: usize) {
     random_operations_beside(store, &MemStore::new(), seed, steps).await;
 }
 
-/// As [`random_operations`], on a store that holds what `model` holds.
+/// Like [`random_operations`], for a `store` that has the same content as `model`.
 ///
 /// # Panics
-/// If they differ.
+/// If the stores differ.
 pub async fn random_operations_beside(
     store: Arc<dyn ObjectStore>,
     model: &MemStore,
@@ -183,10 +187,10 @@ pub async fn random_operations_beside(
     compare(&*store, model).await;
 }
 
-/// Compares everything that two stores hold.
+/// Compares the whole content of two stores.
 ///
 /// # Panics
-/// If they differ.
+/// If the stores differ.
 pub async fn compare(store: &dyn ObjectStore, model: &dyn ObjectStore) {
     let collections = model.collections().await.expect("collections");
     assert_eq!(store.collections().await.expect("collections"), collections);

@@ -1,4 +1,4 @@
-//! Conformance tests of every [`StripeStores`].
+//! Conformance tests that every implementation of [`StripeStores`] must pass.
 
 use std::sync::Arc;
 
@@ -14,14 +14,15 @@ use crate::{
     CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
 };
 
-/// Bytes of a block.
+/// Size of a block, in bytes.
 const BLOCK: usize = base::block::BLOCK as usize;
 
-/// Stores by UUID, and what takes stripes to them. At least six, with an accelerator beside them.
+/// An implementation of [`StripeStores`] and its stores. The tests need at least six stores and an
+/// accelerator.
 pub struct Striped {
-    /// What is tested.
+    /// The implementation to test.
     pub stripes: Arc<dyn StripeStores>,
-    /// Where it goes.
+    /// The stores that receive the fragments, with their UUIDs.
     pub stores: Vec<(u128, Arc<dyn ObjectStore>)>,
 }
 
@@ -29,7 +30,8 @@ fn cid() -> CollectionId {
     CollectionId::new("stripes").expect("a name")
 }
 
-/// Bytes in pieces that are cut at the same places for each fragment.
+/// Returns `count` fragments of random bytes. `cuts` contains the length of each piece of a
+/// fragment, in blocks.
 fn fragments(rng: &mut StdRng, count: usize, cuts: &[usize]) -> Vec<FragmentBytes> {
     let mut fragment = |_| {
         let mut fragment = FragmentBytes::default();
@@ -67,7 +69,7 @@ impl Striped {
     /// Runs every case.
     ///
     /// # Panics
-    /// If something is not as it should be.
+    /// If a case fails.
     pub async fn run(&self, seed: u64) {
         for (_, store) in &self.stores {
             let create = Transaction { ops: vec![Op::CreateCollection], ..Transaction::new(cid()) };
@@ -76,10 +78,10 @@ impl Striped {
         self.run_again(seed).await;
     }
 
-    /// The same, where it was run before.
+    /// Runs every case on stores on which [`run`](Self::run) was called before.
     ///
     /// # Panics
-    /// If something is not as it should be.
+    /// If a case fails.
     pub async fn run_again(&self, seed: u64) {
         let mut rng = StdRng::seed_from_u64(seed);
         for (k, m) in [(2, 1), (4, 2), (1, 3), (3, 1)] {
@@ -98,7 +100,7 @@ impl Striped {
         stages
     }
 
-    /// Names the stages in objects, reads those, and compares.
+    /// Writes the staged bytes to objects, reads the objects, and compares them with `expected`.
     async fn check(&self, parts: &[Option<(u128, StageId)>], expected: &[Bytes]) {
         let oid = ObjectId::new("o").expect("a name");
         for (part, expected) in parts.iter().zip(expected) {
@@ -107,11 +109,11 @@ impl Striped {
             let source = WriteSource::Staged { stage: *stage, offset: 0, len: expected.len() as u64 };
             let mut transaction = Transaction::new(cid());
             transaction.ops = vec![Op::Write { oid: oid.clone(), offset: 0, source }];
-            store.queue_transaction(transaction).await.expect("staged bytes are named");
+            store.queue_transaction(transaction).await.expect("a transaction that names staged bytes");
             store.stage_release(*stage);
             let read = store.read(&cid(), &oid, 0, expected.len() as u64, None).await.expect("a read");
             read.verify().expect("the right checksums");
-            assert!(read.contiguous() == *expected, "not what was staged");
+            assert!(read.contiguous() == *expected, "the object differs from the staged bytes");
         }
     }
 
@@ -137,7 +139,11 @@ impl Striped {
                 };
                 let (coded, is_coded) = oneshot::channel();
                 self.stripes.stage_stripes(write, Some(coded)).await.expect("stripes");
-                assert_eq!(is_coded.await.is_ok(), way.is_some(), "told when parity is computed");
+                assert_eq!(
+                    is_coded.await.is_ok(),
+                    way.is_some(),
+                    "the store uses the sender only if it computes parity"
+                );
                 offset = next;
             }
             let expected: Vec<Bytes> = expected.into_iter().map(Bytes::from).collect();
@@ -154,7 +160,8 @@ impl Striped {
         self.check(&parts, &expected).await;
     }
 
-    /// Fragments that nobody wants are computed from, or not computed, all the same.
+    /// Stages stripes without writing every fragment. The parity still depends on a data fragment
+    /// that is not written.
     async fn some_only(&self, rng: &mut StdRng) {
         let data = fragments(rng, 3, &[2, 2]);
         let mut parts = self.stages(5, data[0].len() as u64).await;
@@ -182,12 +189,24 @@ impl Striped {
         let is_refused = |outcome: Result<(), StripeError>| {
             matches!(outcome, Err(StripeError::Store(StoreError::InvalidArgument(_))))
         };
-        assert!(is_refused(stage(&|w| w.offset = 1).await), "an offset in a block");
-        assert!(is_refused(stage(&|w| w.parity = Parity::Copies).await), "copies of two");
-        assert!(is_refused(stage(&|w| w.parity = Parity::Here(Vec::new())).await), "no parity");
-        assert!(is_refused(stage(&|w| w.data.clear()).await), "no data");
-        assert!(is_refused(stage(&|w| w.data[1].checksums.truncate(1)).await), "a checksum too few");
-        assert!(is_refused(stage(&|w| w.parts.truncate(1)).await), "more data than parts");
+        assert!(is_refused(stage(&|w| w.offset = 1).await), "an offset inside a block is refused");
+        assert!(
+            is_refused(stage(&|w| w.parity = Parity::Copies).await),
+            "copies of two fragments are refused"
+        );
+        assert!(
+            is_refused(stage(&|w| w.parity = Parity::Here(Vec::new())).await),
+            "missing parity fragments are refused"
+        );
+        assert!(is_refused(stage(&|w| w.data.clear()).await), "a write without data is refused");
+        assert!(
+            is_refused(stage(&|w| w.data[1].checksums.truncate(1)).await),
+            "a missing checksum is refused"
+        );
+        assert!(
+            is_refused(stage(&|w| w.parts.truncate(1)).await),
+            "more data fragments than stages are refused"
+        );
         let beyond = stage(&|w| w.offset = 1 << 30).await;
         assert!(matches!(beyond, Err(StripeError::Part(..))), "{beyond:?}");
         let unknown = 1 << 40 | rng.random_range(0..1000);
@@ -198,7 +217,7 @@ impl Striped {
                 | StripeError::Store(StoreError::NoSuchStage(_)))
         );
         assert!(is_gone, "{gone:?}");
-        stage(&|_| ()).await.expect("it is still possible");
+        stage(&|_| ()).await.expect("a valid write still succeeds");
         for (uuid, stage) in good.parts.iter().flatten() {
             let (_, store) = self.stores.iter().find(|(known, _)| known == uuid).expect("a known store");
             store.stage_release(*stage);

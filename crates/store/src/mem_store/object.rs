@@ -1,4 +1,4 @@
-//! An object of the model.
+//! An object of [`MemStore`](super::MemStore).
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub(super) struct MemObject {
     pub(super) header: Bytes,
 }
 
-/// A whole block; bytes beyond the object's end are zeros.
+/// A whole block. Its bytes beyond the object's end are zeros.
 #[derive(Clone)]
 pub(super) struct MemBlock {
     pub(super) data: Bytes,
@@ -25,11 +25,11 @@ pub(super) struct MemBlock {
 }
 
 impl MemBlock {
-    /// A block that starts with `piece`, whose checksum is `crc`, and is zero after it.
+    /// Creates a block from `piece`, padded with zeros. `crc` is the checksum of `piece`.
     pub(super) fn padded(piece: Bytes, crc: u32) -> MemBlock {
         let crc = block::pad_to_block(crc, piece.len());
         if piece.len() == BLOCK_SIZE {
-            // A copy: the payload may lie in a buffer that its owner wants back.
+            // Copy the bytes, because a store must not keep the payload's memory.
             return MemBlock { data: Bytes::copy_from_slice(&piece), crc };
         }
         let mut data = BytesMut::zeroed(BLOCK_SIZE);
@@ -39,7 +39,8 @@ impl MemBlock {
 }
 
 impl MemObject {
-    /// Puts `piece` at `at` bytes into block `number`; the rest of the block stays.
+    /// Writes `piece` to block `number`, from byte `at` of the block. The rest of the block does
+    /// not change.
     pub(super) fn write_piece(&mut self, number: u64, at: usize, piece: &Bytes, crc: u32) -> Result<()> {
         let end = number * BLOCK + (at + piece.len()) as u64;
         let whole = at == 0 && (piece.len() == BLOCK_SIZE || end >= self.size);
@@ -47,7 +48,9 @@ impl MemObject {
             MemBlock::padded(piece.clone(), crc)
         } else {
             if block::crc32c(piece) != crc {
-                return Err(StoreError::BadPayload(format!("piece of block {number} has another checksum")));
+                return Err(StoreError::BadPayload(format!(
+                    "the data for block {number} does not match its checksum"
+                )));
             }
             let mut data = BytesMut::zeroed(BLOCK_SIZE);
             if let Some(old) = self.blocks.get(&number) {
@@ -96,7 +99,8 @@ impl MemObject {
         Ok(())
     }
 
-    /// Zeros bytes `from..to` of one block, if it is not a hole.
+    /// Sets bytes `from..to` of the object, which lie in one block, to zeros. Does nothing if the
+    /// block is a hole.
     pub(super) fn zero_part(&mut self, from: u64, to: u64) -> Result<()> {
         if from >= to || !self.blocks.contains_key(&(from / BLOCK)) {
             return Ok(());
@@ -117,7 +121,8 @@ impl MemObject {
         Ok(())
     }
 
-    /// The bytes `offset..offset + len`, zeros where there are none; every block looked at is verified.
+    /// Returns bytes `offset..offset + len` of the object, with zeros for holes and beyond the
+    /// object's end. Verifies the checksum of every block that it reads.
     pub(super) fn verified(&self, offset: u64, len: usize) -> Result<Bytes> {
         let mut out = BytesMut::zeroed(len);
         let mut done = 0;
@@ -169,7 +174,7 @@ impl MemObject {
             return Ok(read);
         }
         if end - read.offset > MAX_READ {
-            let (what, size) = ("what one read returns".to_owned(), end - read.offset);
+            let (what, size) = ("size in bytes of the result of one read".to_owned(), end - read.offset);
             return Err(StoreError::TooLarge { what, size, limit: MAX_READ });
         }
         let mut bytes = BytesMut::with_capacity((end - read.offset) as usize);
@@ -192,7 +197,7 @@ impl MemObject {
                 let room = bytes.len().next_multiple_of(BLOCK_SIZE);
                 if dest.len() < room {
                     return Err(StoreError::InvalidArgument(format!(
-                        "a destination of {} bytes is too small for {room}",
+                        "the destination has {} bytes, but the read needs {room}",
                         dest.len(),
                     )));
                 }

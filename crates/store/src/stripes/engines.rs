@@ -20,16 +20,16 @@ use crate::StoreError;
 /// Configuration of the engines.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Threads of the host's processor, at least 1.
+    /// Number of threads that compute parity on the host's processor, at least 1.
     pub threads: usize,
-    /// The CPUs of the host; empty for all CPUs.
+    /// The CPUs whose load [`Engines::host_reading`] reports; empty for all CPUs.
     pub cpus: Vec<usize>,
     /// Faults injected into the engine on the host's processor.
     pub faults: Faults,
 }
 
 impl Default for EngineOptions {
-    /// One thread, of all CPUs.
+    /// Returns the options for one thread and the load of all CPUs.
     fn default() -> EngineOptions {
         EngineOptions { threads: 1, cpus: Vec::new(), faults: Faults::default() }
     }
@@ -44,15 +44,16 @@ pub struct Engines {
     codes: Mutex<HashMap<Geometry, Code>>,
 }
 
-/// The parity, and the time that its computation took if it is known.
+/// The parity, and the duration of its computation if it is known.
 pub(super) type EncodedParity = (Vec<Payload>, Option<Duration>);
 
 impl Engines {
-    /// Starts the host's threads, on the CPUs that the caller may use, beside an accelerator if there is one
+    /// Starts the threads that compute parity on the host's processor. They run on the CPUs that
+    /// the calling thread may use. `accelerator` is the DPU's accelerator, if there is one
     /// ([`ec::offload::accelerator`]).
     ///
     /// # Errors
-    /// If the system has no room for another thread.
+    /// If the system cannot create a thread.
     pub fn start(options: EngineOptions, accelerator: Option<Worker>) -> io::Result<Engines> {
         let EngineOptions { threads, cpus, faults } = options;
         let host = SoftwareOptions { threads, faults, ..SoftwareOptions::new(Processor::Host) };
@@ -88,7 +89,7 @@ impl Engines {
         impl Future<Output = Result<ComputedFragments, ec::offload::worker::WorkerError>> + Send + use<>,
         StripeError,
     > {
-        let none = || StripeError::Coding("this store has no coding accelerator: configure one".into());
+        let none = || StripeError::Coding("this store has no accelerator for parity; configure one".into());
         let worker = match coder {
             ParityDevice::Host => &self.host,
             ParityDevice::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
@@ -114,14 +115,15 @@ impl Engines {
         Ok(code)
     }
 
-    /// Reads how busy the host's processor is, without the work of these engines and of this
-    /// process's emulated devices.
+    /// Reads the load counters of the host's CPUs. The values exclude the work of these engines and
+    /// of the emulated devices in this process.
     ///
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
         let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
-        // Emulated devices have separate CPUs if the host's CPUs are limited.
+        // If the host's CPUs are limited to a list, emulated devices run on other CPUs. Their work
+        // is then not part of the reading.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
         let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));

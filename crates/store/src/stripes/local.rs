@@ -1,4 +1,4 @@
-//! Stripes for stores in this process.
+//! [`LocalStripes`]: stripes for stores in this process.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use super::{
 };
 use crate::{ObjectStore, StoreCalls, StoreError};
 
-/// Most bytes of one call. The limit is arbitrary.
+/// Maximum total size of the fragments of one call, in bytes. The value is arbitrary.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Stores in this process that take stripes.
+/// A set of stores in this process that accepts stripes.
 pub struct LocalStripes {
     stores: Vec<(u128, Arc<dyn ObjectStore>)>,
     engines: Arc<Engines>,
@@ -74,8 +74,8 @@ impl StripeStores for LocalStripes {
     }
 }
 
-/// Writes fragments that are each in one piece. If parity is to be computed, it goes into
-/// `buffers`.
+/// Writes fragments to byte `offset` of their stages. Each payload in `data` is one data fragment.
+/// If `parity` names a device, that device computes the parity into `buffers`.
 pub fn write_parts(
     engines: &Engines,
     parts: Vec<Option<StoreStage>>,
@@ -106,7 +106,7 @@ pub fn write_parts(
     Box::pin(async move {
         let (parity, took) = encoding.await?;
         if let Some(coded) = coded {
-            // The caller may not wait for the time; ignore the error.
+            // The caller may have dropped the receiver; ignore the error.
             let _ = coded.send(took);
         }
         data.extend(parity);
@@ -139,7 +139,7 @@ mod tests {
     use crate::conformance::{Striped, seed};
 
     #[tokio::test]
-    async fn conforms() {
+    async fn local_stripes_pass_the_conformance_suite() {
         let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
         let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
         let stores: Vec<(u128, Arc<dyn ObjectStore>)> =

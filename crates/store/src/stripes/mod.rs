@@ -1,10 +1,9 @@
-//! Stripes: data for several stores at once, of which each store gets one fragment, plus the
-//! parity.
+//! Stripes: data and parity for several stores. Each store receives one fragment.
 //!
-//! One call stages all fragments of a stripe. Without it, a caller would split the data, compute
-//! the parity on its own side and send every fragment separately. With it, the data goes to the
-//! stores once and is split into fragments on the way. The [`Engines`] beside the stores may
-//! compute the parity, which then need not be sent.
+//! One call stages all fragments of a stripe, so the caller need not send each fragment in a
+//! separate call. The caller may compute the parity itself and send it with the data.
+//! Alternatively, the [`Engines`] on the side of the stores compute the parity, which then need not
+//! be sent.
 
 mod engines;
 mod local;
@@ -25,7 +24,7 @@ use crate::{ObjectStore, StageId, StoreError};
 pub use engines::{EngineOptions, Engines};
 pub use local::{LocalStripes, write_parts};
 
-/// The processor that computes parity on the side of the stores.
+/// The device that computes parity on the side of the stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ParityDevice {
     /// The host's processor.
@@ -44,13 +43,13 @@ pub struct FragmentBytes {
 }
 
 impl FragmentBytes {
-    /// Number of bytes.
+    /// Returns the number of bytes of the fragment.
     #[must_use]
     pub fn len(&self) -> usize {
         self.pieces.iter().map(Bytes::len).sum()
     }
 
-    /// Whether there are no bytes.
+    /// Whether the fragment has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -83,10 +82,10 @@ impl From<Payload> for FragmentBytes {
     }
 }
 
-/// The source of the fragments that carry no data of their own: parity or copies.
+/// The source of the fragments that follow the data fragments. They contain parity or copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parity {
-    /// The caller supplies the fragments.
+    /// The caller supplies these fragments.
     Here(Vec<FragmentBytes>),
     /// Each of these fragments is a copy of the only data fragment.
     Copies,
@@ -94,59 +93,64 @@ pub enum Parity {
     By(ParityDevice),
 }
 
-/// A write of staged bytes to several targets.
+/// A write of the fragments of stripes to stages on several targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
-    /// For each fragment, data fragments first: the target's UUID and the stage there, or `None`
-    /// for a fragment that is not written.
+    /// For each fragment, data fragments first: the UUID of its target and its stage on that
+    /// target. `None` stands for a fragment that is not written.
     pub parts: Vec<Option<(u128, StageId)>>,
     /// Offset in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
     /// The data fragments, all of the same length.
     pub data: Vec<FragmentBytes>,
-    /// The parity fragments.
+    /// The source of the parity fragments.
     pub parity: Parity,
 }
 
 impl StripeWrite {
-    /// Length of each fragment, in bytes.
+    /// Returns the length of each fragment, in bytes.
     #[must_use]
     pub fn fragment_len(&self) -> usize {
         self.data.first().map_or(0, FragmentBytes::len)
     }
 
-    /// Number of parity fragments.
+    /// Returns the number of parity fragments.
     #[must_use]
     pub fn parity_count(&self) -> usize {
         self.parts.len().saturating_sub(self.data.len())
     }
 
-    /// Checks that the fields fit together.
+    /// Checks that the fields do not contradict each other.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] names the contradiction.
+    /// [`StoreError::InvalidArgument`] if they do.
     pub fn check(&self) -> Result<(), StoreError> {
         let (len, k, m) = (self.fragment_len(), self.data.len(), self.parity_count());
         check_shape(len as u64, k, self.parts.len(), self.offset)?;
         let blocks = len / BLOCK as usize;
         let fits = |fragment: &FragmentBytes| fragment.len() == len && fragment.checksums.len() == blocks;
         let wrong = match &self.parity {
-            _ if !self.data.iter().all(fits) => "data fragments differ in length, or from their checksums",
-            Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
-                "not the parity fragments"
+            _ if !self.data.iter().all(fits) => {
+                "the data fragments differ in length, or a fragment has a wrong number of checksums"
             }
-            Parity::Copies if k != 1 => "copies of several fragments",
+            Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
+                "the parity fragments have a wrong number or length"
+            }
+            Parity::Copies if k != 1 => "only a single data fragment can have copies",
             _ => return Ok(()),
         };
-        Err(StoreError::InvalidArgument(format!("stripes of {k}+{m} fragments of {len} bytes: {wrong}")))
+        Err(StoreError::InvalidArgument(format!(
+            "a stripe write of {k}+{m} fragments of {len} bytes is not possible: {wrong}"
+        )))
     }
 }
 
-/// Checks that a write at `offset` can have `parts` fragments, `k` of them data fragments of `len`
-/// bytes.
+/// Checks the shape of a write: `parts` fragments of `len` bytes each, `k` of them data fragments,
+/// at byte `offset` of their stages.
 ///
 /// # Errors
-/// [`StoreError::InvalidArgument`] if it cannot.
+/// [`StoreError::InvalidArgument`] if `len` is 0, if `len` or `offset` is not a multiple of the
+/// block size, or if a number of fragments is out of range.
 pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), StoreError> {
     let is_possible = len > 0
         && len.is_multiple_of(BLOCK)
@@ -156,26 +160,28 @@ pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), 
     if is_possible {
         return Ok(());
     }
-    let what = format!("{k} data fragments of {len} bytes among {parts}, staged at {offset}");
+    let what = format!(
+        "a stripe write of {parts} fragments, {k} of them data fragments of {len} bytes, at offset {offset} is not possible"
+    );
     Err(StoreError::InvalidArgument(what))
 }
 
-/// Why staging of stripes failed. Fragments that were written stay in their stages, and the caller
-/// may write the same bytes again.
+/// Reason why staging stripes failed. Fragments that were written remain in their stages, and the
+/// caller may write the same bytes again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StripeError {
     /// No parity was computed and nothing was written. The caller may try another engine.
     #[error("no parity was computed: {0}")]
     Coding(String),
     /// The store of this fragment failed.
-    #[error("fragment {0}: {1}")]
+    #[error("writing fragment {0} failed: {1}")]
     Part(usize, StoreError),
-    /// The failure concerns no single fragment.
+    /// The call failed for a reason that does not concern a single fragment.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-/// A reading of the load counters of the host's CPUs.
+/// Values of the load counters of the host's CPUs at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostReading {
     /// The values of the counters.
@@ -184,28 +190,29 @@ pub struct HostReading {
     pub cpus: Vec<usize>,
 }
 
-/// Receives a message when the parity has been computed, with the engine time that this took. The
-/// sender is dropped if no parity was computed. The time is `None` for an engine that works on
-/// several tasks at once.
+/// Sender through which the stores report that the parity has been computed, and how long the
+/// engine worked on it. The time is `None` if the engine works on several tasks at once. If no
+/// parity is computed, the stores drop the sender.
 pub type Coded = oneshot::Sender<Option<Duration>>;
 
-/// Stores in one place that accept whole stripes.
+/// A set of stores that accepts whole stripes.
 ///
-/// **Threads.** As for [`ObjectStore`].
+/// **Threads.** Any thread may call the methods, as with [`ObjectStore`].
 pub trait StripeStores: Send + Sync {
-    /// Most bytes of all fragments of one call together, parity included.
+    /// Returns the maximum total size of all fragments of one call, parity included, in bytes.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a piece of each fragment to its stage, as [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes
-    /// the parity first if the write asks for that. Queue transactions that name the stages after
-    /// the future has resolved.
+    /// Writes a part of each fragment to its stage, as
+    /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first
+    /// if `write` requests that. Queue transactions that name the stages only after the future has
+    /// resolved.
     fn stage_stripes(
         &self,
         write: StripeWrite,
         coded: Option<Coded>,
     ) -> BoxFuture<'static, Result<(), StripeError>>;
 
-    /// How busy the host's processor is.
+    /// Reads the load counters of the host's CPUs.
     fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>>;
 }
 

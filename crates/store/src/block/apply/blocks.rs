@@ -11,7 +11,8 @@ use crate::block::need::Need;
 use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key};
 
 impl Apply<'_> {
-    /// Has leaves `first..=last` loaded, all that are missing at once.
+    /// Loads leaves `first..=last` of an object into `leaves`. If some of them are not in memory,
+    /// returns one [`Stop::Need`] for all of them.
     pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> ApplyResult {
         let mut missing = Vec::new();
         for number in first..=last {
@@ -21,7 +22,8 @@ impl Apply<'_> {
             let key = key::leaf(nid, number);
             let stored = match nid < self.first_nid {
                 true => self.get(&key),
-                // An object that this transaction has made has leaves only here.
+                // If this transaction has created the object, all leaves of the object are in
+                // `puts`.
                 false => Ok(self.puts.get(&key).cloned().flatten()),
             };
             match stored {
@@ -45,7 +47,7 @@ impl Apply<'_> {
         Ok(self.leaves[&(nid, leaf)].0.get(number % LEAF_BLOCKS))
     }
 
-    /// Moves the changed leaves into the changes, so that scans see them.
+    /// Moves the changed leaves into `puts`, so that scans see them.
     pub(super) fn store_leaves(&mut self) -> ApplyResult {
         for ((nid, number), (leaf, dirty)) in std::mem::take(&mut self.leaves) {
             if dirty {
@@ -56,7 +58,8 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Maps blocks `first..` of an object to `new`, releasing what they were mapped to.
+    /// Maps the blocks of an object from block `first` on to `new`. Releases the blocks that they
+    /// were mapped to.
     pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> ApplyResult {
         if new.is_empty() {
             return Ok(());
@@ -80,7 +83,8 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Releases all blocks in leaves from `first` on; returns how many they were.
+    /// Releases all blocks in leaf `first` and in later leaves. Returns the number of released
+    /// blocks.
     pub(super) fn drop_leaves_from(&mut self, nid: u64, first: u64) -> ApplyResult<u64> {
         self.store_leaves()?;
         let mut dropped = 0;
@@ -104,7 +108,7 @@ impl Apply<'_> {
         Ok(&mut self.refs.get_mut(&chunk).expect("it was just inserted").0)
     }
 
-    /// Takes one more reference to each block.
+    /// Adds one reference to each block.
     pub(super) fn add_references(&mut self, blocks: &[Option<BlockRef>]) -> ApplyResult {
         let mut blocks =
             blocks.iter().flatten().map(|b| (b.block / REF_BLOCKS, b.block % REF_BLOCKS)).peekable();
@@ -118,7 +122,7 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Takes one reference from a block, and frees it if that was the last.
+    /// Removes one reference to a block, and frees the block if this was its last reference.
     pub(super) fn release(&mut self, block: BlockRef) -> ApplyResult {
         if block.shared {
             let page = self.ref_page(block.block / REF_BLOCKS)?;
@@ -135,8 +139,9 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Takes blocks. If there are too few, the transaction needs those that it has taken so far,
-    /// too: its caller gives them back.
+    /// Allocates blocks. If too few blocks are free, returns [`Stop::Space`]. Its number includes
+    /// the blocks that the transaction has allocated so far, because the caller frees them before
+    /// it tries the transaction again.
     pub(super) fn alloc(&mut self, blocks: u64) -> ApplyResult<Vec<Extent>> {
         let extents = self
             .alloc
@@ -146,7 +151,7 @@ impl Apply<'_> {
         Ok(extents)
     }
 
-    /// The content of a block, verified.
+    /// Returns the content of a block after comparing it with its checksum.
     pub(super) fn content(&mut self, block: BlockRef) -> ApplyResult<Bytes> {
         let own = self.deferred.get(&block.block).cloned().or_else(|| self.own_write(block.block));
         let content = own.or_else(|| (self.context.deferred)(block.block));
@@ -158,7 +163,7 @@ impl Apply<'_> {
         Ok(content)
     }
 
-    /// A block that this transaction itself has written.
+    /// Returns the content of a block that this transaction has written.
     pub(super) fn own_write(&self, block: u64) -> Option<Bytes> {
         let covers = |(start, data): &&(u64, Bytes)| {
             *start <= block && block < start + (data.len() as u64).div_ceil(BLOCK)
@@ -168,7 +173,8 @@ impl Apply<'_> {
         Some(padded(&data.slice(at..data.len().min(at + BLOCK_SIZE))))
     }
 
-    /// Content of object bytes `offset..offset + len`, zeros where there is none.
+    /// Returns bytes `offset..offset + len` of an object, with zeros for holes and beyond the
+    /// object's end.
     pub(super) fn gather(&mut self, onode: &Onode, offset: u64, len: usize) -> ApplyResult<Bytes> {
         let mut out = BytesMut::zeroed(len);
         let mut done = 0;

@@ -13,8 +13,9 @@ enum ClonedRange {
     Bytes(Bytes),
 }
 
-/// Cuts a range that goes from `from` to `to` into runs of whole blocks, which can be shared, and pieces of blocks: offset in the
-/// range, length, and whether it is a run.
+/// Splits a range that is cloned from offset `from` to offset `to`, into runs of whole blocks,
+/// which can be shared, and parts of blocks. Returns for each of them its offset in the range, its
+/// length, and whether it is a run of whole blocks.
 fn pieces(from: u64, to: u64, len: u64) -> Vec<(u64, u64, bool)> {
     let mut pieces: Vec<(u64, u64, bool)> = Vec::new();
     let mut done = 0;
@@ -70,7 +71,8 @@ impl Apply<'_> {
         to: u64,
     ) -> ApplyResult {
         let (_, source) = self.existing(cid, src)?;
-        // Everything is read, and every shared block held, before anything is overwritten: the ranges may overlap.
+        // The ranges may overlap, so read all data and add references to all shared blocks before
+        // overwriting anything.
         let mut parts = Vec::new();
         for (done, len, whole) in pieces(from, to, len) {
             let part = match whole {
@@ -95,7 +97,8 @@ impl Apply<'_> {
         })
     }
 
-    /// Takes one more reference to each of `count` blocks of an object.
+    /// Adds one reference to each of the `count` blocks of an object from block `first` on, and
+    /// returns them. Marks them as shared.
     fn share(&mut self, nid: u64, first: u64, count: u64) -> ApplyResult<Vec<Option<BlockRef>>> {
         let end = first + count;
         self.load_leaves(nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;

@@ -37,7 +37,7 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Writes whole blocks (the last may be short, zeros follow) into fresh space.
+    /// Writes whole blocks to newly allocated blocks. If the last block is short, zeros follow.
     pub(super) fn write_run(
         &mut self,
         onode: &mut Onode,
@@ -62,10 +62,14 @@ impl Apply<'_> {
         self.map(onode, offset / BLOCK, &refs)
     }
 
-    /// Writes part of a block: the merged block goes to the log, and to its place with the next checkpoint.
+    /// Writes part of a block: merges `piece` with the old content. The log stores the merged
+    /// block, and the next checkpoint writes it to the data area.
     pub(super) fn merge(&mut self, onode: &mut Onode, offset: u64, piece: &Bytes, crc: u32) -> ApplyResult {
         if block::crc32c(piece) != crc {
-            return Err(StoreError::BadPayload(format!("piece at {offset} has another checksum")).into());
+            return Err(StoreError::BadPayload(format!(
+                "the data at offset {offset} does not match its checksum"
+            ))
+            .into());
         }
         let old = match self.lookup(onode.nid, offset / BLOCK)? {
             Some(old) => Some(self.content(old)?),
@@ -77,13 +81,13 @@ impl Apply<'_> {
         merged[from..from + piece.len()].copy_from_slice(piece);
         let merged = merged.freeze();
         if old.as_ref() == Some(&merged) {
-            // What changes nothing takes no block: taking a transaction back works when there is
-            // none.
+            // A write that changes nothing needs no block. Undoing a transaction therefore works
+            // even if no block is free.
             return Ok(());
         }
         let block = self.alloc(1)?[0].start;
         self.put_bytes += BLOCK_SIZE;
-        too_large("what the transaction changes", self.put_bytes, self.context.max_record)?;
+        too_large("size in bytes of the changes of a transaction", self.put_bytes, self.context.max_record)?;
         let new = BlockRef { block, crc: block::crc32c(&merged), shared: false };
         self.map(onode, offset / BLOCK, &[Some(new)])?;
         self.deferred.insert(block, merged);
@@ -145,7 +149,8 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Zeros bytes `from..to` of one block, if it is not a hole.
+    /// Sets bytes `from..to` of the object, which lie in one block, to zeros. Does nothing if the
+    /// block is a hole.
     pub(super) fn zero_part(&mut self, onode: &mut Onode, from: u64, to: u64) -> ApplyResult {
         if from >= to || self.lookup(onode.nid, from / BLOCK)?.is_none() {
             return Ok(());
@@ -155,15 +160,15 @@ impl Apply<'_> {
         self.write(onode, from, &payload)
     }
 
-    /// Makes blocks `first..end` holes.
+    /// Replaces blocks `first..end` of an object by holes.
     pub(super) fn drop_blocks(&mut self, onode: &mut Onode, first: u64, end: u64) -> ApplyResult {
         self.store_leaves()?;
         let from = key::leaf(onode.nid, first / LEAF_BLOCKS);
         let to = key::leaf(onode.nid, end.div_ceil(LEAF_BLOCKS));
         for (key, _) in self.scan(&from, &to)? {
             let number = key::rest(&key);
-            let number =
-                <[u8; 8]>::try_from(&number[..]).map_err(|_| corrupt("key of a leaf", "wrong length"))?;
+            let number = <[u8; 8]>::try_from(&number[..])
+                .map_err(|_| corrupt("key of a leaf", "its length is wrong"))?;
             let start = u64::from_be_bytes(number) * LEAF_BLOCKS;
             let (first, end) = (first.max(start), end.min(start + LEAF_BLOCKS));
             self.map(onode, first, &vec![None; (end - first) as usize])?;

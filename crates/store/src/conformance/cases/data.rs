@@ -9,7 +9,7 @@ use super::{Store, apply, with_collection};
 use crate::conformance::{oid, one, pattern, read_all, write};
 use crate::{MAX_OBJECT_SIZE, ObjectId, Op, StageId, StoreCalls, StoreError, WriteSource};
 
-pub(super) async fn writes_of_any_alignment(store: Store) {
+pub(super) async fn writes_of_any_alignment_are_read_back(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let mut model = Vec::new();
@@ -35,7 +35,7 @@ pub(super) async fn writes_of_any_alignment(store: Store) {
     assert_eq!(store.stat(&c, &o).await.unwrap().size, model.len() as u64, "an empty write changes nothing");
 }
 
-pub(super) async fn holes_and_zeros(store: Store) {
+pub(super) async fn holes_and_zeroed_ranges_read_as_zeros(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let far = (1 << 30) + 77;
@@ -50,19 +50,23 @@ pub(super) async fn holes_and_zeros(store: Store) {
     let mut model = pattern(4, 50_000).to_vec();
     model[5000..25_000].fill(0);
     assert_eq!(read_all(&*store, &c, &o).await, model);
-    assert_eq!(store.stat(&c, &o).await.unwrap().allocated, 9 * BLOCK, "whole blocks were given back");
+    assert_eq!(store.stat(&c, &o).await.unwrap().allocated, 9 * BLOCK, "whole zeroed blocks are freed");
     apply(&store, one(&c, Op::Zero { oid: o.clone(), offset: 60_000, len: 10 })).await;
     model.resize(60_010, 0);
-    assert_eq!(read_all(&*store, &c, &o).await, model, "zeroing beyond the end extends");
+    assert_eq!(read_all(&*store, &c, &o).await, model, "zeroing beyond the end extends the object");
     let huge = Op::Truncate { oid: o.clone(), size: MAX_OBJECT_SIZE };
     apply(&store, one(&c, huge).with(Op::Zero { oid: o.clone(), offset: 100, len: MAX_OBJECT_SIZE - 100 }))
         .await;
     let stat = store.stat(&c, &o).await.unwrap();
-    assert_eq!((stat.size, stat.allocated), (MAX_OBJECT_SIZE, BLOCK), "the largest object, of one block");
+    assert_eq!(
+        (stat.size, stat.allocated),
+        (MAX_OBJECT_SIZE, BLOCK),
+        "an object of the maximum size can have a single block"
+    );
     assert!(matches!(store.read(&c, &o, 0, u64::MAX, None).await, Err(StoreError::TooLarge { .. })));
 }
 
-pub(super) async fn truncate_forgets_what_it_cuts(store: Store) {
+pub(super) async fn a_truncation_discards_the_bytes_after_the_new_end(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     apply(&store, one(&c, write(&o, 0, pattern(5, 600_000)))).await;
@@ -75,7 +79,7 @@ pub(super) async fn truncate_forgets_what_it_cuts(store: Store) {
     assert_eq!(read_all(&*store, &c, &o).await, model);
 }
 
-pub(super) async fn reads_are_clipped_and_carry_checksums(store: Store) {
+pub(super) async fn reads_end_at_the_objects_end_and_return_checksums(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let data = pattern(6, 10_000);
@@ -92,7 +96,7 @@ pub(super) async fn reads_are_clipped_and_carry_checksums(store: Store) {
     assert!(matches!(store.read(&c, &oid("none"), 0, 1, None).await, Err(StoreError::NoSuchObject(_))));
 }
 
-pub(super) async fn reads_into_a_destination(store: Store) {
+pub(super) async fn a_read_fills_the_callers_destination(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let data = pattern(7, 20_000);
@@ -102,17 +106,14 @@ pub(super) async fn reads_into_a_destination(store: Store) {
     let read = store.read(&c, &o, 4096, 12_288, Some(dest)).await.unwrap();
     read.verify().unwrap();
     assert_eq!(read.contiguous(), data.slice(4096..16_384));
-    assert!(
-        read.data.iter().all(|d| pool.arena().offset_of(d).is_some()),
-        "the data is where it was asked for"
-    );
+    assert!(read.data.iter().all(|d| pool.arena().offset_of(d).is_some()), "the data is in the destination");
     drop(read);
     let small = pool.try_alloc(4096).unwrap().unwrap();
     assert!(matches!(store.read(&c, &o, 0, 8192, Some(small)).await, Err(StoreError::InvalidArgument(_))));
-    assert_eq!(pool.free_bytes().0, 1 << 16, "buffers come back");
+    assert_eq!(pool.free_bytes().0, 1 << 16, "all buffers are released");
 }
 
-pub(super) async fn clone_shares_until_overwritten(store: Store) {
+pub(super) async fn a_clone_and_its_source_change_independently(store: Store) {
     let c = with_collection(&store).await;
     let (a, b) = (oid("a"), oid("b"));
     let data = pattern(8, 300_001);
@@ -130,19 +131,19 @@ pub(super) async fn clone_shares_until_overwritten(store: Store) {
     assert_eq!(store.omap_get_header(&c, &b).await.unwrap(), "h");
     apply(&store, one(&c, write(&b, 100_000, pattern(10, 10)))).await;
     apply(&store, one(&c, Op::OmapSet { oid: b.clone(), entries: vec![pair("k", "w")] })).await;
-    assert_eq!(read_all(&*store, &c, &a).await, data, "the source is not touched");
+    assert_eq!(read_all(&*store, &c, &a).await, data, "a write to the copy does not change the source");
     assert_eq!(store.omap_get(&c, &a, vec!["k".into()]).await.unwrap(), [pair("k", "v")]);
     let mut copy = data.to_vec();
     copy[100_000..100_010].copy_from_slice(&pattern(10, 10));
     apply(&store, one(&c, Op::Remove { oid: a.clone() })).await;
-    assert_eq!(read_all(&*store, &c, &b).await, copy, "removing the source leaves the copy");
+    assert_eq!(read_all(&*store, &c, &b).await, copy, "removing the source does not change the copy");
     apply(&store, one(&c, Op::Clone { src: b.clone(), dst: b.clone() })).await;
     assert_eq!(read_all(&*store, &c, &b).await, copy, "a clone onto itself changes nothing");
     let missing = store.queue_transaction(one(&c, Op::Clone { src: a, dst: b })).await;
     assert!(matches!(missing, Err(StoreError::NoSuchObject(_))));
 }
 
-pub(super) async fn clone_range_of_any_alignment(store: Store) {
+pub(super) async fn ranges_of_any_alignment_can_be_cloned(store: Store) {
     let c = with_collection(&store).await;
     let (a, b) = (oid("a"), oid("b"));
     let data = pattern(11, 50_000);
@@ -181,7 +182,7 @@ pub(super) async fn clone_range_of_any_alignment(store: Store) {
     assert_eq!(read_all(&*store, &c, &a).await, overlapped, "the source is read before it is written");
 }
 
-pub(super) async fn staged_writes(store: Store) {
+pub(super) async fn staged_bytes_become_data_of_objects(store: Store) {
     let c = with_collection(&store).await;
     let (a, b) = (oid("a"), oid("b"));
     let data = pattern(16, 700_100);
@@ -207,7 +208,7 @@ pub(super) async fn staged_writes(store: Store) {
     assert_eq!(store.space().await.unwrap().staged, 0);
 }
 
-pub(super) async fn staged_misuse(store: Store) {
+pub(super) async fn invalid_uses_of_stages_are_refused(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let stage = store.stage(10_000).await.unwrap();
@@ -237,7 +238,7 @@ pub(super) async fn staged_misuse(store: Store) {
     invalid(store.stage(0).await.map(drop));
 }
 
-pub(super) async fn damaged_payloads(store: Store) {
+pub(super) async fn damaged_payloads_are_detected(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     apply(&store, one(&c, write(&o, 0, pattern(18, 8192)))).await;
@@ -253,7 +254,10 @@ pub(super) async fn damaged_payloads(store: Store) {
     assert_eq!(read_all(&*store, &c, &o).await, pattern(18, 8192));
     let whole = store.queue_transaction(one(&c, damaged(4096, 4096))).await;
     let read = store.read(&c, &o, 4096, 4096, None).await.unwrap();
-    assert!(whole.is_err() || read.verify().is_err(), "damage is refused, or seen by the reader");
+    assert!(
+        whole.is_err() || read.verify().is_err(),
+        "the store refuses the damage, or the reader detects it"
+    );
 }
 
 fn staged(oid: &ObjectId, offset: u64, stage: StageId, from: u64, len: u64) -> Op {
