@@ -4,11 +4,11 @@
 //!
 //! - libfabric creates objects with the layouts in [`abi`].
 //! - One [`Handle`] owns each object and closes it once.
-//! - Every user of an object holds an `Arc` of it.
+//! - Every user of an object holds an `Arc` of the object.
 //! - Providers are opened with `FI_THREAD_SAFE`.
 //! - The memory of an operation stays mapped until the operation has completed or its endpoint is
 //!   closed.
-//! - Memory that peers can reach stays mapped until all endpoints that may be writing to it are
+//! - Memory that peers can access stays mapped until all endpoints that may be writing to it are
 //!   closed.
 
 mod abi;
