@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     progress.clear();
     let rig = rig?;
     progress.add(setup);
-    missing.iter().for_each(|what| say(format!("left out: {what}")));
+    missing.iter().for_each(|what| say(format!("not measured: {what}")));
     let left_out = missing.len();
     let mut campaign = Campaign::new(&settings, &rig, missing);
     for round in 1..=settings.rounds {
