@@ -1,6 +1,6 @@
 //! The objects of libfabric. All `unsafe` code of this crate is in this folder.
 //!
-//! Its soundness depends on these rules:
+//! The soundness of this code depends on these rules:
 //!
 //! - libfabric creates objects with the layouts in [`abi`].
 //! - One [`Handle`] owns each object and closes it once.

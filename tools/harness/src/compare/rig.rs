@@ -353,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpu_time_is_summed_over_threads_and_the_stores_is_the_hosts() {
+    fn cpu_time_is_summed_over_thread_classes_and_host_cpu_is_that_of_the_store() {
         let found: BenchResult = serde_json::from_str(
             r#"{"ops":1000,"errors":0,"mb_per_s":1,"iops":500,"latency_us":{"mean":1,"p50":1,"p99":1},
             "host_cpu_us_per_op":0,"node_cpu_us_per_op":0,"processes":[

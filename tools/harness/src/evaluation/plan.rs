@@ -201,7 +201,7 @@ impl PlanStep {
             PlanStep::Run(case) => {
                 let options = match (&case.ablation, &case.control_of, case.network) {
                     (Some(options), ..) => format!(" {options}"),
-                    (_, Some(options), _) => format!(" beside {options}"),
+                    (_, Some(options), _) => format!(" as the control of {options}"),
                     (.., Some(network)) => format!(" over {}, {} in flight", network.name(), case.in_flight),
                     (None, None, None) => String::new(),
                 };

@@ -224,7 +224,8 @@ fn print(book: &Book) {
         "\n  rebuilt: bytes of rebuilt fragments. For each of these bytes, the node reads four bytes and writes one.",
     );
     table.print();
-    let mut table = Table::new(&["clients", "alone, MB/s", "beside a rebuild", "loss, %", "rebuilt, MB/s"]);
+    let mut table =
+        Table::new(&["clients", "without rebuild, MB/s", "during rebuild, MB/s", "loss, %", "rebuilt, MB/s"]);
     for mode in MODES {
         table.row(&[
             alone(mode),

@@ -114,7 +114,7 @@ fn to_coding(book: &Book, mode: &str) -> Rounds {
 
 fn print(book: &Book) {
     let mut table = Table::new(&[
-        "writes beside a hog, 16 MiB x 4",
+        "writes while a hog runs, 16 MiB x 4",
         "MB/s of objects",
         "hog's loss, %",
         "per 100 MB/s",
