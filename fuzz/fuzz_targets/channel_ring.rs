@@ -1,4 +1,5 @@
-//! Entries of a ring that a peer wrote. The checksum is put right, so that what lies behind it is reached.
+//! Fuzzes the decoder of entries that a peer wrote to a ring. The target corrects the checksum, so
+//! that the code behind the check is reached.
 #![no_main]
 
 use base::mem::Arena;
@@ -10,7 +11,7 @@ const LEN: usize = 8192;
 
 fuzz_target!(|data: &[u8]| {
     let [position, available, rest @ ..] = data else { return };
-    let memory = Arena::anonymous(LEN).expect("two pages");
+    let memory = Arena::anonymous(LEN).expect("two pages of memory are available");
     let ring = Ring { offset: 0, len: LEN };
     let (position, available) = (u64::from(*position) * 64, usize::from(*available) * 64);
     let at = position as usize % LEN;

@@ -1,5 +1,6 @@
-//! Fragment files that anybody may have written. The beginning and the checksum of headers are put right, so that what lies behind
-//! them is reached.
+//! Fuzzes the decoder of fragment files, which may come from an untrusted source. The target
+//! corrects the start and the checksum of each header, so that the code behind these checks is
+//! reached.
 #![no_main]
 
 use std::io::Cursor;
@@ -10,10 +11,11 @@ use ec::fragments::{FragmentSet, FragmentState};
 use libfuzzer_sys::fuzz_target;
 
 const HEADER: usize = 64;
-/// Longest file that is put together: what a header may claim takes for ever.
+/// Maximum length of a file to decode, in bytes. A header may claim a length that would take too
+/// long to decode.
 const LEN_MAX: u64 = 16 << 10;
 
-/// The same with a header that is one as far as that goes.
+/// Returns a copy of `fragment` whose header has the correct magic number, version and checksum.
 fn sealed(fragment: &[u8]) -> Vec<u8> {
     let mut fragment = fragment.to_vec();
     if let Some(header) = fragment.first_chunk_mut::<HEADER>() {
@@ -25,7 +27,7 @@ fn sealed(fragment: &[u8]) -> Vec<u8> {
 }
 
 fn put_together(fragments: Vec<Vec<u8>>) {
-    let kernel = KernelChoice::Portable.load().expect("plain Rust");
+    let kernel = KernelChoice::Portable.load().expect("the portable kernel exists on every machine");
     let Ok(mut set) = FragmentSet::open(fragments.into_iter().map(Cursor::new).collect(), kernel) else {
         return;
     };
@@ -35,7 +37,7 @@ fn put_together(fragments: Vec<Vec<u8>>) {
         return;
     }
     let missing = set.check(|_| ()).iter().filter(|state| **state == FragmentState::Missing).count();
-    assert!(missing < layout.geometry.fragments(), "there is one at least");
+    assert!(missing < layout.geometry.fragments(), "at least one fragment exists");
     let mut file = Vec::new();
     if set.decode(&mut file).is_ok() {
         assert_eq!(file.len() as u64, layout.len);
@@ -52,7 +54,8 @@ fuzz_target!(|data: &[u8]| {
     let len = rest.len().div_ceil(1 + usize::from(*count % 8)).max(1);
     let fragments: Vec<Vec<u8>> = rest.chunks(len).map(<[u8]>::to_vec).collect();
     put_together(fragments.iter().map(|fragment| sealed(fragment)).collect());
-    // All of one encoding, by the header of the first.
+    // Give all fragments the header of the first, with their own index, so that they belong to one
+    // file.
     let mut alike = fragments.clone();
     for (index, fragment) in alike.iter_mut().enumerate() {
         let common = HEADER.min(fragment.len());

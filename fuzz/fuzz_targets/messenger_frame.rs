@@ -1,4 +1,5 @@
-//! Frames of the messenger. Checksums are put right, so that what lies behind them is reached.
+//! Fuzzes the decoder of the messenger's frames. The target corrects checksums, so that the code
+//! behind their check is reached.
 #![no_main]
 
 use base::block::{crc32c, piece_count};
@@ -11,7 +12,7 @@ const LIMITS: Limits =
     Limits { max_header: 4096, max_inline: 8192, max_bulk: 1 << 20, eager: 4096, one_sided: false };
 
 fuzz_target!(|data: &[u8]| {
-    // Whether it decodes is not the question here.
+    // Ignore the result: the decoder must only not panic.
     let _ = frame::decode(&Bytes::copy_from_slice(data), &LIMITS);
     if data.len() < HEADER_LEN {
         return;

@@ -1,4 +1,4 @@
-//! Requests and replies between client and osd, and names.
+//! Fuzzes the decoders of requests and replies between client and osd, and of names.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -13,6 +13,6 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(text) = std::str::from_utf8(data)
         && let Ok(name) = text.parse::<wire::ObjectName>()
     {
-        assert_eq!(name.to_string().parse(), Ok(name), "a name says itself");
+        assert_eq!(name.to_string().parse(), Ok(name), "a printed name parses to the same name");
     }
 });

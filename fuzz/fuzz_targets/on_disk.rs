@@ -1,4 +1,4 @@
-//! Superblock, log, index records and allocation pages, as found on a target.
+//! Fuzzes the decoders of a target's content: superblock, log, index records and allocation pages.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

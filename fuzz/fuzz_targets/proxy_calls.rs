@@ -1,4 +1,4 @@
-//! Calls and answers between osd and store, and encoded transactions.
+//! Fuzzes the decoders of calls and replies between osd and store, and of encoded transactions.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -2,7 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Reads a `sockaddr_in` or `sockaddr_in6`; `None` if it is neither or too short.
+/// Decodes a `sockaddr_in` or `sockaddr_in6`. Returns `None` if `bytes` has another address family
+/// or is too short.
 pub(crate) fn decode(bytes: &[u8]) -> Option<SocketAddr> {
     let family = u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?);
     let port = u16::from_be_bytes(bytes.get(2..4)?.try_into().ok()?);
@@ -19,7 +20,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_nonsense_is_not() {
+    fn valid_addresses_are_decoded_and_invalid_ones_refused() {
         let v4 = [&libc::AF_INET.to_ne_bytes()[..2], &[0x1f, 0x90, 127, 0, 0, 1], &[0; 8]].concat();
         assert_eq!(decode(&v4), Some("127.0.0.1:8080".parse().unwrap()));
         let mut v6 = [&libc::AF_INET6.to_ne_bytes()[..2], &[0, 80], &[0; 24]].concat();

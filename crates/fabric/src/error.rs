@@ -14,12 +14,12 @@ pub enum FabricError {
     NotLoaded(String),
     /// libfabric would use a registration cache, and it is too late to disable the cache.
     #[error(
-        "libfabric would leave memory open to peers after its use; start this process with FI_MR_CACHE_MAX_COUNT=0 in its environment"
+        "libfabric's registration cache would leave memory open to peers after its use; start this process with FI_MR_CACHE_MAX_COUNT=0 in its environment"
     )]
     CachesRegistrations,
     /// No provider supports the query.
     #[error(
-        "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists what this machine has"
+        "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists the providers of this machine"
     )]
     NoProvider {
         /// The requested provider and address.
@@ -46,7 +46,7 @@ pub enum FabricError {
         format: u32,
     },
     /// The private data does not fit into a connection request or its answer.
-    #[error("{len} bytes of private data do not fit, at most {max} do; send them as a message")]
+    #[error("{len} bytes of private data do not fit (limit: {max} bytes); send the data as a message")]
     PrivateData {
         /// Length of the data, in bytes.
         len: usize,
@@ -54,17 +54,19 @@ pub enum FabricError {
         max: usize,
     },
     /// The query that the endpoint is created from names no address to connect to.
-    #[error("there is no address to connect to; query for Target::Connect")]
+    #[error("the query named no address to connect to; query for EndpointAddress::Connect")]
     NoDestination,
     /// An operation was posted before the endpoint was connected.
-    #[error("the endpoint is not connected yet; wait for Event::Connected")]
+    #[error("the endpoint is not connected yet; wait for FabricEvent::Connected")]
     NotConnected,
     /// The memory is registered with a domain other than the endpoint's.
-    #[error("the memory is registered with another domain than the endpoint's; register it there as well")]
+    #[error(
+        "the memory is registered with a domain other than the endpoint's; register it with the endpoint's domain"
+    )]
     OtherDomain,
     /// The memory has no region, but the provider requires one.
     #[error(
-        "the provider sends from registered memory only; register {len} bytes, or copy them to where it is"
+        "the provider sends only registered memory; register the {len} bytes, or copy them to registered memory"
     )]
     Unregistered {
         /// Length of the part, in bytes.
@@ -73,8 +75,8 @@ pub enum FabricError {
     /// The registration would let peers write to memory that is shared for reading.
     #[error("memory that is shared for reading cannot be registered for writing")]
     Immutable,
-    /// The message has more parts than the provider supports.
-    #[error("a message of {parts} parts, at most {max} are possible; copy some together")]
+    /// The message has no parts, or more parts than the provider supports.
+    #[error("a message has {parts} parts, but must have 1 to {max}; copy several parts into one")]
     TooManyParts {
         /// Number of parts.
         parts: usize,
@@ -82,7 +84,7 @@ pub enum FabricError {
         max: usize,
     },
     /// The range is not inside its region.
-    #[error("{len} bytes at {offset} are outside a region of {region_len} bytes")]
+    #[error("{len} bytes at offset {offset} are not inside the region of {region_len} bytes")]
     OutOfRange {
         /// Start of the range, in bytes from the region's start.
         offset: usize,
@@ -92,7 +94,7 @@ pub enum FabricError {
         region_len: usize,
     },
     /// The transfer is longer than the provider supports.
-    #[error("{len} bytes in one transfer, at most {max} are possible; cut it into several")]
+    #[error("a transfer of {len} bytes is too long (limit: {max} bytes); split it into several transfers")]
     TooLong {
         /// Length of the transfer, in bytes.
         len: usize,
@@ -105,8 +107,8 @@ pub enum FabricError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostError {
-    /// The queue is full: take completions, then try again.
-    #[error("the queue is full; take completions and try again")]
+    /// The queue is full. Read completions, then try again.
+    #[error("the queue is full; read completions, then try again")]
     Full,
     /// The endpoint cannot perform the operation, now or later.
     #[error(transparent)]

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 /// The address of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EndpointAddress {
-    /// No address: lists all providers.
+    /// No address: the query lists all providers.
     #[default]
     Any,
     /// Listening at this local address. Port 0 chooses a free port.
@@ -16,8 +16,8 @@ pub enum EndpointAddress {
 }
 
 /// A query for providers. Every query requests connected endpoints with messages and remote memory
-/// access. It also requests an order: messages and reads that are posted after writes take effect
-/// after them.
+/// access. Every query also requests an order: a message or read takes effect after the writes that
+/// were posted before it.
 #[derive(Debug, Clone, Default)]
 pub struct ProviderQuery {
     /// The provider's name, such as `verbs` or `tcp`. `None` queries all providers.
@@ -42,8 +42,8 @@ impl fmt::Display for ProviderQuery {
     }
 }
 
-/// A provider's requirements for registered memory. The crate meets them; this type only reports
-/// them.
+/// A provider's requirements for registered memory. The crate meets the requirements itself, so
+/// this type is only informative.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MrMode {
     /// Local buffers must be registered, too.

@@ -1,34 +1,36 @@
-//! A safe interface to libfabric: connections that move memory without the peer's processor (RDMA)
-//! if the machine has hardware for it, and over TCP otherwise.
+//! A safe interface to libfabric, for connections with access to the peer's memory. On machines
+//! with RDMA hardware, the peer's processor takes no part in the access. Other machines use TCP.
 //!
-//! The library `libfabric.so.1` is opened at run time ([`Library::load`]). So building needs no
-//! headers, and a machine without the library has no RDMA. The crate wraps only the functions that
-//! Outboard uses: connected endpoints ([`Endpoint`], `FI_EP_MSG`), found by IP address, that send,
-//! receive, and read and write remote memory. The crate knows nothing of channels or messages. Its
-//! users are the DMA engine `ofi` of the `channel` crate, and network stacks.
+//! The library `libfabric.so.1` is opened at run time ([`Library::load`]). Building therefore needs
+//! no headers, and a machine without the library has no RDMA. The crate wraps only the functions
+//! that Outboard uses. Its endpoints ([`Endpoint`], `FI_EP_MSG`) connect to IP addresses. They send
+//! and receive messages, and read and write remote memory. The crate does not implement the rings
+//! of the channel or the protocol of the messenger. Its users are the DMA engine `ofi` of the
+//! `channel` crate, and the network stack `ofi` of the `messenger` crate.
 //!
 //! ```text
-//!   Library ── query ──▶ Info        what a provider can do, and limits to obey
+//!   Library ── query ──▶ Info        capabilities and limits of a provider
 //!   Fabric ─┬─ EventQueue            connection requests, established, shut down
 //!           ├─ Listener
-//!           └─ Domain ─┬─ MemoryRegion      an arena, registered
-//!                      ├─ CompletionQueue   what has been done
+//!           └─ Domain ─┬─ MemoryRegion      registered memory
+//!                      ├─ CompletionQueue   completed operations
 //!                      └─ Endpoint          one connection
 //! ```
 //!
 //! **Lifetimes.** A handle keeps its parent objects alive, so objects are closed before their
-//! parents. The memory of an operation stays registered until its completion is taken or its
-//! endpoint is closed, whichever comes first.
+//! parents. The memory of an operation stays registered until the caller has read the operation's
+//! completion or closed its endpoint.
 //!
-//! **Threads.** The crate requests `FI_THREAD_SAFE` from providers. Any thread may use all types.
-//! No call blocks except [`wait`], which sleeps. The crate also requests `FI_PROGRESS_MANUAL`. With
-//! the provider `tcp`, bytes then move only while a thread polls. Each side has one thread that
-//! polls its queues while there are completions, and otherwise sleeps in [`wait`].
+//! **Threads.** The crate requests `FI_THREAD_SAFE` from providers. Any thread may use any type.
+//! Only [`wait`] blocks. The crate also requests `FI_PROGRESS_MANUAL`. With the provider `tcp`,
+//! bytes then move only while a thread polls. Each side of a connection therefore has one thread
+//! that polls its queues while completions arrive, and sleeps in [`wait`] otherwise.
 //!
-//! **Trust.** A peer can read and write only memory that is registered with [`Access::Remote`] and
-//! whose key it has. iWARP is an exception ([`Info::exposes_local_memory`]): the driver siw sends
-//! any registered memory to a peer that has its key. An access with a wrong key or range breaks the
-//! endpoint that it used. Providers do not verify the identity of a peer.
+//! **Trust.** A peer can access memory only if the memory is registered for remote access
+//! ([`Access`]) and the peer has its key. iWARP is an exception ([`Info::exposes_local_memory`]):
+//! the driver siw sends any registered memory to a peer that has its key. An access with a wrong
+//! key or range ends the connection over which it was attempted. Providers do not verify the
+//! identity of a peer.
 
 #![deny(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! The table of operations in progress.
 //!
-//! An operation's context is the number that libfabric returns with its completion. It is an index
-//! into this table, never an address. So a late or repeated completion finds no entry and does no
-//! harm. The entry keeps the operation's memory registered.
+//! An operation's context is the number that libfabric returns with its completion. The number is
+//! an index into this table, never an address. So a late or repeated completion finds no entry and
+//! does no harm. The entry keeps the operation's memory registered.
 
 use bytes::Bytes;
 
@@ -21,12 +21,13 @@ pub enum Operation {
     Write,
 }
 
-/// The end of an operation.
+/// The report that an operation has ended.
 #[derive(Debug, Clone)]
 pub struct Completion {
-    /// Token of the operation's endpoint.
+    /// Token of the endpoint, or of the [shared receive queue](crate::ReceiveQueue), to which the
+    /// operation was posted.
     pub endpoint: u64,
-    /// The token that was given when the operation was posted.
+    /// The token that the caller gave to the operation.
     pub token: u64,
     /// The kind of the operation.
     pub operation: Operation,
@@ -37,31 +38,31 @@ pub struct Completion {
     pub result: Result<(), FabricError>,
 }
 
-/// An operation that was posted.
+/// An operation in progress.
 pub(crate) struct PendingOperation {
-    /// Process-wide number of its endpoint.
+    /// Process-wide number of the endpoint or receive queue to which the operation was posted.
     pub(crate) serial: u64,
     pub(crate) endpoint: u64,
     pub(crate) token: u64,
     pub(crate) operation: Operation,
     pub(crate) len: usize,
-    /// Operations of the same endpoint that were posted before this one without asking for a completion: they have ended
-    /// when this one has.
+    /// Numbers of earlier operations of the same endpoint that were posted without a request for a
+    /// completion. The completion of this operation implies that they have ended.
     pub(crate) earlier: Vec<u64>,
-    /// Registered, and kept, as long as the entry is there.
+    /// The memory of the operation. It stays registered as long as this entry exists.
     pub(crate) memory: Held,
 }
 
-/// The memory of an operation.
+/// The memory that an operation in progress uses.
 pub(crate) enum Held {
-    /// Copied by the provider. Nobody is told that the operation has ended.
+    /// The provider has copied the memory. The caller gets no completion for this operation.
     Copied,
     Region(#[expect(dead_code, reason = "held so that it stays registered")] MemoryRegion),
     Parts(Vec<GatherBytes>),
 }
 
 impl Held {
-    /// The parts, if it was made of parts.
+    /// Returns the parts of the message or write. The list is empty for other operations.
     pub(crate) fn into_parts(self) -> Vec<GatherBytes> {
         match self {
             Held::Parts(parts) => parts,
@@ -70,7 +71,7 @@ impl Held {
     }
 }
 
-/// Bytes to send or to write to remote memory.
+/// One part of a message, or of data to write to remote memory.
 #[derive(Debug, Clone)]
 pub struct GatherBytes {
     /// The bytes.
@@ -80,7 +81,8 @@ pub struct GatherBytes {
     pub region: Option<MemoryRegion>,
 }
 
-/// The operations of one completion queue, at most as many as it has room for.
+/// The operations in progress of one completion queue. Their number is limited to the queue's
+/// depth.
 pub(crate) struct Operations<P = PendingOperation> {
     slots: Vec<Slot<P>>,
     free: Vec<u32>,
@@ -88,7 +90,8 @@ pub(crate) struct Operations<P = PendingOperation> {
 }
 
 struct Slot<P> {
-    /// Counts the uses of the slot, so that a stale number does not name its next user.
+    /// Counts the uses of the slot, so that the number of an earlier operation does not match a
+    /// later operation in the same slot.
     generation: u32,
     pending: Option<P>,
 }
@@ -98,7 +101,8 @@ impl<P> Operations<P> {
         Operations { slots: Vec::new(), free: Vec::new(), capacity: capacity.min(u32::MAX as usize) }
     }
 
-    /// Enters an operation and gives its number, never 0; gives it back if there is no room.
+    /// Adds an operation and returns its number, which is never 0. If the table is full, returns
+    /// the operation as the error.
     pub(crate) fn insert(&mut self, pending: P) -> Result<u64, P> {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -113,7 +117,7 @@ impl<P> Operations<P> {
         Ok(u64::from(slot.generation) << 32 | u64::from(index))
     }
 
-    /// Takes out the operation of that number, if it is (still) there.
+    /// Removes and returns the operation `number`. Returns `None` if the table does not contain it.
     pub(crate) fn remove(&mut self, number: u64) -> Option<P> {
         let index = number as u32;
         let slot = self.slots.get_mut(index as usize)?;
@@ -126,7 +130,7 @@ impl<P> Operations<P> {
         Some(pending)
     }
 
-    /// Takes out all that `which` is true of.
+    /// Removes and returns all operations for which `which` returns true.
     pub(crate) fn remove_all(&mut self, which: impl Fn(&P) -> bool) -> Vec<P> {
         let numbers: Vec<u64> = self
             .slots
@@ -144,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_used_once_and_room_is_bounded() {
+    fn operation_numbers_are_unique_and_the_table_is_bounded() {
         let mut table = Operations::new(2);
         let a = table.insert('a').unwrap();
         let b = table.insert('b').unwrap();

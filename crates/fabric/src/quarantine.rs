@@ -1,10 +1,10 @@
 //! Quarantine of memory: memory that peers could reach stays mapped until no peer can be writing to
 //! it.
 //!
-//! Closing a region refuses later accesses. With software providers, an access in progress
-//! continues until its endpoint is closed.
+//! After a region is closed, the provider refuses new accesses. With software providers, an access
+//! in progress continues until its endpoint is closed.
 
-/// Memories whose regions were closed, each with the endpoints that may still be writing to it.
+/// The memory of closed regions, each with the endpoints whose peers may still be writing to it.
 pub(crate) struct MemoryQuarantine<M> {
     endpoints: Vec<u64>,
     held: Vec<(Vec<u64>, M)>,
@@ -17,12 +17,13 @@ impl<M> Default for MemoryQuarantine<M> {
 }
 
 impl<M> MemoryQuarantine<M> {
-    /// An endpoint is opened.
+    /// Records that `endpoint` was opened.
     pub(crate) fn opened(&mut self, endpoint: u64) {
         self.endpoints.push(endpoint);
     }
 
-    /// An endpoint was closed. Gives the memories that nobody can be writing to now.
+    /// Records that `endpoint` was closed. Returns the memory that no peer can be writing to any
+    /// more.
     pub(crate) fn closed(&mut self, endpoint: u64) -> Vec<M> {
         self.endpoints.retain(|open| *open != endpoint);
         for (writers, _) in &mut self.held {
@@ -31,12 +32,13 @@ impl<M> MemoryQuarantine<M> {
         self.held.extract_if(.., |(writers, _)| writers.is_empty()).map(|(_, memory)| memory).collect()
     }
 
-    /// The memories that are held.
+    /// All memory in quarantine.
     pub(crate) fn held(&self) -> impl Iterator<Item = &M> {
         self.held.iter().map(|(_, memory)| memory)
     }
 
-    /// A region was closed. Gives its memory back if nobody can be writing to it.
+    /// Puts the memory of a closed region into quarantine. If no endpoint is open, no peer can be
+    /// writing to the memory, and the function returns it.
     pub(crate) fn hold(&mut self, memory: M) -> Option<M> {
         if self.endpoints.is_empty() {
             return Some(memory);
@@ -51,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_waits_for_the_endpoints_of_its_time() {
+    fn memory_is_held_until_the_endpoints_open_at_that_time_are_closed() {
         let mut quarantine = MemoryQuarantine::default();
         assert_eq!(quarantine.hold('a'), Some('a'));
         quarantine.opened(1);

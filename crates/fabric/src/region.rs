@@ -7,27 +7,28 @@ use crate::{FabricError, Result};
 /// The permitted uses of a registered region. A narrower permission limits what a peer can do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Only this process's own operations, unless the provider
-    /// [exposes](crate::Info::exposes_local_memory) all local memory.
+    /// Only this process's own operations may use the memory. If the provider
+    /// [exposes](crate::Info::exposes_local_memory) local memory, peers may use it too.
     Local,
-    /// Messages that this process sends and receives. No provider exposes this memory.
+    /// Messages that this process sends and receives. No provider lets peers write to this memory.
     Messages,
-    /// Data that this process sends or writes to remote memory. No provider exposes this memory.
+    /// Data that this process sends or writes to remote memory. No provider lets peers write to
+    /// this memory.
     Outgoing,
     /// The destination of this process's reads of remote memory. Providers that
     /// [expose](crate::Info::exposes_local_memory) local memory let peers write to it.
     ReadSink,
-    /// Peers that have the key may read it.
+    /// Peers with the key may read the memory.
     RemoteRead,
-    /// Peers that have the key may write it.
+    /// Peers with the key may write to the memory.
     RemoteWrite,
-    /// Peers that have the key may read and write it. This process's own operations may also use
-    /// it.
+    /// Peers with the key may read and write the memory. This process's own operations may also use
+    /// the memory.
     Remote,
 }
 
 impl Access {
-    /// Whether peers may be able to reach the region.
+    /// Whether peers may be able to access the region.
     pub(crate) fn is_remote(self) -> bool {
         matches!(self, Access::ReadSink | Access::RemoteRead | Access::RemoteWrite | Access::Remote)
     }
@@ -39,14 +40,14 @@ impl Access {
 pub struct RemoteRegion {
     /// The secret key that permits access.
     pub key: u64,
-    /// The address that the peer's provider gives to the region's first byte: an address in the
-    /// peer's process, or 0.
+    /// The address of the region's first byte in accesses to the region. It is an address in the
+    /// peer's process, or 0 if the provider counts from the region's start.
     pub base: u64,
     /// Length of the region, in bytes.
     pub len: u64,
 }
 
-/// A position in a [`RemoteRegion`].
+/// A range of a [`RemoteRegion`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteSlice {
     pub(crate) key: u64,
@@ -55,7 +56,7 @@ pub struct RemoteSlice {
 }
 
 impl RemoteRegion {
-    /// Returns the `len` bytes at `offset`.
+    /// Returns the range of `len` bytes at `offset`.
     ///
     /// # Errors
     /// [`FabricError::OutOfRange`] if the range is not inside the region.
@@ -73,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_stay_inside() {
+    fn slices_outside_a_region_are_refused() {
         let region = RemoteRegion { key: 7, base: u64::MAX - 100, len: 200 };
         assert_eq!(region.slice(10, 90).unwrap().address, u64::MAX - 90);
         for (offset, len) in [(0, 201), (200, 1), (usize::MAX, 2), (150, 10)] {

@@ -10,7 +10,7 @@ use crate::{Fabric, Result, Waitable};
 
 /// Sleeps until a queue of `queues` may have an entry, a descriptor of `others` can be read, or
 /// `timeout` has passed. Returns at once if a queue must be read first, because its descriptor
-/// would not become readable. May return without an event.
+/// would not become readable. The function may also return without an event.
 ///
 /// # Errors
 /// If the provider or the system reports an error, which means that a descriptor is invalid.

@@ -1,11 +1,12 @@
-//! A process that has threads cannot change its environment any more, and libfabric is not loaded into it as it is.
+//! Tests of loading libfabric. A process with several threads cannot change its environment, and so
+//! cannot disable libfabric's cache. libfabric is not loaded while its cache is enabled.
 
 use fabric::{FabricError, Library, ProviderQuery};
 
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
 #[test]
-fn without_preparation_the_library_is_not_loaded() {
+fn the_library_is_not_loaded_while_its_cache_is_enabled() {
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_some() {
         Library::prepare();
         assert_eq!(std::env::var_os(CACHE), None, "a test is not the only thread of its process");
@@ -13,7 +14,7 @@ fn without_preparation_the_library_is_not_loaded() {
         return;
     }
     let status = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["without_preparation_the_library_is_not_loaded", "--exact"])
+        .args(["the_library_is_not_loaded_while_its_cache_is_enabled", "--exact"])
         .env("OUTBOARD_TEST_ALONE", "1")
         .env_remove(CACHE)
         .status()
@@ -21,13 +22,16 @@ fn without_preparation_the_library_is_not_loaded() {
     assert!(status.success());
     match Library::load() {
         Ok(_) | Err(FabricError::NotLoaded(_)) => {}
-        Err(e) => panic!("cargo gives the environment of its configuration to tests: {e}"),
+        Err(e) => {
+            panic!("the library does not load, although cargo's configuration sets {CACHE} for tests: {e}")
+        }
     }
 }
 
-/// What libfabric brings with it would exit the process on SIGTERM, with a backtrace.
+/// A library that libfabric loads installs signal handlers. On SIGTERM, they would print a
+/// backtrace and exit the process.
 #[test]
-fn loading_the_library_leaves_signals_alone() {
+fn loading_the_library_keeps_the_signal_handlers() {
     let handled = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         status.lines().find(|line| line.starts_with("SigCgt:")).map(str::to_owned)

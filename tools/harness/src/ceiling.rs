@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::Result;
 
-/// A file that was written in full once, for fio.
+/// A completely written file on which fio runs. Dropping this value removes the file.
 #[derive(Debug)]
 pub struct FioFile {
     path: PathBuf,
@@ -45,7 +45,8 @@ impl FioFile {
         Ok(file)
     }
 
-    /// Throughput of O_DIRECT writes of `bs` at a queue depth, in 10^6 bytes per second.
+    /// Measures the throughput of O_DIRECT writes of size `bs` at a queue depth, in 10^6 bytes per
+    /// second.
     ///
     /// # Errors
     /// If fio fails.
@@ -54,7 +55,8 @@ impl FioFile {
         Ok(job.write.bw_bytes / 1e6)
     }
 
-    /// Throughput of O_DIRECT reads of `bs` at a queue depth, in 10^6 bytes per second.
+    /// Measures the throughput of O_DIRECT reads of size `bs` at a queue depth, in 10^6 bytes per
+    /// second.
     ///
     /// # Errors
     /// If fio fails.
@@ -63,7 +65,8 @@ impl FioFile {
         Ok(job.read.bw_bytes / 1e6)
     }
 
-    /// Throughput of random O_DIRECT reads and writes of `bs` at a queue depth, both together, in 10^6 bytes per second.
+    /// Measures the total throughput of mixed random O_DIRECT reads and writes of size `bs` at a
+    /// queue depth, in 10^6 bytes per second.
     ///
     /// # Errors
     /// If fio fails.
@@ -73,7 +76,8 @@ impl FioFile {
         Ok((job.read.bw_bytes + job.write.bw_bytes) / 1e6)
     }
 
-    /// Rate of 4 KiB random O_DIRECT writes, each followed by fdatasync, one at a time.
+    /// Measures the rate of random 4 KiB O_DIRECT writes per second, one at a time, each followed
+    /// by fdatasync.
     ///
     /// # Errors
     /// If fio fails.
@@ -82,7 +86,7 @@ impl FioFile {
         Ok(job.write.iops)
     }
 
-    /// Rate of 4 KiB random O_DIRECT reads at a queue depth.
+    /// Measures the rate of random 4 KiB O_DIRECT reads per second at a queue depth.
     ///
     /// # Errors
     /// If fio fails.
@@ -103,7 +107,7 @@ impl FioFile {
             .arg(format!("--size={}", self.size))
             .args(args)
             .output()
-            .map_err(|e| format!("fio cannot be run ({e}); install it: apt-get install fio"))?;
+            .map_err(|e| format!("cannot run fio ({e}); install it with: apt-get install fio"))?;
         if !output.status.success() {
             return Err(format!("fio failed: {}", String::from_utf8_lossy(&output.stderr)).into());
         }
@@ -114,12 +118,13 @@ impl FioFile {
 
 impl Drop for FioFile {
     fn drop(&mut self) {
-        // Left over at worst.
+        // Ignore an error: at worst, the file is left behind.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Throughput of one bare TCP connection over loopback, in 10^6 bytes per second: one thread sends, one receives.
+/// Measures the throughput of one plain TCP connection over loopback, in 10^6 bytes per second. One
+/// thread sends, and this thread receives.
 ///
 /// # Errors
 /// If the loopback interface does not work.
@@ -128,7 +133,8 @@ pub fn loopback_mb_per_s(seconds: u32) -> Result<f64> {
     let address = listener.local_addr()?;
     let sender = std::thread::spawn(move || -> std::io::Result<()> {
         let mut socket = TcpStream::connect(address)?;
-        // As Outboard's own connections within a machine. Refused, it is the system's choice.
+        // Outboard's connections within a machine also use this algorithm. If the system refuses
+        // it, the connection uses the system's default.
         let _ = socket2::SockRef::from(&socket).set_tcp_congestion(b"reno");
         let data = vec![0x5a; 256 << 10];
         let end = Instant::now() + Duration::from_secs(u64::from(seconds));
@@ -147,11 +153,11 @@ pub fn loopback_mb_per_s(seconds: u32) -> Result<f64> {
         }
     }
     let rate = bytes as f64 / started.elapsed().as_secs_f64() / 1e6;
-    sender.join().map_err(|_| "the sender panicked")??;
+    sender.join().map_err(|_| "the sending thread panicked")??;
     Ok(rate)
 }
 
-/// Throughput of copying 4 MiB between two buffers, in 10^6 bytes per second.
+/// Measures the throughput of copying 4 MiB between two buffers, in 10^6 bytes per second.
 #[must_use]
 pub fn memcpy_mb_per_s() -> f64 {
     let (from, mut to) = (vec![0x5a_u8; 4 << 20], vec![0_u8; 4 << 20]);

@@ -8,12 +8,13 @@ use crate::Result;
 
 /// Runs a shell script when it is dropped, or when this process ends, even by a signal.
 ///
-/// The script waits in a process group of its own for the end of its input. Only this process holds the other end open.
+/// The script waits in its own process group for the end of its input. Only this process has the
+/// other end of the pipe open, so the input ends with this process.
 #[derive(Debug)]
 pub struct Cleaner(Child);
 
 impl Cleaner {
-    /// Starts the shell. `script` gets `args` as `$1`, `$2` and so on.
+    /// Starts the shell that will run `script`. The script receives `args` as `$1`, `$2` and so on.
     ///
     /// # Errors
     /// If the shell cannot be started.
@@ -28,7 +29,7 @@ impl Cleaner {
 impl Drop for Cleaner {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
-        // A failure leaves files behind, at worst.
+        // Ignore an error: at worst, files are left behind.
         let _ = self.0.wait();
     }
 }

@@ -3,8 +3,8 @@
 //! memory), and print tables. `evaluation` is the report, `redundancy` measures pools with
 //! redundancy, and `compare` compares an old binary with a new one.
 //!
-//! These programs link no other crate of the project, so their results are results of the command
-//! line.
+//! These programs link no other crate of the project. Their results are therefore results of the
+//! command line.
 
 #![forbid(unsafe_code)]
 
@@ -17,5 +17,6 @@ pub mod redundancy;
 pub mod report;
 pub mod tree;
 
-/// What goes wrong in a harness ends it, with a sentence.
+/// Result of a function of the harness. An error ends the program, which prints the error's
+/// message.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -15,12 +15,12 @@ use crate::Result;
 pub enum NodePlacement {
     /// OSD and store are two processes, joined by the host–DPU channel.
     Dpu,
-    /// Everything in one process.
+    /// One process of the host runs both OSD and store.
     Host,
 }
 
 impl NodePlacement {
-    /// As the command line has it.
+    /// The placement's name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -30,7 +30,7 @@ impl NodePlacement {
     }
 }
 
-/// A node in a directory of its own; stopped when dropped.
+/// A node in its own directory. Dropping this value stops the node.
 #[derive(Debug)]
 pub struct Node {
     program: PathBuf,
@@ -38,7 +38,7 @@ pub struct Node {
     environment: Vec<(String, String)>,
 }
 
-/// The parts of `outboard status --json` that the harness looks at.
+/// The fields of `outboard status --json` that the harness uses.
 #[derive(Debug, Deserialize)]
 pub struct StatusOutput {
     /// Every process of the node.
@@ -48,20 +48,20 @@ pub struct StatusOutput {
 /// One process of a node.
 #[derive(Debug, Deserialize)]
 pub struct NodeProcess {
-    /// Its role.
+    /// Role of the process.
     pub role: String,
-    /// Its process id; none while it is down.
+    /// Process id, or `None` while the process is down.
     pub pid: Option<u32>,
-    /// How often it was restarted.
+    /// Number of times that the process was restarted.
     pub restarts: u64,
 }
 
-/// The parts of `outboard bench --json` that the harness looks at.
+/// The fields of `outboard bench --json` that the harness uses.
 #[derive(Debug, Clone, Deserialize)]
 pub struct BenchResult {
-    /// Operations done.
+    /// Number of completed operations.
     pub ops: u64,
-    /// Operations that failed.
+    /// Number of failed operations.
     pub errors: u64,
     /// Throughput in 10^6 bytes per second.
     pub mb_per_s: f64,
@@ -69,52 +69,56 @@ pub struct BenchResult {
     pub iops: f64,
     /// Latency of an operation.
     pub latency_us: BenchLatency,
-    /// CPU time of the store process (`dpu`) or of the node's one process (`host`) per operation, in µs.
+    /// CPU time of the store process (`dpu`) or of the node's one process (`host`) per operation,
+    /// in µs.
     pub host_cpu_us_per_op: f64,
-    /// CPU time of all processes, client and emulated hardware included, per operation, in µs.
+    /// CPU time of all processes per operation, in µs. It includes the client and emulated
+    /// hardware.
     pub node_cpu_us_per_op: f64,
-    /// What each process used, the client included.
+    /// The CPU time of each process, including the client.
     #[serde(default)]
     pub processes: Vec<ProcessUse>,
-    /// Where an operation's time goes, if the node knows.
+    /// The phases of an operation's time, if the node reports them.
     #[serde(default)]
     pub breakdown_us: Option<BenchBreakdown>,
 }
 
-/// What a process used during a measurement.
+/// The CPU time that a process used during a measurement.
 #[derive(Debug, Clone, Deserialize)]
 pub struct ProcessUse {
     /// `store`, `osd`, `node`, `supervisor` or `client`.
     pub role: String,
-    /// User and system time.
+    /// User and system time, in seconds.
     pub cpu_seconds: f64,
-    /// The same by thread class.
+    /// CPU time and context switches by thread class.
     #[serde(default)]
     pub by_class: BTreeMap<String, ClassUsage>,
 }
 
-/// What a class of threads used during a measurement.
+/// The CPU time and context switches of a class of threads during a measurement.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct ClassUsage {
-    /// User and system time.
+    /// User and system time, in seconds.
     pub cpu_seconds: f64,
-    /// Voluntary and involuntary; none of a class that shares its thread with another.
+    /// Number of voluntary and involuntary context switches. It is 0 for a class that shares its
+    /// thread with another class.
     #[serde(default)]
     pub context_switches: f64,
 }
 
-/// Where the time of an operation goes, as table 3 of the paper divides it: means, in µs. The parts exclude each other and add up.
+/// The mean time of an operation in µs, divided into the phases of table 3 of the paper. The phases
+/// do not overlap, and their sum is the total.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct BenchBreakdown {
-    /// All of it; of what `outboard bench` reports, the osd's part of the latency.
+    /// The total time. In the output of `outboard bench`, the osd's share of the latency.
     pub total: f64,
-    /// Writing to the drive.
+    /// Time of writing to the drive.
     pub host_write: f64,
-    /// Its DMA transfers themselves.
+    /// Time of the operation's DMA transfers.
     pub dma: f64,
-    /// Waiting for the DMA engine.
+    /// Time of waiting for the DMA engine.
     pub dma_wait: f64,
-    /// The rest.
+    /// The remaining time.
     pub others: f64,
 }
 
@@ -123,58 +127,62 @@ pub struct BenchBreakdown {
 pub struct BenchLatency {
     /// Arithmetic mean.
     pub mean: f64,
-    /// Half of the operations took no longer.
+    /// Median: half of the operations took no longer than this.
     pub p50: f64,
-    /// 99 % of the operations took no longer.
+    /// 99th percentile: 99 % of the operations took no longer than this.
     pub p99: f64,
 }
 
-/// What to measure.
+/// The arguments of a run of `outboard bench`.
 #[derive(Debug, Clone, Copy)]
 pub struct BenchSpec<'a> {
     /// `write`, `read` or `randread`.
     pub mode: &'a str,
-    /// As the command line has it, e.g. `4MiB`.
+    /// Size of the objects in the syntax of the command line, such as `4MiB`.
     pub object_size: &'a str,
-    /// Operations in flight.
+    /// Number of operations in flight.
     pub in_flight: u32,
-    /// Duration.
+    /// Duration of the run, in seconds.
     pub seconds: u32,
 }
 
 impl Node {
-    /// The node in `dir`, run by the `outboard` program that was built beside this one.
+    /// Creates a node in `dir` that runs the `outboard` program in this program's directory.
     ///
     /// # Errors
-    /// If that program is not there.
+    /// If the `outboard` program does not exist.
     pub fn new(dir: &Path) -> Result<Node> {
         let program = std::env::current_exe()?.with_file_name("outboard");
         if !program.exists() {
-            return Err(format!("{} is not built; run this by make", program.display()).into());
+            return Err(format!(
+                "{} does not exist; build it by running this program through make",
+                program.display()
+            )
+            .into());
         }
         Ok(Node::of_program(&program, dir))
     }
 
-    /// The node in `dir`, run by a given `outboard` program.
+    /// Creates a node in `dir` that runs the given `outboard` program.
     #[must_use]
     pub fn of_program(program: &Path, dir: &Path) -> Node {
         Node { program: program.to_owned(), dir: dir.to_owned(), environment: Vec::new() }
     }
 
-    /// The same node, its commands run with an environment variable.
+    /// Sets an environment variable for all commands on this node.
     #[must_use]
     pub fn with_env(mut self, key: &str, value: &str) -> Node {
         self.environment.push((key.to_owned(), value.to_owned()));
         self
     }
 
-    /// Its directory.
+    /// The node's directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A command of `outboard` on this node.
+    /// Returns a command of `outboard` on this node, which was not started yet.
     #[must_use]
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
@@ -183,10 +191,10 @@ impl Node {
         command
     }
 
-    /// Runs a command of `outboard`; its output goes where ours goes.
+    /// Runs a command of `outboard`, which inherits standard output and standard error.
     ///
     /// # Errors
-    /// If it fails.
+    /// If the command fails.
     pub fn run(&self, args: &[&str]) -> Result<()> {
         let status = self.command(args).status()?;
         if !status.success() {
@@ -195,15 +203,15 @@ impl Node {
         Ok(())
     }
 
-    /// Runs a command of `outboard`; what it prints is not shown.
+    /// Runs a command of `outboard` without showing its output.
     ///
     /// # Errors
-    /// If it fails: what it says about that.
+    /// If the command fails. The error contains the command's message.
     pub fn run_quietly(&self, args: &[&str]) -> Result<()> {
         let output = self.command(args).stdout(Stdio::null()).output()?;
         if !output.status.success() {
             let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(format!("outboard {} failed, {}: {why}", args.join(" "), output.status).into());
+            return Err(format!("outboard {} failed ({}): {why}", args.join(" "), output.status).into());
         }
         Ok(())
     }
@@ -211,27 +219,28 @@ impl Node {
     /// Starts a command of `outboard` and does not wait for it.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the command cannot be started.
     pub fn start(&self, args: &[&str]) -> Result<Child> {
         Ok(self.command(args).spawn()?)
     }
 
-    /// Runs a command of `outboard` that prints JSON.
+    /// Runs a command of `outboard` that prints JSON, and returns the parsed output.
     ///
     /// # Errors
-    /// If it fails or prints something else.
+    /// If the command fails, or its output is not the expected JSON.
     pub fn json<T: serde::de::DeserializeOwned>(&self, args: &[&str]) -> Result<T> {
         let output = self.command(args).stderr(Stdio::inherit()).output()?;
         if !output.status.success() {
             return Err(format!("outboard {} failed: {}", args.join(" "), output.status).into());
         }
-        serde_json::from_slice(&output.stdout).map_err(|e| format!("outboard {}: {e}", args.join(" ")).into())
+        serde_json::from_slice(&output.stdout)
+            .map_err(|e| format!("cannot parse the output of outboard {}: {e}", args.join(" ")).into())
     }
 
     /// Starts the node.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the node does not start.
     pub fn up(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
         self.run(&up_args(placement, &targets.to_string(), target_size))
     }
@@ -239,7 +248,7 @@ impl Node {
     /// Starts the node and prints nothing.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the node does not start.
     pub fn up_quietly(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
         self.run_quietly(&up_args(placement, &targets.to_string(), target_size))
     }
@@ -247,13 +256,13 @@ impl Node {
     /// Stops the node.
     ///
     /// # Errors
-    /// If it does not stop.
+    /// If the node does not stop.
     pub fn down(&self) -> Result<()> {
         let output = self.command(&["down"]).output()?;
         if output.status.success() { Ok(()) } else { Err("outboard down failed".into()) }
     }
 
-    /// The node's processes.
+    /// Returns the node's processes.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -261,10 +270,11 @@ impl Node {
         self.json(&["status", "--json"])
     }
 
-    /// The process that has a role, waiting up to `patience` for it to be up.
+    /// Returns the process id and the number of restarts of the process with the role `role`. Waits
+    /// up to `patience` until the process is up.
     ///
     /// # Errors
-    /// If it is not up by then.
+    /// If the process is not up in time.
     pub fn process(&self, role: &str, patience: Duration) -> Result<(u32, u64)> {
         let deadline = Instant::now() + patience;
         loop {
@@ -273,19 +283,23 @@ impl Node {
                 return Ok((pid, restarts));
             }
             if Instant::now() > deadline {
-                return Err(format!("no process has the role {role}").into());
+                return Err(format!("no running process has the role {role}").into());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
-    /// Kills the process of a role with SIGKILL and waits until its successor is up. Returns both pids.
+    /// Kills the process with the role `role` by SIGKILL and waits until the supervisor has
+    /// restarted it. Returns the old and the new process id.
     ///
     /// # Errors
-    /// If there is none, or no successor comes up.
+    /// If no such process is running, or it is not restarted within 30 seconds.
     pub fn kill(&self, role: &str) -> Result<(u32, u32)> {
         let (pid, restarts) = self.process(role, Duration::ZERO)?;
-        let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or("not a process id")?;
+        let id = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or("the status contains an invalid process id")?;
         kill_process(id, Signal::KILL)?;
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
@@ -294,7 +308,7 @@ impl Node {
                 return Ok((pid, now));
             }
             if Instant::now() > deadline {
-                return Err(format!("the {role} did not come back").into());
+                return Err(format!("the {role} was not restarted within 30 s").into());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -303,15 +317,15 @@ impl Node {
     /// Runs `outboard bench`.
     ///
     /// # Errors
-    /// If it fails.
+    /// If the command fails.
     pub fn bench(&self, pool: &str, workload: BenchSpec<'_>) -> Result<BenchResult> {
         self.bench_with(pool, workload, &[])
     }
 
-    /// Runs `outboard bench` with more options.
+    /// Runs `outboard bench` with the additional options `more`.
     ///
     /// # Errors
-    /// If it fails.
+    /// If the command fails.
     pub fn bench_with(&self, pool: &str, workload: BenchSpec<'_>, more: &[&str]) -> Result<BenchResult> {
         let (in_flight, seconds) = (workload.in_flight.to_string(), workload.seconds.to_string());
         let args = ["bench", workload.mode, "--pool", pool, "--object-size", workload.object_size];
@@ -337,7 +351,8 @@ fn up_args<'a>(placement: NodePlacement, targets: &'a str, target_size: &'a str)
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // Already stopped, or the harness is failing and says why itself.
+        // Ignore an error: either the node has already stopped, or the harness reports an earlier
+        // error.
         let _ = self.down();
     }
 }

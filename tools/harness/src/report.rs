@@ -1,13 +1,13 @@
-//! Tables for a terminal, and medians.
+//! Output of lines and tables to a terminal, and the median.
 
 use std::io::Write;
 
-/// Prints a line to standard output; a reader that went away is not an error.
+/// Prints a line to standard output. Ignores errors, such as a closed pipe.
 pub fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// The median; zero for no values.
+/// Returns the median of `values`, or 0 if there are no values.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
@@ -18,14 +18,15 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// Rows of cells, printed with aligned columns: the first to the left, the others to the right.
+/// A table that is printed with aligned columns. The first column is aligned to the left, and the
+/// others to the right.
 #[derive(Debug, Default)]
 pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// A table with the given column heads.
+    /// Creates a table with the given column heads.
     #[must_use]
     pub fn new(head: &[&str]) -> Table {
         Table { rows: vec![head.iter().map(ToString::to_string).collect()] }
@@ -36,7 +37,7 @@ impl Table {
         self.rows.push(cells.to_vec());
     }
 
-    /// Prints it.
+    /// Prints the table to standard output.
     pub fn print(&self) {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |c: usize| {
@@ -64,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_of_an_even_number_is_between_the_middle_two() {
+    fn the_median_of_an_even_number_of_values_is_the_mean_of_the_middle_two() {
         assert_eq!(median(vec![4.0, 1.0, 3.0, 2.0]), 2.5);
         assert_eq!(median(vec![9.0, 1.0, 5.0]), 5.0);
         assert_eq!(median(vec![]), 0.0);

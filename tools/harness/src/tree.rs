@@ -11,24 +11,24 @@ use sha2::{Digest, Sha256};
 
 use crate::Result;
 
-/// What a path of a tree is.
+/// The file, symbolic link or directory at one path of a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TreeEntry {
     /// A regular file: permission bits and the SHA-256 of its content.
     File(u32, [u8; 32]),
-    /// A symbolic link and where it points.
+    /// A symbolic link: its target.
     Symlink(Vec<u8>),
     /// A directory: permission bits.
     Directory(u32),
 }
 
-/// Every path under a root, relative to it, as bytes.
+/// All entries under a root directory. The keys are the paths relative to the root, as bytes.
 pub type Tree = BTreeMap<Vec<u8>, TreeEntry>;
 
-/// Reads a whole tree. Sockets, pipes and devices are left out.
+/// Reads a whole tree. Sockets, pipes and devices are omitted.
 ///
 /// # Errors
-/// If something in it cannot be read.
+/// If an entry of the tree cannot be read.
 pub fn read(root: &Path) -> Result<Tree> {
     let mut tree = Tree::new();
     for entry in walkdir::WalkDir::new(root).min_depth(1) {
@@ -50,10 +50,10 @@ pub fn read(root: &Path) -> Result<Tree> {
     Ok(tree)
 }
 
-/// SHA-256 of a file.
+/// Returns the SHA-256 of a file's content.
 ///
 /// # Errors
-/// If it cannot be read.
+/// If the file cannot be read.
 pub fn sha256(path: &Path) -> io::Result<[u8; 32]> {
     let mut file = File::open(path)?;
     let mut hasher = Sha256::new();
@@ -66,7 +66,7 @@ pub fn sha256(path: &Path) -> io::Result<[u8; 32]> {
     }
 }
 
-/// Number of files, symlinks and directories.
+/// Returns the numbers of files, symlinks and directories, in this order.
 #[must_use]
 pub fn count(tree: &Tree) -> (usize, usize, usize) {
     tree.values().fold((0, 0, 0), |(f, s, d), e| match e {
@@ -76,17 +76,18 @@ pub fn count(tree: &Tree) -> (usize, usize, usize) {
     })
 }
 
-/// The paths at which two trees differ.
+/// Returns the paths at which two trees differ.
 #[must_use]
 pub fn differences(a: &Tree, b: &Tree) -> Vec<String> {
     let names: std::collections::BTreeSet<&Vec<u8>> = a.keys().chain(b.keys()).collect();
     names.into_iter().filter(|n| a.get(*n) != b.get(*n)).map(|n| n.escape_ascii().to_string()).collect()
 }
 
-/// Writes a file of `len` bytes that no compression or deduplication makes smaller (xorshift, fixed seed).
+/// Writes a file of `len` pseudo-random bytes (xorshift, fixed seed), which neither compression nor
+/// deduplication can shrink.
 ///
 /// # Errors
-/// If it cannot be written.
+/// If the file cannot be written.
 pub fn write_noise(path: &Path, len: u64) -> io::Result<()> {
     let mut file = File::create(path)?;
     let mut x = 0x9e37_79b9_7f4a_7c15_u64;

@@ -1,18 +1,18 @@
 //! Layout of the libfabric structures that this crate uses.
 //!
-//! Most calls of libfabric are functions in tables that objects point to. Its headers only wrap
-//! these calls. Structures that libfabric allocates are declared here up to the last field that is
-//! used, because they are only reached by pointer. Structures that this crate allocates and passes
-//! to libfabric are complete. The layouts are those of symbol version `FABRIC_1.3` (libfabric 1.14
-//! to 1.17). Later libraries keep these layouts for programs that request this version. The tests
-//! compare offsets with those of a C compiler.
+//! Most calls of libfabric are functions in tables that objects point to. libfabric's headers only
+//! wrap these calls. Structures that libfabric allocates are declared here only up to the last
+//! field that the crate uses. This is sufficient, because the crate accesses them by pointer.
+//! Structures that this crate allocates and passes to libfabric are complete. The layouts are those
+//! of symbol version `FABRIC_1.3` (libfabric 1.14 to 1.17). Later libraries keep these layouts for
+//! programs that request this version. The tests compare offsets with those of a C compiler.
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// Version of the interface that is asked for: 1.14.
+/// The requested version of the interface: 1.14.
 pub(super) const API_VERSION: u32 = 1 << 16 | 14;
 
-/// A function that is not used.
+/// A function pointer that this crate does not use.
 type Unused = *const c_void;
 
 pub(super) const EP_MSG: c_int = 1;
@@ -36,16 +36,16 @@ pub(super) const FENCE: u64 = 1 << 21;
 pub(super) const COMPLETION: u64 = 1 << 24;
 pub(super) const INJECT: u64 = 1 << 25;
 pub(super) const SELECTIVE_COMPLETION: u64 = 1 << 59;
-/// Instead of a number of receive contexts: a shared one.
+/// The number of receive contexts that requests a shared receive context.
 pub(super) const SHARED_CONTEXT: usize = usize::MAX;
 pub(super) const NUMERICHOST: u64 = 1 << 55;
 pub(super) const SOURCE: u64 = 1 << 57;
 
-/// A read goes after the writes posted before it.
+/// A read takes effect after the writes that were posted before it.
 pub(super) const ORDER_RAW: u64 = 1 << 1;
-/// A message goes after the writes posted before it.
+/// A message arrives after the writes that were posted before it.
 pub(super) const ORDER_SAW: u64 = 1 << 7;
-/// A message goes after the messages posted before it.
+/// A message arrives after the messages that were posted before it.
 pub(super) const ORDER_SAS: u64 = 1 << 8;
 
 pub(super) const MR_LOCAL: c_int = 1 << 2;
@@ -62,12 +62,12 @@ pub(super) const EVENT_CONNREQ: u32 = 1;
 pub(super) const EVENT_CONNECTED: u32 = 2;
 pub(super) const EVENT_SHUTDOWN: u32 = 3;
 
-/// An error entry waits to be read.
+/// Error number: the queue has an error entry, which must be read first.
 pub(super) const EAVAIL: i32 = 259;
-/// The key that was asked for is in use.
+/// Error number: the requested key is in use.
 pub(super) const ENOKEY: i32 = 266;
 
-/// First field of every object.
+/// The first field of every libfabric object.
 #[repr(C)]
 pub(super) struct Fid {
     pub(super) class: usize,
@@ -320,7 +320,7 @@ pub(super) struct CqErrEntry {
     pub(super) prov_errno: c_int,
     pub(super) err_data: *mut c_void,
     pub(super) err_data_size: usize,
-    /// Later versions of the library append fields.
+    /// Space for the fields that later versions of the library append.
     pub(super) later: [u64; 8],
 }
 
@@ -407,9 +407,9 @@ mod tests {
     use super::*;
     use std::mem::offset_of;
 
-    /// Numbers printed by a C program with libfabric 1.17's headers, for 64-bit Linux.
+    /// A C program with libfabric 1.17's headers printed these numbers on 64-bit Linux.
     #[test]
-    fn offsets_are_those_of_the_c_headers() {
+    fn fields_have_the_offsets_of_the_c_headers() {
         assert_eq!(offset_of!(FiInfo, src_addr), 48);
         assert_eq!(offset_of!(FiInfo, handle), 64);
         assert_eq!(offset_of!(FiInfo, tx_attr), 72);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_are_where_the_c_headers_have_them() {
+    fn function_pointers_have_the_offsets_of_the_c_headers() {
         let word = size_of::<usize>();
         assert_eq!(offset_of!(FidOps, control), 3 * word);
         assert_eq!(offset_of!(FabricOps, trywait), 5 * word);

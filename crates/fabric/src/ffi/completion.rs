@@ -11,19 +11,22 @@ use super::{Domain, Info, Waitable, library};
 use crate::operations::{Held, Operations, PendingOperation};
 use crate::{Completion, FabricError, Operation, Result};
 
-/// Number of entries taken from the provider at a time.
+/// Maximum number of entries that one call of the provider returns.
 const BATCH: usize = 16;
-/// Maximum number of batches in one call, so that the caller can do other work.
+/// Maximum number of batches that [`CompletionQueue::poll`] reads, so that the caller can do other
+/// work.
 const BATCHES: usize = 16;
 
-/// What to ask the provider for. `verbs` (libfabric 1.17) sets aside as many places as an endpoint could post receives, for
-/// each one as long as there are that many, and sends with what is left: with nothing left it says for ever that the queue is full.
+/// Returns the queue size to request from the provider. `verbs` (libfabric 1.17) reserves as many
+/// places as an endpoint can post receives. It makes this reservation for each endpoint, as long as
+/// the queue has enough free places. Sends use the remaining places. If no place remains, `verbs`
+/// reports forever that the queue is full.
 fn size_for(info: &Info, depth: usize) -> usize {
     let set_aside = info.receive_depth();
     if info.provider() != "verbs" || set_aside == 0 {
         return depth;
     }
-    // One less than a multiple: with many endpoints, most is left.
+    // With many endpoints, one place less than a multiple leaves the most places for sends.
     (depth + 1).next_multiple_of(set_aside) - 1
 }
 
@@ -56,21 +59,21 @@ impl CompletionQueue {
         };
         let mut queue = std::ptr::null_mut();
         let parent = domain.as_ptr();
-        // SAFETY: an open domain, whole attributes, and a place for the result.
+        // SAFETY: the domain is open, the attributes are complete, and the result has room.
         let code = unsafe {
             let attributes = &raw mut attributes;
             ((*(*parent).ops).cq_open)(parent, attributes, &raw mut queue, std::ptr::null_mut())
         };
         library::check("fi_cq_open", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(queue, "fi_cq_open") }?;
         let fd = wait_fd(&handle)?;
         let operations = Mutex::new(Operations::new(depth));
         Ok(CompletionQueue(Arc::new(Inner { handle, fd, operations, domain: domain.clone() })))
     }
 
-    /// Moves completions to `out`, and lets the provider make progress. Some completions may remain
-    /// for the next call.
+    /// Moves completions to `out`, and allows the provider to move data. Some completions may
+    /// remain for the next call.
     ///
     /// # Errors
     /// If the queue has failed. It cannot be used any more.
@@ -79,7 +82,8 @@ impl CompletionQueue {
         let queue = self.0.handle.as_ptr();
         for _ in 0..BATCHES {
             let mut entries = [EMPTY; BATCH];
-            // SAFETY: an open queue and room for as many entries of its format.
+            // SAFETY: the queue is open, and `entries` has room for `BATCH` entries of the queue's
+            // format.
             let read = unsafe { ((*(*queue).ops).read)(queue, entries.as_mut_ptr().cast(), BATCH) };
             match i32::try_from(read).unwrap_or(0) {
                 code if code == -libc::EAGAIN => return Ok(()),
@@ -88,7 +92,7 @@ impl CompletionQueue {
                 count => {
                     let taken = &entries[..BATCH.min(count as usize)];
                     out.extend(taken.iter().filter_map(|e| self.complete(e.op_context, e.len, Ok(()))));
-                    // Asking an empty queue costs `tcp` a system call.
+                    // Reading an empty queue of `tcp` costs a system call.
                     if taken.len() < BATCH {
                         return Ok(());
                     }
@@ -114,7 +118,7 @@ impl CompletionQueue {
             err_data_size: 0,
             later: [0; 8],
         };
-        // SAFETY: an open queue and room for an entry.
+        // SAFETY: the queue is open, and `entry` has room for an error entry.
         let read = unsafe { ((*(*queue).ops).readerr)(queue, &raw mut entry, 0) };
         match i32::try_from(read).unwrap_or(0) {
             code if code == -libc::EAGAIN => Ok(()),
@@ -127,7 +131,8 @@ impl CompletionQueue {
         }
     }
 
-    /// `None` for an operation whose endpoint was closed, and for one that nobody is told of.
+    /// Ends the operation with the number `context`. Returns `None` if the operation's endpoint was
+    /// closed, or if the caller gets no completion for the operation.
     fn complete(
         &self,
         context: *mut c_void,
@@ -175,7 +180,7 @@ impl Bindable for CompletionQueue {
 
 impl Waitable for CompletionQueue {
     fn wait_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the queue keeps it open as long as it is open itself.
+        // SAFETY: the descriptor stays open as long as the queue.
         unsafe { BorrowedFd::borrow_raw(self.0.fd) }
     }
 }

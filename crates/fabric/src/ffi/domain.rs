@@ -22,9 +22,9 @@ impl Fabric {
     /// # Errors
     /// If the provider fails.
     pub fn open(info: &Info) -> Result<Fabric> {
-        // SAFETY: the attributes are libfabric's.
+        // SAFETY: the attributes come from libfabric.
         let fabric = unsafe { library::fabric(info.raw().fabric_attr) }?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         Ok(Fabric(Arc::new(unsafe { Handle::new(fabric, "fi_fabric") }?)))
     }
 
@@ -40,7 +40,7 @@ impl Fabric {
     pub fn may_sleep(&self, queues: &[&dyn Waitable]) -> Result<bool> {
         let mut fids: Vec<*mut Fid> = queues.iter().map(|queue| queue.object().cast()).collect();
         let fabric = self.as_ptr();
-        // SAFETY: open objects of this fabric, as many as said.
+        // SAFETY: `fids` lists open objects of this fabric, and the count is its length.
         match unsafe { ((*(*fabric).ops).trywait)(fabric, fids.as_mut_ptr(), fids.len() as i32) } {
             0 => Ok(true),
             code if code == -libc::EAGAIN => Ok(false),
@@ -66,10 +66,10 @@ pub trait Bindable {
     fn object(&self) -> *mut c_void;
 }
 
-/// The descriptor of a queue that was opened with one.
+/// Returns the file descriptor of a queue that was opened with `WAIT_FD`.
 pub(super) fn wait_fd<T>(queue: &Handle<T>) -> Result<RawFd> {
     let mut fd: RawFd = -1;
-    // SAFETY: the command wants a place for a descriptor.
+    // SAFETY: the command writes a descriptor to `fd`.
     unsafe { queue.control("fi_control(FI_GETWAIT)", CONTROL_GETWAIT, (&raw mut fd).cast()) }?;
     Ok(fd)
 }
@@ -81,7 +81,7 @@ pub struct Domain(Arc<Inner>);
 struct Inner {
     handle: Handle<FidDomain>,
     quarantine: Mutex<MemoryQuarantine<RegisteredMemory>>,
-    /// The provider is damaged by reads that are broken off.
+    /// Whether interrupted reads corrupt the provider's state (see [`Domain::is_spoiled`]).
     fragile: bool,
     spoiled: AtomicBool,
     overtakes_reads: bool,
@@ -102,12 +102,12 @@ impl Domain {
     pub(super) fn open_unprepared(fabric: &Fabric, info: Info) -> Result<Domain> {
         let mut domain = std::ptr::null_mut();
         let parent = fabric.as_ptr();
-        // SAFETY: an open fabric, an info of libfabric's, and a place for the result.
+        // SAFETY: the fabric is open, libfabric allocated the info, and the result has room.
         let code = unsafe {
             ((*(*parent).ops).domain)(parent, info.as_ptr(), &raw mut domain, std::ptr::null_mut())
         };
         library::check("fi_domain", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(domain, "fi_domain") }?;
         let (fragile, spoiled) = (info.provider() == "tcp", AtomicBool::new(false));
         let overtakes_reads = siw::overtakes_reads(&info);
@@ -139,26 +139,27 @@ impl Domain {
         self.0.spoiled.load(Ordering::Relaxed)
     }
 
-    /// Bytes of memory in quarantine: their regions are closed, but peers may still use them.
+    /// Number of bytes in quarantine. Their regions are closed, but peers may still use the memory.
     /// Closing endpoints reduces the number.
     #[must_use]
     pub fn quarantined_bytes(&self) -> usize {
         self.quarantine().held().map(|memory| memory.span().1).sum()
     }
 
-    /// A read was broken off.
+    /// Records that a read failed, or that its endpoint was closed during the read.
     pub(super) fn read_broken_off(&self) {
         if self.0.fragile {
             self.0.spoiled.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether sends and writes that nothing holds back end before the reads that were posted before them, and must not.
+    /// Whether sends and writes need a fence, because they may otherwise complete before reads that
+    /// were posted earlier.
     pub(super) fn overtakes_reads(&self) -> bool {
         self.0.overtakes_reads
     }
 
-    /// Whether both are the same one.
+    /// Whether `self` and `other` are the same domain.
     pub(super) fn is(&self, other: &Domain) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

@@ -18,12 +18,12 @@ use super::{
 use crate::operations::{Held, PendingOperation};
 use crate::{FabricError, GatherBytes, Operation, PostError, RemoteSlice, Result};
 
-/// libfabric's "no address": the endpoint is connected.
+/// libfabric's value for "no address", because a connected endpoint has only one peer.
 const CONNECTED_PEER: u64 = u64::MAX;
-/// The same number, where it means that a message may come from anybody.
+/// The same value for receives: a message may come from any peer.
 pub(super) const ANY_PEER: u64 = u64::MAX;
 
-/// Process-wide numbers of whatever posts operations.
+/// Returns a process-wide unique number for an endpoint or a shared receive queue.
 pub(super) fn next_serial() -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     SERIAL.fetch_add(1, Ordering::Relaxed)
@@ -52,16 +52,17 @@ impl<'a> EndpointQueues<'a> {
 }
 
 /// One reliable, ordered connection. A message arrives after the messages and writes that were
-/// posted before it: when it has been received, their data is in place. libfabric guarantees this
-/// by `FI_ORDER_SAS` and `FI_ORDER_SAW`; fi_cq(3) says that it holds whatever the completion of the
-/// write means. Likewise, when a read has completed, the data of earlier writes is in place
-/// (`FI_ORDER_RAW`).
+/// posted before it. When the message has been received, the data of these writes is in place.
+/// libfabric guarantees this order by `FI_ORDER_SAS` and `FI_ORDER_SAW`. According to fi_cq(3), the
+/// order does not depend on what the completion of a write means. Likewise, when a read has
+/// completed, the data of earlier writes is in place (`FI_ORDER_RAW`).
 ///
 /// The caller creates the endpoint, posts receives, and then [establishes](Self::establish) the
-/// connection. The endpoint can be used once [`FabricEvent::Connected`](super::FabricEvent::Connected) has been
-/// read. Dropping the endpoint closes the connection. Operations in progress then end without a
-/// completion, and their memory is no longer used. See
-/// [`Domain::is_spoiled`](super::Domain::is_spoiled) for the effect on other endpoints.
+/// connection. The endpoint can be used once
+/// [`FabricEvent::Connected`](super::FabricEvent::Connected) has been read. Dropping the endpoint
+/// closes the connection. Operations in progress then end without a completion, and their memory is
+/// no longer used. See [`Domain::is_spoiled`](super::Domain::is_spoiled) for the effect on other
+/// endpoints.
 pub struct Endpoint {
     handle: Handle<FidEp>,
     closing: Closing,
@@ -72,20 +73,21 @@ pub struct Endpoint {
     parts_max: usize,
     needs_regions: bool,
     sparse: bool,
-    /// [`FENCE`] where sends and writes must wait for the reads before them, else 0.
+    /// [`FENCE`] if sends and writes must wait for earlier reads, otherwise 0.
     fence: u64,
-    /// Operations posted without asking for a completion, since the last one that did.
+    /// Numbers of the operations without a completion that were posted after the last operation
+    /// with one.
     quiet: Mutex<Vec<u64>>,
     role: EndpointOrigin,
 }
 
 enum EndpointOrigin {
-    /// Connects to this address, as libfabric has it.
+    /// Connects to this address, in libfabric's encoding.
     Connects(Vec<u8>),
     Accepts,
 }
 
-/// What is to be done once the endpoint is closed.
+/// Releases the endpoint's resources when dropped, which happens after the endpoint is closed.
 struct Closing {
     registration: EventRegistration,
     serial: u64,
@@ -95,7 +97,8 @@ struct Closing {
 
 impl Drop for Closing {
     fn drop(&mut self) {
-        // Dropping these may close regions, which takes locks: not inside these.
+        // Dropping an operation may close regions, which takes locks. So the operations are dropped
+        // only after the lock on the table is released.
         let operations = self.completions.operations().remove_all(|p| p.serial == self.serial);
         if operations.iter().any(|p| p.operation == Operation::Read) {
             self.completions.domain().read_broken_off();
@@ -118,7 +121,7 @@ impl Endpoint {
         if raw.dest_addr.is_null() {
             return Err(FabricError::NoDestination);
         }
-        // SAFETY: libfabric says how many bytes there are.
+        // SAFETY: libfabric states the length of the address.
         let peer =
             unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
         let endpoint = Endpoint::create(info, queues, token, EndpointOrigin::Connects(peer))?;
@@ -141,12 +144,12 @@ impl Endpoint {
         let EndpointQueues { events, completions, receives, sparse } = queues;
         let mut object = std::ptr::null_mut();
         let parent = completions.domain().as_ptr();
-        // SAFETY: an open domain, an info of libfabric's, and a place for the result.
+        // SAFETY: the domain is open, libfabric allocated the info, and the result has room.
         let code = unsafe {
             ((*(*parent).ops).endpoint)(parent, info.as_ptr(), &raw mut object, std::ptr::null_mut())
         };
         library::check("fi_endpoint", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(object, "fi_endpoint") }?;
         let serial = next_serial();
         let (registration, completions) = (EventRegistration::new(events, handle.fid()), completions.clone());
@@ -174,7 +177,8 @@ impl Endpoint {
     fn enable(&self) -> Result<()> {
         let Closing { registration, completions, _receives: receives, .. } = &self.closing;
         let sparse = if self.sparse { SELECTIVE_COMPLETION } else { 0 };
-        // SAFETY: all queues are open, and kept so until after the endpoint is closed; enabling takes nothing.
+        // SAFETY: all queues stay open until after the endpoint is closed. The command to enable
+        // needs no argument.
         unsafe {
             self.handle.bind(registration.events().fid(), 0)?;
             self.handle.bind(completions.handle().fid(), TRANSMIT | sparse)?;
@@ -182,15 +186,18 @@ impl Endpoint {
             if let Some(receives) = receives {
                 self.handle.bind(receives.fid(), 0)?;
             }
-            // `verbs` (libfabric 1.17) answers with errno when it could not make a queue pair, and librdmacm does not always set
-            // that: if it was zero before, the endpoint seems well, and the first receive that is posted ends the process.
+            // If `verbs` (libfabric 1.17) cannot create a queue pair, it returns errno, which
+            // librdmacm does not always set. If errno were zero, the endpoint would seem usable,
+            // and the first posted receive would crash the process. So errno is set to an error
+            // first.
             *libc::__errno_location() = libc::ENOMEM;
             self.handle.control("fi_enable", CONTROL_ENABLE, std::ptr::null_mut())
         }
     }
 
     /// Connects, or accepts the request, and sends `data` to the peer.
-    /// [`FabricEvent::Connected`](super::FabricEvent::Connected) reports that the connection is established.
+    /// [`FabricEvent::Connected`](super::FabricEvent::Connected) reports that the connection is
+    /// established.
     ///
     /// # Errors
     /// If `data` is too long, or the provider fails at once.
@@ -203,12 +210,14 @@ impl Endpoint {
         let (start, len) = (data.as_ptr().cast(), data.len());
         match &self.role {
             EndpointOrigin::Connects(peer) => {
-                // SAFETY: an open endpoint, an address of libfabric's, and data of the length said.
+                // SAFETY: the endpoint is open, the address comes from libfabric, and `data` has
+                // the stated length.
                 let code = unsafe { ((*(*endpoint).cm).connect)(endpoint, peer.as_ptr().cast(), start, len) };
                 library::check("fi_connect", code)
             }
             EndpointOrigin::Accepts => {
-                // SAFETY: an open endpoint that was made for a request, and data of the length said.
+                // SAFETY: the open endpoint was created for a request, and `data` has the stated
+                // length.
                 library::check("fi_accept", unsafe { ((*(*endpoint).cm).accept)(endpoint, start, len) })
             }
         }
@@ -220,7 +229,7 @@ impl Endpoint {
     /// If the provider does not report it.
     pub fn max_private_data(&self) -> Result<usize> {
         let endpoint = self.handle.as_ptr();
-        // SAFETY: an open endpoint.
+        // SAFETY: the endpoint is open.
         unsafe { private_data_room(endpoint.cast(), (*endpoint).ops) }
     }
 
@@ -230,7 +239,8 @@ impl Endpoint {
     /// See [`PostError`].
     pub fn receive(&self, into: Slice<'_>, token: u64) -> Result<(), PostError> {
         self.post(into, Operation::Receive, token, |ep, context| {
-            // SAFETY: an open endpoint; the buffer stays mapped until the completion or the endpoint's end.
+            // SAFETY: the endpoint is open. The buffer stays mapped until the operation completes
+            // or the endpoint is closed.
             unsafe {
                 let recv = (*(*ep).msg).recv;
                 recv(ep, into.start().cast(), into.len(), into.descriptor(), CONNECTED_PEER, context)
@@ -238,8 +248,9 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message. Not for [sparse](EndpointQueues::sparse) endpoints. The buffer must not
-    /// change until the completion. The completion does not mean that the message has arrived.
+    /// Sends a message. Must not be called on [sparse](EndpointQueues::sparse) endpoints. The
+    /// buffer must not change before the completion is reported. The completion does not mean that
+    /// the message has arrived.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -255,14 +266,14 @@ impl Endpoint {
                 context,
                 data: 0,
             };
-            // SAFETY: as in `receive`, and a whole message.
+            // SAFETY: as in `receive`, and the message is complete.
             unsafe { ((*(*ep).msg).sendmsg)(ep, &raw const message, COMPLETION | self.fence) }
         })
     }
 
-    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once. There is no
-    /// completion. The message still occupies a place in the completion queue until it has been
-    /// sent and the queue was polled.
+    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once. No
+    /// completion is reported. The message still occupies a place in the completion queue until it
+    /// has been sent and the queue is polled.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -280,7 +291,8 @@ impl Endpoint {
         let iov = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: len };
         let message = FiMsg {
             msg_iov: &raw const iov,
-            // None at all: `verbs` takes that to mean that the bytes are copied, and looks into any that is given.
+            // Without a descriptor, `verbs` copies the bytes. If a descriptor were given, `verbs`
+            // would use it.
             desc: std::ptr::null_mut(),
             iov_count: 1,
             addr: CONNECTED_PEER,
@@ -288,9 +300,10 @@ impl Endpoint {
             data: 0,
         };
         let (object, flags) = (self.handle.as_ptr(), INJECT | COMPLETION | self.fence);
-        // Not `fi_inject`: that takes up a place in the provider's queue, too, but one cannot tell when it is free again. A
-        // queue of `verbs` that is overrun is lost with all its endpoints.
-        // SAFETY: an open endpoint; the message is copied before the call returns.
+        // `fi_inject` also occupies a place in the provider's queue, but does not report when the
+        // place is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
+        // message is sent with `fi_sendmsg`, which reports a completion.
+        // SAFETY: the endpoint is open, and the message is copied before the call returns.
         let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, flags) };
         let result = posted("fi_sendmsg", code);
         if result.is_err() {
@@ -305,15 +318,15 @@ impl Endpoint {
     /// See [`PostError`].
     pub fn read(&self, into: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
         self.transfer(Operation::Read, into, remote, token, |ep, message| {
-            // SAFETY: as in `send`. A read is always told of, also where others are not.
+            // SAFETY: as in `send`. A read always requests a completion, also on sparse endpoints.
             unsafe { ((*(*ep).rma).readmsg)(ep, message, COMPLETION) }
         })
     }
 
-    /// Writes `from` to remote memory. Not for [sparse](EndpointQueues::sparse) endpoints. The data
-    /// is in place when a later message of this endpoint has been received or a later read has
-    /// completed. The completion of the write means only that `from` is free again: over `tcp`, the
-    /// peer may not have seen the data yet and may still refuse it.
+    /// Writes `from` to remote memory. Must not be called on [sparse](EndpointQueues::sparse)
+    /// endpoints. The data is in place when a later message of this endpoint has been received or a
+    /// later read has completed. The completion of the write means only that `from` is free again:
+    /// over `tcp`, the peer may not have seen the data yet and may still refuse it.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -354,9 +367,9 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message that consists of `parts`. On success, takes the parts out of `parts`.
-    /// Without `notify`, a [sparse](EndpointQueues::sparse) endpoint gives no completion, and keeps
-    /// the parts until the next requested completion.
+    /// Sends a message that consists of `parts`. On success, `parts` is empty afterwards. If
+    /// `notify` is false, a [sparse](EndpointQueues::sparse) endpoint reports no completion, and
+    /// holds the parts until the next completion that was requested.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -375,13 +388,14 @@ impl Endpoint {
                 context,
                 data: 0,
             };
-            // SAFETY: an open endpoint and a whole message; its parts stay mapped until it has ended.
+            // SAFETY: the endpoint is open and the message is complete. Its parts stay mapped until
+            // the operation has ended.
             unsafe { ((*(*ep).msg).sendmsg)(ep, &raw const message, flags) }
         })
     }
 
-    /// Writes `parts`, one after the other, to remote memory. See [`write`](Self::write) and
-    /// [`send_parts`](Self::send_parts).
+    /// Writes `parts`, one after the other, to one range of remote memory. See
+    /// [`write`](Self::write) and [`send_parts`](Self::send_parts).
     ///
     /// # Errors
     /// See [`PostError`].
@@ -435,7 +449,8 @@ impl Endpoint {
             .iter()
             .map(|part| part.region.as_ref().map_or(std::ptr::null_mut(), MemoryRegion::descriptor))
             .collect();
-        // Held while posting, so that whoever asks for a completion is behind those that it stands for.
+        // The lock is held while posting. So an operation with a completion is posted after the
+        // operations in `earlier`, whose end its completion implies.
         let mut quiet = self.quiet.lock().unwrap_or_else(PoisonError::into_inner);
         let earlier = if notify { std::mem::take(&mut *quiet) } else { Vec::new() };
         let (serial, endpoint) = (self.closing.serial, self.token);
@@ -469,7 +484,8 @@ impl Endpoint {
         result
     }
 
-    /// The tables of a `tcp` endpoint that is not connected yet have null for what it cannot do yet (libfabric 1.17).
+    /// Checks that the endpoint is connected. Before that, the function tables of a `tcp` endpoint
+    /// contain null pointers (libfabric 1.17).
     fn check_connected(&self) -> Result<()> {
         if self.connected.load(Ordering::Acquire) { Ok(()) } else { Err(FabricError::NotConnected) }
     }
@@ -514,7 +530,7 @@ impl Endpoint {
             self.check_connected()?;
         }
         let region: MemoryRegion = slice.region().clone();
-        // Its descriptor would mean something else to this endpoint, or nothing.
+        // A region's descriptor is valid only in the region's own domain.
         if !region.domain().is(self.closing.completions.domain()) {
             return Err(FabricError::OtherDomain.into());
         }
@@ -532,7 +548,7 @@ impl Endpoint {
         result
     }
 
-    /// The token that events and completions carry.
+    /// The token in the endpoint's events and completions.
     #[must_use]
     pub fn token(&self) -> u64 {
         self.token

@@ -12,7 +12,7 @@ use super::handle::Handle;
 use super::{Fabric, Waitable, library};
 use crate::Result;
 
-/// Events that a queue can hold, which providers may exceed.
+/// Requested capacity of a queue, in events. Providers may choose a larger capacity.
 const QUEUE_LEN: usize = 64;
 
 /// A queue that reports connection events.
@@ -22,18 +22,18 @@ pub struct EventQueue(Arc<Inner>);
 struct Inner {
     handle: Handle<FidEq>,
     fd: RawFd,
-    /// The objects bound to it, by address, each with the number of its registration. Addresses are
-    /// only compared, never followed.
+    /// The objects that are bound to the queue, by address, each with the number of its
+    /// registration. Addresses are only compared, never dereferenced.
     sources: Mutex<HashMap<usize, (u64, EventSource)>>,
     fabric: Fabric,
 }
 
-/// An object that events come from.
+/// An object to which events belong.
 #[derive(Clone)]
 pub(super) enum EventSource {
-    /// Its passive endpoint.
+    /// A listener, with its passive endpoint.
     Listener(Weak<BoundObject<FidPep>>),
-    /// Its token, and whether it has been connected.
+    /// An endpoint, with its token and whether it has been connected.
     Endpoint(u64, Arc<AtomicBool>),
 }
 
@@ -52,13 +52,13 @@ impl EventQueue {
         };
         let mut queue = std::ptr::null_mut();
         let parent = fabric.as_ptr();
-        // SAFETY: an open fabric, whole attributes, and a place for the result.
+        // SAFETY: the fabric is open, the attributes are complete, and the result has room.
         let code = unsafe {
             let attributes = &raw mut attributes;
             ((*(*parent).ops).eq_open)(parent, attributes, &raw mut queue, std::ptr::null_mut())
         };
         library::check("fi_eq_open", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(queue, "fi_eq_open") }?;
         let fd = wait_fd(&handle)?;
         Ok(EventQueue(Arc::new(Inner { handle, fd, sources: Mutex::default(), fabric: fabric.clone() })))
@@ -88,8 +88,9 @@ impl EventQueue {
     }
 }
 
-/// What a queue knows of an object that is bound to it. To be dropped once the object is closed; by then another one may
-/// have got its address, and a registration of its own.
+/// The entry of an object in its event queue. It must be dropped after the object is closed. By
+/// then, a new object may have the same address. The new object has a registration with another
+/// number, which the drop leaves in place.
 pub(super) struct EventRegistration {
     object: usize,
     serial: u64,
@@ -103,7 +104,7 @@ impl EventRegistration {
         EventRegistration { object: object as usize, serial, events: events.clone() }
     }
 
-    /// From here on there are events of the object.
+    /// Sets the source of the object's events. Events before this call are discarded.
     pub(super) fn is_for(&self, source: EventSource) {
         self.events.sources().insert(self.object, (self.serial, source));
     }
@@ -122,17 +123,18 @@ impl Drop for EventRegistration {
     }
 }
 
-/// An object that is bound to a queue of events. It is closed before the queue forgets it.
+/// An object that is bound to an event queue. The object is closed before the queue removes its
+/// entry.
 pub(super) struct BoundObject<T> {
     handle: Handle<T>,
     registration: EventRegistration,
 }
 
 impl<T> BoundObject<T> {
-    /// Binds an object that was just made.
+    /// Binds a new object to `events`.
     pub(super) fn new(handle: Handle<T>, events: &EventQueue) -> Result<BoundObject<T>> {
         let registration = EventRegistration::new(events, handle.fid());
-        // SAFETY: the queue is open, and kept so by the registration until after the object is closed.
+        // SAFETY: the registration keeps the queue open until after the object is closed.
         unsafe { handle.bind(events.fid(), 0) }?;
         Ok(BoundObject { handle, registration })
     }
@@ -141,7 +143,7 @@ impl<T> BoundObject<T> {
         &self.handle
     }
 
-    /// From here on there are events of the object.
+    /// Sets the source of the object's events. Events before this call are discarded.
     pub(super) fn is_for(&self, source: EventSource) {
         self.registration.is_for(source);
     }
@@ -155,7 +157,7 @@ impl Bindable for EventQueue {
 
 impl Waitable for EventQueue {
     fn wait_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the queue keeps it open as long as it is open itself.
+        // SAFETY: the descriptor stays open as long as the queue.
         unsafe { BorrowedFd::borrow_raw(self.0.fd) }
     }
 }

@@ -7,10 +7,12 @@ use super::event_queue::{EventQueue, EventSource};
 use super::{ConnectionRequest, Info, library};
 use crate::{FabricError, Result};
 
-/// Most private data that is taken from an event, in bytes; providers allow a few hundred.
+/// Maximum length of the private data that is copied from an event, in bytes. Providers allow a few
+/// hundred bytes.
 const MAX_DATA: usize = 1024;
-/// Errors with which providers end the reading of a queue when it is but a connection that has failed. Over iWARP its own port may
-/// be one of TCP's ([`Listener::open`](super::Listener::open)).
+/// Errors that reading an event queue returns when only one connection has failed, and the queue
+/// still works. For example, the local port of a connection over iWARP may be in use by TCP (see
+/// `FREE_PORT_TRIES` in `listener`).
 const OF_A_CONNECTION: [i32; 13] = [
     libc::EADDRINUSE,
     libc::EADDRNOTAVAIL,
@@ -37,8 +39,8 @@ pub enum FabricEvent {
     Connected {
         /// Token of the endpoint.
         endpoint: u64,
-        /// The data that the peer gave when it accepted. Some providers append zeros. Empty on the
-        /// accepting side.
+        /// The data that the peer sent when it accepted the connection. Some providers append
+        /// zeros. The data is empty on the accepting side.
         data: Vec<u8>,
     },
     /// The peer, or the provider after an error, has closed the connection. The caller should drop
@@ -53,7 +55,7 @@ pub enum FabricEvent {
         endpoint: u64,
         /// The reason.
         error: FabricError,
-        /// The data that the peer gave when it refused. Some providers append zeros.
+        /// The data that the peer sent when it refused the connection. Some providers append zeros.
         data: Vec<u8>,
     },
     /// A connection could not be established, but the provider does not report which one (`verbs`
@@ -81,7 +83,7 @@ impl EventQueue {
             let mut buffer = CmBuffer { entry, data: [0; MAX_DATA] };
             let mut kind = 0;
             let queue = self.handle().as_ptr();
-            // SAFETY: an open queue, and a buffer of the size said.
+            // SAFETY: the queue is open, and the buffer has the stated size.
             let read = unsafe {
                 let out = (&raw mut buffer).cast();
                 ((*(*queue).ops).read)(queue, &raw mut kind, out, size_of::<CmBuffer>(), 0)
@@ -101,13 +103,13 @@ impl EventQueue {
         }
     }
 
-    /// `None` for an event of something that was closed meanwhile.
+    /// Decodes an event. Returns `None` if the object of the event has been closed.
     fn decode(&self, kind: u32, buffer: CmBuffer, len: usize) -> Result<Option<FabricEvent>> {
         let CmBuffer { entry, data } = buffer;
         let data = data[..len.saturating_sub(size_of::<EqCmEntry>()).min(MAX_DATA)].to_vec();
         let event = match (kind, self.source(entry.fid)) {
             (EVENT_CONNREQ, source) => {
-                // SAFETY: an info that this event hands over to us.
+                // SAFETY: the event transfers the ownership of the info to its reader.
                 let info = unsafe { Info::from_raw(entry.info) }?;
                 let Some(EventSource::Listener(listener)) = source else { return Ok(None) };
                 let listener = listener.upgrade();
@@ -137,7 +139,7 @@ impl EventQueue {
             err_data_size: MAX_DATA,
         };
         let queue = self.handle().as_ptr();
-        // SAFETY: an open queue, and an entry with room for data.
+        // SAFETY: the queue is open, and the entry has room for data.
         let read = unsafe { ((*(*queue).ops).readerr)(queue, &raw mut entry, 0) };
         match i32::try_from(read).unwrap_or(0) {
             code if code == -libc::EAGAIN => return Ok(None),

@@ -18,16 +18,17 @@ pub struct Info {
     info: NonNull<FiInfo>,
 }
 
-// SAFETY: plain data that nobody changes after it was made.
+// SAFETY: plain data that does not change after its creation.
 unsafe impl Send for Info {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Info {}
 
 impl Info {
-    /// Takes over what libfabric has made.
+    /// Takes ownership of an info that libfabric allocated.
     ///
     /// # Safety
-    /// `info` must come from libfabric with all attributes, and nobody else may free or change it.
+    /// `info` must come from libfabric with all attributes, and no other code may free or change
+    /// it.
     pub(super) unsafe fn from_raw(info: *mut FiInfo) -> Result<Info> {
         let info = NonNull::new(info).ok_or_else(|| library::error("fi_getinfo", libc::ENOMEM))?;
         Ok(Info { info })
@@ -38,7 +39,7 @@ impl Info {
     }
 
     pub(super) fn raw(&self) -> &FiInfo {
-        // SAFETY: it is ours, alive, and not changed.
+        // SAFETY: `self` owns the info, which stays allocated and unchanged.
         unsafe { self.info.as_ref() }
     }
 
@@ -47,7 +48,7 @@ impl Info {
     }
 
     pub(super) fn domain(&self) -> &DomainAttr {
-        // SAFETY: libfabric fills in every attribute of what it returns; nobody changes it.
+        // SAFETY: libfabric fills in every attribute of an info, and no code changes them.
         unsafe { &*self.raw().domain_attr }
     }
 
@@ -59,7 +60,7 @@ impl Info {
     /// Name of the provider, such as `tcp` or `verbs`.
     #[must_use]
     pub fn provider(&self) -> String {
-        // SAFETY: as in `domain`; a string of libfabric's, or null.
+        // SAFETY: as in `domain`; libfabric sets the name to a string or null.
         unsafe { text((*self.raw().fabric_attr).prov_name) }
     }
 
@@ -84,7 +85,7 @@ impl Info {
         if raw.src_addr.is_null() {
             return None;
         }
-        // SAFETY: libfabric says how many bytes there are.
+        // SAFETY: libfabric states the length of the address.
         address::decode(unsafe { std::slice::from_raw_parts(raw.src_addr.cast(), raw.src_addrlen) })
     }
 
@@ -96,20 +97,20 @@ impl Info {
         if raw.dest_addr.is_null() {
             return None;
         }
-        // SAFETY: libfabric says how many bytes there are.
+        // SAFETY: libfabric states the length of the address.
         address::decode(unsafe { std::slice::from_raw_parts(raw.dest_addr.cast(), raw.dest_addrlen) })
     }
 
-    /// Creates a copy.
+    /// Creates a copy of the info.
     ///
     /// # Errors
     /// If memory is exhausted.
     pub fn duplicate(&self) -> Result<Info> {
-        // SAFETY: ours, from libfabric; the copy is nobody else's.
+        // SAFETY: the info comes from libfabric, and only the caller has the copy.
         unsafe { Info::from_raw(library::dupinfo(self.info.as_ptr())) }
     }
 
-    /// Maximum number of memory parts that one message is sent from.
+    /// Maximum number of memory parts that one message can consist of.
     #[must_use]
     pub fn send_parts_max(&self) -> usize {
         self.tx().iov_limit.max(1)
@@ -145,13 +146,15 @@ impl Info {
     /// posted.
     #[must_use]
     pub fn shared_receive_depth(&self) -> usize {
-        // Others keep them in a list.
+        // Providers other than `verbs` keep receives in a list without a limit.
         if self.provider() == "verbs" { self.receive_depth() } else { usize::MAX }
     }
 
-    /// How many endpoints may well use one completion queue that was opened for `depth` operations; with `shared_receive` they have no
-    /// receives of their own. `verbs` (libfabric 1.17) sets places of the queue aside for each endpoint's receives. `tcp` looks at each endpoint
-    /// whenever the queue is polled, idle ones too.
+    /// Recommended maximum number of endpoints per completion queue. `depth` is the number of
+    /// operations that the queue was opened for. With `shared_receive`, the endpoints have no
+    /// receives of their own. `verbs` (libfabric 1.17) reserves places in the queue for the
+    /// receives of each endpoint. `tcp` checks each endpoint whenever the queue is polled, even if
+    /// the endpoint is idle.
     #[must_use]
     pub fn endpoints_per_queue(&self, depth: usize, shared_receive: bool) -> usize {
         const LOOKED_AT: usize = 48;
@@ -204,18 +207,18 @@ impl fmt::Debug for Info {
 
 impl Drop for Info {
     fn drop(&mut self) {
-        // SAFETY: ours alone.
+        // SAFETY: `self` is the only owner of the info.
         unsafe { library::freeinfo(self.info.as_ptr()) };
     }
 }
 
 /// # Safety
-/// A terminated string or null.
+/// `s` must be a terminated string or null.
 unsafe fn text(s: *const c_char) -> String {
     if s.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: as the caller promises.
     unsafe { CStr::from_ptr(s) }.to_string_lossy().into_owned()
 }
 
@@ -227,9 +230,9 @@ impl Library {
     pub fn query(self, query: &ProviderQuery) -> Result<Vec<Info>> {
         let hints = hints(query)?;
         let (node, service, flags) = endpoint_name(query.target)?;
-        // SAFETY: hints that libfabric allocated.
+        // SAFETY: libfabric allocated the hints.
         match unsafe { library::getinfo(node.as_deref(), service.as_deref(), flags, hints.as_ptr()) } {
-            // SAFETY: what libfabric has just returned.
+            // SAFETY: libfabric has just returned the list.
             Ok(list) => unsafe { take_list(list) },
             Err(libc::ENODATA) => Err(FabricError::NoProvider { wanted: query.to_string() }),
             Err(code) => Err(library::error("fi_getinfo", code)),
@@ -237,7 +240,8 @@ impl Library {
     }
 }
 
-/// Node and service as strings: providers read them all alike, and addresses need no encoding.
+/// Returns the arguments `node`, `service` and `flags` of `fi_getinfo`. All providers parse the
+/// strings in the same way, and addresses in strings need no encoding.
 fn endpoint_name(target: EndpointAddress) -> Result<(Option<CString>, Option<CString>, u64)> {
     let (address, flags) = match target {
         EndpointAddress::Any => return Ok((None, None, 0)),
@@ -249,13 +253,14 @@ fn endpoint_name(target: EndpointAddress) -> Result<(Option<CString>, Option<CSt
     Ok((Some(node), Some(service), flags | NUMERICHOST))
 }
 
-/// What every endpoint must be able to do.
+/// Returns the requirements for the offers of providers.
 fn hints(query: &ProviderQuery) -> Result<Info> {
-    // SAFETY: null asks for an empty one, with all attributes.
+    // SAFETY: null requests an empty info with all attributes.
     let raw = unsafe { library::dupinfo(std::ptr::null()) };
-    // SAFETY: just made, ours.
+    // SAFETY: the object was just created, and only this function has it.
     let hints = unsafe { Info::from_raw(raw) }?;
-    // SAFETY: just made, ours, with all attributes; the name is allocated as libfabric frees it.
+    // SAFETY: the info was just created with all attributes, and only this function has it. The
+    // name is allocated by `strdup`, because libfabric frees it by `free`.
     unsafe {
         (*raw).caps = MSG | RMA;
         (*raw).addr_format = FORMAT_UNSPEC;
@@ -265,7 +270,8 @@ fn hints(query: &ProviderQuery) -> Result<Info> {
         let domain = (*raw).domain_attr;
         (*domain).mr_mode = MR_LOCAL | MR_VIRT_ADDR | MR_ALLOCATED | MR_PROV_KEY;
         (*domain).threading = THREAD_SAFE;
-        // Otherwise `tcp` starts a thread of its own, nameless and in nobody's account.
+        // Without manual progress, `tcp` starts a thread that has no name and whose CPU time is not
+        // accounted.
         (*domain).control_progress = PROGRESS_MANUAL;
         (*domain).data_progress = PROGRESS_MANUAL;
         if query.shared_receive {
@@ -278,7 +284,7 @@ fn hints(query: &ProviderQuery) -> Result<Info> {
     Ok(hints)
 }
 
-/// Copies each element, then frees the list.
+/// Copies each element of `list`, then frees the list.
 ///
 /// # Safety
 /// `list` must come from `fi_getinfo`.
@@ -287,12 +293,12 @@ unsafe fn take_list(list: *mut FiInfo) -> Result<Vec<Info>> {
     let mut at = list;
     let mut result = Ok(());
     while !at.is_null() {
-        // SAFETY: an element of the list.
+        // SAFETY: `at` is an element of the list.
         match unsafe { Info::from_raw(library::dupinfo(at)) } {
             Ok(info) => out.push(info),
             Err(e) => result = Err(e),
         }
-        // SAFETY: an element of the list.
+        // SAFETY: `at` is an element of the list.
         at = unsafe { (*at).next };
     }
     // SAFETY: the list is not used any more.

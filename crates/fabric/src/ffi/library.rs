@@ -7,10 +7,12 @@ use super::abi::{API_VERSION, FabricAttr, FiInfo, FidFabric};
 use crate::{FabricError, Result};
 
 const SONAME: &CStr = c"libfabric.so.1";
-/// Most registrations in libfabric's cache. With a cache, memory stays accessible to peers after its region was closed.
+/// The environment variable that limits the number of registrations in libfabric's cache. With a
+/// cache, peers could access memory even after its region was closed.
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
-/// What is called by name; everything else is reached through objects.
+/// The functions that are called by name. All other functions are called through the tables of
+/// objects.
 struct Symbols {
     getinfo: unsafe extern "C" fn(
         u32,
@@ -36,11 +38,11 @@ pub struct Library(());
 impl Library {
     /// Disables libfabric's registration cache. A program that may load the library later must call
     /// this first in `main`. The function sets `FI_MR_CACHE_MAX_COUNT=0` in the environment, from
-    /// which libfabric reads it. The environment can only be changed while the process has no other
-    /// thread. If another thread exists, this does nothing.
+    /// which libfabric reads it. The environment may change only while the process has no other
+    /// thread. If another thread exists, this function does nothing.
     pub fn prepare() {
         if !cache_is_off() && is_only_thread() {
-            // SAFETY: no other thread reads the environment, or could begin to: there is none.
+            // SAFETY: the process has no other thread that could read the environment.
             unsafe { std::env::set_var(CACHE, "0") };
         }
     }
@@ -49,8 +51,8 @@ impl Library {
     ///
     /// # Errors
     /// [`FabricError::NotLoaded`] if the library cannot be opened.
-    /// [`FabricError::CachesRegistrations`] if the cache is not disabled, neither by
-    /// [`prepare`](Self::prepare) nor by the inherited environment.
+    /// [`FabricError::CachesRegistrations`] if neither [`prepare`](Self::prepare) nor the inherited
+    /// environment has disabled the cache.
     pub fn load() -> Result<Library> {
         SYMBOLS.get_or_init(open).as_ref().map(|_| Library(())).map_err(Clone::clone)
     }
@@ -58,7 +60,7 @@ impl Library {
     /// Version of the library, as major and minor number.
     #[must_use]
     pub fn version(self) -> (u16, u16) {
-        // SAFETY: takes nothing and cannot fail.
+        // SAFETY: the function needs no argument and cannot fail.
         let version = unsafe { (symbols().version)() };
         ((version >> 16) as u16, version as u16)
     }
@@ -68,7 +70,8 @@ fn cache_is_off() -> bool {
     std::env::var_os(CACHE).is_some_and(|most| most == "0")
 }
 
-/// Whether this process has no thread but the one that asks. Also no if that cannot be found out.
+/// Whether the calling thread is the only thread of this process. Returns false if the threads
+/// cannot be listed.
 fn is_only_thread() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
@@ -79,17 +82,18 @@ fn open() -> Result<Symbols> {
         return Err(FabricError::CachesRegistrations);
     }
     let _handlers = SignalHandlers::keep();
-    // SAFETY: a constant name; constructors of the library and of what it needs set up their own state, and perhaps signal
-    // handlers, which are put back.
+    // SAFETY: the name is constant. Constructors of the library and its dependencies set up only
+    // their own state, and perhaps signal handlers, which are restored.
     let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
-        // SAFETY: dlerror's text is valid until this thread's next call of its kind.
+        // SAFETY: the text is valid until this thread's next call of a `dl` function.
         let text = unsafe { libc::dlerror() };
-        // SAFETY: dlopen has just failed, so there is a text.
+        // SAFETY: dlopen has just failed, so the text is not null.
         let why = unsafe { CStr::from_ptr(text) };
         return Err(FabricError::NotLoaded(why.to_string_lossy().into_owned()));
     }
-    // SAFETY: each symbol is asked for by name and by the version that has the signature given above.
+    // SAFETY: each symbol is looked up by its name and by the version that has the signature given
+    // above.
     let symbols = unsafe {
         Symbols {
             getinfo: symbol(library, c"fi_getinfo", c"FABRIC_1.3")?,
@@ -100,25 +104,26 @@ fn open() -> Result<Symbols> {
             version: symbol(library, c"fi_version", c"FABRIC_1.0")?,
         }
     };
-    // SAFETY: takes nothing and cannot fail.
+    // SAFETY: the function needs no argument and cannot fail.
     let version = unsafe { (symbols.version)() };
     if version < API_VERSION {
-        let what = format!("it is version {}.{}", version >> 16, version & 0xffff);
+        let what = format!("the library has version {}.{}", version >> 16, version & 0xffff);
         return Err(FabricError::NotLoaded(what));
     }
     Ok(symbols)
 }
 
-/// How signals are handled: put back when dropped. Debian's libfabric brings libinfinipath, which at its start takes over
-/// SIGINT, SIGTERM and others, to print a backtrace and exit.
+/// The signal handlers of the process, which are restored when this value is dropped. Debian's
+/// libfabric loads libinfinipath, which installs its own handlers for SIGINT, SIGTERM and others at
+/// its start. These handlers print a backtrace and exit.
 struct SignalHandlers(Vec<(c_int, libc::sigaction)>);
 
 impl SignalHandlers {
     fn keep() -> SignalHandlers {
         let handlers = (1..32).filter_map(|signal| {
-            // SAFETY: all zeros are a valid sigaction; nothing is changed, and what is there is written to a place for it.
+            // SAFETY: a `sigaction` of zeros is valid.
             let mut handler: libc::sigaction = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
+            // SAFETY: the call changes no handler, and writes the current one to `handler`.
             let code = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut handler) };
             (code == 0).then_some((signal, handler))
         });
@@ -129,36 +134,41 @@ impl SignalHandlers {
 impl Drop for SignalHandlers {
     fn drop(&mut self) {
         for (signal, handler) in &self.0 {
-            // SAFETY: a handler that was there before. An error says that the signal cannot be handled at all.
+            // SAFETY: the handler was installed before. An error means that the signal cannot be
+            // handled at all, and is ignored.
             unsafe { libc::sigaction(*signal, handler, std::ptr::null_mut()) };
         }
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
-/// `library` must be open, and `F` the type of a pointer to the function of that name and version.
+/// `library` must be open, and `F` must be the pointer type of the function with this name and
+/// version.
 unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr, version: &CStr) -> Result<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: an open library and two terminated strings.
+    // SAFETY: the library is open, and both strings are terminated.
     let address = unsafe { libc::dlvsym(library, name.as_ptr(), version.as_ptr()) };
     if address.is_null() {
-        return Err(FabricError::NotLoaded(format!("it has no {name:?} of version {version:?}")));
+        return Err(FabricError::NotLoaded(format!(
+            "the library has no function {name:?} of version {version:?}"
+        )));
     }
-    // SAFETY: not null, of the same size, and of the type that the caller promises.
+    // SAFETY: the address is not null, has the size of `F`, and is of the type that the caller
+    // promises.
     Ok(unsafe { std::mem::transmute_copy(&address) })
 }
 
 /// # Panics
-/// If the library is not open; whoever holds an object of it knows that it is.
+/// If the library is not open. The library is open if any object of it exists.
 fn symbols() -> &'static Symbols {
     SYMBOLS.get().and_then(|s| s.as_ref().ok()).expect("the library is open")
 }
 
-/// The error of a call that failed with the positive number `code`.
+/// Returns the error of a call that failed with the positive error number `code`.
 pub(super) fn error(call: &'static str, code: i32) -> FabricError {
-    // SAFETY: takes any number and gives a constant string.
+    // SAFETY: the function accepts any number and returns a constant string.
     let text = unsafe { CStr::from_ptr((symbols().strerror)(code)) };
     FabricError::Call { call, code, text: text.to_string_lossy().into_owned(), advice: advice(call, code) }
 }
@@ -168,15 +178,15 @@ fn advice(call: &str, code: i32) -> &'static str {
         ("fi_mr_reg", libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
             "; raise the limit of locked memory (ulimit -l) or lower the configured buffer sizes"
         }
-        (_, libc::ECONNREFUSED) => "; is the peer listening there, and does it want this peer?",
+        (_, libc::ECONNREFUSED) => "; check that the peer listens at this address and accepts this client",
         ("fi_listen", libc::EADDRINUSE) => "; choose another port",
-        (_, libc::EADDRINUSE) => "; connect again: it will be from another port",
+        (_, libc::EADDRINUSE) => "; connect again, which uses another local port",
         (_, libc::EADDRNOTAVAIL | libc::ENODEV) => "; choose an address that this machine has",
         _ => "",
     }
 }
 
-/// Makes an error of what libfabric returned, if it is one.
+/// Returns an error if `code`, which a libfabric call returned, is not 0.
 pub(super) fn check(call: &'static str, code: c_int) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(error(call, -code)) }
 }
@@ -190,12 +200,13 @@ pub(super) unsafe fn getinfo(
     hints: *const FiInfo,
 ) -> Result<*mut FiInfo, c_int> {
     let pointer = |s: Option<&CStr>| s.map_or(std::ptr::null(), CStr::as_ptr);
-    // The first call sets up all providers.
+    // The first call of `fi_getinfo` initialises all providers, which may change signal handlers.
     static FIRST: std::sync::Once = std::sync::Once::new();
     let mut handlers = None;
     FIRST.call_once(|| handlers = Some(SignalHandlers::keep()));
     let mut list = std::ptr::null_mut();
-    // SAFETY: terminated strings or null, hints as promised, and a place for the result.
+    // SAFETY: the strings are terminated or null, the caller promises the hints, and `list` has
+    // room for the result.
     let code = unsafe {
         (symbols().getinfo)(API_VERSION, pointer(node), pointer(service), flags, hints, &raw mut list)
     };
@@ -203,18 +214,19 @@ pub(super) unsafe fn getinfo(
 }
 
 /// # Safety
-/// `info` must come from libfabric, and nobody may use it afterwards.
+/// `info` must come from libfabric, and must not be used afterwards.
 pub(super) unsafe fn freeinfo(info: *mut FiInfo) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as the caller promises.
     unsafe { (symbols().freeinfo)(info) };
 }
 
-/// A copy of `info` without what follows it; an empty one of null; null if there is no memory.
+/// Returns a copy of `info` without the infos that follow it in a list. If `info` is null, returns
+/// an empty info. Returns null if memory is exhausted.
 ///
 /// # Safety
 /// `info` must be null or come from libfabric.
 pub(super) unsafe fn dupinfo(info: *const FiInfo) -> *mut FiInfo {
-    // SAFETY: the caller's promise.
+    // SAFETY: as the caller promises.
     unsafe { (symbols().dupinfo)(info) }
 }
 
@@ -222,12 +234,12 @@ pub(super) unsafe fn dupinfo(info: *const FiInfo) -> *mut FiInfo {
 /// `attr` must come from libfabric.
 pub(super) unsafe fn fabric(attr: *mut FabricAttr) -> Result<*mut FidFabric> {
     let mut fabric = std::ptr::null_mut();
-    // SAFETY: the caller's promise, and a place for the result.
+    // SAFETY: as the caller promises; `fabric` has room for the result.
     check("fi_fabric", unsafe { (symbols().fabric)(attr, &raw mut fabric, std::ptr::null_mut()) })?;
     Ok(fabric)
 }
 
-/// A C string of text that has no zero byte.
+/// Converts `text` to a C string. Fails if `text` contains a zero byte.
 pub(super) fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| FabricError::NoProvider { wanted: format!("named {text:?}") })
 }

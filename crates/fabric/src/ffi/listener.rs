@@ -10,15 +10,16 @@ use super::handle::Handle;
 use super::{Fabric, Info, library};
 use crate::{FabricError, Result, address};
 
-/// Room for any socket address.
+/// Size of a buffer that has room for any socket address, in bytes.
 const MAX_ADDRESS: usize = 128;
 
-/// How often a free port is asked for. The kernel's rdma_cm keeps account of its own ports only: one that it gives may be in use
-/// by a TCP connection, and iWARP's are that, too.
+/// Maximum number of attempts to get a free port. The kernel's rdma_cm knows only its own ports.
+/// Over iWARP, whose ports are TCP ports, rdma_cm may choose a port that a TCP connection uses.
 const FREE_PORT_TRIES: usize = 16;
 
-/// Listens at an address. Connection requests appear as [`FabricEvent`](super::FabricEvent)s of its queue. It
-/// closes when it and the last unanswered request have been dropped.
+/// A listener at an address. Connection requests appear as [`FabricEvent`](super::FabricEvent)s in
+/// its event queue. The listening endpoint closes when the listener and the last unanswered request
+/// have been dropped.
 pub struct FabricListener {
     inner: Arc<BoundObject<FidPep>>,
     address: SocketAddr,
@@ -28,7 +29,7 @@ impl FabricListener {
     /// Listens at the address that `info` was [queried](crate::EndpointAddress::Listen) for.
     ///
     /// # Errors
-    /// If the address is in use or is not a local one.
+    /// If the address is in use, or is not an address of this machine.
     pub fn open(info: &Info, events: &EventQueue) -> Result<FabricListener> {
         let mut tries = if info.local_address().is_some_and(|a| a.port() == 0) { FREE_PORT_TRIES } else { 1 };
         loop {
@@ -44,16 +45,16 @@ impl FabricListener {
         let fabric: &Fabric = events.fabric();
         let mut object = std::ptr::null_mut();
         let parent = fabric.as_ptr();
-        // SAFETY: an open fabric, an info of libfabric's, and a place for the result.
+        // SAFETY: the fabric is open, libfabric allocated the info, and the result has room.
         let code = unsafe {
             ((*(*parent).ops).passive_ep)(parent, info.as_ptr(), &raw mut object, std::ptr::null_mut())
         };
         library::check("fi_passive_ep", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(object, "fi_passive_ep") }?;
         let inner = Arc::new(BoundObject::new(handle, events)?);
         inner.is_for(EventSource::Listener(Arc::downgrade(&inner)));
-        // SAFETY: an open endpoint that is bound to its queue.
+        // SAFETY: the endpoint is open and bound to its event queue.
         library::check("fi_listen", unsafe { ((*(*object).cm).listen)(object) })?;
         let address = inner.name(info)?;
         Ok(FabricListener { inner, address })
@@ -80,7 +81,7 @@ impl BoundObject<FidPep> {
         let mut bytes = [0_u8; MAX_ADDRESS];
         let mut len = MAX_ADDRESS;
         let object = self.handle().as_ptr();
-        // SAFETY: an open endpoint, and a buffer of the size said.
+        // SAFETY: the endpoint is open, and the buffer has the stated size.
         let code = unsafe {
             ((*(*object).cm).getname)(self.handle().fid(), bytes.as_mut_ptr().cast(), &raw mut len)
         };
@@ -91,30 +92,32 @@ impl BoundObject<FidPep> {
 
     fn max_private_data(&self) -> Result<usize> {
         let object = self.handle().as_ptr();
-        // SAFETY: an open endpoint.
+        // SAFETY: the endpoint is open.
         unsafe { private_data_room(object.cast(), (*object).ops) }
     }
 
-    /// `data` must have room ([`max_private_data`](Self::max_private_data)).
+    /// Refuses `request` and sends `data` to the peer. `data` must not be longer than
+    /// [`max_private_data`](Self::max_private_data).
     fn reject(&self, request: *mut super::abi::Fid, data: &[u8]) -> Result<()> {
         let object = self.handle().as_ptr();
-        // SAFETY: an open endpoint, a request of its that was not answered, and data of the length said.
+        // SAFETY: the endpoint is open, its request was not answered before, and `data` has the
+        // stated length.
         let code = unsafe { ((*(*object).cm).reject)(object, request, data.as_ptr().cast(), data.len()) };
         library::check("fi_reject", code)
     }
 }
 
-/// Most private data, in bytes.
+/// Returns the maximum length of private data, in bytes.
 ///
 /// # Safety
-/// `object` must be an open endpoint and `ops` its table.
+/// `object` must be an open endpoint, and `ops` its function table.
 pub(super) unsafe fn private_data_room(
     object: *mut super::abi::Fid,
     ops: *const super::abi::EpOps,
 ) -> Result<usize> {
     let mut room = 0_usize;
     let mut len = size_of::<usize>();
-    // SAFETY: the caller's promise, and a place of the option's type.
+    // SAFETY: as the caller promises; `room` has the option's type.
     let code = unsafe {
         ((*ops).getopt)(object, OPT_ENDPOINT, OPT_CM_DATA_SIZE, (&raw mut room).cast(), &raw mut len)
     };
@@ -135,23 +138,24 @@ impl ConnectionRequest {
         ConnectionRequest { listener, info, data, answered: false }
     }
 
-    /// The data that the peer gave with its request. Some providers append zeros. It must not be
-    /// trusted.
+    /// The data that the peer sent with its request. Some providers append zeros. The caller must
+    /// not trust the data.
     #[must_use]
     pub fn data(&self) -> &[u8] {
         &self.data
     }
 
-    /// What an endpoint for it will be like.
+    /// The provider's offer for an endpoint that answers the request.
     #[must_use]
     pub fn info(&self) -> &Info {
         &self.info
     }
 
-    /// Refuses it; `data` tells the peer why.
+    /// Refuses the request. The peer receives `data`, which can state the reason.
     ///
     /// # Errors
-    /// If `data` is too long: the peer is then refused without it. Or if the peer has gone.
+    /// If `data` is too long; the request is then refused without data. Also if the connection to
+    /// the peer is lost.
     pub fn refuse(mut self, data: &[u8]) -> Result<()> {
         let max = self.listener.max_private_data()?;
         if data.len() > max {
@@ -161,7 +165,7 @@ impl ConnectionRequest {
         self.listener.reject(self.info.raw().handle, data)
     }
 
-    /// From here on the request belongs to an endpoint.
+    /// Marks the request as answered by an endpoint, so that dropping it does not refuse it.
     pub(super) fn into_answered(mut self) {
         self.answered = true;
     }
@@ -172,7 +176,7 @@ impl Drop for ConnectionRequest {
         if !self.answered
             && let Err(e) = self.listener.reject(self.info.raw().handle, &[])
         {
-            tracing::debug!("a connection request could not be refused: {e}");
+            tracing::debug!("cannot refuse a connection request: {e}");
         }
     }
 }

@@ -11,35 +11,35 @@ use super::handle::Handle;
 use super::{Domain, library};
 use crate::{Access, FabricError, RemoteRegion, Result};
 
-/// Maximum number of keys to try if keys are in use.
+/// Maximum number of random keys to try if the chosen keys are in use.
 const KEY_TRIES: usize = 8;
 
-/// Registered memory. Clones are the same region. The region closes when the last clone is dropped
-/// and no operation uses it. Memory that a peer may be using stays mapped for longer: until all
-/// endpoints that were open at that time are closed, or until [`settle`](Self::settle) reports that
-/// the peer is done.
+/// Registered memory. Clones refer to the same region. The region closes when the last clone is
+/// dropped and no operation uses it. If a peer may still be using the memory, the memory stays
+/// mapped until all endpoints that were open at that time are closed. This does not apply if
+/// [`settle`](Self::settle) was called before.
 #[derive(Clone)]
 pub struct MemoryRegion(Arc<Inner>);
 
 struct Inner {
-    /// Taken out when dropped.
+    /// `None` only while the region is being dropped.
     handle: Option<Handle<FidMr>>,
-    /// What operations want to see of it.
+    /// The provider's descriptor of the region, which operations must state.
     descriptor: *mut std::ffi::c_void,
     key: u64,
     access: Access,
-    /// The peer that received the key is done with the memory.
+    /// Whether the peer that received the key has ended all its accesses.
     settled: AtomicBool,
     memory: RegisteredMemory,
     domain: Domain,
 }
 
-// SAFETY: the descriptor is a token of the provider's, which is thread safe.
+// SAFETY: only the provider, which is thread-safe, dereferences the descriptor.
 unsafe impl Send for Inner {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Inner {}
 
-/// The memory that a region keeps mapped, and its address.
+/// The memory that a region keeps mapped.
 #[derive(Clone)]
 pub(crate) enum RegisteredMemory {
     Arena(Arc<Arena>),
@@ -49,15 +49,15 @@ pub(crate) enum RegisteredMemory {
 /// Memory that is registered separately, for one peer and one purpose.
 #[derive(Debug, Clone)]
 pub enum ExposedMemory {
-    /// Memory for peers to read. It does not change while it exists.
+    /// Memory that peers may read. The bytes never change.
     Bytes(Bytes),
-    /// Memory for peers to read or write. This process must not access it before the region is
+    /// Memory that peers may read or write. This process must not access it before the region is
     /// closed.
     Buffer(Arc<ArenaBuf>),
 }
 
 impl RegisteredMemory {
-    /// Address and length.
+    /// Address of the first byte, and length in bytes.
     pub(super) fn span(&self) -> (*mut u8, usize) {
         match self {
             RegisteredMemory::Arena(arena) => arena.as_raw(),
@@ -112,7 +112,7 @@ impl MemoryRegion {
             }
         }
         let handle = result?;
-        // SAFETY: an open region.
+        // SAFETY: the region is open.
         let (descriptor, key) = unsafe { ((*handle.as_ptr()).mem_desc, (*handle.as_ptr()).key) };
         let (handle, settled, domain) = (Some(handle), AtomicBool::new(false), domain.clone());
         Ok(MemoryRegion(Arc::new(Inner { handle, descriptor, key, access, settled, memory, domain })))
@@ -130,8 +130,8 @@ impl MemoryRegion {
         self.len() == 0
     }
 
-    /// The description that a peer needs to access the region. It is useless to a peer unless the
-    /// region is registered for remote access.
+    /// The description that a peer needs to access the region. The description is useless to a peer
+    /// unless the region is registered for remote access.
     #[must_use]
     pub fn remote(&self) -> RemoteRegion {
         let (start, len) = self.0.memory.span();
@@ -140,13 +140,13 @@ impl MemoryRegion {
         RemoteRegion { key: self.0.key, base, len: len as u64 }
     }
 
-    /// Reports that the peer with the key has ended all its accesses. The memory is then free as
-    /// soon as the region is closed.
+    /// Records that the peer with the key has ended all its accesses. The memory is then released
+    /// as soon as the region is closed.
     pub fn settle(&self) {
         self.0.settled.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the `len` bytes at `offset`.
+    /// Returns the range of `len` bytes at `offset`.
     ///
     /// # Errors
     /// [`FabricError::OutOfRange`] if the range is not inside the region.
@@ -188,7 +188,7 @@ impl MemoryRegion {
 
 impl std::fmt::Debug for MemoryRegion {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Not the key: it is a secret.
+        // The key is a secret, so it is not printed.
         f.debug_struct("MemoryRegion")
             .field("len", &self.len())
             .field("access", &self.0.access)
@@ -201,19 +201,19 @@ fn register(domain: &Domain, memory: &RegisteredMemory, rights: u64) -> Result<H
     let parent = domain.as_ptr();
     let key = random_key(domain);
     let mut region = std::ptr::null_mut();
-    // SAFETY: an open domain, memory that is mapped and stays so for as long as the region is open, and a place for the
-    // result.
+    // SAFETY: the domain is open, the memory stays mapped as long as the region is open, and
+    // `region` has room for the result.
     let code = unsafe {
         let context = std::ptr::null_mut();
         let reg = (*(*parent).mr).reg;
         reg(parent.cast(), start.cast(), len, rights, 0, key, 0, &raw mut region, context)
     };
     library::check("fi_mr_reg", code)?;
-    // SAFETY: just made, ours.
+    // SAFETY: the object was just created, and only this function has it.
     unsafe { Handle::new(region, "fi_mr_reg") }
 }
 
-/// As many random bits as keys of the provider have.
+/// Returns a random key of the provider's key size, or 0 if the provider chooses the key.
 fn random_key(domain: &Domain) -> u64 {
     let info = domain.info();
     if info.mr_mode().provider_key {
@@ -250,20 +250,20 @@ impl Slice<'_> {
         self.region.descriptor()
     }
 
-    /// Address of the first byte.
+    /// Address of the slice's first byte.
     pub(super) fn start(&self) -> *mut u8 {
         let (start, _) = self.region.0.memory.span();
-        // SAFETY: the offset was checked to be inside.
+        // SAFETY: `MemoryRegion::slice` has checked that the offset is inside the region.
         unsafe { start.add(self.offset) }
     }
 
-    /// Length, in bytes.
+    /// Length of the slice, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the slice has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -1,14 +1,14 @@
 //! The objects of libfabric. All `unsafe` code of this crate is in this folder.
 //!
-//! Its soundness depends on these rules:
+//! The soundness of this code depends on these rules:
 //!
 //! - libfabric creates objects with the layouts in [`abi`].
 //! - One [`Handle`] owns each object and closes it once.
-//! - Every user of an object holds an `Arc` of it.
+//! - Every user of an object holds an `Arc` of the object.
 //! - Providers are opened with `FI_THREAD_SAFE`.
 //! - The memory of an operation stays mapped until the operation has completed or its endpoint is
 //!   closed.
-//! - Memory that peers can reach stays mapped until all endpoints that may be writing to it are
+//! - Memory that peers can access stays mapped until all endpoints that may be writing to it are
 //!   closed.
 
 mod abi;

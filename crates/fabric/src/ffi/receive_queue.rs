@@ -10,8 +10,9 @@ use super::{CompletionQueue, Info, MemoryRegion, Slice, library};
 use crate::operations::{Held, PendingOperation};
 use crate::{FabricError, Operation, PostError, Result};
 
-/// Buffers for whatever message comes next on any of the endpoints that were made with the queue (`fi_srx_context`). A
-/// completion bears the queue's token and not the endpoint's: who sent the message, the message must tell.
+/// Receive buffers for messages from any endpoint that was created with the queue
+/// (`fi_srx_context`). A completion has the queue's token instead of the endpoint's. So each
+/// message must identify its sender.
 #[derive(Clone)]
 pub struct ReceiveQueue(Arc<Inner>);
 
@@ -23,20 +24,20 @@ struct Inner {
 }
 
 impl ReceiveQueue {
-    /// Opens a queue for endpoints that use `completions`, in the domain of that. `info` must have been queried with
-    /// [`shared_receive`](crate::ProviderQuery::shared_receive).
+    /// Opens a queue for endpoints that use `completions`, in the domain of `completions`. `info`
+    /// must have been queried with [`shared_receive`](crate::ProviderQuery::shared_receive).
     ///
     /// # Errors
-    /// If the provider or the device has none.
+    /// If the provider or the device does not support shared receive queues.
     pub fn open(info: &Info, completions: &CompletionQueue, token: u64) -> Result<ReceiveQueue> {
         let parent = completions.domain().as_ptr();
         let mut queue = std::ptr::null_mut();
-        // SAFETY: an open domain, attributes of libfabric's, and a place for the result.
+        // SAFETY: the domain is open, libfabric allocated the attributes, and the result has room.
         let code = unsafe {
             ((*(*parent).ops).srx_ctx)(parent, info.rx_attr(), &raw mut queue, std::ptr::null_mut())
         };
         library::check("fi_srx_context", code)?;
-        // SAFETY: just made, ours.
+        // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(queue, "fi_srx_context") }?;
         let serial = super::endpoint::next_serial();
         Ok(ReceiveQueue(Arc::new(Inner { handle, completions: completions.clone(), serial, token })))
@@ -64,7 +65,8 @@ impl ReceiveQueue {
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let context = number as *mut c_void;
         let queue_object = self.0.handle.as_ptr();
-        // SAFETY: an open queue; the buffer stays mapped until the completion or the queue's end.
+        // SAFETY: the queue is open. The buffer stays mapped until the operation completes or the
+        // queue is closed.
         let code = unsafe {
             let recv = (*(*queue_object).msg).recv;
             recv(queue_object, into.start().cast(), into.len(), into.descriptor(), ANY_PEER, context)
@@ -83,7 +85,8 @@ impl ReceiveQueue {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Dropping these may close regions, which takes locks: not inside this one.
+        // Dropping an operation may close regions, which takes locks. So the operations are dropped
+        // only after the lock on the table is released.
         let serial = self.serial;
         self.handle.close();
         let operations = self.completions.operations().remove_all(|p| p.serial == serial);

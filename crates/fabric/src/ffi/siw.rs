@@ -1,5 +1,5 @@
 //! Workarounds for the kernel's soft-iWARP driver (`siw`, Linux 6.1) and its rdma-core part (44),
-//! which deviate from the verbs interface. No unsafe code here.
+//! which deviate from the verbs interface. This module contains no unsafe code.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -7,36 +7,42 @@ use std::sync::{Mutex, PoisonError};
 use super::{CompletionQueue, Domain, Fabric, Info};
 use crate::Result;
 
-/// Whether sends and writes end before the reads that were posted before them, and so must be held back with a fence: libfabric's
-/// `verbs` (1.17) takes for granted that what an endpoint has posted ends in the order of posting, and otherwise uses memory that it
-/// has given back. `siw` tells the end of a send or a write as soon as the socket has it, and of a read when the answer has come
+/// Whether sends and writes may complete before reads that were posted earlier, so that they need a
+/// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
+/// order of posting. If they do not, it uses memory that it has freed. `siw` completes a send or a
+/// write as soon as the socket has accepted the data, but a read only after the answer has arrived
 /// (`siw_qp_sq_process`).
 pub(super) fn overtakes_reads(info: &Info) -> bool {
     is_siw(info)
 }
 
-/// To be called before anything is made in the device's first domain.
+/// Avoids a defect that makes the creation of objects fail. The caller must call this before it
+/// creates any object in the device's first domain.
 ///
-/// Whatever is made has a place in its process's map of the device, the first that is free. rdma-core takes one of these places,
-/// page [`NO_PLACE`], for a sign that there is none (`SIW_INVAL_UOBJ_KEY`): what gets it cannot be made, and so on until something else
-/// is closed. Here that place is taken for ever, by being in the midst of a queue.
+/// Each object occupies pages in the process's memory map of the device, from the first free page.
+/// rdma-core takes page [`NO_PLACE`] as a sign that the object has no page (`SIW_INVAL_UOBJ_KEY`).
+/// The creation of an object that gets this page fails, and so does every later creation until
+/// another object is closed. This function opens a queue that covers the page, and never closes the
+/// queue.
 pub(super) fn prepare(fabric: &Fabric, info: &Info) {
     static PREPARED: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let device = info.domain_name();
-    // Held until it is done, so that others wait.
+    // The lock is held until the queue is open, so that other threads wait.
     let mut prepared = PREPARED.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_siw(info) || prepared.contains(&device) {
         return;
     }
     match occupy(fabric, info) {
         Ok(()) => prepared.push(device),
-        Err(e) => tracing::warn!(device, error = %e, "siw: some queues may be impossible to make"),
+        Err(e) => {
+            tracing::warn!(device, error = %e, "siw: cannot work around a driver defect; some queues may fail to open")
+        }
     }
 }
 
-/// In pages of the map.
+/// The number of the page that no object must start at.
 const NO_PLACE: usize = 0x90;
-/// Of a completion that a device has to tell (`struct siw_cqe`), in bytes.
+/// Size of a completion entry in a device's queue (`struct siw_cqe`), in bytes.
 const COMPLETION: usize = 32;
 const PAGE: usize = 4096;
 
@@ -47,7 +53,7 @@ fn occupy(fabric: &Fabric, info: &Info) -> Result<()> {
     Ok(())
 }
 
-/// What the driver says of itself.
+/// Whether the driver of the device describes itself as `siw`.
 fn is_siw(info: &Info) -> bool {
     let described = Path::new("/sys/class/infiniband").join(info.domain_name()).join("node_desc");
     info.provider() == "verbs"

@@ -1,4 +1,4 @@
-//! Connecting, messages, and what happens when the other side goes.
+//! Tests of connections, messages, and the loss of a peer.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -19,7 +19,8 @@ fn providers_are_listed_with_their_limits() {
     let Some(library) = library() else { return };
     assert!(library.version() >= (1, 14));
     let all = library.query(&ProviderQuery::default()).unwrap();
-    let tcp = all.iter().find(|info| info.provider() == "tcp").expect("tcp is always there");
+    let tcp =
+        all.iter().find(|info| info.provider() == "tcp").expect("libfabric always has the provider tcp");
     assert!(tcp.max_msg_size() > 1 << 20 && tcp.inject_size() > 0 && tcp.transmit_depth() > 0, "{tcp:?}");
     assert!(tcp.receive_depth() > 0);
     eprintln!("{:?}", info(library, anywhere()).unwrap());
@@ -33,7 +34,7 @@ fn providers_are_listed_with_their_limits() {
 }
 
 #[test]
-fn messages_go_both_ways() {
+fn messages_arrive_in_both_directions() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let ours = pair.server.region(8192, Access::Local);
@@ -63,7 +64,7 @@ fn messages_go_both_ways() {
 }
 
 #[test]
-fn what_is_posted_is_bounded_by_the_queue() {
+fn receives_beyond_the_queue_depth_are_refused() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, _client) = pair.connect();
     let region = pair.server.region(4096, Access::Local);
@@ -75,9 +76,9 @@ fn what_is_posted_is_bounded_by_the_queue() {
     assert_eq!(posted.count(), 64);
 }
 
-/// A queue of this depth is what its endpoint could fill with receives alone.
+/// The endpoint could fill a queue of this depth with receives alone.
 #[test]
-fn a_queue_has_room_for_sends_beside_all_receives() {
+fn a_queue_has_room_for_sends_even_if_receives_could_fill_it() {
     let Some(mut pair) = Pair::new() else { return };
     let completions = CompletionQueue::open(&pair.client.domain, pair.to_server.receive_depth()).unwrap();
     let queues = EndpointQueues::new(&pair.client.events, &completions);
@@ -100,10 +101,11 @@ fn a_queue_has_room_for_sends_beside_all_receives() {
     assert!(sent.token == 8 && sent.result.is_ok(), "{sent:?}");
 }
 
-/// Wherever queues come to lie in a process's map of the device they can be made. siw has trouble with one page of it: so there are two sizes, in
-/// ever other places.
+/// Queues can be created at every offset of the process's memory map of the device. siw has a
+/// defect at one page of the map. So the test opens queues of two kinds, at different offsets in
+/// each round.
 #[test]
-fn no_place_is_a_bad_one_for_a_queue() {
+fn queues_can_be_opened_at_any_offset_of_the_device_map() {
     let Some(pair) = Pair::with_shared_receives(true) else { return };
     let (info, completions) = (pair.server.domain.info(), &pair.server.completions);
     for others in 0..16 {
@@ -115,9 +117,9 @@ fn no_place_is_a_bad_one_for_a_queue() {
     }
 }
 
-/// As many messages as there is room for are under way in both directions before anybody looks at a completion.
+/// Both sides send as many messages as the queues accept before either side polls its completions.
 #[test]
-fn a_queue_is_not_overrun() {
+fn a_full_queue_refuses_messages_instead_of_overrunning() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let (ours, theirs) = (pair.server.region(4096, Access::Local), pair.client.region(4096, Access::Local));
@@ -133,7 +135,7 @@ fn a_queue_is_not_overrun() {
         });
         posted.count()
     };
-    assert_eq!((injected(&server), injected(&client)), (24, 24), "the receives have taken 40 of 64");
+    assert_eq!((injected(&server), injected(&client)), (24, 24), "the receives occupy 40 of 64 places");
     std::thread::sleep(Duration::from_millis(100));
     for (from, to) in [(&server, Who::Client), (&client, Who::Server)] {
         for i in 0..40 {
@@ -147,7 +149,7 @@ fn a_queue_is_not_overrun() {
 }
 
 #[test]
-fn a_refused_peer_is_told_why() {
+fn a_refused_peer_receives_the_reason() {
     let Some(mut pair) = Pair::new() else { return };
     let endpoint = pair.client_endpoint(5);
     endpoint.establish(b"").unwrap();
@@ -169,12 +171,12 @@ fn a_refused_peer_is_told_why() {
     assert!(matches!(pair.request().refuse(&too_long), Err(FabricError::PrivateData { .. })));
     match pair.event(Who::Client) {
         FabricEvent::Failed { endpoint: 7, .. } => {}
-        other => panic!("{other:?} instead of a refusal without words"),
+        other => panic!("{other:?} instead of a refusal without data"),
     }
 }
 
 #[test]
-fn who_has_no_address_does_not_connect() {
+fn an_endpoint_without_a_peer_address_is_not_created() {
     let Some(library) = library() else { return };
     let listen = info(library, anywhere()).unwrap();
     let side = Side::open(info(library, anywhere()).unwrap());
@@ -183,7 +185,7 @@ fn who_has_no_address_does_not_connect() {
 }
 
 #[test]
-fn nothing_but_receives_is_posted_before_the_connection_stands() {
+fn only_receives_can_be_posted_before_the_connection_is_established() {
     let Some(mut pair) = Pair::new() else { return };
     let (ours, theirs) = (pair.server.region(4096, Access::Remote), pair.client.region(4096, Access::Local));
     let all_refused = |endpoint: &Endpoint, local: &MemoryRegion, remote: &MemoryRegion| {
@@ -219,13 +221,13 @@ fn memory_of_another_domain_is_refused() {
     let theirs = pair.client.region(4096, Access::Local);
     let posted = server.receive(theirs.slice(0, 16).unwrap(), 1);
     assert!(matches!(posted, Err(PostError::Failed(FabricError::OtherDomain))), "{posted:?}");
-    // The queue has kept no room for it: as many as ever fit.
+    // The refused receive occupies no place in the queue: 64 receives still fit.
     let ours = pair.server.region(4096, Access::Local);
     assert!((0..64).all(|i| server.receive(ours.slice(0, 16).unwrap(), i).is_ok()));
 }
 
 #[test]
-fn nobody_listening_is_an_error() {
+fn connecting_to_a_port_without_a_listener_fails() {
     let Some(library) = library() else { return };
     let port = std::net::TcpListener::bind((provider().1, 0)).unwrap().local_addr().unwrap();
     let to = info(library, EndpointAddress::Connect(port)).unwrap();
@@ -242,7 +244,7 @@ fn nobody_listening_is_an_error() {
     );
 }
 
-/// Sleeps until the side has an event.
+/// Sleeps until the side has a connection event, and returns the event.
 fn await_event(side: &Side) -> FabricEvent {
     let deadline = Instant::now() + crate::pair::PATIENCE;
     loop {
@@ -258,14 +260,14 @@ fn await_event(side: &Side) -> FabricEvent {
 }
 
 #[test]
-fn a_closed_endpoint_ends_its_peer() {
+fn closing_an_endpoint_closes_the_connection_at_the_peer() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let region = pair.client.region(4096, Access::Local);
     client.receive(region.slice(0, 16).unwrap(), 1).unwrap();
     drop(server);
     assert!(matches!(pair.event(Who::Client), FabricEvent::Closed { endpoint: 2 }));
-    // What is posted now may take its time to fail; closing the endpoint is what ends it.
+    // An operation that is posted now may take long to fail. Closing the endpoint ends it.
     let posted = client.send(region.slice(0, 16).unwrap(), 2);
     drop(client);
     pair.drive_until_idle();
@@ -274,7 +276,7 @@ fn a_closed_endpoint_ends_its_peer() {
 }
 
 #[test]
-fn a_killed_peer_ends_its_connection_only() {
+fn killing_a_peer_closes_only_its_own_connection() {
     let Some(mut pair) = Pair::new() else { return };
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "connections::peer_that_is_killed", "--nocapture"])
@@ -292,7 +294,7 @@ fn a_killed_peer_ends_its_connection_only() {
     pair.connect();
 }
 
-/// Not a test of its own: the process that [`a_killed_peer_ends_its_connection_only`] kills.
+/// Not a test: the process that [`killing_a_peer_closes_only_its_own_connection`] kills.
 #[test]
 fn peer_that_is_killed() {
     let Ok(address) = std::env::var(SERVER) else { return };
@@ -307,10 +309,10 @@ fn peer_that_is_killed() {
 }
 
 #[test]
-fn two_hundred_connections_leave_nothing_behind() {
+fn two_hundred_connections_leak_no_descriptors() {
     let Some(mut pair) = Pair::new() else { return };
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    // Other tests of this process open descriptors of their own, a hundred at most.
+    // Concurrent tests of this process open at most a hundred descriptors of their own.
     drop(pair.connect());
     let before = open();
     for _ in 0..200 {
@@ -325,7 +327,7 @@ fn two_hundred_connections_leave_nothing_behind() {
 }
 
 #[test]
-fn an_idle_side_sleeps_and_a_message_wakes_it() {
+fn an_idle_side_sleeps_until_a_message_arrives() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let region = pair.server.region(4096, Access::Local);
@@ -341,7 +343,7 @@ fn an_idle_side_sleeps_and_a_message_wakes_it() {
         started.elapsed()
     };
     let limit = Duration::from_millis(100);
-    assert!(asleep(limit) >= limit, "there is nothing to do, so it sleeps");
+    assert!(asleep(limit) >= limit, "without events, the side sleeps for the whole limit");
     let sender = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
         client.inject(b"!").unwrap();

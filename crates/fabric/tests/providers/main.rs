@@ -1,6 +1,7 @@
-//! The fabric layer over a provider, on one machine: `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a network device that has RDMA.
-#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+//! Tests of the fabric layer over one provider, on one machine. The default is `tcp` over the
+//! loopback interface. The environment can choose another provider, for example
+//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with the address of a network device that supports RDMA.
+#![allow(clippy::print_stderr, reason = "a skipped test prints the reason")]
 
 mod connections;
 mod memory;

@@ -1,4 +1,4 @@
-//! Reading and writing remote memory, and not being allowed to.
+//! Tests of permitted and forbidden accesses to remote memory.
 
 use base::mem::Arena;
 use fabric::{Access, Endpoint, FabricError, FabricEvent, MemoryRegion, Operation, PostError, RemoteRegion};
@@ -21,7 +21,7 @@ fn content(arena: &Arena) -> Vec<u8> {
 }
 
 #[test]
-fn each_side_reads_and_writes_the_other() {
+fn each_side_reads_and_writes_the_memory_of_the_other() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);
@@ -33,7 +33,7 @@ fn each_side_reads_and_writes_the_other() {
         fill(peer, 9);
         let remote = peer.remote();
         endpoint.write(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 1).unwrap();
-        // A read after the write finds it in place.
+        // A read after the write returns the written data.
         assert_eq!(pair.completion(who).operation, Operation::Write);
         assert!(local.arena().unwrap().copy_in(0, &vec![0; LEN]));
         endpoint.read(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 2).unwrap();
@@ -44,7 +44,7 @@ fn each_side_reads_and_writes_the_other() {
 }
 
 #[test]
-fn a_message_arrives_after_the_writes_before_it() {
+fn a_message_arrives_after_the_writes_posted_before_it() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);
@@ -66,9 +66,10 @@ fn a_message_arrives_after_the_writes_before_it() {
     }
 }
 
-/// `verbs` (libfabric 1.17) counts on it, and uses memory that it has given back where it is not so.
+/// `verbs` (libfabric 1.17) relies on this order. If operations complete in another order, it uses
+/// memory that it has freed.
 #[test]
-fn over_verbs_operations_end_in_the_order_of_posting() {
+fn operations_over_verbs_complete_in_the_order_of_posting() {
     const READS: usize = 4;
     let Some(mut pair) = Pair::new() else { return };
     if provider().0 != "verbs" {
@@ -97,7 +98,8 @@ fn over_verbs_operations_end_in_the_order_of_posting() {
     }
 }
 
-/// Tries `remote`, which must be refused, on one of two connections; the other must go on.
+/// Accesses `remote` over one of two connections. The access must be refused, and the other
+/// connection must still work.
 fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &MemoryRegion) {
     let (server, client) = pair.connect();
     let (other_server, other_client) = pair.connect();
@@ -147,13 +149,13 @@ fn wrong_keys_and_ranges_are_refused() {
 }
 
 #[test]
-fn a_region_is_good_for_nothing_else_than_what_it_was_registered_for() {
+fn accesses_that_a_region_is_not_registered_for_are_refused() {
     let Some(mut pair) = Pair::new() else { return };
     let good = pair.server.region(LEN, Access::Remote);
     let [readable, writable, messages] = [Access::RemoteRead, Access::RemoteWrite, Access::Messages]
         .map(|access| pair.server.region(4096, access));
     let mut refused = vec![(&readable, false), (&messages, false)];
-    // The driver siw sends whatever is registered, and does not look whether it is for reading.
+    // The driver siw sends any registered memory, even if it is not registered for reading.
     if !pair.to_server.exposes_local_memory() {
         refused.extend([(&writable, true), (&messages, true)]);
     }
@@ -164,7 +166,7 @@ fn a_region_is_good_for_nothing_else_than_what_it_was_registered_for() {
 }
 
 #[test]
-fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
+fn a_closed_region_is_inaccessible_over_an_open_connection() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let region = pair.server.region(4096, Access::Remote);
@@ -183,7 +185,7 @@ fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
 }
 
 #[test]
-fn a_read_that_is_broken_off_spoils_a_domain_of_tcp() {
+fn an_interrupted_read_spoils_a_tcp_domain() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);
@@ -197,7 +199,7 @@ fn a_read_that_is_broken_off_spoils_a_domain_of_tcp() {
 }
 
 #[test]
-fn mistakes_are_refused_before_they_are_posted() {
+fn operations_with_wrong_ranges_are_refused_before_they_are_posted() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let local = pair.client.region(8192, Access::Local);

@@ -1,4 +1,4 @@
-//! Two sides of a connection, driven by one thread.
+//! A fixture for tests: the two sides of a connection, driven by one thread.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use fabric::{
 
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The library; `None`, said loudly, where there is none. In CI that is a failure.
+/// Loads the library. If this fails, returns `None` and prints a notice, or panics in CI.
 pub fn library() -> Option<Library> {
     match Library::load() {
         Ok(library) => Some(library),
@@ -24,7 +24,7 @@ pub fn library() -> Option<Library> {
     }
 }
 
-/// One side: what a process would have.
+/// The objects of one side, as a process would have them.
 pub struct Side {
     pub domain: Domain,
     pub events: EventQueue,
@@ -48,7 +48,7 @@ impl Side {
     }
 }
 
-/// Both sides, and what has happened to them and was not yet asked for.
+/// Both sides, with the events and completions that the test has not taken yet.
 pub struct Pair {
     pub server: Side,
     pub client: Side,
@@ -64,14 +64,14 @@ pub enum Who {
     Client,
 }
 
-/// The provider, and an address of this machine at which it is found.
+/// The name of the provider under test, and the address of this machine that it uses.
 pub fn provider() -> (String, IpAddr) {
     let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
     let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
     (provider.to_owned(), address.parse().expect("an address"))
 }
 
-/// Where to listen, at a free port.
+/// The address of a listener at a free port.
 pub fn anywhere() -> EndpointAddress {
     EndpointAddress::Listen(SocketAddr::new(provider().1, 0))
 }
@@ -90,12 +90,13 @@ pub fn info_with(
 }
 
 impl Pair {
-    /// A server that listens, and a client.
+    /// Opens a listening server and a client, without a connection.
     pub fn new() -> Option<Pair> {
         Pair::with_shared_receives(false)
     }
 
-    /// The server's endpoints take messages from a queue that they share, if that is wanted.
+    /// Like [`new`](Self::new). If `shared` is true, the server's endpoints can share a receive
+    /// queue.
     pub fn with_shared_receives(shared: bool) -> Option<Pair> {
         let library = library()?;
         let listen = info_with(library, anywhere(), shared).unwrap();
@@ -107,7 +108,8 @@ impl Pair {
         Some(Pair { server, client, listener, to_server, happened: Vec::new(), completed: Vec::new() })
     }
 
-    /// Lets both sides progress, sleeping while there is nothing to do.
+    /// Polls both sides once. If neither side had an event or a completion, sleeps until one may
+    /// arrive.
     pub fn drive(&mut self) {
         let before = (self.happened.len(), self.completed.len());
         for (who, side) in [(Who::Server, &self.server), (Who::Client, &self.client)] {
@@ -128,7 +130,7 @@ impl Pair {
         }
     }
 
-    /// Drives until nothing happens for a moment.
+    /// Polls both sides for 20 ms, and panics if an event or completion appears.
     pub fn drive_until_idle(&mut self) {
         for _ in 0..20 {
             for side in [&self.server, &self.client] {
@@ -140,7 +142,8 @@ impl Pair {
         }
     }
 
-    /// Drives until `pick` finds something, which it takes out.
+    /// Drives both sides until `pick` returns a value. `what` names the value in the message of a
+    /// timeout.
     pub fn until<T>(&mut self, what: &str, mut pick: impl FnMut(&mut Pair) -> Option<T>) -> T {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -149,7 +152,7 @@ impl Pair {
             }
             assert!(
                 Instant::now() < deadline,
-                "no {what}; there was {:?}",
+                "timed out waiting for {what}; events and completions so far: {:?}",
                 (&self.happened, &self.completed)
             );
             self.drive();
@@ -181,7 +184,8 @@ impl Pair {
         Endpoint::connecting(&self.to_server, self.client.queues(), token).unwrap()
     }
 
-    /// A connection: the server's endpoint has token 1, the client's 2.
+    /// Establishes a connection. The server's endpoint has token 1, and the client's endpoint has
+    /// token 2.
     pub fn connect(&mut self) -> (Endpoint, Endpoint) {
         let client = self.client_endpoint(2);
         client.establish(b"hello").unwrap();

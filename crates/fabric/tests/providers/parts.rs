@@ -1,4 +1,5 @@
-//! Messages made of parts, buffers that endpoints share, completions that are left out, memory exposed by itself.
+//! Tests of messages that consist of parts, shared receive buffers, omitted completions, and
+//! separately registered memory.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::pair::{Pair, Side, Who, info_with};
 
 const SLOT: usize = 8192;
 
-/// A server that takes messages of all connections from one queue, and clients that leave out completions.
+/// A server whose connections share one receive queue, and clients that omit completions.
 struct Shared {
     pair: Pair,
     queue: ReceiveQueue,
@@ -54,7 +55,7 @@ fn sparse(side: &Side) -> EndpointQueues<'_> {
     EndpointQueues { sparse: true, ..side.queues() }
 }
 
-/// Bytes that the provider can send from: of registered memory if it wants that.
+/// A part with the content `text`. It names its region if the provider requires registered memory.
 fn part(pair: &Pair, region: &MemoryRegion, pool: &BufferPool, text: &[u8]) -> GatherBytes {
     let mut buf = pool.try_alloc(text.len()).unwrap().unwrap();
     buf.copy_from_slice(text);
@@ -63,7 +64,7 @@ fn part(pair: &Pair, region: &MemoryRegion, pool: &BufferPool, text: &[u8]) -> G
 }
 
 #[test]
-fn endpoints_share_buffers_and_leave_out_completions() {
+fn endpoints_can_share_receive_buffers_and_omit_completions() {
     let Some(mut shared) = Shared::new() else { return };
     let (_first_server, first) = shared.connect(1);
     let (_second_server, second) = shared.connect(2);
@@ -86,8 +87,8 @@ fn endpoints_share_buffers_and_leave_out_completions() {
         assert_eq!(shared.text(received.token, received.len), expected.as_bytes());
     }
     shared.pair.drive_until_idle();
-    assert!(shared.pair.completed.is_empty(), "none was asked for");
-    assert!(pool.free_bytes().0 < free, "the parts are kept");
+    assert!(shared.pair.completed.is_empty(), "no completion was requested");
+    assert!(pool.free_bytes().0 < free, "the endpoints still hold the parts");
     for endpoint in [&first, &second] {
         send(&shared.pair, endpoint, ["the", "last"], true);
         let sent = shared.pair.until("a completion", |pair| {
@@ -96,7 +97,7 @@ fn endpoints_share_buffers_and_leave_out_completions() {
         });
         assert_eq!((sent.operation, sent.token, sent.len), (Operation::Send, 5, 7));
     }
-    assert_eq!(pool.free_bytes().0, free, "what was sent before is given back with it");
+    assert_eq!(pool.free_bytes().0, free, "the completion also releases the parts of earlier messages");
     let remote = shared.pair.server.region(4096, Access::Remote);
     let local = shared.pair.client.region(4096, Access::Local);
     first.read(local.slice(0, 100).unwrap(), remote.remote().slice(0, 100).unwrap(), 9).unwrap();
@@ -105,7 +106,7 @@ fn endpoints_share_buffers_and_leave_out_completions() {
 }
 
 #[test]
-fn what_cannot_be_sent_is_refused_before_it_is_posted() {
+fn invalid_messages_are_refused_before_they_are_posted() {
     let Some(mut shared) = Shared::new() else { return };
     let (server, client) = shared.connect(1);
     let plain = |text: &'static [u8]| GatherBytes { bytes: Bytes::from_static(text), region: None };
@@ -138,10 +139,11 @@ fn what_cannot_be_sent_is_refused_before_it_is_posted() {
     );
 }
 
-/// A client exposes one buffer to be read and one to be written; the server moves them, and memory outlives a region
-/// that was withdrawn until the connection ends, unless the server is known to be done.
+/// A client exposes one buffer for reading and one for writing, and the server accesses both. After
+/// the client closes a region, the memory stays in use until the connection ends. This does not
+/// apply to a region for which the server has reported that it is done.
 #[test]
-fn exposed_memory_is_read_and_written_and_stays_until_nobody_can_be_using_it() {
+fn exposed_memory_is_held_until_no_peer_can_be_using_it() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let pool = BufferPool::new(Arena::anonymous(256 << 10).unwrap(), 0, 64 << 10);
@@ -158,17 +160,18 @@ fn exposed_memory_is_read_and_written_and_stays_until_nobody_can_be_using_it() {
     assert!(pair.completion(Who::Server).result.is_ok());
     server.write(local.slice(0, 5000).unwrap(), room.remote().slice(0, 5000).unwrap(), 2).unwrap();
     assert!(pair.completion(Who::Server).result.is_ok());
-    // A read after the write finds it in place: here, of the other region.
+    // When a read after the write completes, the written data is in place. The read may use another
+    // region.
     server.read(local.slice(0, 5000).unwrap(), source.remote().slice(0, 5000).unwrap(), 3).unwrap();
     assert!(pair.completion(Who::Server).result.is_ok());
     room.settle();
     drop(room);
-    let sink = Arc::into_inner(sink).expect("a region that is settled keeps nothing");
+    let sink = Arc::into_inner(sink).expect("a settled region releases its memory at once");
     assert!(sink.iter().all(|byte| *byte == 7));
     drop(sink);
     assert_eq!(pair.client.domain.quarantined_bytes(), 0);
     drop(source);
-    assert_eq!(pair.client.domain.quarantined_bytes(), 5000, "the server might be reading");
+    assert_eq!(pair.client.domain.quarantined_bytes(), 5000, "the server may still be reading");
     assert!(pool.free_bytes().0 < free);
     drop(client);
     assert_eq!((pair.client.domain.quarantined_bytes(), pool.free_bytes().0), (0, free));

@@ -1,6 +1,6 @@
 //! `make bench`: compares a node with the ceilings of its drive, network and memory, in one run.
-//! `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (4) set the duration. It prints medians
-//! and their spread.
+//! `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (4) set the duration. The program
+//! prints medians and their spread.
 //!
 //! `make bench COMPARE=OLD`: compares an old binary with the new one, in interleaved rounds
 //! (`compare`). The exit status is 1 if a result of the new binary is worse, and 2 if the
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// To standard error; a reader that went away is not an error.
+/// Prints a line to standard error. Ignores errors, such as a closed pipe.
 fn complain(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
@@ -55,7 +55,7 @@ fn setting(name: &str, default: u32) -> u32 {
     std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
 }
 
-/// One kind of figure: a value per round.
+/// The values of one figure, one per round.
 #[derive(Default)]
 struct RoundValues(Vec<f64>);
 
@@ -71,7 +71,10 @@ impl RoundValues {
 }
 
 fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
-    say(format!("{rounds} rounds of {seconds} s each, everything interleaved, in {}", dir.display()));
+    say(format!(
+        "running {rounds} rounds of all measurements, {seconds} s per measurement, in {}",
+        dir.display()
+    ));
     let fio = FioFile::create(dir, 2048)?;
     let node = Node::new(&dir.join("node"))?;
     node.up(NodePlacement::Dpu, 1, "8GiB")?;
@@ -133,7 +136,8 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
     peak_memory(&node)
 }
 
-/// CPU of all of a node's processes over ten idle seconds, as a share of one core.
+/// Measures the CPU time of all processes of a node over ten idle seconds, as a percentage of one
+/// core.
 fn idle_cpu_percent(node: &Node) -> Result<f64> {
     std::thread::sleep(Duration::from_secs(2));
     let pids: Vec<u32> = node.status()?.processes.iter().filter_map(|p| p.pid).collect();
@@ -143,7 +147,8 @@ fn idle_cpu_percent(node: &Node) -> Result<f64> {
     Ok((used() - before) / 10.0 * 100.0)
 }
 
-/// Run time of all threads of a process, from the scheduler's nanosecond clock.
+/// Returns the run time of all threads of a process in seconds, from the scheduler's nanosecond
+/// clock.
 fn cpu_seconds(pid: u32) -> f64 {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0.0 };
     let on_cpu = |task: std::fs::DirEntry| {
@@ -153,7 +158,7 @@ fn cpu_seconds(pid: u32) -> f64 {
     tasks.flatten().filter_map(on_cpu).sum::<f64>() / 1e9
 }
 
-/// Peak resident memory of each role after 64 writes of 16 MiB at a time.
+/// Prints the peak resident memory of each process after a load with 64 writes of 16 MiB in flight.
 fn peak_memory(node: &Node) -> Result<()> {
     node.down()?;
     node.up(NodePlacement::Dpu, 1, "8GiB")?;

@@ -1,6 +1,6 @@
-//! `make demo`: runs a node with real input. It copies a real tree into the node while the store is
-//! killed, and back out while the OSD is killed, and compares every file by its SHA-256. Then it
-//! measures both placements.
+//! `make demo`: runs a node with real files. The demo copies a directory tree into the node and
+//! kills the store during the copy. It copies the tree back out and kills the OSD during that copy.
+//! Then it compares every file by its SHA-256, and measures both placements.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ use outboard_harness::report::{Table, say};
 use outboard_harness::tree;
 use outboard_harness::{Result, ceiling};
 
-/// A bit more than a GiB, and no multiple of anything.
+/// Size of the large file in bytes: more than 1 GiB, and not a multiple of a block or a part.
 const LARGE_FILE: u64 = (1 << 30) + 12_345;
 
 fn main() -> Result<()> {
@@ -34,14 +34,14 @@ fn main() -> Result<()> {
     let (files, links, directories) = tree::count(&before);
     say(format!("   {files} files, {links} symlinks, {directories} directories"));
 
-    say("\n== Copying in; the store is killed on the way");
+    say("\n== Copying the tree into the node, and killing the store meanwhile");
     let source_text = source.to_str().ok_or("the tree's path is not UTF-8")?;
     let large_text = large.to_str().ok_or("the work directory's path is not UTF-8")?;
     let copy = node.start(&["cp", "-r", source_text, "outboard:demo/tree"])?;
     kill_during(&node, copy, "store", Duration::from_secs(2))?;
     node.run(&["cp", large_text, "outboard:demo/large.bin"])?;
 
-    say("\n== Copying out; the OSD is killed on the way");
+    say("\n== Copying the tree out of the node, and killing the OSD meanwhile");
     let out = work.path.join("out");
     let out_text = out.to_str().ok_or("the work directory's path is not UTF-8")?;
     let copy = node.start(&["cp", "-r", "outboard:demo/tree", out_text])?;
@@ -50,13 +50,17 @@ fn main() -> Result<()> {
     let large_out_text = large_out.to_str().ok_or("the work directory's path is not UTF-8")?;
     node.run(&["get", "demo/large.bin", large_out_text])?;
 
-    say("\n== Comparing every file by SHA-256, every symlink, every mode");
+    say("\n== Comparing every file by SHA-256, every symlink and every mode");
     let differ = tree::differences(&before, &tree::read(&out)?);
     for name in differ.iter().take(20) {
         say(format!("   DIFFERS: {name}"));
     }
     if !differ.is_empty() || tree::sha256(&large)? != tree::sha256(&large_out)? {
-        return Err(format!("{} paths differ, or the large file does", differ.len()).into());
+        return Err(format!(
+            "the copies differ from the originals: {} paths of the tree, or the large file",
+            differ.len()
+        )
+        .into());
     }
     say(format!("   {} paths and the large file are identical", before.len()));
     node.run(&["status"])?;
@@ -65,21 +69,22 @@ fn main() -> Result<()> {
         "\n== Both placements on the same targets (client, OSD, store and emulated DMA share this machine's cores)",
     );
     compare_placements(&node)?;
-    say(format!("\ndemo done in {:.0} s", started.elapsed().as_secs_f64()));
+    say(format!("\nthe demo took {:.0} s", started.elapsed().as_secs_f64()));
     Ok(())
 }
 
-/// Lets a copy run for a while, kills a role with SIGKILL, and waits for both to be well again.
+/// Waits for `after`, and kills the process with the role `role` by SIGKILL while the copy runs.
+/// Then waits until the process is restarted and the copy has succeeded.
 fn kill_during(node: &Node, mut copy: Child, role: &str, after: Duration) -> Result<()> {
     std::thread::sleep(after);
     if let Some(status) = copy.try_wait()? {
         return Err(format!(
-            "the copy ended ({status}) before the {role} could be killed; give the demo a larger tree"
+            "the copy ended ({status}) before the {role} could be killed; run the demo with a larger tree"
         )
         .into());
     }
     let (old, new) = node.kill(role)?;
-    say(format!("   killed the {role} (pid {old}) with SIGKILL; its successor is pid {new}"));
+    say(format!("   killed the {role} (pid {old}) with SIGKILL; the supervisor restarted it (pid {new})"));
     let status = copy.wait()?;
     if status.success() { Ok(()) } else { Err(format!("the copy failed: {status}").into()) }
 }
@@ -132,14 +137,15 @@ fn compare_placements(node: &Node) -> Result<()> {
     }
     table.print();
     say(format!(
-        "  ceilings here: one bare TCP connection over loopback {:.0} MB/s, memory copy {:.0} MB/s",
+        "  ceilings of this machine: one plain TCP connection over loopback {:.0} MB/s, memory copy {:.0} MB/s",
         ceiling::loopback_mb_per_s(1)?,
         ceiling::memcpy_mb_per_s()
     ));
     Ok(())
 }
 
-/// A directory for the demo, removed at the end. `OUTBOARD_DEMO_DIR` says where; about 13 GB are needed.
+/// A directory for the demo, which is removed at the end. `OUTBOARD_DEMO_DIR` names its parent. The
+/// demo needs about 13 GB.
 struct WorkDir {
     path: PathBuf,
 }
@@ -149,10 +155,7 @@ impl WorkDir {
         let parent = std::env::var_os("OUTBOARD_DEMO_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
         let path = parent.join(format!("outboard-demo-{}", std::process::id()));
         std::fs::create_dir_all(&path).map_err(|e| {
-            format!(
-                "cannot make {} ({e}); set OUTBOARD_DEMO_DIR to a place that can be written",
-                path.display()
-            )
+            format!("cannot create {} ({e}); set OUTBOARD_DEMO_DIR to a writable directory", path.display())
         })?;
         Ok(WorkDir { path })
     }
@@ -166,6 +169,6 @@ impl Drop for WorkDir {
 
 fn remove(path: &Path) {
     if let Err(e) = std::fs::remove_dir_all(path) {
-        say(format!("{} could not be removed: {e}", path.display()));
+        say(format!("cannot remove {}: {e}", path.display()));
     }
 }

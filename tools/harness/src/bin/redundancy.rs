@@ -2,7 +2,7 @@
 //! [rebuild] [coding]` measures the named parts, by default all; `coding:sweep` names one
 //! experiment of a part. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) set the
 //! duration, and `QUICK=1` shortens the run. `OUTBOARD_BENCH_DIR` is a directory on the drive to
-//! use, and `OUTBOARD_REPORT_DIR` (`report`) is the directory for the results.
+//! measure, and `OUTBOARD_REPORT_DIR` (`report`) is the directory for the results.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +21,7 @@ const PARTS: [(&str, Measure); 3] =
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    // What keeps the host busy in a part is this program once more.
+    // To keep the host busy, a part starts this program again with the command `hog`.
     if let [command, cpu] = &args[..]
         && command == "hog"
     {
@@ -37,16 +37,16 @@ fn main() -> Result<()> {
     outcome
 }
 
-/// A part by its name, and which experiment of it is asked for.
+/// Returns the name of a part, its function, and the one experiment that was requested, if any.
 fn find(part: &str) -> Result<(&str, Measure, Option<String>)> {
     let (name, only) =
         part.split_once(':').map_or((part, None), |(name, only)| (name, Some(only.to_owned())));
     let measure = PARTS.iter().find(|(known, _)| *known == name).map(|(_, measure)| *measure);
     let known = PARTS.map(|(name, _)| name).join(", ");
-    Ok((name, measure.ok_or_else(|| format!("{part}: there is no such part; there are {known}"))?, only))
+    Ok((name, measure.ok_or_else(|| format!("the part {part} does not exist; choose from {known}"))?, only))
 }
 
-/// Measures a part in a directory of its own, which is removed with what is in it.
+/// Measures one part in its own directory, which is removed afterwards.
 fn one(part: &str, settings: &RedundancySettings) -> Result<()> {
     let (name, measure, only) = find(part)?;
     let settings = RedundancySettings { only, ..settings.clone() };

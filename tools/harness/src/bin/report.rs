@@ -1,6 +1,6 @@
-//! `make report`: repeats the paper's evaluation here, beside a real Ceph. Writes
-//! `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0` set
-//! how much is measured, and `OUTBOARD_REPORT_WORK` sets the directory (see `settings`).
+//! `make report`: repeats the paper's evaluation on this machine, together with a real Ceph. Writes
+//! `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0`
+//! determine how much is measured, and `OUTBOARD_REPORT_WORK` sets the directory (see `settings`).
 
 #![forbid(unsafe_code)]
 
@@ -34,7 +34,7 @@ fn main() -> Result<()> {
     let setup = plan::setup_seconds(&settings, &subjects);
     let planned = setup + plan::seconds(&settings, &subjects, 1);
     say(format!(
-        "{} round(s), {} runs of {} s or less, in {}: {}",
+        "measuring {} round(s) with {} runs of at most {} s in {}: {}",
         settings.rounds,
         plan::runs(&settings, &subjects),
         settings.seconds,
@@ -46,27 +46,28 @@ fn main() -> Result<()> {
     progress.clear();
     let rig = rig?;
     progress.add(setup);
-    missing.iter().for_each(|what| say(format!("left out: {what}")));
+    missing.iter().for_each(|what| say(format!("not measured: {what}")));
     let left_out = missing.len();
     let mut campaign = Campaign::new(&settings, &rig, missing);
     for round in 1..=settings.rounds {
         campaign.round(round, &mut progress);
-        progress.landmark(&format!("round {round} of {} is done", settings.rounds));
-        // After each round, so that a run that is cut short leaves what it has.
+        progress.landmark(&format!("finished round {round} of {}", settings.rounds));
+        // The results are written after each round, so that an interrupted run leaves its complete
+        // rounds.
         write(&settings, &environment, &campaign.found, round)?;
     }
     progress.clear();
     summary(&bars::all(&campaign.found));
     campaign.found.problems.iter().skip(left_out).for_each(|what| say(format!("problem: {what}")));
     say(format!(
-        "{} and report.json, after {:.0} s",
+        "wrote {} and report.json after {:.0} s",
         settings.out.join("index.html").display(),
         started.elapsed().as_secs_f64()
     ));
     Ok(())
 }
 
-/// `report.json`. Fields stay, new ones may come.
+/// The content of `report.json`. Later versions may add fields, but do not remove fields.
 #[derive(Serialize)]
 struct ReportDocument<'a> {
     environment: &'a Environment,
@@ -109,7 +110,7 @@ fn write(
     Ok(())
 }
 
-/// The bars, on the terminal, as far as they were measured.
+/// Prints the measured bars to the terminal.
 fn summary(bars: &[Bar]) {
     let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
     let rows = bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r)));

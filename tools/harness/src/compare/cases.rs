@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::node::NodePlacement;
 
-/// Requests in flight of `outboard bench`.
+/// Number of requests in flight in each run of `outboard bench`.
 pub const IN_FLIGHT: u32 = 16;
 
 /// A set of workloads, and the nodes that they run on.
@@ -23,9 +23,9 @@ pub enum NodeKind {
     Dpu,
     /// The OSD runs in the storage host's process.
     Host,
-    /// As `Dpu`, with one target out and no target left for its fragments.
+    /// Like `Dpu`, with one target taken out, and no spare target for its fragments.
     Degraded,
-    /// As `Dpu`, with one target more than the code has fragments, for rebuilds.
+    /// Like `Dpu`, with one target more than the erasure code has fragments, for rebuilds.
     Spare,
 }
 
@@ -40,19 +40,19 @@ pub struct NodeSetup {
     pub pools: &'static [(&'static str, &'static str)],
 }
 
-/// A load on a node.
+/// A load, and the node that it runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompareCase {
-    /// The node.
+    /// The node that the load runs on.
     pub node: NodeKind,
-    /// The load on the node.
+    /// The load.
     pub load: CompareLoad,
 }
 
-/// A load on a node.
+/// A repeated operation that is measured on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CompareLoad {
-    /// `outboard bench MODE --pool POOL --object-size SIZE`, [`IN_FLIGHT`] at a time.
+    /// `outboard bench MODE --pool POOL --object-size SIZE`, with [`IN_FLIGHT`] requests in flight.
     Bench {
         /// Name of the pool.
         pool: &'static str,
@@ -63,17 +63,19 @@ pub enum CompareLoad {
         /// Number of the objects.
         objects: &'static str,
     },
-    /// `outboard put` of a small file, one after the other: the cost of a short-lived client.
+    /// `outboard put` of a small file, one after the other. This measures the cost of a short-lived
+    /// client.
     Put,
     /// `outboard get` of a small object, one after the other.
     Get,
-    /// Loses the next target and waits until all fragments are rebuilt. One rebuild is one operation.
+    /// Takes the next target out, and waits until all its fragments are rebuilt. One rebuild is one
+    /// operation.
     Rebuild,
 }
 
 /// The pool of the basic suite.
 pub const POOL: &str = "bench";
-/// Objects that the pool for rebuilds holds, of 4 MiB each.
+/// Number of objects in the pool for rebuilds, of 4 MiB each.
 pub const REBUILD_OBJECTS: &str = "512";
 
 const BASIC_SETUP: NodeSetup = NodeSetup { targets: 1, target_mib: 2048, pools: &[(POOL, "single")] };
@@ -82,13 +84,13 @@ const REDUNDANT_SETUP: NodeSetup =
 const DEGRADED_SETUP: NodeSetup = NodeSetup { targets: 6, target_mib: 512, pools: &[("ec", "ec:4+2")] };
 const SPARE_SETUP: NodeSetup = NodeSetup { targets: 7, target_mib: 768, pools: &[("ec", "ec:4+2")] };
 
-/// A load of `outboard bench`. The sets fit their targets twice.
+/// Returns a load of `outboard bench`. The targets have space for twice its objects.
 const fn bench(pool: &'static str, mode: &'static str, large: bool) -> CompareLoad {
     let (size, objects) = if large { ("4MiB", "128") } else { ("4KiB", "16384") };
     CompareLoad::Bench { pool, mode, size, objects }
 }
 
-/// Reads find the objects of the writes before them.
+/// The order matters: reads use the objects that the writes before them have stored.
 const BASIC_LOADS: [CompareLoad; 7] = [
     bench(POOL, "write", true),
     bench(POOL, "read", true),
@@ -169,18 +171,20 @@ impl CompareCase {
     }
 }
 
-/// What one run on one side found.
+/// The results of one run of one binary.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CompareSample {
     /// Operations per second.
     pub ops_per_s: f64,
-    /// CPU time of all processes per operation, client and emulated hardware included, in µs.
+    /// CPU time of all processes per operation, in µs. It includes the client and emulated
+    /// hardware.
     pub node_cpu_us: f64,
-    /// CPU time of the storage host's process (`store`, or `node` in `host` placement) per operation, in µs.
+    /// CPU time of the storage host's process (`store`, or `node` in `host` placement) per
+    /// operation, in µs.
     pub host_cpu_us: f64,
 }
 
-/// A quantity that is judged.
+/// A quantity of a sample that is judged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Figure {
@@ -196,7 +200,7 @@ impl Figure {
     /// Every figure, in the order in which they are printed.
     pub const ALL: [Figure; 3] = [Figure::Throughput, Figure::NodeCpu, Figure::HostCpu];
 
-    /// Its value in a sample.
+    /// Returns the figure's value in a sample.
     #[must_use]
     pub fn of(self, sample: &CompareSample) -> f64 {
         match self {
@@ -206,7 +210,7 @@ impl Figure {
         }
     }
 
-    /// Name and unit, as readers see them.
+    /// Name and unit of the figure in tables.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -216,7 +220,7 @@ impl Figure {
         }
     }
 
-    /// Whether more of it is better.
+    /// Whether a larger value is better.
     #[must_use]
     pub fn is_rate(self) -> bool {
         self == Figure::Throughput

@@ -1,13 +1,13 @@
 //! `outboard-bench --compare`: compares an old binary with a new one.
 //!
-//! Two builds of a program differ by less than a machine's speed drifts in a minute. So the nodes
-//! of both binaries run side by side and are measured one at a time.
-//! In every round each case runs on both binaries in direct succession, and the binary that runs
-//! first alternates. Each binary drives its node with its own client, because the two may speak
-//! different versions of the protocols.
+//! The speed of a machine drifts within a minute by more than two builds of a program differ. So
+//! the nodes of both binaries run side by side and are measured one at a time. In every round, each
+//! case runs on both binaries in direct succession, and the binary that runs first alternates. Each
+//! binary drives its node with its own client, because the two may speak different versions of the
+//! protocols.
 //!
-//! The result of a round is the ratio new/old of these two runs. `verdict` judges the median of the
-//! ratios.
+//! The result of a case in a round is the ratio new/old of its two runs. `verdict` judges the
+//! median of the ratios.
 
 mod cases;
 mod outcome;
@@ -30,21 +30,21 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// One of the two binaries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// What the new binary is held against.
+    /// The binary that the new binary is compared with.
     Old,
     /// The binary that is judged.
     New,
 }
 
-/// Measures both binaries. `say` is told about progress.
+/// Measures both binaries. Calls `say` with messages about the progress.
 ///
 /// # Errors
-/// If a node does not come up, or an operation fails.
+/// If a node does not start, or an operation fails.
 pub fn run(settings: &CompareSettings, say: &dyn Fn(&str)) -> Result<Comparison> {
     let rig = CompareRig::up(settings, say)?;
     let cases = rig.cases();
     let mut outcome = Comparison::new(settings, &rig, &cases);
-    say("warming up: every case once, not counted");
+    say("warming up: running every case once without counting its results");
     for case in &cases {
         for side in [Side::Old, Side::New] {
             rig.measure(side, case, 1).map_err(|why| failed(side, case, why.as_ref()))?;
@@ -65,7 +65,7 @@ pub fn run(settings: &CompareSettings, say: &dyn Fn(&str)) -> Result<Comparison>
 }
 
 fn failed(side: Side, case: &cases::CompareCase, why: &dyn std::error::Error) -> String {
-    format!("the {} binary failed in \"{}\": {why}", side.name(), case.name())
+    format!("the {} binary failed in the case \"{}\": {why}", side.name(), case.name())
 }
 
 impl Side {

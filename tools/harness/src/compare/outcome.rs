@@ -10,7 +10,7 @@ use super::verdict::{COST_MOST, RATE_LEAST, Verdict};
 use crate::evaluation::stats::{Estimate, estimate};
 use crate::report::{Table, median, say};
 
-/// The figures of all rounds.
+/// The results of all rounds.
 #[derive(Debug)]
 pub struct Comparison {
     old: Program,
@@ -25,7 +25,7 @@ struct Program {
     version: String,
 }
 
-/// A case, and the samples of either side, one of each round.
+/// A case with the samples of both binaries, one per round.
 #[derive(Debug)]
 struct Measured {
     case: CompareCase,
@@ -33,12 +33,12 @@ struct Measured {
     new: Vec<CompareSample>,
 }
 
-/// A figure, judged.
+/// A figure of a case with its verdict.
 #[derive(Debug, Clone, Serialize)]
 pub struct Judged {
-    /// The load and the placement.
+    /// Name of the case: the node and its load.
     pub case: String,
-    /// What of it.
+    /// The figure of the case.
     pub figure: Figure,
     /// Values of the old binary, by round.
     pub old: Vec<f64>,
@@ -46,7 +46,7 @@ pub struct Judged {
     pub new: Vec<f64>,
     /// Median of the rounds' ratios new/old, with its interval.
     pub ratio: Estimate,
-    /// What follows.
+    /// The verdict on the ratio.
     pub verdict: Verdict,
 }
 
@@ -86,13 +86,15 @@ impl Comparison {
         }
     }
 
-    /// Every figure of every case. A figure that was zero throughout is left out: there is no ratio.
+    /// Judges every figure of every case. Omits a figure that was zero in all runs, because it has
+    /// no ratio.
     #[must_use]
     pub fn judge(&self) -> Vec<Judged> {
         self.cases.iter().flat_map(Measured::judge).collect()
     }
 
-    /// Prints tables, or one JSON object. Returns how many figures failed.
+    /// Prints tables, or one JSON object if `json` is true. Returns the number of figures that
+    /// failed.
     ///
     /// # Errors
     /// If the figures cannot be written as JSON.
@@ -131,12 +133,14 @@ fn explanation(figures: &[Judged], seconds: u32) -> String {
     let confidence = figures.iter().map(|judged| judged.ratio.confidence).fold(1.0, f64::min);
     let percent = confidence * 100.0;
     let rule = format!(
-        "{rounds} rounds of {seconds} s. The ratio is the median of the rounds' ratios. The interval is the one of order\n\
-         statistics: it covers the true median with a probability of {percent:.1} %. A figure fails if its whole\n\
-         interval lies below {RATE_LEAST} (op/s) or above {COST_MOST} (CPU)."
+        "{rounds} rounds of {seconds} s. The ratio is the median of the ratios of all rounds. The interval, which follows\n\
+         from order statistics, covers the true median with a probability of {percent:.1} %. A figure fails if its\n\
+         whole interval lies below {RATE_LEAST} (op/s) or above {COST_MOST} (CPU)."
     );
     match figures.iter().any(|judged| judged.verdict == Verdict::Unproven) {
-        true => format!("{rule}\nThat is less than 95 %, so nothing is judged: run 6 rounds or more."),
+        true => {
+            format!("{rule}\nThis probability is less than 95 %, so nothing is judged. Run 6 rounds or more.")
+        }
         false => rule,
     }
 }
@@ -180,7 +184,7 @@ mod tests {
     use crate::compare::cases::{CompareLoad, NodeKind};
 
     fn measured(rounds: u32, new_over_old: f64) -> Measured {
-        // The machine gets slower from round to round, for both alike.
+        // The machine gets slower from round to round, equally for both binaries.
         let sample = |round: u32, factor: f64| {
             let rate = 1000.0 / f64::from(round);
             CompareSample { ops_per_s: rate * factor, node_cpu_us: 50.0, host_cpu_us: 0.0 }
@@ -193,15 +197,15 @@ mod tests {
     }
 
     #[test]
-    fn a_drift_of_the_machine_does_not_hide_a_loss() {
+    fn a_slower_binary_fails_even_if_the_machine_slows_down() {
         let judged = measured(11, 0.9).judge();
         assert_eq!((judged[0].figure, judged[0].verdict), (Figure::Throughput, Verdict::Failed));
         assert!((judged[0].ratio.high - 0.9).abs() < 1e-9, "{:?}", judged[0].ratio);
-        assert_eq!(judged[1].verdict, Verdict::Passed, "the CPU is the same");
+        assert_eq!(judged[1].verdict, Verdict::Passed, "both binaries use the same CPU time");
     }
 
     #[test]
-    fn a_drift_of_the_machine_is_not_taken_for_a_loss() {
+    fn a_slowdown_of_the_machine_does_not_fail_a_figure() {
         assert_eq!(measured(11, 1.0).judge()[0].verdict, Verdict::Passed);
     }
 
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn few_rounds_say_that_nothing_is_judged() {
+    fn too_few_rounds_are_reported_as_not_judged() {
         let text = explanation(&measured(3, 0.1).judge(), 1);
         assert!(text.contains("75.0 %") && text.contains("nothing is judged"), "{text}");
         let text = explanation(&measured(11, 0.1).judge(), 1);

@@ -1,4 +1,4 @@
-//! The nodes of both binaries; runs a case on one of them.
+//! Runs the nodes of both binaries, and measures a case on one of them.
 
 use std::cell::Cell;
 use std::fs;
@@ -17,25 +17,28 @@ use crate::evaluation::processes::{Threads, children_cpu_seconds};
 use crate::node::{BenchResult, BenchSpec, Node, ProcessUse};
 use crate::redundancy::watch::{WatchedState, wait_until, wait_until_whole};
 
-/// Free space that a comparison leaves on the drive.
+/// Free space that a comparison leaves on the drive, in MiB.
 const SPARE_MIB: u64 = 2048;
 
-/// Number of the objects of `put` and `get`, and their size in bytes.
+/// Number of objects that `put` and `get` use.
 const SMALL_OBJECTS: u64 = 8;
+/// Size of each of these objects, in bytes.
 const SMALL_BYTES: usize = 1024;
 
-/// Stops the nodes and removes the directory: `$1`, with the binaries as `$2` and `$3`.
+/// Stops the nodes and removes the work directory `$1`. `$2` is the old binary, and `$3` the new
+/// one.
 const CLEAN: &str = r#"for node in "$1"/old-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$2" down; done
 for node in "$1"/new-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$3" down; done
 rm -rf "$1""#;
 
-/// Everything that is up. Stopped and removed when dropped.
+/// The running nodes and their work directory. Dropping the rig stops the nodes and removes the
+/// directory.
 pub struct CompareRig {
     old: Binary,
     new: Binary,
     file: PathBuf,
     cases: Vec<CompareCase>,
-    /// Dropped last, when the nodes are down.
+    /// The last field, so that the directory is removed after the nodes are down.
     _cleaner: Cleaner,
 }
 
@@ -49,23 +52,26 @@ struct BinaryNode {
     kind: NodeKind,
     setup: NodeSetup,
     node: Node,
-    /// The target that the next rebuild loses.
+    /// The target that the next rebuild takes out.
     next: Cell<u32>,
 }
 
 impl CompareRig {
-    /// Starts the nodes of the suite for each binary. Leaves out loads that one of the binaries does
-    /// not know, and says so.
+    /// Starts the nodes of the suite for each binary. Skips loads that one of the binaries does not
+    /// support, and reports them to `say`.
     ///
     /// # Errors
-    /// If a binary lacks an option that every load needs, there is too little space, or a node does not come up.
+    /// If a binary lacks an option that every load needs, if the drive has too little space, or if
+    /// a node does not start.
     pub fn up(settings: &CompareSettings, say: &dyn Fn(&str)) -> Result<CompareRig> {
         let beside = || Ok::<_, std::io::Error>(std::env::current_exe()?.with_file_name("outboard"));
         let new = settings.new.clone().map_or_else(beside, Ok)?;
         let programs = [fs::canonicalize(&settings.old), fs::canonicalize(&new)];
         let [old, new] = programs;
-        let old = old.map_err(|e| format!("the old binary {}: {e}", settings.old.display()))?;
-        let new = new.map_err(|e| format!("the new binary: {e}; build it by make, or name it by --with"))?;
+        let old = old.map_err(|e| format!("cannot find the old binary {}: {e}", settings.old.display()))?;
+        let new = new.map_err(|e| {
+            format!("cannot find the new binary: {e}; build it with make, or name it with --with")
+        })?;
         let parent = std::env::var_os("OUTBOARD_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
         let dir = parent.join(format!("outboard-compare-{}", std::process::id()));
         fs::create_dir_all(&dir)?;
@@ -75,7 +81,10 @@ impl CompareRig {
         check_space(&dir, target_mib + SPARE_MIB)?;
         let (old, new) = (copied(&old, &dir, Side::Old)?, copied(&new, &dir, Side::New)?);
         let count = 2 * nodes.len();
-        say(&format!("starting {count} nodes in {} (their targets are written in full)", dir.display()));
+        say(&format!(
+            "starting {count} nodes in {} (this writes all blocks of their targets)",
+            dir.display()
+        ));
         let setups: Vec<(NodeKind, NodeSetup)> =
             nodes.iter().map(|(kind, setup, _)| (*kind, *setup)).collect();
         let (old, new) =
@@ -86,7 +95,7 @@ impl CompareRig {
             let (loads, missing): (Vec<CompareLoad>, Vec<CompareLoad>) =
                 loads.iter().partition(|load| known(load));
             for load in missing {
-                say(&format!("left out, because not both binaries know it: {load:?}"));
+                say(&format!("skipping a load that one of the binaries does not support: {load:?}"));
             }
             cases.extend(loads.into_iter().map(|load| CompareCase { node, load }));
         }
@@ -99,7 +108,7 @@ impl CompareRig {
         Ok(rig)
     }
 
-    /// Stores what `get` reads, however few objects a run of `put` gets to.
+    /// Stores the objects that `get` reads, because a short run of `put` may not store all of them.
     fn put_small_objects(&self) -> Result<()> {
         for binary in [&self.old, &self.new] {
             for BinaryNode { node, .. } in &binary.nodes {
@@ -110,28 +119,34 @@ impl CompareRig {
     }
 
     fn file(&self) -> Result<&str> {
-        Ok(self.file.to_str().ok_or("the path of the work directory is not text; set OUTBOARD_BENCH_DIR")?)
+        Ok(self.file.to_str().ok_or(
+            "the path of the work directory is not UTF-8; set OUTBOARD_BENCH_DIR to another directory",
+        )?)
     }
 
-    /// The cases that both binaries know.
+    /// Returns the cases that both binaries support.
     #[must_use]
     pub fn cases(&self) -> Vec<CompareCase> {
         self.cases.clone()
     }
 
-    /// What a binary says that it is.
+    /// Returns the version that a binary reports.
     #[must_use]
     pub fn version(&self, side: Side) -> &str {
         &self.binary(side).version
     }
 
-    /// Runs a case for some seconds.
+    /// Runs a case on one binary for `seconds`.
     ///
     /// # Errors
     /// If an operation fails.
     pub fn measure(&self, side: Side, case: &CompareCase, seconds: u32) -> Result<CompareSample> {
         let binary = self.binary(side);
-        let measured = binary.nodes.iter().find(|node| node.kind == case.node).ok_or("the node is not up")?;
+        let measured = binary
+            .nodes
+            .iter()
+            .find(|node| node.kind == case.node)
+            .ok_or("no node of this kind is running")?;
         let node = &measured.node;
         match case.load {
             CompareLoad::Bench { pool, mode, size, objects } => {
@@ -173,7 +188,7 @@ impl Binary {
             if let Some(lacking) = options.iter().find(|option| !help.contains(**option)) {
                 let (side, program) = (side.name(), program.display());
                 return Err(format!(
-                    "the {side} binary {program} has no \"{command} {lacking}\"; choose one that has"
+                    "the {side} binary {program} does not support \"{command} {lacking}\"; choose a binary that does"
                 )
                 .into());
             }
@@ -182,7 +197,7 @@ impl Binary {
         Ok(binary)
     }
 
-    /// What `outboard COMMAND --help` prints; none if there is no such command.
+    /// Returns the output of `outboard COMMAND --help`, or `None` if the command does not exist.
     fn help(&self, command: &str) -> Option<String> {
         let output = self.nodes[0].node.command(&[command, "--help"]).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
@@ -201,7 +216,7 @@ impl Binary {
 }
 
 impl BinaryNode {
-    /// Starts the node, and brings it into the state that its loads need.
+    /// Starts the node and prepares the pools and targets that its loads need.
     fn up(&self) -> Result<()> {
         let NodeSetup { targets, target_mib, pools } = self.setup;
         self.node.up_quietly(self.kind.placement(), targets, &format!("{target_mib}MiB"))?;
@@ -218,13 +233,15 @@ impl BinaryNode {
             NodeKind::Spare => {
                 let load = BenchSpec { mode: "read", object_size: "4MiB", in_flight: 8, seconds: 1 };
                 self.node.bench_with("ec", load, &["--objects", REBUILD_OBJECTS])?;
-                // From the first loss on, one target is empty. It receives the fragments of the next lost target.
+                // After this rebuild, one target is empty. It receives the fragments of the target
+                // that the next rebuild takes out.
                 self.rebuild().map(drop)
             }
         }
     }
 
-    /// Loses the next target, waits until the node has rebuilt its fragments, and takes the target in again.
+    /// Takes the next target out, waits until the node has rebuilt its fragments, and adds the
+    /// target again.
     fn rebuild(&self) -> Result<CompareSample> {
         let next = self.next.get().to_string();
         self.next.set((self.next.get() + 1) % self.setup.targets);
@@ -234,15 +251,17 @@ impl BinaryNode {
             Ok(1)
         })?;
         self.node.run_quietly(&["target", "in", &next])?;
-        // The node then removes the stale fragments of the target.
+        // The node then removes the stale fragments from the target.
         std::thread::sleep(Duration::from_secs(1));
         wait_until_whole(&self.node)?;
         Ok(sample)
     }
 }
 
-/// CPU time is summed up by thread. `outboard bench` takes that of a whole process from a clock that ticks every 10 ms, if
-/// one of its threads has ended, and a short run of large reads uses little more.
+/// Returns the sample of a run of `outboard bench`. CPU time is summed over thread classes, if they
+/// are reported. If a thread of a process has ended, `outboard bench` takes the CPU time of the
+/// whole process from a clock that ticks every 10 ms. This clock is too coarse for a short run of
+/// large reads.
 fn sample_of(found: &BenchResult) -> CompareSample {
     let used = |process: &ProcessUse| match process.by_class.is_empty() {
         true => process.cpu_seconds,
@@ -256,12 +275,13 @@ fn sample_of(found: &BenchResult) -> CompareSample {
     }
 }
 
-/// Whether a process of that role runs on the storage host, in its placement.
+/// Whether a process with this role runs on the storage host (`store` in `dpu` placement, `node` in
+/// `host` placement).
 fn is_host(role: &str) -> bool {
     ["store", "node"].contains(&role)
 }
 
-/// Runs `outboard put|get OBJECT FILE` repeatedly.
+/// Runs `outboard put|get OBJECT FILE` repeatedly for `seconds`.
 fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<CompareSample> {
     counted(node, || {
         let started = Instant::now();
@@ -278,8 +298,8 @@ fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<Comp
     })
 }
 
-/// Measures `operations`, which returns their number. Counts the CPU time of the node and of the
-/// commands that `operations` runs.
+/// Runs and measures `operations`, which returns the number of operations. Counts the CPU time of
+/// the node and of the commands that `operations` runs.
 fn counted(node: &Node, operations: impl FnOnce() -> Result<u64>) -> Result<CompareSample> {
     let processes: Vec<(bool, u32)> =
         node.status()?.processes.iter().filter_map(|p| Some((is_host(&p.role), p.pid?))).collect();
@@ -300,16 +320,17 @@ fn counted(node: &Node, operations: impl FnOnce() -> Result<u64>) -> Result<Comp
     })
 }
 
-/// Name of a small object.
+/// Returns the name of a small object.
 fn small(index: u64) -> String {
     format!("{POOL}/small-{index}")
 }
 
-/// Copies a binary to `dir`. A program takes 8 % more page faults to start from the file that the linker wrote than from a
-/// copy (`perf stat outboard --version`). So both sides run copies.
+/// Copies a binary to `dir` and returns the path of the copy. The start of a program causes 8 %
+/// more page faults from the file that the linker wrote than from a copy (`perf stat outboard
+/// --version`). So copies of both binaries are measured.
 fn copied(program: &Path, dir: &Path, side: Side) -> Result<PathBuf> {
     let copy = dir.join(format!("outboard-{}", side.name()));
-    fs::copy(program, &copy).map_err(|e| format!("copy of {}: {e}", program.display()))?;
+    fs::copy(program, &copy).map_err(|e| format!("cannot copy {}: {e}", program.display()))?;
     fs::File::open(&copy)?.sync_all()?;
     Ok(copy)
 }
@@ -322,7 +343,7 @@ fn check_space(dir: &Path, needed_mib: u64) -> Result<()> {
     }
     let dir = dir.display();
     Err(format!(
-        "{dir} has {free_mib} MiB free, the comparison needs {needed_mib} MiB; set OUTBOARD_BENCH_DIR"
+        "{dir} has {free_mib} MiB free, but the comparison needs {needed_mib} MiB; set OUTBOARD_BENCH_DIR to a directory with more space"
     )
     .into())
 }
@@ -332,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpu_time_is_that_of_the_threads_and_the_hosts_is_the_stores() {
+    fn cpu_time_is_summed_over_thread_classes_and_host_cpu_is_that_of_the_store() {
         let found: BenchResult = serde_json::from_str(
             r#"{"ops":1000,"errors":0,"mb_per_s":1,"iops":500,"latency_us":{"mean":1,"p50":1,"p99":1},
             "host_cpu_us_per_op":0,"node_cpu_us_per_op":0,"processes":[

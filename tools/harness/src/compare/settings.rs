@@ -5,35 +5,39 @@ use std::path::PathBuf;
 use super::cases::CompareSuite;
 use crate::Result;
 
-/// Eleven rounds of three seconds take about 20 minutes.
+/// Default number of rounds. With the default duration of runs, they take about 20 minutes.
 const ROUNDS: u32 = 11;
+/// Default duration of a run, in seconds.
 const SECONDS: u32 = 3;
 
-/// More would take days; it is a slip of the hand.
+/// Maximum number of rounds, and of seconds per run. A larger number is probably a typing error,
+/// because the comparison would take days.
 const MOST: u32 = 1000;
 
-/// What is compared, and how often.
+/// The binaries to compare, the workloads, and the number and duration of runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompareSettings {
-    /// The `outboard` program that the new one is held against.
+    /// The `outboard` program that the new program is compared with.
     pub old: PathBuf,
-    /// The `outboard` program that is judged; if there is none, the one that was built beside this program.
+    /// The `outboard` program that is judged. `None` selects the program in the directory of this
+    /// program.
     pub new: Option<PathBuf>,
-    /// How often each case is measured on each side, 1 to 1000.
+    /// Number of runs of each case on each binary, 1 to 1000.
     pub rounds: u32,
     /// Duration of each run, in seconds, 1 to 1000.
     pub seconds: u32,
     /// The workloads.
     pub suite: CompareSuite,
-    /// Whether one JSON object is printed instead of tables.
+    /// Whether to print one JSON object instead of tables.
     pub json: bool,
 }
 
 impl CompareSettings {
-    /// Reads `--compare OLD [--with NEW] [--redundancy] [--rounds N] [--seconds N] [--json]`. None if nothing is to be compared.
+    /// Reads `--compare OLD [--with NEW] [--redundancy] [--rounds N] [--seconds N] [--json]`.
+    /// Returns `None` if there are no arguments.
     ///
     /// # Errors
-    /// If an option is unknown, lacks its value, or has one that is out of range.
+    /// If an option is unknown, lacks its value, or has a value that is out of range.
     pub fn from_args(args: impl IntoIterator<Item = String>) -> Result<Option<CompareSettings>> {
         let (mut old, mut new) = (None, None);
         let (mut rounds, mut seconds, mut json) = (None, None, false);
@@ -64,7 +68,7 @@ const USAGE: &str = "use --compare OLD [--with NEW] [--redundancy] [--rounds N] 
 
 fn number(option: &str, text: &str) -> Result<u32> {
     let number = text.parse().ok().filter(|n| (1..=MOST).contains(n));
-    number.ok_or_else(|| format!("{option} {text}: it must be a number from 1 to {MOST}").into())
+    number.ok_or_else(|| format!("{option} must be a number from 1 to {MOST}, not {text:?}").into())
 }
 
 #[cfg(test)]
@@ -104,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_with_the_usage() {
+    fn invalid_arguments_are_refused() {
         for (args, why) in [
             ("--rounds 3", "--compare is missing"),
             ("--compare", "needs a value"),

@@ -5,24 +5,25 @@ use serde::Serialize;
 use super::cases::Figure;
 use crate::evaluation::stats::Estimate;
 
-/// A rate fails if the whole interval of new/old lies below this.
+/// A rate fails if the whole interval of its ratio new/old lies below this limit.
 pub const RATE_LEAST: f64 = 0.97;
-/// A cost fails if the whole interval of new/old lies above this.
+/// A cost fails if the whole interval of its ratio new/old lies above this limit.
 pub const COST_MOST: f64 = 1.03;
-/// An interval that covers the true median with less probability proves nothing.
+/// Minimum probability with which an interval must cover the true median. With less, the verdict is
+/// [`Verdict::Unproven`].
 const CONFIDENCE_LEAST: f64 = 0.95;
 
-/// What the ratios of all rounds prove about a figure.
+/// The conclusion from the ratios of all rounds for one figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// The new binary is worse, beyond the tolerance.
+    /// The new binary is worse by more than the tolerance.
     Failed,
-    /// The new binary is not proven to be worse beyond the tolerance.
+    /// The rounds do not prove that the new binary is worse by more than the tolerance.
     Passed,
     /// The new binary is better, by more than the tolerance.
     Better,
-    /// There were too few rounds for an interval of 95 %.
+    /// There were too few rounds for an interval with a confidence of 95 %.
     Unproven,
 }
 
@@ -41,7 +42,7 @@ impl Verdict {
         }
     }
 
-    /// As readers see it.
+    /// The verdict as tables show it.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -58,7 +59,8 @@ mod tests {
     use super::*;
     use crate::evaluation::stats::estimate;
 
-    /// Eleven ratios around a centre, 1 % apart: the interval reaches 4 % to either side.
+    /// Returns the estimate of eleven ratios around `centre`, 0.01 apart. Its interval extends by
+    /// 0.04 to both sides.
     fn around(centre: f64) -> Estimate {
         estimate((-5..=5).map(|i| centre + f64::from(i) / 100.0)).unwrap()
     }
@@ -87,14 +89,14 @@ mod tests {
     }
 
     #[test]
-    fn the_limits_themselves_pass() {
+    fn a_ratio_equal_to_a_limit_passes() {
         let exactly = |ratio| estimate([ratio; 11]).unwrap();
         assert_eq!(verdicts(&exactly(RATE_LEAST)), [Verdict::Passed; 3]);
         assert_eq!(verdicts(&exactly(COST_MOST)), [Verdict::Passed; 3]);
     }
 
     #[test]
-    fn five_rounds_prove_nothing_however_bad_they_are() {
+    fn five_rounds_prove_nothing_even_if_all_are_bad() {
         let five = estimate([0.5; 5]).unwrap();
         assert_eq!(verdicts(&five), [Verdict::Unproven; 3]);
         let six = estimate([0.5; 6]).unwrap();

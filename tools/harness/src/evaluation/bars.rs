@@ -1,4 +1,5 @@
-//! The thresholds that a run is compared with, each with the paper's result.
+//! The *bars*: the claims of the report, each with a threshold, the measured value and the paper's
+//! result.
 
 use serde::Serialize;
 
@@ -42,9 +43,9 @@ pub struct BarRow {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FigureFormat {
-    /// Of a hundred.
+    /// A percentage.
     Percent,
-    /// One to something.
+    /// A ratio, as a decimal number.
     Ratio,
 }
 
@@ -52,7 +53,7 @@ pub enum FigureFormat {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bound {
-    /// The least value that passes.
+    /// The smallest value that passes.
     AtLeast(f64),
     /// The largest value that passes.
     AtMost(f64),
@@ -68,7 +69,7 @@ pub enum BarVerdict {
     Fail,
     /// The run did not measure the value.
     NotMeasured,
-    /// There is no threshold.
+    /// The value has no threshold and is for information only.
     Information,
 }
 
@@ -90,7 +91,7 @@ impl BarRow {
     }
 }
 
-/// All bars, in order.
+/// Computes all bars, in the order of the report.
 #[must_use]
 pub fn all(m: &Measurements) -> Vec<Bar> {
     vec![
@@ -112,7 +113,7 @@ fn writes(config: TestedSystem, size: u64) -> Case {
     Case::new(config, AccessMode::Write, size)
 }
 
-/// A row per size of the paper.
+/// Returns one row per object size of the paper.
 fn by_size(
     rounds: impl Fn(u64) -> Rounds,
     unit: FigureFormat,
@@ -161,7 +162,7 @@ fn node_cpu_against_ceph(m: &Measurements) -> Bar {
     Bar {
         number: "3",
         title: "All CPU against Ceph's, writes",
-        definition: "CPU per write of every process of the node and its client, emulated DMA included / CPU per write of the ceph-osd and its client, the starts of both clients left out.",
+        definition: "CPU per write of all processes of the node and of its client, including emulated DMA / CPU per write of the ceph-osd and its client. The CPU of starting the clients is not counted.",
         rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtMost(1.0); 4], None),
     }
 }
@@ -183,11 +184,12 @@ fn latency_alone(m: &Measurements) -> Bar {
     let latency = |config| m.rounds(&writes(config, MIB).one_at_a_time(), |s| s.latency_us_mean);
     let more =
         paired(&latency(TestedSystem::DpuMemcpy), &latency(TestedSystem::Host), |d, h| 100.0 * (d / h - 1.0));
-    let row = BarRow::new("1 MiB, one at a time", more, FigureFormat::Percent, Some(Bound::AtMost(25.0)));
+    let row =
+        BarRow::new("1 MiB, one write at a time", more, FigureFormat::Percent, Some(Bound::AtMost(25.0)));
     Bar {
         number: "5",
         title: "Latency added by the DPU",
-        definition: "Mean latency of writes, dpu / host − 1. The paper's figure is with 16 in flight.",
+        definition: "Mean latency of writes, dpu / host − 1. The paper measured its value with 16 writes in flight.",
         rows: vec![row.beside("67 %")],
     }
 }
@@ -203,7 +205,7 @@ fn dma_wait(m: &Measurements) -> Bar {
     let rows = PAPER_SIZES.map(|size| row(size, (size == MIB).then_some(Bound::AtMost(10.0))));
     Bar {
         number: "6a",
-        title: "DMA wait's share of a write's latency, profile memcpy",
+        title: "Share of DMA wait in the latency of writes, profile memcpy",
         definition: "Mean time that a write waits for the DMA engine / mean latency, 16 in flight.",
         rows: rows.to_vec(),
     }
@@ -218,18 +220,20 @@ fn serial_engine(m: &Measurements) -> Bar {
     let rounds = |size| m.rounds_if(&writes(TestedSystem::DpuBf3, size), excess);
     Bar {
         number: "6b",
-        title: "DMA and DMA wait against a serial engine's lower bound, profile bf3-paper",
-        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is what the engine takes for one write: 2.4 ms and 0.38 ms per MB, a line through the paper's table 3. \
-                     N is 16 in flight. Z is the time that a write spends elsewhere: mean latency − DMA − DMA wait. A serial engine finishes at most one write per S, \
-                     so by Little's law each of N writes in flight takes N·S or longer in all; what of that is not spent elsewhere is spent at the engine, however \
-                     well everything is pipelined. 1 means that the engine never rests while a write is there for it; more is pipeline that is missing; less, that \
-                     writes share what the engine takes once per piece.",
+        title: "DMA and DMA wait compared with the lower bound of a serial engine, profile bf3-paper",
+        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is the engine's time for one write: 2.4 ms plus 0.38 ms per MB, a linear fit of the paper's table 3. \
+                     N is the number of writes in flight, 16. Z is the time of a write outside the engine: mean latency − DMA − DMA wait. A serial engine completes at most one write per S. \
+                     By Little's law, each of N writes in flight therefore takes at least N·S. A write spends the part of this time that is not Z at the engine, even with a perfect \
+                     pipeline. The value 1 means that the engine is never idle while a write waits for it. A larger value means that the pipeline has gaps. A smaller value means \
+                     that several writes share the cost that the engine has once per transfer.",
         rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtMost(1.15); 4], None),
     }
 }
 
-/// The least mean time, in µs, that a request can spend at a serial engine and in its queue: its own service, or what a closed loop of
-/// `in_flight` requests leaves over when the engine is what limits throughput.
+/// Returns the smallest possible mean time, in µs, that a request spends at a serial engine and in
+/// its queue. This is the service time of one request. If the engine limits the throughput of a
+/// closed loop of `in_flight` requests, it is `in_flight` times the service time, less the time
+/// outside the engine.
 #[must_use]
 pub fn serial_engine_bound_us(b: &BenchBreakdown, service_us: f64, in_flight: u32) -> f64 {
     let elsewhere = b.total - b.dma - b.dma_wait;
@@ -242,7 +246,7 @@ fn read_throughput(m: &Measurements) -> Bar {
     Bar {
         number: "7",
         title: "Read throughput, dpu / host",
-        definition: "Reads per second, 16 in flight. The paper implements writes only.",
+        definition: "Reads per second, 16 in flight. The paper has no results for reads, because it implements only writes.",
         rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtLeast(0.90); 4], None),
     }
 }
@@ -285,7 +289,7 @@ fn against_drive(m: &Measurements) -> Bar {
     Bar {
         number: "9",
         title: "Write throughput against the drive",
-        definition: "Bytes per second / those of fio with O_DIRECT on the same drive, the better of depth 1 and 16.",
+        definition: "Bytes per second / bytes per second of fio with O_DIRECT on the same drive, the better of depth 1 and 16.",
         rows: vec![
             row(TestedSystem::DpuMemcpy, bound),
             row(TestedSystem::Host, None),
@@ -300,7 +304,7 @@ fn idle(m: &Measurements) -> Bar {
     Bar {
         number: "10",
         title: "Host CPU of an idle node",
-        definition: "CPU in % of one core over 10 s without requests; on the host are the store (or the node's one process) and the supervisor.",
+        definition: "CPU in % of one core over 10 s without requests. The store (or the node's one process) and the supervisor run on the host.",
         rows: vec![
             row(
                 "dpu: store and supervisor",
@@ -342,27 +346,29 @@ mod tests {
     }
 
     #[test]
-    fn a_saturated_engine_that_never_rests_is_at_its_bound() {
-        // 16 requests, 100 µs of service, 400 µs elsewhere: each takes 1600 µs, 1200 of them at the engine.
+    fn a_saturated_engine_without_pauses_meets_its_bound() {
+        // 16 requests with 100 µs of service and 400 µs elsewhere take 1600 µs each, of which 1200
+        // µs pass at the engine.
         let b = breakdown(100.0, 1100.0, 400.0);
         assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 1200.0);
     }
 
     #[test]
-    fn an_engine_that_rests_is_above_its_bound() {
-        // Only one write per 110 µs although one takes 100: 16 in flight take 1760 µs, 1360 of them at the engine.
+    fn an_engine_with_pauses_exceeds_its_bound() {
+        // The engine completes one write per 110 µs, although a write needs 100 µs. So 16 writes in
+        // flight take 1760 µs each, of which 1360 µs pass at the engine.
         let b = breakdown(100.0, 1260.0, 400.0);
         assert!((b.dma + b.dma_wait) / serial_engine_bound_us(&b, 100.0, 16) > 1.1);
     }
 
     #[test]
-    fn an_engine_that_is_not_the_bottleneck_is_held_against_its_service_time() {
+    fn the_bound_of_an_engine_that_is_no_bottleneck_is_its_service_time() {
         let b = breakdown(100.0, 5.0, 4000.0);
         assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 100.0);
     }
 
     #[test]
-    fn what_was_not_measured_neither_passes_nor_fails() {
+    fn a_value_that_was_not_measured_neither_passes_nor_fails() {
         let bars = all(&Measurements::default());
         let (passed, failed, absent) = score(&bars);
         assert_eq!((passed, failed), (0, 0));
@@ -370,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bar_looks_at_a_secondary_run() {
+    fn no_bar_depends_on_a_secondary_run() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let cases: Vec<Case> = plan::round(&settings, &Subjects::all(), 1)
             .into_iter()

@@ -19,16 +19,17 @@ const MEMORY_TARGET: u64 = 2 << 30;
 /// The OSD's smallest memory limit in bytes. It leaves caches of 128 MiB (`osd_memory_cache_min`).
 const MEMORY_TARGET_LEAST: u64 = 896 << 20;
 
-/// Limits below which the OSD counts as quiet: CPU as a share of one core, and bytes written per
-/// second. An idle OSD uses 0.3 %.
+/// Limits below which the OSD counts as quiet: CPU use as a fraction of one core, and bytes written
+/// per second. An idle OSD uses 0.3 %.
 const QUIET: (f64, f64) = (0.02, 1e6);
 
 /// Number of client starts for measuring the cost of a start. The kernel counts a client's CPU in
 /// steps of 10 ms.
 const CLIENT_STARTS: u32 = 3;
 
-/// Time for which the OSD is watched at once, and the longest wait for it to become quiet.
+/// Duration of one observation of the OSD's activity.
 const QUIET_WATCH: Duration = Duration::from_millis(500);
+/// Maximum time to wait until the OSD is quiet.
 const QUIET_WAIT: Duration = Duration::from_secs(5);
 
 /// A cluster in its own directory. The owner of that directory stops it.
@@ -42,7 +43,7 @@ pub struct Cluster {
     pub client_start_cpu_seconds: f64,
 }
 
-/// The end of what `rados bench --format json` prints.
+/// The summary at the end of the output of `rados bench --format json`.
 #[derive(Debug, Deserialize)]
 struct RadosBench {
     total_time_run: String,
@@ -61,7 +62,7 @@ impl Cluster {
     /// Starts a cluster whose OSD has a file of `gib` GiB.
     ///
     /// # Errors
-    /// If Ceph is not installed or does not come up; the message says which.
+    /// If Ceph is not installed or does not start. The message states the reason.
     pub fn up(dir: &Path, gib: u64) -> Result<Cluster> {
         let mut command = Command::new("timeout");
         command.arg("300").arg(scripts().join("up")).arg(dir).arg(format!("{gib}G"));
@@ -74,7 +75,7 @@ impl Cluster {
             return Ok(cluster);
         }
         let said = String::from_utf8_lossy(&output.stderr);
-        let why = said.lines().last().unwrap_or("it did not come up within 300 s");
+        let why = said.lines().last().unwrap_or("it did not start within 300 s");
         Err(why.trim_start_matches("ceph: ").into())
     }
 
@@ -106,7 +107,7 @@ impl Cluster {
     /// Fills the pool of the large set with objects of 4 KiB, and waits until the OSD is quiet.
     ///
     /// # Errors
-    /// The operation fails or takes ten minutes.
+    /// If the operation fails or takes longer than ten minutes.
     pub fn fill_large_set(&self, objects: u64) -> Result<()> {
         let objects = objects.to_string();
         let more = ["-b", "4096", "-t", "64", "--max-objects", &objects, "--no-cleanup"];
@@ -114,18 +115,18 @@ impl Cluster {
         self.settle()
     }
 
-    /// Sets the OSD's memory limit to the smallest value, or back to the default. Its caches follow
-    /// within some seconds.
+    /// Sets the OSD's memory limit to the smallest value if `least` is true, otherwise to the
+    /// default. The OSD adjusts its caches within some seconds.
     ///
     /// # Errors
-    /// The OSD refuses the setting.
+    /// If the OSD refuses the setting.
     pub fn limit_memory(&self, least: bool) -> Result<()> {
         let target = if least { MEMORY_TARGET_LEAST } else { MEMORY_TARGET }.to_string();
         let mut command = Command::new("timeout");
         command.args(["30", "ceph", "-c"]).arg(self.dir.join("ceph.conf"));
         command.args(["tell", "osd.0", "config", "set", "osd_memory_target", &target]);
         let output = command.output()?;
-        if output.status.success() { Ok(()) } else { Err("the OSD's memory target cannot be set".into()) }
+        if output.status.success() { Ok(()) } else { Err("cannot set the OSD's memory target".into()) }
     }
 
     /// Runs `rados bench` and accounts for the CPU time of the OSD and the client. The cost of a
@@ -156,7 +157,8 @@ impl Cluster {
             round,
             case: case.clone(),
             ops,
-            // What `rados bench` calls MB/s is 2^20 bytes per second; this is 10^6.
+            // The unit MB/s of `rados bench` is 2^20 bytes per second, but this field counts 10^6
+            // bytes per second.
             mb_per_s: iops * case.size as f64 / 1e6,
             iops,
             latency_us_mean: found.average_latency.parse::<f64>()? * 1e6,
@@ -176,7 +178,7 @@ impl Cluster {
     /// OSD is quiet.
     ///
     /// # Errors
-    /// If `rados` fails or there is no OSD.
+    /// If `rados` fails or no OSD is running.
     pub fn clean(&self) -> Result<()> {
         self.rados("bench", 120, &["cleanup"])?;
         self.settle()
@@ -187,7 +189,7 @@ impl Cluster {
     /// measurement.
     ///
     /// # Errors
-    /// If there is no OSD.
+    /// If no OSD is running.
     pub fn settle(&self) -> Result<()> {
         let osd = self.osd()?;
         let started = Instant::now();
@@ -206,7 +208,7 @@ impl Cluster {
 
     fn osd(&self) -> Result<u32> {
         let osd = self.daemons().into_iter().find(|(name, _)| *name == "ceph-osd");
-        Ok(osd.ok_or("there is no ceph-osd")?.1)
+        Ok(osd.ok_or("no ceph-osd is running")?.1)
     }
 
     /// Runs `rados` on a pool with a deadline. Without an OSD, `rados` would wait forever.
@@ -226,7 +228,7 @@ impl Cluster {
         ]);
         command.arg(self.dir.join("ceph.conf")).args(args);
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-        // For bench/ceph/down, should this process be killed.
+        // If this process is killed, bench/ceph/down uses this file to stop `rados`.
         let mark = self.dir.join("pid/client.pid");
         std::fs::write(&mark, child.id().to_string())?;
         let output = child.wait_with_output()?;
@@ -249,7 +251,7 @@ impl RadosBench {
 
     fn ops(&self) -> Result<u64> {
         let made = self.total_writes_made.as_ref().or(self.total_reads_made.as_ref());
-        Ok(made.ok_or("rados bench does not say how many operations it did")?.parse()?)
+        Ok(made.ok_or("rados bench printed no number of operations")?.parse()?)
     }
 }
 
@@ -258,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_output_of_rados_bench_is_understood() {
+    fn the_output_of_rados_bench_is_parsed() {
         let printed = concat!(
             "hints = 1\n",
             r#"{"datas":[{"sec":"0","avg_lat":"0"}],"total_time_run":"2.5","total_reads_made":"395","#,

@@ -1,4 +1,4 @@
-//! The machine and the software of a run.
+//! Describes the machine and the software of a run.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,7 @@ pub struct Environment {
     pub cpu: String,
     /// Number of CPUs that this process may use.
     pub cpus: usize,
-    /// Memory.
+    /// Size of the memory.
     pub memory: String,
     /// Kernel release.
     pub kernel: String,
@@ -37,7 +37,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Describes this machine; `work` is the directory of the targets.
+    /// Describes this machine. `work` is the directory of the targets.
     #[must_use]
     pub fn here(work: &Path) -> Environment {
         let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -72,9 +72,10 @@ fn commit() -> String {
     if changed.is_empty() || commit == ABSENT { commit } else { format!("{commit}, with changes") }
 }
 
-const ABSENT: &str = "not there";
+/// The description of a program that cannot be run.
+const ABSENT: &str = "not available";
 
-/// Returns the first line of a program's output.
+/// Returns the first line of a program's output, or [`ABSENT`] if the program fails.
 fn said(program: &str, args: &[&str]) -> String {
     let Ok(output) = Command::new(program).args(args).stderr(std::process::Stdio::null()).output() else {
         return ABSENT.to_owned();

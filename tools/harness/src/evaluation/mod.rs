@@ -1,5 +1,5 @@
 //! Repeats the paper's evaluation on this machine. It interleaves runs of the host placement, of
-//! the emulated DPU with two profiles of its DMA engine, and of a real Ceph, all on one drive. Its
+//! the emulated DPU with two profiles of its DMA engine, and of a real Ceph, all on one drive. The
 //! report shows the results of the paper, of this project and of Ceph side by side.
 //!
 //! `settings` holds the amount of work, `plan` the steps and their times, and `order` the order of

@@ -1,13 +1,17 @@
-//! The order of runs. A run affects the next run, for example by a warm drive or deferred work. So
-//! over all rounds, each configuration follows every other configuration equally often.
+//! The order of runs. A run affects the next run, for example because the drive is warm or has
+//! deferred work. So over all rounds, each configuration follows every other configuration equally
+//! often.
 
-/// Those of `members` in the order of a round: the rows of a Williams square, one after the other. Of an even number `n`, each directly
-/// follows each other once in any `n` rounds that follow each other, and each is at each place once. An odd number needs `2 n` rounds,
-/// the second half of which is the first one backwards, and they start at a multiple of `n`.
+/// Returns `members` in the order of a round. The orders of successive rounds are the rows of a
+/// Williams square. With an even number `n` of members, each member directly follows each other
+/// member once in any `n` successive rounds, and has each place in the order once. With an odd
+/// number, this takes `2 n` rounds that start at a multiple of `n`. The second half of them repeats
+/// the first half in reverse order.
 #[must_use]
 pub fn turns<T: Clone>(members: &[T], round: usize) -> Vec<T> {
     let n = members.len().max(1);
-    // 0, 1, n - 1, 2, n - 2, …: each step is of another length, so that all rows together make each step from everywhere.
+    // The first row is 0, 1, n - 1, 2, n - 2, …. Its steps have different lengths modulo n. So all
+    // rows together contain each step from each member.
     let zigzag = |place: usize| if place % 2 == 1 { place.div_ceil(2) } else { n - place / 2 };
     let mut order: Vec<T> =
         (0..members.len()).map(|place| members[(zigzag(place) + round) % n].clone()).collect();
@@ -23,7 +27,8 @@ mod tests {
 
     use super::*;
 
-    /// How often each directly follows each other, and how often each is at each place.
+    /// Counts how often each member directly follows each other member, and how often each member
+    /// has each place.
     fn counts(n: usize, rounds: std::ops::Range<usize>) -> [BTreeMap<(usize, usize), u32>; 2] {
         let (mut pairs, mut places) = (BTreeMap::new(), BTreeMap::new());
         let members: Vec<usize> = (0..n).collect();
@@ -36,7 +41,7 @@ mod tests {
     }
 
     #[test]
-    fn each_follows_each_other_equally_often() {
+    fn each_member_follows_each_other_member_equally_often() {
         for n in 1..=9 {
             let (rounds, times) = if n % 2 == 0 { (n, 1) } else { (2 * n, 2) };
             for start in [0, 3 * n] {
@@ -50,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn an_even_number_is_in_balance_from_any_round_on() {
+    fn an_even_number_of_members_is_balanced_from_any_first_round() {
         for start in 0..8 {
             let [pairs, _] = counts(4, start..start + 4);
             assert!(pairs.len() == 12 && pairs.values().all(|count| *count == 1), "{start}: {pairs:?}");
@@ -58,14 +63,14 @@ mod tests {
     }
 
     #[test]
-    fn seven_rounds_of_four_are_nearly_in_balance() {
+    fn seven_rounds_of_four_members_are_nearly_balanced() {
         let [pairs, _] = counts(4, 1..8);
         assert_eq!(pairs.len(), 12);
         assert!(pairs.values().all(|count| (1..=2).contains(count)), "{pairs:?}");
     }
 
     #[test]
-    fn nobody_is_left_out_and_nobody_is_needed() {
+    fn orders_of_no_members_and_of_one_member_are_correct() {
         assert!(turns::<u8>(&[], 5).is_empty());
         assert_eq!(turns(&['a'], 5), ['a']);
     }

@@ -5,28 +5,31 @@
 //! AMD EPYC 9474F (48 cores), BlueField-3, Samsung PM893 and 100 Gbit/s Ethernet. `rados bench`
 //! writes with 16 requests in flight; results are averages of five runs.
 
-/// Title.
+/// Title of the paper.
 pub const TITLE: &str = "DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization";
-/// Digital object identifier.
+/// Digital object identifier of the paper.
 pub const DOI: &str = "10.1145/3731599.3767525";
 
-/// Figure 5: (network, the messenger's share of Ceph's CPU in %, Ceph's CPU in % of a core). Writes of 4 MB on the baseline. The text
-/// does not divide the rest between ObjectStore and OSD.
+/// Figure 5, for writes of 4 MB on the baseline: network, the messenger's share of Ceph's CPU in %,
+/// and Ceph's CPU in % of a core. The paper's text does not state the shares of ObjectStore and
+/// OSD.
 pub const FIG5: [(&str, f64, f64); 2] = [("1 Gbit/s", 81.05, 24.0), ("100 Gbit/s", 82.48, 70.08)];
 
-/// Table 2: context switches of messenger and ObjectStore; the network of the run is not named.
+/// Table 2: context switches of messenger and ObjectStore. The paper does not name the network of
+/// this run.
 pub const TABLE2: (f64, f64) = (7475.0, 751.0);
 
-/// Figure 7 (section 5.3): host CPU in %, baseline, by size as in `PAPER_SIZES`.
+/// Figure 7 (section 5.3): host CPU in % on the baseline, for the sizes in `PAPER_SIZES`.
 pub const FIG7_BASELINE: [f64; 4] = [94.2, 70.1, 68.9, 67.2];
-/// Figure 7: host CPU in %, DoCeph.
+/// Figure 7: host CPU of DoCeph in %.
 pub const FIG7_DOCEPH: [f64; 4] = [5.5, 5.75, 5.33, 5.39];
-/// Section 5.3: host CPU saved, in %.
+/// Section 5.3: host CPU that DoCeph saves, in %.
 pub const SAVED: [f64; 4] = [94.2, 91.8, 91.9, 92.0];
 
-/// Figure 8: mean latency in s, baseline. The paper's text has values for 1 and 16 MB only.
+/// Figure 8: mean latency on the baseline in s. The paper's text states only the values for 1 and
+/// 16 MB.
 pub const FIG8_BASELINE: [Option<f64>; 4] = [Some(0.03), None, None, Some(0.54)];
-/// Figure 8, table 3: mean latency in s, DoCeph.
+/// Figure 8 and table 3: mean latency of DoCeph in s.
 pub const FIG8_DOCEPH: [f64; 4] = [0.05, 0.14, 0.30, 0.57];
 
 /// Table 3, drawn in figure 9: the parts of DoCeph's latency, in s.
@@ -45,9 +48,9 @@ pub fn dma_service_us(bytes: u64) -> f64 {
     2400.0 + 0.38e-3 * bytes as f64
 }
 
-/// Figure 10 (section 5.4): writes per second, baseline.
+/// Figure 10 (section 5.4): writes per second on the baseline.
 pub const FIG10_BASELINE: [f64; 4] = [435.0, 119.0, 60.0, 28.0];
-/// Figure 10: writes per second, DoCeph.
+/// Figure 10: writes per second of DoCeph.
 pub const FIG10_DOCEPH: [f64; 4] = [304.0, 112.0, 52.0, 27.0];
 
 /// Returns all of the paper's values as JSON.
@@ -71,18 +74,18 @@ pub fn json() -> serde_json::Value {
 /// A column of table 3, in s.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 pub struct PaperBreakdown {
-    /// Writing to BlueStore.
+    /// Time of writing to BlueStore.
     pub host_write: f64,
-    /// The transfers themselves.
+    /// Time of the DMA transfers.
     pub dma: f64,
-    /// Waiting for other transfers; the engine is serial.
+    /// Time of waiting for other transfers, because the engine is serial.
     pub dma_wait: f64,
     /// The remaining time.
     pub others: f64,
 }
 
 impl PaperBreakdown {
-    /// The sum, which the paper rounds to two digits.
+    /// Returns the sum of the parts. The paper rounds this sum to two decimal places.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.host_write + self.dma + self.dma_wait + self.others
@@ -101,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_through_table_3_is_within_a_tenth_of_it() {
+    fn the_linear_fit_of_table_3_is_within_ten_percent() {
         for (column, size) in TABLE3.iter().zip(crate::evaluation::workload::PAPER_SIZES) {
             let relative = dma_service_us(size) / 1e6 / column.dma;
             assert!((0.9..1.1).contains(&relative), "{size}: {relative}");

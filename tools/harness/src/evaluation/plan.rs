@@ -32,7 +32,7 @@ pub enum PlanStep {
 /// Seconds of idling before the idle measurement, and of the measurement itself.
 pub const IDLE_SECONDS: (u32, u32) = (3, 10);
 
-/// Seconds that Ceph's caches get to shrink.
+/// Time for Ceph's caches to shrink after their limit was reduced, in seconds.
 pub const SHRINK_SECONDS: u32 = 6;
 
 /// Approximate time, in s, to remove Ceph's objects and to wait until the OSD is quiet.
@@ -41,7 +41,7 @@ const CLEAN_SECONDS: f64 = 2.5;
 /// The systems and options to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
-    /// The running systems.
+    /// The systems that are running.
     pub configs: Vec<TestedSystem>,
     /// Parts of the design that can be switched off.
     pub ablations: Vec<Ablation>,
@@ -59,7 +59,8 @@ impl Subjects {
         Subjects { configs, ablations: ABLATIONS.to_vec(), in_flight_sweep: IN_FLIGHT_SWEEP.to_vec() }
     }
 
-    /// Returns the node for ablations: preferably the node whose DMA costs as much as on a DPU.
+    /// Returns the system for ablations. The preferred system is the one whose DMA is as slow as on
+    /// a real DPU.
     #[must_use]
     pub fn ablated(&self) -> TestedSystem {
         if self.configs.contains(&TestedSystem::DpuBf3) {
@@ -70,7 +71,7 @@ impl Subjects {
     }
 }
 
-/// Estimates the duration of the rounds from `first` on, in s.
+/// Estimates the duration of round `first` and all later rounds, in s.
 #[must_use]
 pub fn seconds(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> f64 {
     steps(settings, subjects, first).map(|s| s.seconds(settings)).sum()
@@ -86,15 +87,16 @@ fn steps(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> impl
     (first..=settings.rounds).flat_map(|r| round(settings, subjects, r))
 }
 
-/// Estimates the setup time, in s: files are written in full, Ceph is created, and the large set is
-/// written. It includes the objects that a run of reads writes in the first round because they are
-/// missing.
+/// Estimates the setup time, in s. The setup writes all blocks of the files, creates Ceph, and
+/// writes the large set. The estimate also includes objects that runs of reads create in the first
+/// round.
 #[must_use]
 pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 {
     let ceph = subjects.configs.contains(&TestedSystem::Ceph);
     let nodes = subjects.configs.iter().filter(|c| **c != TestedSystem::Ceph).count() as f64;
     let files = nodes * settings.target_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
-    // Objects per second: two nodes, one after the other, and Ceph.
+    // Assumes 10,000 objects per second on each of two nodes, one after the other, and 4,000 on
+    // Ceph.
     let large = settings.large_set().map_or(0.0, |objects| {
         let objects = objects as f64;
         2.0 * objects / 10_000.0 + if ceph { objects / 4000.0 } else { 0.0 }
@@ -152,7 +154,7 @@ fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
 }
 
 impl PlanStep {
-    /// Estimates the duration in s, as measured on two CPUs with other load.
+    /// Estimates the duration in s, from measurements on a machine with two CPUs and other load.
     #[must_use]
     pub fn seconds(&self, settings: &EvaluationSettings) -> f64 {
         let of = |case: &Case| f64::from(settings.seconds_of(case)) + 0.6;
@@ -160,7 +162,7 @@ impl PlanStep {
         match self {
             PlanStep::Drive { .. } => self.runs() as f64 * (f64::from(settings.fio_seconds()) + 0.6),
             PlanStep::Modes { config: TestedSystem::Ceph, size } => {
-                // Reading one after the other ends early, when all has been read.
+                // A run of sequential reads ends early, when all objects have been read.
                 let early = |mode| if mode == AccessMode::Read { 1.0 } else { 0.0 };
                 let run = |mode| of_ceph(&Case::new(TestedSystem::Ceph, mode, *size)) - early(mode);
                 AccessMode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
@@ -199,7 +201,7 @@ impl PlanStep {
             PlanStep::Run(case) => {
                 let options = match (&case.ablation, &case.control_of, case.network) {
                     (Some(options), ..) => format!(" {options}"),
-                    (_, Some(options), _) => format!(" beside {options}"),
+                    (_, Some(options), _) => format!(" as the control of {options}"),
                     (.., Some(network)) => format!(" over {}, {} in flight", network.name(), case.in_flight),
                     (None, None, None) => String::new(),
                 };
@@ -220,7 +222,7 @@ mod tests {
     use crate::evaluation::workload::Set;
 
     #[test]
-    fn every_system_goes_first_at_every_size_in_some_round() {
+    fn every_system_runs_first_at_every_size_in_some_round() {
         let subjects = Subjects::all();
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let first = |round_number: u32, size: u64| {
@@ -237,9 +239,9 @@ mod tests {
     }
 
     #[test]
-    fn who_follows_whom_changes_wherever_systems_are_compared() {
+    fn each_system_follows_each_other_equally_often_in_every_comparison() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
-        // The systems in the order in which a round has those of its steps that `of` knows.
+        // For each round, the systems of the steps for which `of` returns a system, in order.
         let orders = |rounds: u32, of: &dyn Fn(PlanStep) -> Option<TestedSystem>| -> Vec<Vec<TestedSystem>> {
             let of_round = |r| round(&settings, &Subjects::all(), r).into_iter().filter_map(of).collect();
             (1..=rounds).map(of_round).collect()
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn every_ablation_has_its_control_beside_it_and_they_take_turns() {
+    fn each_ablation_and_its_control_run_in_succession_in_alternating_order() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let mut ablated_first = Vec::new();
         for number in 1..=2 {
@@ -292,7 +294,7 @@ mod tests {
         assert!(one.iter().zip(two).all(|(a, b)| a != b), "{ablated_first:?}");
     }
 
-    /// The runs of a round that compare network stacks.
+    /// Returns the runs of a round that compare network stacks.
     fn sweep(subjects: &Subjects, number: u32, quick: bool) -> Vec<Case> {
         let settings = EvaluationSettings { quick, ..EvaluationSettings::from_env() };
         let runs = round(&settings, subjects, number).into_iter();
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn both_network_stacks_run_beside_each_other_at_every_depth_and_take_turns() {
+    fn both_network_stacks_run_in_succession_at_every_depth_in_alternating_order() {
         let mut firsts = Vec::new();
         for number in [1, 3, 5, 7] {
             let runs = sweep(&Subjects::all(), number, false);
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn network_stacks_are_compared_in_every_other_round_of_a_full_run_where_there_are_two() {
+    fn network_stacks_are_compared_only_in_every_other_round_of_a_full_run() {
         let all = Subjects::all();
         let lengths: Vec<usize> = (1..=4).map(|number| sweep(&all, number, false).len()).collect();
         assert_eq!(lengths, [2 * IN_FLIGHT_SWEEP.len(), 0, 2 * IN_FLIGHT_SWEEP.len(), 0]);
@@ -329,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn seven_rounds_are_planned_to_take_less_than_fifty_minutes_and_a_quick_run_less_than_five() {
+    fn full_runs_are_planned_below_fifty_minutes_and_quick_runs_below_five() {
         let minutes = |quick, rounds, seconds| {
             let settings = EvaluationSettings { quick, rounds, seconds, ..EvaluationSettings::from_env() };
             let all = Subjects::all();
@@ -340,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_out_of_a_round_because_of_its_order() {
+    fn every_round_has_the_same_number_of_steps() {
         let subjects = Subjects { configs: vec![TestedSystem::Host, TestedSystem::Ceph], ..Subjects::all() };
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let lengths: BTreeSet<usize> = (1..=7).map(|r| round(&settings, &subjects, r).len()).collect();

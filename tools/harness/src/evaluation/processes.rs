@@ -12,7 +12,7 @@ use crate::node::ClassUsage;
 pub struct Threads(BTreeMap<(String, String), ClassUsage>);
 
 impl Threads {
-    /// Reads process `pid`; empty if the process has ended.
+    /// Reads the threads of process `pid`. The result is empty if the process has ended.
     #[must_use]
     pub fn of(pid: u32) -> Threads {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
@@ -43,7 +43,8 @@ impl Threads {
     }
 }
 
-/// The scheduler's run time in ns (first field of `schedstat`), and both kinds of context switches.
+/// Reads the use of one thread: the scheduler's run time (first field of `schedstat`, in ns), and
+/// voluntary and involuntary context switches.
 fn thread_use(task: &Path) -> Option<ClassUsage> {
     let schedstat = fs::read_to_string(task.join("schedstat")).ok()?;
     let status = fs::read_to_string(task.join("status")).ok()?;
@@ -53,15 +54,16 @@ fn thread_use(task: &Path) -> Option<ClassUsage> {
     Some(ClassUsage { cpu_seconds: on_cpu_ns / 1e9, context_switches })
 }
 
-/// Returns the bytes that a process has written to drives since its start; 0 if the count is
-/// unreadable.
+/// Returns the number of bytes that a process has written to drives since its start. Returns 0 if
+/// the count cannot be read.
 #[must_use]
 pub fn written_bytes(pid: u32) -> u64 {
     let io = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
     io.lines().find_map(|l| l.strip_prefix("write_bytes:")?.trim().parse().ok()).unwrap_or(0)
 }
 
-/// CPU time of the children that this process has waited for, and of theirs, in s (proc(5), `cutime` and `cstime`).
+/// Returns the CPU time, in s, of the ended child processes that this process has waited for,
+/// including their own children (proc(5), `cutime` and `cstime`).
 #[must_use]
 pub fn children_cpu_seconds() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_shows_up_under_the_name_of_its_thread() {
+    fn cpu_time_is_counted_under_the_name_of_its_thread() {
         let me = std::process::id();
         let before = Threads::of(me);
         let worker = std::thread::Builder::new().name("book-me".to_owned());
@@ -97,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_gone_used_nothing() {
+    fn a_process_that_has_ended_counts_as_zero() {
         assert_eq!(written_bytes(u32::MAX), 0);
         assert_eq!(Threads::of(u32::MAX).cpu_seconds_since(&Threads::default()), 0.0);
     }

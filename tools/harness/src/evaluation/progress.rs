@@ -1,4 +1,4 @@
-//! Progress of a run: one changing line on a terminal, or one line per round in a pipe.
+//! Shows the progress of a run: one changing line on a terminal, or one line per round in a pipe.
 
 use std::io::{IsTerminal, Write};
 use std::time::Instant;
@@ -13,7 +13,7 @@ pub struct ProgressLine {
 }
 
 impl ProgressLine {
-    /// Starts the progress of work that is planned to take `planned` seconds.
+    /// Creates the progress line of a run that should take `planned` seconds.
     #[must_use]
     pub fn new(planned: f64) -> ProgressLine {
         ProgressLine { shown: std::io::stderr().is_terminal(), started: Instant::now(), planned, done: 0.0 }
@@ -60,15 +60,17 @@ impl ProgressLine {
         self.rest_at(self.started.elapsed().as_secs_f64())
     }
 
-    /// What was planned for the rest, corrected by how the plan has held for `elapsed` seconds; as if it had held for a tenth of it all
-    /// before, lest the first step decide.
+    /// Returns the remaining time after `elapsed` seconds. This is the planned time of the
+    /// remaining work, times the ratio of elapsed time to the planned time of the completed work.
+    /// Both parts of the ratio are increased by a tenth of the plan, so that the first steps have
+    /// little weight.
     fn rest_at(&self, elapsed: f64) -> f64 {
         let before = (self.planned / 10.0).max(1.0);
         (self.planned - self.done).max(0.0) * (elapsed + before) / (self.done + before)
     }
 }
 
-/// `about 40 s`, `about 12 minutes`.
+/// Formats a duration, such as `about 40 s` or `about 12 minutes`.
 #[must_use]
 pub fn minutes(seconds: f64) -> String {
     if seconds < 90.0 {
@@ -83,12 +85,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_follows_the_plan_and_how_it_has_held() {
+    fn the_remaining_time_follows_the_plan_and_the_time_spent_so_far() {
         let mut progress = ProgressLine::new(1000.0);
         assert_eq!(progress.rest_at(0.0), 1000.0);
         progress.add(400.0);
         assert_eq!(progress.rest_at(400.0), 600.0);
-        // Half as fast again as planned, of 500 s that count.
+        // 250 s more than planned, of 500 s that count: the rest takes 1.5 times as long as
+        // planned.
         assert_eq!(progress.rest_at(650.0), 900.0);
         progress.plan_rest(100.0);
         assert_eq!((progress.rest_at(400.0), progress.percent()), (100.0, 80.0));

@@ -1,4 +1,4 @@
-//! The samples: the measured values of each run.
+//! The samples, which are the measured values of each run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,50 +13,51 @@ use crate::node::{BenchBreakdown, BenchResult, ClassUsage};
 pub struct Sample {
     /// Number of the round, from 1.
     pub round: u32,
-    /// The case.
+    /// The case that was run.
     #[serde(flatten)]
     pub case: Case,
-    /// Completed operations.
+    /// Number of completed operations.
     pub ops: u64,
-    /// 10^6 bytes per second.
+    /// Throughput in 10^6 bytes per second.
     pub mb_per_s: f64,
     /// Operations per second.
     pub iops: f64,
-    /// Mean latency.
+    /// Mean latency in µs.
     pub latency_us_mean: f64,
-    /// 99th percentile of latency; `rados bench` has none.
+    /// 99th percentile of latency in µs. `None` for Ceph, because `rados bench` does not report it.
     pub latency_us_p99: Option<f64>,
-    /// CPU time of the storage host: of the store (dpu), the node's process (host), or the OSD
-    /// (Ceph).
+    /// CPU time of the storage host per operation, in µs: of the store (dpu), of the node's process
+    /// (host), or of the OSD (Ceph).
     pub host_cpu_us_per_op: f64,
-    /// CPU time of all processes that serve, including emulated hardware, and of the client.
+    /// CPU time of all server processes, including emulated hardware, and of the client, per
+    /// operation in µs.
     pub node_cpu_us_per_op: f64,
-    /// CPU time of the client, which is a part of `node_cpu_us_per_op`.
+    /// CPU time of the client per operation in µs, which is a part of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: f64,
     /// CPU time and context switches per operation by part, without the client.
     pub parts: BTreeMap<Subsystem, PartUse>,
-    /// Breakdown of a write's mean latency at the client, if known. A breakdown of zeros only
-    /// counts as unknown.
+    /// Breakdown of a write's mean latency at the client, if known. A breakdown that contains only
+    /// zeros counts as unknown.
     pub breakdown_us: Option<BenchBreakdown>,
 }
 
 /// The medians of a case over all rounds.
 #[derive(Debug, Clone, Serialize)]
 pub struct Medians {
-    /// The case.
+    /// The case that was run.
     #[serde(flatten)]
     pub case: Case,
-    /// 10^6 bytes per second.
+    /// Throughput in 10^6 bytes per second.
     pub mb_per_s: Option<Estimate>,
     /// Operations per second.
     pub iops: Option<Estimate>,
-    /// Mean latency.
+    /// Mean latency in µs.
     pub latency_us_mean: Option<Estimate>,
-    /// CPU of the storage host per operation.
+    /// CPU time of the storage host per operation, in µs.
     pub host_cpu_us_per_op: Option<Estimate>,
-    /// All CPU per operation.
+    /// CPU time of all processes per operation, in µs.
     pub node_cpu_us_per_op: Option<Estimate>,
-    /// CPU time of the client, which is a part of `node_cpu_us_per_op`.
+    /// CPU time of the client per operation in µs, which is a part of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: Option<Estimate>,
 }
 
@@ -68,9 +69,9 @@ pub enum Subsystem {
     Messenger,
     /// The store and its drive; Ceph's `bstore` threads.
     ObjectStore,
-    /// Requests; Ceph's `tp_osd_tp` threads.
+    /// Execution of requests; Ceph's `tp_osd_tp` threads.
     Osd,
-    /// An OSD thread that also runs the messenger, without a division of its time.
+    /// An OSD thread that also runs the messenger, if its time is not divided between the two.
     OsdAndMessenger,
     /// The channel between DPU and host, in software.
     Channel,
@@ -89,14 +90,14 @@ pub enum Subsystem {
 /// The resource use of a part per operation.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PartUse {
-    /// CPU time.
+    /// CPU time in µs.
     pub cpu_us: f64,
-    /// Context switches.
+    /// Number of context switches.
     pub switches: f64,
 }
 
 impl Subsystem {
-    /// Returns the name for readers.
+    /// Returns the subsystem's name in the report.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -130,8 +131,8 @@ impl Subsystem {
         }
     }
 
-    /// Returns the subsystem of a thread of ceph-osd (section 5.2 of the paper has the first three
-    /// names).
+    /// Returns the subsystem of a thread of ceph-osd. The first three thread names are those in
+    /// section 5.2 of the paper.
     #[must_use]
     pub fn of_ceph_thread(name: &str) -> Subsystem {
         let begins = |prefix: &str| name.starts_with(prefix);
@@ -171,7 +172,7 @@ impl Sample {
         }
     }
 
-    /// CPU of the storage host in % of a core, at the rate of this run.
+    /// Returns the CPU use of the storage host during this run, in % of a core.
     #[must_use]
     pub fn host_cpu_percent(&self) -> f64 {
         self.host_cpu_us_per_op * self.iops / 1e4
@@ -229,9 +230,9 @@ pub struct Ceiling {
     pub round: u32,
     /// The kind of ceiling.
     pub kind: CeilingKind,
-    /// Bytes per operation; 0 if there are no operations.
+    /// Bytes per operation. It is 0 for a ceiling without operations, such as loopback TCP.
     pub size: u64,
-    /// 10^6 bytes per second.
+    /// Throughput in 10^6 bytes per second.
     pub mb_per_s: f64,
 }
 
@@ -251,27 +252,28 @@ pub struct Idle {
 /// All measured values.
 #[derive(Debug, Default, Serialize)]
 pub struct Measurements {
-    /// Runs.
+    /// The results of runs.
     pub samples: Vec<Sample>,
-    /// Ceilings.
+    /// The measured ceilings.
     pub ceilings: Vec<Ceiling>,
-    /// Idle processes.
+    /// The CPU use of idle processes.
     pub idle: Vec<Idle>,
     /// CPU time of a start of `rados`, in s, which is subtracted from the client's CPU time in
-    /// every run of Ceph; `None` without a Ceph.
+    /// every run of Ceph. `None` if Ceph is not measured.
     pub rados_start_cpu_seconds: Option<f64>,
     /// Failed measurements and their reasons.
     pub problems: Vec<String>,
 }
 
 impl Measurements {
-    /// Returns a value for every round of a case in which it is known.
+    /// Returns the value of `figure` in each round of a case. Omits rounds for which `figure`
+    /// returns `None`.
     pub fn rounds_if(&self, case: &Case, figure: impl Fn(&Sample) -> Option<f64>) -> Rounds {
         let of_case = self.samples.iter().filter(|s| s.case == *case);
         of_case.filter_map(|s| Some((s.round, figure(s)?))).collect()
     }
 
-    /// Returns a value for every round of a case.
+    /// Returns the value of `figure` in each round of a case.
     pub fn rounds(&self, case: &Case, figure: impl Fn(&Sample) -> f64) -> Rounds {
         self.rounds_if(case, |s| Some(figure(s)))
     }
@@ -316,7 +318,7 @@ impl Measurements {
         self.cases().into_iter().map(medians).collect()
     }
 
-    /// Whether the system was measured.
+    /// Whether any run of the system was measured.
     #[must_use]
     pub fn has(&self, config: TestedSystem) -> bool {
         self.samples.iter().any(|s| s.case.config == config)
@@ -328,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_are_booked_by_the_names_that_the_paper_gives() {
+    fn ceph_threads_belong_to_the_subsystems_of_the_paper() {
         assert_eq!(Subsystem::of_ceph_thread("msgr-worker-2"), Subsystem::Messenger);
         assert_eq!(Subsystem::of_ceph_thread("bstore_kv_sync"), Subsystem::ObjectStore);
         assert_eq!(Subsystem::of_ceph_thread("tp_osd_tp"), Subsystem::Osd);
@@ -337,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn an_osd_thread_counts_as_both_until_it_is_divided() {
+    fn an_osd_thread_counts_as_osd_and_messenger_unless_its_time_is_divided() {
         let bench = |classes: &str| -> BenchResult {
             serde_json::from_str(&format!(
                 r#"{{"ops":1000,"errors":0,"mb_per_s":1,"iops":1,"latency_us":{{"mean":1,"p50":1,"p99":1}},

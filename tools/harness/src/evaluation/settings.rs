@@ -7,13 +7,13 @@ use super::workload::{Case, MIB, PAPER_SIZES};
 /// The amount and the place of the measurements.
 #[derive(Debug, Clone)]
 pub struct EvaluationSettings {
-    /// `QUICK=1`: two sizes, one round.
+    /// `QUICK=1`: measures only two sizes in one round.
     pub quick: bool,
     /// `ROUNDS`: number of rounds.
     pub rounds: u32,
     /// `SECONDS`: duration of each run, except of secondary runs (`seconds_of`).
     pub seconds: u32,
-    /// `CEPH=0`: measure no Ceph.
+    /// Whether to measure Ceph. `CEPH=0` turns it off.
     pub ceph: bool,
     /// `OUTBOARD_REPORT_WORK`: directory for targets and backing files. Its drive is the measured
     /// drive.
@@ -23,7 +23,7 @@ pub struct EvaluationSettings {
 }
 
 impl EvaluationSettings {
-    /// Reads the environment.
+    /// Reads the settings from the environment.
     #[must_use]
     pub fn from_env() -> EvaluationSettings {
         let text = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
@@ -43,7 +43,7 @@ impl EvaluationSettings {
         }
     }
 
-    /// Object sizes.
+    /// Object sizes to measure, in bytes.
     #[must_use]
     pub fn sizes(&self) -> Vec<u64> {
         if self.quick {
@@ -52,39 +52,41 @@ impl EvaluationSettings {
         [4096, 65_536].into_iter().chain(PAPER_SIZES).collect()
     }
 
-    /// Seconds of a run: at most two if no threshold depends on it.
+    /// Duration of a run of `case` in seconds: at most 2 if no threshold depends on the run.
     #[must_use]
     pub fn seconds_of(&self, case: &Case) -> u32 {
         if case.is_secondary() { self.secondary_seconds() } else { self.seconds }
     }
 
-    /// Seconds of a run on which no threshold depends.
+    /// Duration of a run on which no threshold depends, in seconds.
     #[must_use]
     pub fn secondary_seconds(&self) -> u32 {
         self.seconds.min(2)
     }
 
-    /// Seconds of each run of fio. A drive's throughput settles sooner than a system's.
+    /// Duration of each run of fio, in seconds. The throughput of a drive settles sooner than the
+    /// throughput of a system.
     #[must_use]
     pub fn fio_seconds(&self) -> u32 {
         self.seconds.min(2)
     }
 
-    /// Number of 4 KiB objects in the large set (1 GiB); a quick run omits the set. A node's caches
-    /// have 128 MiB in total, and so have Ceph's caches while that set is read.
+    /// Number of 4 KiB objects in the large set (1 GiB). `None` in a quick run, which omits the
+    /// set. The caches of a node have 128 MiB in total. Ceph's caches are reduced to the same size
+    /// while the set is read.
     #[must_use]
     pub fn large_set(&self) -> Option<u64> {
         (!self.quick).then_some(262_144)
     }
 
-    /// GiB of a node's target. It holds the usual sets of all sizes, and the large set if there is
-    /// one.
+    /// Size of a node's target in GiB. The target stores the usual sets of all object sizes, and
+    /// the large set if the run has one.
     #[must_use]
     pub fn target_gib(&self) -> u64 {
         if self.quick { 3 } else { 5 }
     }
 
-    /// Preferred and least size of the OSD's file, in GiB.
+    /// Preferred and minimum size of the OSD's file, in GiB.
     #[must_use]
     pub fn ceph_gib(&self) -> (u64, u64) {
         if self.quick { (7, 6) } else { (7, 5) }

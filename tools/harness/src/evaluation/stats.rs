@@ -13,7 +13,7 @@ use serde::Serialize;
 /// One value per round.
 pub type Rounds = BTreeMap<u32, f64>;
 
-/// The median of some rounds.
+/// The median of the values of several rounds, with its confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
     /// The median.
@@ -37,7 +37,8 @@ impl Estimate {
     }
 }
 
-/// Returns the median and interval of some values; `None` for no values. NaNs are ignored.
+/// Returns the median of `values` and its confidence interval. Ignores values that are not finite.
+/// Returns `None` if no value remains.
 #[must_use]
 pub fn estimate(values: impl IntoIterator<Item = f64>) -> Option<Estimate> {
     let mut sorted: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
@@ -54,7 +55,8 @@ pub fn estimate(values: impl IntoIterator<Item = f64>) -> Option<Estimate> {
     Some(Estimate { median, low: sorted[k], high: sorted[n - 1 - k], n, confidence: coverage(n, k) })
 }
 
-/// Probability that of `n` values fewer than all but `k` lie on one side of the median: 1 - 2 P(Binomial(n, 1/2) <= k).
+/// Returns the probability that the true median lies between the values at the ranks `k` from both
+/// ends of `n` sorted values: 1 - 2 P(Binomial(n, 1/2) <= k).
 fn coverage(n: usize, k: usize) -> f64 {
     let (mut term, mut below) = (0.5_f64.powi(i32::try_from(n).unwrap_or(i32::MAX)), 0.0);
     for i in 0..=k.min(n) {
@@ -70,7 +72,7 @@ pub fn paired(a: &Rounds, b: &Rounds, combine: impl Fn(f64, f64) -> f64) -> Roun
     a.iter().filter_map(|(round, x)| Some((*round, combine(*x, *b.get(round)?)))).collect()
 }
 
-/// `a / b`, round by round; rounds in which `b` is zero are left out.
+/// Computes `a / b` round by round. Omits rounds in which `b` is zero.
 #[must_use]
 pub fn ratio(a: &Rounds, b: &Rounds) -> Rounds {
     paired(a, b, |x, y| x / y).into_iter().filter(|(_, r)| r.is_finite()).collect()
@@ -85,20 +87,21 @@ mod tests {
     }
 
     #[test]
-    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+    fn the_median_of_an_even_number_of_rounds_is_the_mean_of_the_middle_two() {
         let e = estimate([4.0, 1.0, 3.0, 2.0]).unwrap();
         assert_eq!((e.median, e.low, e.high, e.n), (2.5, 1.0, 4.0, 4));
     }
 
     #[test]
-    fn no_rounds_no_estimate() {
+    fn no_finite_values_give_no_estimate() {
         assert_eq!(estimate([]), None);
         assert_eq!(estimate([f64::NAN, f64::INFINITY]), None);
     }
 
     #[test]
-    fn coverage_is_that_of_the_sign_test() {
-        // Published tables of the order-statistic interval of a median.
+    fn coverage_equals_the_published_values_of_the_sign_test() {
+        // The expected values come from published tables of the order-statistic interval of a
+        // median.
         for (n, k, expected) in
             [(6, 0, 0.96875), (7, 0, 0.984_375), (9, 1, 0.960_937_5), (15, 3, 0.964_843_75), (1, 0, 0.0)]
         {
@@ -107,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn seven_rounds_give_the_range_and_nine_leave_one_out_at_each_end() {
+    fn seven_rounds_give_the_full_range_and_nine_omit_the_extremes() {
         let seven = estimate((1..=7).map(f64::from)).unwrap();
         assert_eq!((seven.median, seven.low, seven.high), (4.0, 1.0, 7.0));
         assert!(seven.confidence >= 0.95);
@@ -117,21 +120,21 @@ mod tests {
     }
 
     #[test]
-    fn few_rounds_say_that_they_prove_little() {
+    fn few_rounds_have_low_confidence() {
         assert!(estimate([1.0, 2.0, 3.0]).unwrap().confidence < 0.95);
         assert_eq!(estimate([5.0]).unwrap().confidence, 0.0);
     }
 
     #[test]
-    fn ratios_pair_rounds_not_positions() {
+    fn ratios_pair_values_of_the_same_round() {
         let (mut a, b) = (rounds(&[10.0, 20.0, 30.0]), rounds(&[5.0, 0.0, 3.0]));
         a.remove(&1);
-        // Round 1 is missing on one side, round 2 has nothing to divide by.
+        // Round 1 is missing in one series, and round 2 would divide by zero.
         assert_eq!(ratio(&a, &b), BTreeMap::from([(3, 10.0)]));
     }
 
     #[test]
-    fn a_drift_that_both_share_cancels() {
+    fn a_drift_common_to_both_series_cancels_out() {
         let slow_later: Vec<f64> = (1..=7).map(|i| 100.0 / f64::from(i)).collect();
         let half: Vec<f64> = slow_later.iter().map(|v| v / 2.0).collect();
         let e = estimate(ratio(&rounds(&half), &rounds(&slow_later)).into_values()).unwrap();

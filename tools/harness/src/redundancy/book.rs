@@ -11,16 +11,16 @@ use crate::evaluation::environment::Environment;
 use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
 use crate::report::{Table, say};
 
-/// All values of a part.
+/// All values that a part of the program has measured.
 #[derive(Debug, Default, Serialize)]
 pub struct Book {
     /// Values by measured case and by name of the value.
     series: BTreeMap<String, BTreeMap<String, Rounds>>,
     /// The comparisons with thresholds.
     bars: Vec<BookBar>,
-    /// Problems, with the samples that are missing because of them.
+    /// Descriptions of problems, such as failed operations.
     problems: Vec<String>,
-    /// Number of invalid runs by reason.
+    /// Number of invalid runs, by the reason why they are invalid.
     void: BTreeMap<String, u32>,
 }
 
@@ -37,7 +37,7 @@ pub struct BookBar {
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BookBound {
-    /// The least value that passes.
+    /// The smallest value that passes.
     AtLeast(f64),
     /// The largest value that passes.
     AtMost(f64),
@@ -55,36 +55,37 @@ struct BookDocument<'a> {
 }
 
 impl Book {
-    /// Records a value.
+    /// Records the value of `figure` of the case `what` in a round.
     pub fn note(&mut self, what: &str, figure: &str, round: u32, value: f64) {
         let figures = self.series.entry(what.to_owned()).or_default();
         figures.entry(figure.to_owned()).or_default().insert(round, value);
     }
 
-    /// Records a problem.
+    /// Prints and records a problem.
     pub fn problem(&mut self, what: String) {
         say(format!("  problem: {what}"));
         self.problems.push(what);
     }
 
-    /// Counts an invalid run.
+    /// Counts an invalid run, and its reason `why`.
     pub fn void(&mut self, why: &str) {
         *self.void.entry(why.to_owned()).or_default() += 1;
     }
 
-    /// Returns a value in every round that has it.
+    /// Returns the value of `figure` of the case `what` in each round that has it.
     #[must_use]
     pub fn rounds(&self, what: &str, figure: &str) -> Rounds {
         self.series.get(what).and_then(|figures| figures.get(figure)).cloned().unwrap_or_default()
     }
 
-    /// Returns the ratio of a value of one case to the same value of another case, round by round.
+    /// Returns the ratio of the value `figure` of the case `of` to the same value of the case `to`,
+    /// round by round.
     #[must_use]
     pub fn ratio(&self, figure: &str, of: &str, to: &str) -> Rounds {
         ratio(&self.rounds(of, figure), &self.rounds(to, figure))
     }
 
-    /// Compares a value with a threshold.
+    /// Compares the median of a value with a threshold, and records the result as `name`.
     pub fn judge(&mut self, name: &str, value: &Rounds, bound: BookBound) {
         let value = estimate(value.values().copied());
         let met = value.map(|v| match bound {
@@ -103,13 +104,13 @@ impl Book {
             table.print();
         }
         self.problems.iter().for_each(|what| say(format!("problem: {what}")));
-        self.void.iter().for_each(|(why, runs)| say(format!("{runs} run(s) do not count: {why}")));
+        self.void.iter().for_each(|(why, runs)| say(format!("{runs} run(s) are invalid: {why}")));
     }
 
     /// Writes all values to `PART.json`.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn write(&self, part: &str, settings: &RedundancySettings) -> Result<()> {
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
@@ -135,7 +136,7 @@ impl BookBar {
     }
 }
 
-/// Formats the median of some rounds and their spread; a dash for no rounds.
+/// Formats the median of the rounds and its interval. Returns a dash if there are no rounds.
 #[must_use]
 pub fn cell(rounds: &Rounds) -> String {
     match estimate(rounds.values().copied()) {
@@ -145,7 +146,7 @@ pub fn cell(rounds: &Rounds) -> String {
     }
 }
 
-/// Formats about three digits.
+/// Formats a number with about three significant digits.
 #[must_use]
 pub fn short(value: f64) -> String {
     match value.abs() {
@@ -160,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cell_has_the_median_and_what_it_lies_between() {
+    fn a_cell_shows_the_median_and_its_interval() {
         let rounds = |values: &[f64]| (1..).zip(values.iter().copied()).collect();
         assert_eq!(cell(&Rounds::new()), "-");
         assert_eq!(cell(&rounds(&[12.34])), "12.3");
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_not_judged() {
+    fn a_value_that_was_not_measured_is_not_judged() {
         let mut book = Book::default();
         book.note("a", "mb_per_s", 1, 4.0);
         book.note("b", "mb_per_s", 1, 2.0);

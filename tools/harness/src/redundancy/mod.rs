@@ -2,9 +2,9 @@
 //! on clients, and the places where parity is computed. `outboard-redundancy` is the only caller.
 //!
 //! Each part interleaves the runs that it compares, in several rounds, and measures ceilings in the
-//! same rounds. Values are medians of the rounds, and ratios are medians of the rounds' ratios
-//! (`evaluation::stats`). `book` stores them, `watch` reports the node's activity, `plot` draws,
-//! and `quiet` checks whether other programs use the machine.
+//! same rounds. Values are medians of the rounds, and ratios are medians of the ratios of the
+//! rounds (`evaluation::stats`). `book` stores them, `watch` reports the node's activity, `plot`
+//! draws, and `quiet` checks whether other programs use the machine.
 
 pub mod book;
 pub mod coding;

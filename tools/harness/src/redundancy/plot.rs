@@ -10,7 +10,7 @@ use crate::evaluation::page::text::{escape, number};
 pub struct Panel {
     /// Title above the chart.
     pub title: String,
-    /// Its lines.
+    /// Lines of the chart.
     pub lines: Vec<ChartLine>,
 }
 
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_and_span_is_drawn_and_explained() {
+    fn every_line_and_span_is_drawn_and_named() {
         let line = |name| ChartLine { name, class: "host", points: vec![(0.0, 1.0), (2.0, 3.0)] };
         let panels = [
             Panel { title: "a".to_owned(), lines: vec![line("x & y")] },
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_of_nothing() {
+    fn a_timeline_without_charts_is_a_complete_file() {
         assert!(timeline(&[], &[]).contains("</svg>"));
     }
 }

@@ -1,6 +1,7 @@
 //! Part `pools`: measures the cost of redundancy. The same writes and reads run on pools without
-//! redundancy, with two copies, and with 4+2 fragments, in both placements. Reads of 4+2 also run
-//! while one target is out and no target is left for a rebuild of its fragments.
+//! redundancy, with two copies, and with 4+2 fragments, in both placements. Reads of the pool with
+//! 4+2 fragments also run while a target is out whose fragments cannot be rebuilt, because the node
+//! has no spare target.
 
 use std::path::Path;
 
@@ -15,17 +16,17 @@ use crate::evaluation::stats::Rounds;
 use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
 
-/// Targets of the node: one more than 4+2 has fragments.
+/// Number of targets of the node: one more than an object with 4+2 fragments needs.
 pub const TARGETS: u32 = 7;
-/// Where requests are handled.
+/// The measured placements of the osd.
 const PLACEMENTS: [NodePlacement; 2] = [NodePlacement::Dpu, NodePlacement::Host];
-/// Pools: how they are made, and bytes on the drive for each byte of an object.
+/// The pools: redundancy scheme, and bytes on the drive per byte of an object.
 const POOLS: [(&str, f64); 3] = [("single", 1.0), ("mirror:2", 2.0), ("ec:4+2", 1.5)];
-/// Object sizes, as the command line, bytes, and fio have them.
+/// Object sizes: in the syntax of the command line, in bytes, and in the syntax of fio.
 const SIZES: [(&str, u64, &str); 2] = [("4MiB", 4 << 20, "4m"), ("1MiB", 1 << 20, "1m")];
 const MODES: [&str; 2] = ["write", "read"];
 
-/// One kind of run.
+/// One kind of run, which is repeated in each round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PoolCase {
     placement: NodePlacement,
@@ -50,7 +51,7 @@ impl PoolCase {
     }
 }
 
-/// All cases of a placement, without or with one target out.
+/// Returns all cases of a placement. If `degraded` is true, they run with one target out.
 fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     let mut cases = Vec::new();
     for (pool, size, mode) in
@@ -63,18 +64,18 @@ fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     cases
 }
 
-/// Name of a pool on the node.
+/// Returns the name of the pool with a redundancy scheme.
 fn pool_name(pool: &str) -> &str {
     pool.split(':').next().unwrap_or(pool)
 }
 
-/// Measures, and prints what was found.
+/// Measures all pools, and prints the results.
 ///
 /// # Errors
 /// If the node or fio fails.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     say(format!(
-        "\npools: {TARGETS} targets, 16 in flight, {} round(s) of {} s a run",
+        "\npools: {TARGETS} targets, 16 requests in flight, {} round(s), {} s per run",
         settings.rounds, settings.seconds
     ));
     let fio = FioFile::create(dir, settings.fio_mib())?;
@@ -102,7 +103,7 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     Ok(book)
 }
 
-/// Writes the objects that a run reads or overwrites.
+/// Creates the objects that a run reads or overwrites.
 ///
 /// # Errors
 /// If the node fails.
@@ -135,7 +136,8 @@ fn one_placement(
     for case in turns(&cases(placement, false), round as usize) {
         run(node, case, settings, round, book)?;
     }
-    // The fragments of the first go to those that are left; so for those of the second there is no room.
+    // The node rebuilds the fragments of the first target on the remaining targets. Then no spare
+    // target is left for the fragments of the second target.
     let last = (TARGETS - 2..TARGETS).map(|id| id.to_string()).collect::<Vec<_>>();
     node.run_quietly(&["target", "out", &last[0]])?;
     wait_until_whole(node)?;
@@ -176,7 +178,7 @@ fn run(
 }
 
 impl PoolCase {
-    /// Bytes that go to the drive or come from it for each byte of an object.
+    /// Number of bytes that are written to or read from the drive per byte of an object.
     fn on_drive(&self) -> f64 {
         if self.mode == "write" { self.pool.1 } else { 1.0 }
     }
@@ -225,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_case_has_a_name_of_its_own() {
+    fn every_case_has_a_unique_name() {
         let all = PLACEMENTS.map(|p| [cases(p, false), cases(p, true)].concat()).concat();
         let names: std::collections::BTreeSet<String> = all.iter().map(PoolCase::name).collect();
         assert_eq!((names.len(), all.len()), (28, 28));
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn fio_is_held_against_the_bytes_that_go_to_the_drive() {
+    fn writes_count_all_copies_and_parity_as_drive_bytes() {
         let all = cases(NodePlacement::Dpu, false);
         let of = |pool: &str, mode: &str| {
             all.iter().find(|c| c.pool.0 == pool && c.mode == mode).map(PoolCase::on_drive)

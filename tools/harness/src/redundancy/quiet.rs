@@ -1,16 +1,17 @@
-//! Checks whether the machine is otherwise idle. Results from a busy machine are not reliable.
+//! Checks whether other programs use the machine. Results from a busy machine are not reliable.
 
 use std::time::Duration;
 
 use super::book::Book;
 use crate::Result;
 
-/// Largest CPU use of the machine, in percent, that counts as quiet while a node is idle.
+/// Maximum CPU use of the machine in percent at which the machine counts as quiet. The node is idle
+/// meanwhile.
 const ALLOWED: f64 = 10.0;
 /// Duration of the check.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Time of all CPUs so far, in ticks.
+/// Total and idle time of all CPUs since the system's start, in ticks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Ticks {
     all: f64,
@@ -21,21 +22,23 @@ struct Ticks {
 /// is high.
 ///
 /// # Errors
-/// The system does not report CPU times.
+/// If the system does not report CPU times.
 pub fn look(book: &mut Book, round: u32) -> Result<()> {
     let before = now()?;
     std::thread::sleep(LOOK);
     let used = used_percent(before, now()?);
     book.note("the machine while the node is idle", "used_percent", round, used);
     if used > ALLOWED {
-        book.problem(format!("round {round} began while others used {used:.0} % of the machine"));
+        book.problem(format!(
+            "other programs used {used:.0} % of the machine's CPUs when round {round} began"
+        ));
     }
     Ok(())
 }
 
 fn now() -> Result<Ticks> {
     let stat = std::fs::read_to_string("/proc/stat")?;
-    ticks(&stat).ok_or_else(|| "/proc/stat does not say how busy the machine is".into())
+    ticks(&stat).ok_or_else(|| "/proc/stat does not report the time of the CPUs".into())
 }
 
 /// Parses the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal. The later
@@ -56,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_for_a_drive_is_no_use_and_stolen_time_is() {
+    fn stolen_time_counts_as_use_but_waiting_for_a_drive_does_not() {
         let before = ticks("cpu  0 0 0 100 0 0 0 0 50 50\ncpu0 1 1 1 1").unwrap();
         let now = ticks("cpu  10 0 5 150 30 0 0 5 60 60").unwrap();
         assert_eq!(before, Ticks { all: 100.0, idle: 100.0 });

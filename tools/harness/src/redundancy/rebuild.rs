@@ -1,12 +1,12 @@
-//! Part `rebuild`: measures how fast an idle node rebuilds a lost target, compared with fio and the
-//! same reads and writes. It also measures how much a rebuild with default settings slows clients
-//! down.
+//! Part `rebuild`: measures how fast an idle node rebuilds a lost target, compared with fio, which
+//! performs the same reads and writes. It also measures how much a rebuild with default settings
+//! slows clients down.
 //!
-//! `outboard target out` simulates the loss of a target. The node reconstructs the target's
-//! fragments on the only target without a fragment of the same object, and reads four other targets
-//! for this. So each rebuilt byte takes four bytes read and one byte written. *Moved* is the sum of
-//! all five, as the kernel counts them for the node's processes. Afterwards the empty target
-//! rejoins for the next run.
+//! `outboard target out` simulates the loss of a target. The node reads four other targets to
+//! reconstruct a fragment. It writes the fragment to the only target that has no fragment of the
+//! same object. So for each rebuilt byte, the node reads four bytes and writes one byte. *Moved* is
+//! the sum of these five bytes, as the kernel counts them for the node's processes. Afterwards the
+//! empty target is added again for the next run.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -22,11 +22,11 @@ use crate::evaluation::stats::{Rounds, paired};
 use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
 
-/// Objects that clients overwrite and read, of those that the node is filled with.
+/// Number of objects that clients overwrite and read. The node stores more objects.
 const CLIENTS_OBJECTS: &str = "128";
-/// Bytes of an object on one target.
+/// Size of a fragment: the bytes of one object on one target.
 const FRAGMENT: f64 = 1048576.0;
-/// Of five bytes that a rebuild moves, four are read.
+/// Percentage of reads in the load of fio, because a rebuild reads four of five bytes.
 const READ_PERCENT: u32 = 80;
 const POOL: &str = "ec";
 const IDLE: &str = "rebuild, idle clients";
@@ -34,26 +34,27 @@ const FIO: &str = "fio 1 MiB, 80 % reads";
 const MODES: [&str; 2] = ["write", "read"];
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The node, and which target is lost next.
+/// The node, the file of fio, and the target that is taken out next.
 struct RebuildRig {
     node: Node,
     fio: FioFile,
     next: u32,
 }
 
-/// Measures, and prints what was found.
+/// Measures rebuilds, and prints the results.
 ///
 /// # Errors
 /// If the node or fio fails.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let (rounds, seconds) = (settings.rounds, settings.seconds);
-    say(format!("\nrebuild: ec:4+2 on {TARGETS} targets, {rounds} round(s) of {seconds} s a run"));
+    say(format!("\nrebuild: ec:4+2 on {TARGETS} targets, {rounds} round(s), {seconds} s per run"));
     let node = Node::new(&dir.join("rebuild"))?;
     node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;
     node.run_quietly(&["pool", "create", POOL, "--redundancy", "ec:4+2"])?;
     populate(&node, POOL, "4MiB", settings.rebuild_objects())?;
     let mut rig = RebuildRig { node, fio: FioFile::create(dir, settings.fio_mib())?, next: 0 };
-    // Objects lie on all seven; from the first loss on one of them is empty, and gets what the next one had.
+    // At first, all seven targets store fragments. After this rebuild, one target is empty. It
+    // receives the fragments of the next lost target.
     rig.lose()?;
     rig.restore()?;
     let mut book = Book::default();
@@ -86,17 +87,17 @@ impl RebuildRig {
         self.node.run_quietly(&["target", "out", &self.next.to_string()])
     }
 
-    /// Waits until all is rebuilt, and takes the target in again.
+    /// Waits until all fragments are rebuilt, adds the target again, and selects the next target.
     fn restore(&mut self) -> Result<()> {
         wait_until_whole(&self.node)?;
         self.node.run_quietly(&["target", "in", &self.next.to_string()])?;
         self.next = (self.next + 1) % TARGETS;
-        // What it had is removed after that.
+        // The node then removes the stale fragments from the target.
         std::thread::sleep(Duration::from_secs(1));
         wait_until_whole(&self.node)
     }
 
-    /// A rebuild while nobody asks for anything.
+    /// Measures a rebuild without requests of clients.
     fn idle(&mut self, round: u32, book: &mut Book) -> Result<()> {
         let lost_at = Instant::now();
         self.lose()?;
@@ -110,19 +111,20 @@ impl RebuildRig {
         book.note(IDLE, "seconds_until_whole", round, lost_at.elapsed().as_secs_f64());
         match last.filter(|(fragments, _)| *fragments >= began.0 + 100) {
             Some(ended) => note_rebuild(IDLE, &began, &ended, round, book),
-            None => book.problem(format!("round {round}: the rebuild was over before it could be measured")),
+            None => book.problem(format!("round {round}: the rebuild ended too early to be measured")),
         }
         self.restore()
     }
 
-    /// Fragments rebuilt so far and what the processes have used by then; waits until there is a rebuild.
+    /// Waits until a rebuild is in progress. Returns the number of fragments that are rebuilt so
+    /// far, and the resource use of the processes.
     fn sighting(&self) -> Result<(u64, UsageSnapshot)> {
         let begun = |s: &WatchedState| s.rebuilt_fragments().is_some();
         let state = wait_until(&self.node, PATIENCE, "rebuilding", begun)?;
         Ok((state.rebuilt_fragments().unwrap_or(0), UsageSnapshot::of(&self.node)?))
     }
 
-    /// Clients without a rebuild and with one, each first in turn.
+    /// Measures clients without and with a rebuild. The order alternates from round to round.
     fn clients(&mut self, mode: &str, seconds: u32, round: u32, book: &mut Book) -> Result<()> {
         if round % 2 == 1 {
             self.alone(mode, seconds, round, book)?;
@@ -150,7 +152,7 @@ impl RebuildRig {
                 note_rebuild(&what, &began, &(fragments, UsageSnapshot::of(&self.node)?), round, book);
             }
             None => book.problem(format!(
-                "round {round}: the rebuild was over before the {mode}s beside it were; they do not count"
+                "round {round}: the rebuild ended before the concurrent {mode}s, which are not counted"
             )),
         }
         self.restore()
@@ -174,7 +176,8 @@ fn beside(mode: &str) -> String {
     format!("4 MiB {mode}s, 16 in flight, beside a rebuild")
 }
 
-/// Takes down what went on between two sightings of a rebuild.
+/// Records the work of a rebuild between two observations, which are numbers of rebuilt fragments
+/// and resource use.
 fn note_rebuild(
     what: &str,
     from: &(u64, UsageSnapshot),
@@ -192,7 +195,8 @@ fn note_rebuild(
     }
 }
 
-/// What clients lose, in % of what they have alone.
+/// Returns the loss of the clients' throughput during a rebuild, in % of their throughput without a
+/// rebuild.
 fn loss(book: &Book, mode: &str) -> Rounds {
     let (with, without) = (book.rounds(&beside(mode), "mb_per_s"), book.rounds(&alone(mode), "mb_per_s"));
     paired(&with, &without, |with, without| 100.0 * (1.0 - with / without))
@@ -216,9 +220,12 @@ fn print(book: &Book) {
         String::new(),
         figure(FIO, "moved_mb_per_s"),
     ]);
-    say("\n  rebuilt: bytes of fragments made anew. For each, four are read and one is written.");
+    say(
+        "\n  rebuilt: bytes of rebuilt fragments. For each of these bytes, the node reads four bytes and writes one.",
+    );
     table.print();
-    let mut table = Table::new(&["clients", "alone, MB/s", "beside a rebuild", "loss, %", "rebuilt, MB/s"]);
+    let mut table =
+        Table::new(&["clients", "without rebuild, MB/s", "during rebuild, MB/s", "loss, %", "rebuilt, MB/s"]);
     for mode in MODES {
         table.row(&[
             alone(mode),
@@ -241,6 +248,10 @@ fn judge(book: &mut Book) {
     );
     for mode in MODES {
         let lost = loss(book, mode);
-        book.judge(&format!("what 4 MiB {mode}s lose to a rebuild, %"), &lost, BookBound::AtMost(30.0));
+        book.judge(
+            &format!("loss of the throughput of 4 MiB {mode}s during a rebuild, %"),
+            &lost,
+            BookBound::AtMost(30.0),
+        );
     }
 }

@@ -1,31 +1,32 @@
-//! The settings: how much is measured, and in which directory.
+//! The settings of the measurement, read from the environment.
 
 use std::path::PathBuf;
 
 use crate::Result;
 use crate::report::say;
 
-/// What the environment says.
+/// The amount, the kind and the place of the measurements.
 #[derive(Debug, Clone)]
 pub struct RedundancySettings {
-    /// `QUICK=1`: little data and one round, to see that it works.
+    /// `QUICK=1`: uses little data and one round, as a test of the program.
     pub quick: bool,
-    /// `OUTBOARD_BENCH_ROUNDS`: how often everything is repeated.
+    /// `OUTBOARD_BENCH_ROUNDS`: number of rounds, each of which repeats all runs.
     pub rounds: u32,
-    /// `OUTBOARD_BENCH_SECONDS`: how long each run takes.
+    /// `OUTBOARD_BENCH_SECONDS`: duration of each run, in seconds.
     pub seconds: u32,
-    /// Where targets are made, below `OUTBOARD_BENCH_DIR`: that drive is what is measured.
+    /// The directory for targets, inside `OUTBOARD_BENCH_DIR`. Its drive is the measured drive.
     pub work: PathBuf,
-    /// `OUTBOARD_REDUNDANCY_OFFLOAD`: what of the DPU codes, `dpu` (its cores) or `accelerator`.
+    /// `OUTBOARD_REDUNDANCY_OFFLOAD`: the part of the DPU that computes parity, `dpu` (its cores)
+    /// or `accelerator`.
     pub offload: String,
-    /// The one experiment of the part that is asked for, if not all are.
+    /// The only experiment of the part to run. `None` runs all experiments.
     pub only: Option<String>,
-    /// Where tables and plots go: `redundancy` in `OUTBOARD_REPORT_DIR`.
+    /// The directory for results and drawings: `redundancy` in `OUTBOARD_REPORT_DIR`.
     pub out: PathBuf,
 }
 
 impl RedundancySettings {
-    /// Reads the environment.
+    /// Reads the settings from the environment.
     #[must_use]
     pub fn from_env() -> RedundancySettings {
         let number = |name: &str, default: u32| {
@@ -46,37 +47,37 @@ impl RedundancySettings {
         }
     }
 
-    /// Writes a file to where figures go.
+    /// Writes a file to the directory for results, and prints its path.
     ///
     /// # Errors
-    /// If that fails.
+    /// If the file cannot be written.
     pub fn save(&self, name: &str, text: &str) -> Result<()> {
         std::fs::create_dir_all(&self.out)?;
         let path = self.out.join(name);
         std::fs::write(&path, text)?;
-        say(format!("  {}", path.display()));
+        say(format!("  wrote {}", path.display()));
         Ok(())
     }
 
-    /// Size of each target, as the command line has it.
+    /// Size of each target, in the syntax of the command line.
     #[must_use]
     pub fn target_size(&self) -> &'static str {
         if self.quick { "768MiB" } else { "1536MiB" }
     }
 
-    /// Bytes of the objects of one size in one pool.
+    /// Total size of the objects of one size in one pool, in bytes.
     #[must_use]
     pub fn set_bytes(&self) -> u64 {
         if self.quick { 128 << 20 } else { 512 << 20 }
     }
 
-    /// Objects of 4 MiB that a node is filled with for a rebuild.
+    /// Number of 4 MiB objects that a node stores for the measurement of rebuilds.
     #[must_use]
     pub fn rebuild_objects(&self) -> u64 {
         if self.quick { 256 } else { 768 }
     }
 
-    /// MiB of the file that fio reads and writes.
+    /// Size of the file that fio reads and writes, in MiB.
     #[must_use]
     pub fn fio_mib(&self) -> u32 {
         if self.quick { 768 } else { 2048 }

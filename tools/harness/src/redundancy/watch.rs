@@ -9,7 +9,7 @@ use crate::Result;
 use crate::evaluation::processes::Threads;
 use crate::node::Node;
 
-/// The parts of `outboard status --json` about redundancy.
+/// The fields of `outboard status --json` about redundancy.
 #[derive(Debug, Deserialize)]
 pub struct WatchedState {
     targets: Vec<WatchedTarget>,
@@ -37,12 +37,13 @@ impl WatchedState {
     /// Queries the node's state.
     ///
     /// # Errors
-    /// The node does not answer.
+    /// If the node does not answer.
     pub fn of(node: &Node) -> Result<WatchedState> {
         node.json(&["status", "--json"])
     }
 
-    /// Whether all objects have all their fragments and no rebuild is in progress.
+    /// Whether all objects have all their fragments, no rebuild is in progress, and no target
+    /// catches up.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let settled = |t: &WatchedTarget| matches!(t.state.as_deref(), Some("in" | "out"));
@@ -57,17 +58,19 @@ impl WatchedState {
         self.rebuild.is_none() && self.pools.iter().any(|p| p.degraded > 0)
     }
 
-    /// Number of fragments rebuilt since the osd's start, while a rebuild is in progress.
+    /// Number of fragments that were rebuilt since the osd's start. `None` if no rebuild is in
+    /// progress.
     #[must_use]
     pub fn rebuilt_fragments(&self) -> Option<u64> {
         self.rebuild.as_ref().map(|rebuild| rebuild.objects)
     }
 }
 
-/// Waits until the node is in some state.
+/// Waits up to `patience` until `is` returns true for the node's state. Returns this state. `what`
+/// describes the state in the error message.
 ///
 /// # Errors
-/// If it is not by then.
+/// If the node does not reach the state in time.
 pub fn wait_until(
     node: &Node,
     patience: Duration,
@@ -90,7 +93,7 @@ pub fn wait_until(
 /// Waits until all objects have all their fragments.
 ///
 /// # Errors
-/// If they do not have them in five minutes.
+/// If fragments are still missing after five minutes.
 pub fn wait_until_whole(node: &Node) -> Result<()> {
     wait_until(node, Duration::from_secs(300), "whole", WatchedState::is_whole).map(drop)
 }
@@ -104,10 +107,10 @@ pub struct UsageSnapshot {
 }
 
 impl UsageSnapshot {
-    /// Reads it.
+    /// Reads the resource use of all processes of the node.
     ///
     /// # Errors
-    /// If the node does not say which processes it has.
+    /// If the node does not report its processes.
     pub fn of(node: &Node) -> Result<UsageSnapshot> {
         let mut usage = UsageSnapshot { at: Instant::now(), roles: BTreeMap::new(), drive: [0; 2] };
         for process in node.status()?.processes {
@@ -126,7 +129,8 @@ impl UsageSnapshot {
         self.at.duration_since(earlier.at).as_secs_f64()
     }
 
-    /// Returns the average number of cores that a role used.
+    /// Returns the average number of cores that the process with the role `role` used between two
+    /// snapshots.
     #[must_use]
     pub fn cores_since(&self, earlier: &UsageSnapshot, role: &str) -> f64 {
         let both = self.roles.get(role).zip(earlier.roles.get(role));
@@ -141,8 +145,8 @@ impl UsageSnapshot {
     }
 }
 
-/// Returns the bytes that a process has read from and written to drives since its start; zeros if
-/// the counts are unreadable.
+/// Returns the numbers of bytes that a process has read from and written to drives since its start.
+/// Returns zeros if the counts cannot be read.
 fn drive_bytes(pid: u32) -> [u64; 2] {
     let io = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
     let of = |key| io.lines().find_map(|l| l.strip_prefix(key)?.trim().parse().ok()).unwrap_or(0);
@@ -162,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn progress_is_read_from_what_status_says() {
+    fn rebuild_progress_is_read_from_the_output_of_status() {
         let said = r#"{"targets":[],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
             "groups_left":3,"objects":116,"bytes":121634816,"rate_limit":0,"last_failure":null}}"#;
         let state: WatchedState = serde_json::from_str(said).unwrap();
@@ -173,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_whole_when_nothing_is_missing_and_nothing_comes_back() {
+    fn a_node_is_whole_if_no_pool_is_degraded_and_no_target_catches_up() {
         assert!(state(None, 0, "out").is_whole());
         assert!(!state(None, 1, "in").is_whole() && state(None, 1, "in").is_degraded_and_idle());
         assert!(!state(None, 0, "catching up").is_whole());

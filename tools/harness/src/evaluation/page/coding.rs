@@ -1,9 +1,9 @@
-//! Where parity is computed: the drawings that `outboard-redundancy coding` has stored beside the
-//! page.
+//! The page's section about the places where parity is computed. It shows the drawings that
+//! `outboard-redundancy coding` has stored beside the page.
 
 use super::svg;
 
-/// A drawing.
+/// A drawing with its title and the text below it.
 #[derive(Debug)]
 pub struct Drawing {
     title: &'static str,
@@ -11,36 +11,36 @@ pub struct Drawing {
     below: &'static str,
 }
 
-/// File below the report's `redundancy`, title, and what to know of it.
+/// The known drawings: file in the report's directory `redundancy`, title, and explanation.
 const KNOWN: [(&str, &str, &str); 3] = [
     (
         "figure2.svg",
-        "The paper’s figure 2, here",
-        "Left, as in the paper: files in 128 data and 32 parity fragments, by one core of the host, by the emulated accelerator, which computes for \
-         real and is paced to the paper’s fit, and by what the paper left for later, the DPU’s cores (here of the same kind as the host’s; a real \
-         DPU’s are slower). Right, what a client sees of it: writes to a pool ec:4+2 on 6 targets, one at a time.",
+        "The paper’s figure 2, measured on this machine",
+        "Left, as in the paper: encoding of files into 128 data and 32 parity fragments. One core of the host does this, or the emulated accelerator, which computes the \
+         parity and then waits as long as the paper’s linear fit requires. The paper left a third place for later work: the DPU’s cores (here of the same kind as the \
+         host’s; a real DPU’s are slower). Right, the effect on a client: writes to a pool ec:4+2 on 6 targets, one at a time.",
     ),
     (
         "timeline.svg",
         "The scheduler at work",
-        "Writes of 16 MiB to ec:4+2, four at a time, in hybrid:auto, with the host’s roles on one CPU and the DPU’s on the other. In the middle \
-         third a program that wants all of the CPU shares the host’s. Coding on the host is left out of the utilization, as are the threads that \
-         stand for the DPU.",
+        "Writes of 16 MiB to ec:4+2, four at a time, in hybrid:auto. The host’s roles run on one CPU, and the DPU’s roles on another. In the middle \
+         third, a program that uses all available CPU time shares the host’s CPU. The utilization contains neither coding on the host nor the threads \
+         that emulate the DPU.",
     ),
     (
         "sweep.svg",
         "Fixed ratios and hybrid:auto",
-        "Writes on an idle host by the ratio of pieces that host and DPU code. From the last run of make bench-redundancy PARTS=coding:sweep.",
+        "Throughput of writes on an idle host, by the ratio of coding tasks on host and DPU. From the last run of make bench-redundancy PARTS=coding:sweep.",
     ),
 ];
 
-/// The drawings that `read` finds, by the names of their files.
+/// Returns the known drawings that exist. `read` returns the content of a file by its name.
 pub fn drawings(read: impl Fn(&str) -> Option<String>) -> Vec<Drawing> {
     let found = KNOWN.into_iter().filter_map(|(file, title, below)| Some((read(file)?, title, below)));
     found.map(|(svg, title, below)| Drawing { title, svg: svg::inline(&svg), below }).collect()
 }
 
-/// All of them; nothing if there are none.
+/// Formats the section. It is empty if there are no drawings.
 pub fn section(drawings: &[Drawing]) -> String {
     if drawings.is_empty() {
         return String::new();
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_drawn_is_shown_without_a_style_of_its_own() {
+    fn a_stored_drawing_is_shown_without_its_own_style_sheet() {
         let drawn =
             drawings(|name| (name == "timeline.svg").then(|| svg::file(9.0, 9.0, "<g>body</g>", &[])));
         let html = section(&drawn);

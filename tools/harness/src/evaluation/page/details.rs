@@ -1,4 +1,5 @@
-//! Results beyond the paper: reads, small objects, ceilings, idle CPU, ablations, the machine.
+//! The page's section with results beyond the paper: reads, small objects, ceilings, ablations and
+//! the machine.
 
 use super::PageContent;
 use super::figures::{SYSTEMS, systems};
@@ -8,7 +9,7 @@ use crate::evaluation::sample::{CeilingKind, Measurements, Sample};
 use crate::evaluation::stats::{estimate, ratio};
 use crate::evaluation::workload::{AccessMode, Case, size_label};
 
-/// All of it.
+/// Formats the section.
 pub fn section(content: &PageContent<'_>) -> String {
     let m = content.found;
     [
@@ -53,7 +54,8 @@ fn reads(m: &Measurements) -> String {
     if sizes.is_empty() {
         return String::new();
     }
-    let charts = [chart(m, "Reads, one after the other", "MB/s", &sizes, AccessMode::Read, &|s| s.mb_per_s)];
+    let charts =
+        [chart(m, "Sequential reads of whole objects", "MB/s", &sizes, AccessMode::Read, &|s| s.mb_per_s)];
     format!("<h3>Throughput of reads</h3>{}", svg::grouped(&charts))
 }
 
@@ -90,7 +92,7 @@ fn every_workload(m: &Measurements) -> String {
 const HEAD: [&str; 7] =
     ["", "MB/s", "op/s", "mean latency, µs", "p99, µs", "host CPU, µs/op", "all CPU, µs/op"];
 
-/// A case's figures, if it was measured.
+/// Returns the table row of a case, or `None` if the case was not measured.
 fn row(m: &Measurements, case: &Case, label: &str) -> Option<Vec<String>> {
     let of = |figure: &dyn Fn(&Sample) -> f64| estimate(m.rounds(case, figure).into_values());
     of(&|s| s.iops)?;
@@ -147,8 +149,8 @@ fn ceilings(m: &Measurements) -> String {
     }
     let head = ["ceiling", "MB/s", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"];
     format!(
-        "<h3>Ceilings, and what of them is used</h3>{}<p class=\"soft\">fio with O_DIRECT, the better of depth 1 and 16 (random reads: depth 16), on a file that was written in \
-         full; writes without a flush, which durable writes do pay for. The systems' columns are throughput / ceiling.</p>",
+        "<h3>Ceilings, and the systems' use of them</h3>{}<p class=\"soft\">The drive is measured by fio with O_DIRECT on a completely written file, with the better of \
+         depth 1 and 16 (random reads: depth 16). Its writes include no flush, but durable writes of the systems do. The systems' columns are throughput / ceiling.</p>",
         table(&head, &rows)
     )
 }
@@ -196,7 +198,7 @@ fn ablations(m: &Measurements) -> String {
     }
     let head = ["writes with …", "throughput", "latency", "host CPU per write", "all CPU per write"];
     format!(
-        "<h3>Ablations</h3><p class=\"soft\">Each is the whole design less one part, at a size at which that part has something to do; figures are ratios to a run of the whole design right before or after it, in turns.</p>{}",
+        "<h3>Ablations</h3><p class=\"soft\">An ablation is the whole design with one part switched off, at an object size at which this part matters. The values are ratios to a run of the whole design directly before or after it, in alternating order.</p>{}",
         table(&head, &rows)
     )
 }
@@ -220,7 +222,7 @@ fn environment(content: &PageContent<'_>) -> String {
     ];
     let rows: Vec<Vec<String>> = facts.iter().map(|(k, v)| vec![(*k).to_owned(), escape(v)]).collect();
     format!(
-        "<h3>The machine</h3>{}<p class=\"soft\">Every run, round by round, is in report.json beside this page.</p>",
+        "<h3>The machine</h3>{}<p class=\"soft\">The file report.json beside this page contains the results of every run in every round.</p>",
         table(&["", ""], &rows)
     )
 }

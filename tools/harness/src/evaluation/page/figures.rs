@@ -1,4 +1,5 @@
-//! The paper's figures 5 to 10 and tables 2 and 3, next to the results measured here.
+//! The page's section with the paper's figures 5 to 10 and tables 2 and 3, next to the results that
+//! were measured on this machine.
 
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
@@ -16,7 +17,7 @@ pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::DpuBf3, "bf3"),
 ];
 
-/// A figure by object size: the paper's values, and how to read the values of a run.
+/// A figure by object size: the paper's values, and the function that returns the value of a run.
 struct BySize<'a> {
     title: &'a str,
     axis: &'a str,
@@ -25,7 +26,7 @@ struct BySize<'a> {
     here: &'a dyn Fn(&Sample) -> f64,
 }
 
-/// All figures.
+/// Formats the section with all figures.
 pub fn section(m: &Measurements) -> String {
     let mut html = String::from("<section><h2>The paper's figures</h2>");
     html.push_str(&figure_5(m));
@@ -71,7 +72,7 @@ fn figure_5(m: &Measurements) -> String {
                 class: part_class(Subsystem::Messenger),
                 amount: messenger,
             },
-            Share { name: "ObjectStore and OSD, undivided", class: "paper-a", amount: 100.0 - messenger },
+            Share { name: "ObjectStore and OSD together", class: "paper-a", amount: 100.0 - messenger },
         ];
         published.push(Stack { label: [network.to_owned(), percent_of_core(cpu)], parts });
     }
@@ -91,12 +92,12 @@ fn figure_5(m: &Measurements) -> String {
     }
     let charts = [
         Stacked { title: "Paper, Ceph, 4 MB writes".to_owned(), bars: published },
-        Stacked { title: "Here, 4 MiB writes, client left out".to_owned(), bars: here },
+        Stacked { title: "Here, 4 MiB writes, without the client".to_owned(), bars: here },
     ];
     format!(
-        "<h3>Figure 5. Where the CPU of storage goes</h3>{}<p class=\"soft\">By thread class. A node's OSD thread is its own messenger; its CPU is divided by the time \
-         that it spends in the tasks of each, where the node says so. The DMA engine is a thread here and hardware otherwise. The paper's bars for ObjectStore and OSD are in its drawing only, so \
-         they are one here.</p>{}",
+        "<h3>Figure 5. CPU of the storage system by part</h3>{}<p class=\"soft\">The CPU is divided by thread class. A node's OSD thread also runs the messenger. Its CPU is divided by the time \
+         that it spends in the tasks of each, if the node reports this time. The emulated DMA engine is a thread, but a real one is hardware. The paper shows separate values for ObjectStore and OSD only in \
+         its drawing, so they are one bar here.</p>{}",
         svg::stacked(&charts),
         table_2(m)
     )
@@ -106,7 +107,7 @@ fn percent_of_core(percent: f64) -> String {
     format!("{} % core", number(percent))
 }
 
-/// The parts of a case, in order.
+/// Returns the subsystems of a case, in order.
 fn parts_of(m: &Measurements, case: &Case) -> Vec<Subsystem> {
     let mut parts: Vec<Subsystem> =
         m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
@@ -140,7 +141,7 @@ fn table_2(m: &Measurements) -> String {
     }
     let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all of storage"];
     format!(
-        "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no thread of its own, so its switches are in the last column only.</p>",
+        "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no threads of its own. Its context switches are therefore only in the last column.</p>",
         table(&head, &rows)
     )
 }
@@ -148,7 +149,7 @@ fn table_2(m: &Measurements) -> String {
 fn figure_6(m: &Measurements) -> String {
     let paper_mb_per_s = paper::FIG10_BASELINE[1] * 4.0;
     let mut rows = vec![vec![
-        "paper, Ceph over 100 Gbit/s (119 writes/s of figure 10)".to_owned(),
+        "paper, Ceph over 100 Gbit/s (computed from the 119 writes/s of figure 10)".to_owned(),
         number(paper_mb_per_s),
     ]];
     for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
@@ -156,8 +157,8 @@ fn figure_6(m: &Measurements) -> String {
         rows.push(vec![format!("{}, loopback", config.label()), cell(rate)]);
     }
     format!(
-        "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s; its values are in the drawing only. There is no \
-         network here but loopback TCP, whose ceiling is below.</p>",
+        "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s, and shows its values only in the drawing. The only \
+         network here is loopback TCP, whose ceiling is below.</p>",
         table(&["4 MiB writes, 16 in flight", "MB/s"], &rows)
     )
 }
@@ -179,8 +180,8 @@ fn figure_7(m: &Measurements) -> String {
         rows.push(row);
     }
     format!(
-        "<h3>Figure 7. Host CPU under writes</h3>{}<p class=\"soft\">The percentages are at the rate that each system reached, and faster systems do more with them: so \
-         here is what a MiB costs. Host CPU per MiB written, in µs:</p>{}",
+        "<h3>Figure 7. Host CPU under writes</h3>{}<p class=\"soft\">Each percentage applies to the throughput that the system reached, so a faster system writes more data with \
+         the same percentage. The following table is independent of the throughput. Host CPU per MiB written, in µs:</p>{}",
         figure.draw(m),
         table(&["", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"], &rows)
     )
@@ -205,7 +206,7 @@ fn figure_8(m: &Measurements) -> String {
         ),
     };
     format!(
-        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">16 in flight, so latency is 16 / throughput. The paper's baseline is stated for 1 and 16 MB only.</p>",
+        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">With 16 writes in flight, the latency is 16 / throughput. The paper states its baseline only for 1 and 16 MB.</p>",
         figure.draw(m)
     )
 }
@@ -247,14 +248,15 @@ fn figure_10(m: &Measurements) -> String {
         "dpu / Ceph",
     ];
     format!(
-        "<h3>Figure 10. Throughput of writes</h3>{}<p class=\"soft\">Drawn in MB/s (the paper draws writes per second, which the table has), 16 in flight.</p>{}",
+        "<h3>Figure 10. Throughput of writes</h3>{}<p class=\"soft\">The chart shows MB/s with 16 writes in flight. The paper's chart shows writes per second, which are in the table.</p>{}",
         figure.draw(m),
         table(&head, &rows)
     )
 }
 
 impl BySize<'_> {
-    /// Draws the paper's values on the left and the values measured here on the right.
+    /// Draws the paper's values on the left, and the values that were measured on this machine on
+    /// the right.
     fn draw(&self, m: &Measurements) -> String {
         let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
         let published = Grouped {
@@ -297,7 +299,7 @@ pub fn systems(
     SYSTEMS.into_iter().filter(|(config, _)| m.has(*config)).map(series).collect()
 }
 
-/// The parts of a breakdown, in the order of the paper's table 3.
+/// Returns the parts of a breakdown, in the order of the paper's table 3.
 fn breakdown_parts(b: &BenchBreakdown) -> [Share; 4] {
     [
         Share { name: "Host write", class: "p2", amount: b.host_write },
@@ -307,7 +309,7 @@ fn breakdown_parts(b: &BenchBreakdown) -> [Share; 4] {
     ]
 }
 
-/// The median of each part over the rounds.
+/// Returns the median of each part of the breakdown over all rounds.
 fn breakdown(m: &Measurements, config: TestedSystem, size: u64) -> Option<BenchBreakdown> {
     let part = |figure: fn(&BenchBreakdown) -> f64| {
         let rounds = m.rounds_if(&writes(config, size), |s| s.breakdown_us.as_ref().map(figure));
@@ -356,14 +358,14 @@ fn figure_9(m: &Measurements) -> String {
         charts.push(Stacked { title: format!("Here, {}", config.label()), bars });
     }
     let note = if charts.iter().skip(1).all(|c| c.bars.is_empty()) {
-        "<p>This build does not say where the time of a write goes.</p>"
+        "<p>This build does not report the phases of a write's time.</p>"
     } else {
         ""
     };
     format!(
-        "<h3>Figure 9 and table 3. Where the time of a write goes</h3>{}{note}{}<p class=\"soft\">16 in flight; the parts are means per write and add up to its latency. DMA is the \
-         engine at work for this write; Host write is the store at work while nothing is transferred; DMA wait is a wait for the engine while neither happens; Others is the \
-         rest, network and client included.</p>",
+        "<h3>Figure 9 and table 3. Phases of a write's time</h3>{}{note}{}<p class=\"soft\">With 16 writes in flight. The phases are means per write, and their sum is the latency. In phase DMA, the \
+         engine transfers data of this write. In phase Host write, the store works on it and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
+         remaining time, including network and client.</p>",
         svg::stacked(&charts),
         table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)
     )

@@ -1,4 +1,4 @@
-//! The page: one HTML file without external resources.
+//! Formats the report's page, which is one HTML file without external resources.
 
 pub mod coding;
 mod details;
@@ -18,7 +18,7 @@ use super::settings::EvaluationSettings;
 
 /// The content of the page.
 pub struct PageContent<'a> {
-    /// How much was measured.
+    /// The settings of the run.
     pub settings: &'a EvaluationSettings,
     /// The machine and the software.
     pub environment: &'a Environment,
@@ -28,7 +28,7 @@ pub struct PageContent<'a> {
     pub bars: &'a [Bar],
     /// Number of completed rounds.
     pub rounds: u32,
-    /// The drawings of where parity is computed.
+    /// The drawings about the places where parity is computed.
     pub coding: &'a [coding::Drawing],
 }
 
@@ -58,42 +58,42 @@ fn setting(content: &PageContent<'_>) -> String {
     let (s, e) = (content.settings, content.environment);
     let large = s.large_set().map_or(String::new(), |objects| {
         format!(
-            " <b>The large set</b> is {objects} objects of 4 KiB ({} MiB); a node's caches hold 128 MiB in all, and Ceph's are cut down to as \
-             much while it reads it (osd_memory_target 896 MiB; RocksDB also has the kernel's page cache).",
+            " <b>The large set</b> consists of {objects} objects of 4 KiB ({} MiB). A node's caches hold 128 MiB in total. Ceph's caches are reduced to the same size while Ceph \
+             reads the set (osd_memory_target 896 MiB). RocksDB can also use the kernel's page cache.",
             (objects * 4096) >> 20
         )
     });
     let start = content.found.rados_start_cpu_seconds.map_or(String::new(), |seconds| {
         format!(
-            "<li>What a client costs that is only started is left out of “all CPU”: outboard bench counts from its first request on, and {} ms, the CPU of a rados bench \
-             of a single object in this run, are taken off each run of rados bench.</li>",
+            "<li>“All CPU” does not contain the CPU of starting a client. outboard bench counts CPU only from its first request on. From each run of rados bench, {} ms \
+             are subtracted, which is the CPU of a rados bench with a single object.</li>",
             number(seconds * 1e3)
         )
     });
     format!(
         "<section><h2>What is compared</h2>\
-         <dl><dt><i class=\"host\"></i>host</dt><dd>Outboard with everything in one process: the baseline in the paper's sense.</dd>\
-         <dt><i class=\"memcpy\"></i>dpu, memcpy</dt><dd>Outboard with its OSD on an <b>emulated</b> DPU: a process of its own, with a CPU of its own where there \
-         are several. The DMA engine is a thread that copies memory, as fast as it can.</dd>\
-         <dt><i class=\"bf3\"></i>dpu, bf3-paper</dt><dd>The same, but the emulated engine is serial and takes the time per transfer that the paper measured on a \
+         <dl><dt><i class=\"host\"></i>host</dt><dd>Outboard with OSD and store in one process. It corresponds to the paper's baseline.</dd>\
+         <dt><i class=\"memcpy\"></i>dpu, memcpy</dt><dd>Outboard with its OSD on an <b>emulated</b> DPU, which is a separate process, with a separate CPU if the machine has \
+         several. The DMA engine is a thread that copies memory as fast as possible.</dd>\
+         <dt><i class=\"bf3\"></i>dpu, bf3-paper</dt><dd>Like “dpu, memcpy”, but the emulated engine is serial, and each transfer takes the time that the paper measured on a \
          BlueField-3.</dd>\
-         <dt><i class=\"ceph\"></i>Ceph</dt><dd>A real one ({}): one OSD, one copy, BlueStore on a file that was written in full beforehand, no authentication, \
-         2 GiB of memory; driven by rados bench.</dd>\
+         <dt><i class=\"ceph\"></i>Ceph</dt><dd>A real Ceph ({}) with one OSD, one copy of the data, BlueStore on a completely written file, no authentication, and \
+         2 GiB of memory. rados bench drives it.</dd>\
          <dt><i class=\"paper-a\"></i>paper</dt><dd><cite>{}</cite> (SC Workshops '25, \
          <a href=\"https://doi.org/{doi}\">doi:{doi}</a>), section 5: two storage nodes and a client, AMD EPYC 9474F, BlueField-3, 100 Gbit/s, SATA SSD. \
-         <b>Its absolute figures are of other hardware; compare ratios and shapes.</b></dd></dl>\
-         <p>All systems are up at the same time, on the same drive, and idle while another is measured. {} round{} of {} s per run ({} s where no threshold hangs on it), 16 requests in flight unless stated; in \
-         each round the systems take turns at each size, in an order in which over the rounds each follows each other about equally often. A figure is the median of the rounds; a ratio is the median of the rounds' ratios. \
-         Small print gives the interval that holds the true median with 95 % (order statistics; with fewer than six rounds it is the range and proves little).{large}</p>\
-         <h3>To bear in mind</h3><ul>\
-         <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware the OSD and the DMA engine have their own, and \
-         the client is elsewhere. Here every copy that the emulated engine makes costs CPU, booked under “all CPU” but not under “host CPU”.</li>\
-         <li>Host CPU is that of the store's process (dpu), of the node's one process (host), of the ceph-osd (Ceph). Ceph's mon and mgr are counted nowhere but under \
+         <b>Its absolute values come from other hardware. Compare only ratios and the shapes of curves.</b></dd></dl>\
+         <p>All systems run at the same time on the same drive, and are idle while another system is measured. The run has {} round{} of {} s per run ({} s if no threshold depends on the run), with 16 requests in flight unless stated otherwise. In \
+         each round, all systems run at each size. Over all rounds, each system directly follows each other system about equally often. A value is the median of the rounds, and a ratio is the median of the ratios of the rounds. \
+         Small print shows the interval that contains the true median with a probability of 95 % (order statistics). With fewer than six rounds, the interval is the range of the values and proves little.{large}</p>\
+         <h3>Limits of the comparison</h3><ul>\
+         <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware, the OSD and the DMA engine have their own processors, and \
+         the client runs on another machine. Here each copy by the emulated engine uses CPU, which counts as “all CPU” but not as “host CPU”.</li>\
+         <li>Host CPU is the CPU of the store's process (dpu), of the node's one process (host), or of the ceph-osd (Ceph). Ceph's mon and mgr count only in the results for \
          idle CPU.</li>{start}\
-         <li>rados bench writes each object once and removes them afterwards, unmeasured. outboard bench goes round a set of half a GiB and overwrites, so it also pays \
-         for freeing what was there. Reads of the usual sets may come from BlueStore's cache (up to 2 GiB); Outboard caches no data.</li>\
-         <li>The paper replicates to a second node; nothing here does.</li>\
-         <li>The drive is what this machine has, often a virtual disk with a cache of its own. The ceilings were measured in the same rounds.</li></ul></section>",
+         <li>rados bench writes each object once, and its removal afterwards is not measured. outboard bench repeatedly overwrites a set of half a GiB, so its results also include \
+         the cost of freeing the old data. Reads of the usual sets may come from BlueStore's cache (up to 2 GiB), whereas Outboard caches no data.</li>\
+         <li>The paper replicates data to a second node. The systems here do not replicate data.</li>\
+         <li>The drive of this machine may be a virtual disk with its own cache. The ceilings were measured in the same rounds.</li></ul></section>",
         escape(&e.ceph),
         paper::TITLE,
         content.rounds,
@@ -179,7 +179,7 @@ mod tests {
         })
     }
 
-    /// Fails where a tag is closed that is not open, or left open.
+    /// Panics if the page closes a tag that is not open, or leaves a tag open.
     fn check_tags(html: &str) {
         let mut open: Vec<&str> = Vec::new();
         let body = html.split_once("<html").unwrap().1;
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_well_formed_whatever_was_measured() {
+    fn the_page_is_well_formed_with_and_without_measurements() {
         check_tags(&page_of(&some_measurements()));
         check_tags(&page_of(&Measurements::default()));
     }
@@ -207,7 +207,7 @@ mod tests {
         let mut found = some_measurements();
         let section = networks::section(&found);
         assert!(page_of(&found).contains(&section));
-        // Of operations, of all CPU and of the client's.
+        // Ratios of operations, of all CPU, and of the client's CPU.
         let ratios = section.matches("<td>2 <small>2–2</small></td>").count();
         assert_eq!(ratios, 3 * IN_FLIGHT_SWEEP.len());
         for in_flight in IN_FLIGHT_SWEEP {
@@ -219,13 +219,13 @@ mod tests {
     }
 
     #[test]
-    fn the_page_says_what_is_taken_off_the_cpu_of_rados() {
+    fn the_page_states_the_cpu_time_subtracted_from_rados() {
         assert!(page_of(&some_measurements()).contains("62.5 ms"));
-        assert!(!page_of(&Measurements::default()).contains("only started"));
+        assert!(!page_of(&Measurements::default()).contains("starting a client"));
     }
 
     #[test]
-    fn the_page_needs_nothing_from_elsewhere() {
+    fn the_page_uses_no_external_resources() {
         let page = page_of(&some_measurements());
         for what in ["src=", "@import", "url(", "<script", "<link"] {
             assert!(!page.contains(what), "{what}");

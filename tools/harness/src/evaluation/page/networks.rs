@@ -1,5 +1,5 @@
-//! Writes over each network stack by the number of requests in flight, next to published results of
-//! Ceph over RDMA.
+//! The page's section about writes over each network stack by the number of requests in flight,
+//! next to published results of Ceph over RDMA.
 
 use super::svg::{self, Grouped, Series};
 use super::text::{cell, number, table};
@@ -11,7 +11,7 @@ use crate::evaluation::workload::{Case, IN_FLIGHT_SWEEP, Network};
 const TITLE: &str = "Leveraging RDMA Technologies to Accelerate Ceph Storage Solutions";
 
 /// Queue depth and ratio of the largest gain of RDMA over TCP/IP, from figure 6 of the publication.
-/// Its text has no other value of that figure.
+/// The publication's text states no other value of this figure.
 const MOST_GAINED: (u32, f64) = (2, 1.17);
 
 /// The network stacks with their classes in the style sheet.
@@ -19,7 +19,7 @@ const STACKS: [(Network, &str); 2] = [(Network::Tcp, "p7"), (Network::OfiTcp, "p
 
 type FigureOf = fn(&Sample) -> f64;
 
-/// Formats the section; empty if no network stacks were compared.
+/// Formats the section. It is empty if no network stacks were compared.
 pub fn section(m: &Measurements) -> String {
     let was_measured = |n: &u32| m.samples.iter().any(|s| s.case.network.is_some() && s.case.in_flight == *n);
     let depths: Vec<u32> = IN_FLIGHT_SWEEP.into_iter().filter(was_measured).collect();
@@ -35,25 +35,25 @@ pub fn section(m: &Measurements) -> String {
     )
 }
 
-const SETTING: &str = "<p>The same node (dpu, memcpy), the same client, and two ways between them: <b>tcp</b>, and <b>ofi:tcp</b>, which is what goes over RDMA, \
-     but over libfabric's provider for TCP. At each number in flight both run one right after the other, and who goes first alternates. To save time this is done \
-     in every other round only, so the intervals rest on half as many rounds (of seven, on four: they are ranges, and prove little).</p>";
+const SETTING: &str = "<p>The same node (dpu, memcpy) and the same client use two network stacks: <b>tcp</b>, and <b>ofi:tcp</b>, which is the code for RDMA \
+     over libfabric's provider for TCP. At each number of requests in flight, both stacks run in direct succession, and the stack that runs first alternates. To save time, this comparison runs \
+     only in every other round. Its intervals are therefore based on half as many rounds (with seven rounds, on four: these intervals are ranges and prove little).</p>";
 
-const LIMITS: &str = "<h3>To bear in mind</h3><ul>\
-     <li>No RDMA hardware is used: ofi:tcp is libfabric over loopback TCP, in software, on the CPUs that all else shares. What the article gains because \
-     hardware carries the messages past the kernel <b>cannot show here</b>; what shows is what that way costs when software does everything.</li>\
-     <li>Each write replaces a whole object of 4 KiB, one object after the other, over and over. The article's writes go to random offsets of volumes of 30 GB.</li>\
-     <li>CPU here is what a write costs, by the node and the client on one machine. The article's is the utilization of an OSD node.</li>\
-     <li>A client that cannot connect over its stack fails. One whose connection over ofi:tcp broke in the middle of a run would go on over TCP.</li></ul>";
+const LIMITS: &str = "<h3>Limits of the comparison</h3><ul>\
+     <li>No RDMA hardware is used: ofi:tcp is libfabric over loopback TCP, in software, on CPUs that it shares with all other parts. The article's gain comes from \
+     hardware that moves messages without the kernel, so this gain <b>cannot appear here</b>. The results show the cost of the RDMA code if software does all the work.</li>\
+     <li>Each write replaces a whole object of 4 KiB. The writes overwrite all objects of a set in turn, repeatedly. The article's writes use random offsets in volumes of 30 GB.</li>\
+     <li>CPU here is the CPU time of node and client per write, on one machine. The article states the CPU utilization of an OSD node.</li>\
+     <li>A client that cannot connect over its stack fails. If a connection over ofi:tcp broke during a run, the client would continue over TCP.</li></ul>";
 
 fn published() -> String {
     let (depth, gain) = MOST_GAINED;
     format!(
-        "<p>Beside it: figure 6 of <cite>{TITLE}</cite> (Intel, 2018), which compares TCP/IP with iWARP in Ceph's messenger: two nodes with four OSDs each, two \
-         copies, two clients, 10 Gbit/s (X722); fio, random writes of 4 KiB at queue depths from 1 to 32. Of 6 (a), operations per second, its text has one number: RDMA is ahead by \
-         up to {} %, at queue depth {depth}; the benefit is more obvious at low depths. Of 6 (b), CPU of an OSD node, it has none: utilization was higher with RDMA \
-         than with TCP/IP, and so were the operations per CPU cycle; the article blames two threads that poll and one more copy of each message. All other values are in \
-         its drawing only. Its depth is that of each fio; on how many volumes it ran the text does not say.</p>",
+        "<p>For comparison: figure 6 of <cite>{TITLE}</cite> (Intel, 2018) compares TCP/IP with iWARP in Ceph's messenger. Its setup has two nodes with four OSDs each, two \
+         copies, two clients and 10 Gbit/s (X722). fio writes 4 KiB at random offsets with queue depths from 1 to 32. For 6 (a), operations per second, the article's text states one number: RDMA is \
+         up to {} % faster, at queue depth {depth}. It adds that the benefit is more obvious at low depths. For 6 (b), CPU of an OSD node, the text states no number. Utilization was higher with RDMA \
+         than with TCP/IP, and so were the operations per CPU cycle. The article names two causes: two polling threads, and one more copy of each message. The article shows all other values only in \
+         its drawing. Its queue depth applies to each fio, and the text does not state the number of volumes.</p>",
         number(100.0 * (gain - 1.0))
     )
 }
@@ -66,7 +66,8 @@ fn median(rounds: &Rounds) -> Option<Estimate> {
     estimate(rounds.values().copied())
 }
 
-/// Formats cells for TCP, for libfabric, and for the ratio of libfabric to TCP.
+/// Formats three cells: the value over TCP, the value over libfabric, and the ratio of libfabric to
+/// TCP.
 fn compared(m: &Measurements, in_flight: u32, figure: FigureOf) -> [String; 3] {
     let [tcp, ofi] = Network::ALL.map(|network| of(m, network, in_flight, figure));
     [cell(median(&tcp)), cell(median(&ofi)), cell(median(&ratio(&ofi, &tcp)))]

@@ -16,7 +16,7 @@ pub struct Grouped {
     pub axis: String,
     /// Labels below the groups.
     pub groups: Vec<String>,
-    /// The series; each has one bar per group.
+    /// The series. Each series has one bar per group.
     pub series: Vec<Series>,
 }
 
@@ -27,7 +27,7 @@ pub struct Series {
     pub name: String,
     /// Class in the style sheet.
     pub class: &'static str,
-    /// One value per group; `None` for a missing value.
+    /// One value per group. `None` is a missing value, for which no bar is drawn.
     pub values: Vec<Option<Estimate>>,
 }
 
@@ -73,7 +73,7 @@ pub fn grouped(charts: &[Grouped]) -> String {
     figure(width, &body, &keys(charts))
 }
 
-/// Draws the same charts as a separate file.
+/// Draws charts like [`grouped`], but as a separate file.
 #[must_use]
 pub fn grouped_file(charts: &[Grouped]) -> String {
     let (width, body) = beside_one_another(charts);
@@ -91,7 +91,7 @@ fn beside_one_another(charts: &[Grouped]) -> (f64, String) {
     (x, body)
 }
 
-/// What the colours mean.
+/// Returns the entries of the legend: the name and colour of each series that has a value.
 fn keys(charts: &[Grouped]) -> Vec<(&str, &'static str)> {
     let mut keys: Vec<(&str, &'static str)> = Vec::new();
     for series in charts.iter().flat_map(|c| &c.series).filter(|s| s.values.iter().any(Option::is_some)) {
@@ -124,7 +124,8 @@ pub fn file(width: f64, height: f64, body: &str, keys: &[(&str, &str)]) -> Strin
     )
 }
 
-/// Converts a file's drawing to a part of the page, which shares the page's style sheet.
+/// Removes the style sheet from a file's drawing, so that the drawing can be a part of the page and
+/// use the page's style sheet.
 #[must_use]
 pub fn inline(file: &str) -> String {
     match (file.split_once("<style>"), file.split_once("</style>")) {
@@ -204,7 +205,8 @@ impl Grouped {
     }
 }
 
-/// Draws a bar, its interval, and its value above it. The tooltip has the other details.
+/// Draws a bar with its interval, and its value above the bar. The tooltip shows the name and the
+/// ends of the interval.
 fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) -> f64) -> String {
     let (middle, floor) = (x + width / 2.0, y(0.0));
     let mut out = format!(
@@ -296,8 +298,8 @@ fn stack(x: f64, width: f64, bar: &Stack) -> String {
     out
 }
 
-/// Returns the distance between an axis's ticks, and the axis's upper end. An axis has about four
-/// steps of 1, 2, 2.5 or 5 times a power of ten.
+/// Returns the distance between the ticks of an axis, and the upper end of the axis. `most` is the
+/// largest value. An axis has about four steps of 1, 2, 2.5 or 5 times a power of ten.
 pub fn ticks(most: f64) -> (f64, f64) {
     if most <= 0.0 {
         return (1.0, 1.0);
@@ -314,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_axis_ends_above_what_it_shows_in_few_round_steps() {
+    fn an_axis_ends_above_its_largest_value_after_few_round_steps() {
         for most in [0.003, 0.9, 1.0, 7.3, 94.2, 101.0, 48_213.0] {
             let (step, top) = ticks(most);
             assert!(top >= most && top / step <= 5.001 && top / step >= 2.0, "{most}: {step} {top}");
@@ -322,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_is_missing_leaves_a_gap() {
+    fn a_missing_value_leaves_a_gap() {
         let chart = |values| Grouped {
             title: "a < b".to_owned(),
             axis: "MB/s".to_owned(),
@@ -336,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_its_colours_and_its_legend() {
+    fn a_file_contains_its_style_sheet_and_legend() {
         let text = file(100.0, 50.0, "<g/>", &[("host & dpu", "host")]);
         assert!(text.contains("host &amp; dpu") && text.contains("--host:") && text.contains("<g/>"));
         assert!(!STYLE.contains("]]>"));

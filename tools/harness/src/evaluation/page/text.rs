@@ -10,7 +10,7 @@ pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// Formats three significant digits, with a thin space between thousands.
+/// Formats a number with three significant digits, and with a thin space between thousands.
 #[must_use]
 pub fn number(value: f64) -> String {
     let size = value.abs();
@@ -35,13 +35,13 @@ pub fn number(value: f64) -> String {
     format!("{sign}{grouped}{point}{fraction}")
 }
 
-/// Formats a median with its interval for a table cell; a dash if there is no value.
+/// Formats a median with its interval for a table cell. Returns a dash if there is no value.
 #[must_use]
 pub fn cell(estimate: Option<Estimate>) -> String {
     cell_in(estimate, "")
 }
 
-/// Like [`cell`], in a unit.
+/// Like [`cell`], but appends `unit` to the median.
 #[must_use]
 pub fn cell_in(estimate: Option<Estimate>, unit: &str) -> String {
     let Some(e) = estimate else { return "–".to_owned() };
@@ -53,7 +53,7 @@ pub fn cell_in(estimate: Option<Estimate>, unit: &str) -> String {
     format!("{median} <small>{}{to}{}</small>", number(e.low), number(e.high))
 }
 
-/// Formats a table. Cells are HTML; the first cell of each row is its heading.
+/// Formats a table. Cells are HTML, and the first cell of each row is the row's heading.
 #[must_use]
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let mut html = String::from("<div class=\"wide\"><table><thead><tr>");
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_three_digits_that_matter() {
+    fn numbers_have_three_significant_digits() {
         let cases = [
             (0.0, "0"),
             (0.01234, "0.012"),

@@ -1,4 +1,4 @@
-//! The top of the page: the thresholds and the results.
+//! The top of the page, with the thresholds and the results.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use super::PageContent;
 use super::text::{cell_in, escape, number};
 use crate::evaluation::bars::{self, Bar, BarRow, BarVerdict, Bound, FigureFormat};
 
-/// Title, score and table of bars.
+/// Formats the page's title, the score and the table of bars.
 pub fn section(content: &PageContent<'_>) -> String {
     let (e, s) = (content.environment, content.settings);
     let (passed, failed, absent) = bars::score(content.bars);
@@ -22,22 +22,22 @@ pub fn section(content: &PageContent<'_>) -> String {
         "<div class=\"score\"><span class=\"pass\">{passed} passed</span>, <span class=\"fail\">{failed} failed</span>, {absent} not measured"
     );
     if content.rounds < s.rounds {
-        let _ = write!(html, " — the run is not complete: {} of {} rounds", content.rounds, s.rounds);
+        let _ = write!(html, " — the run is incomplete: it has {} of {} rounds", content.rounds, s.rounds);
     }
     html.push_str("</div>");
     if s.quick {
-        html.push_str("<p><b>A quick run</b>: two sizes only. It shows that everything works; its figures prove nothing.</p>");
+        html.push_str("<p><b>This was a quick run</b> with only two sizes. It shows that everything works, but its values prove nothing.</p>");
     }
     html.push_str(
-        "<section><h2>What it is held against</h2><div class=\"wide\"><table><thead><tr><th>claim</th><th>here, median</th><th>threshold</th>\
+        "<section><h2>Claims and thresholds</h2><div class=\"wide\"><table><thead><tr><th>claim</th><th>here, median</th><th>threshold</th>\
          <th>verdict</th><th>paper</th></tr></thead><tbody>",
     );
-    // A quick run leaves most out; what it has should be easy to find.
+    // A quick run measures only a few rows. To make them easy to find, the other rows are omitted.
     let shown = |row: &&BarRow| !s.quick || row.verdict != BarVerdict::NotMeasured;
     content.bars.iter().for_each(|b| html.push_str(&bar(b, shown)));
     html.push_str("</tbody></table></div></section>");
     if !content.found.problems.is_empty() {
-        html.push_str("<section><h3>Not measured, or gone wrong</h3><ul>");
+        html.push_str("<section><h3>Missing and failed measurements</h3><ul>");
         for problem in &content.found.problems {
             let _ = write!(html, "<li>{}</li>", escape(problem));
         }
@@ -79,7 +79,7 @@ fn value(row: &BarRow) -> String {
     cell_in(row.value, if row.unit == FigureFormat::Percent { " %" } else { "" })
 }
 
-/// `≥ 0.85`.
+/// Formats the threshold of a row, such as `≥ 0.85`. The text is empty if the row has no threshold.
 pub fn bound(row: &BarRow) -> String {
     let unit = if row.unit == FigureFormat::Percent { " %" } else { "" };
     match row.bound {

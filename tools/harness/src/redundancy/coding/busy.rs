@@ -1,13 +1,13 @@
-//! Measures how much CPU time coding takes from a program (the hog) that wants all of the host's
-//! CPU.
+//! Measures how much CPU time coding takes from a program (the hog) that uses all available time of
+//! the host's CPU.
 //!
-//! Writes run beside the hog in each mode, each run right before or after a run in mode `async`, in
-//! which the host never computes parity. The hog's loss compared with `async` is the cost of
-//! coding. Its loss compared with a run alone is the cost of the store, which grows with the
-//! drive's throughput. So the two modes are compared at equal writes, by the loss per byte in
-//! `async`. Writes to a pool without parity show the cost of the same writes without redundancy.
-//! The result also has the CPU time of the host's coding threads, which is the time that coding
-//! itself took from the hog.
+//! Writes run concurrently with the hog in each mode. Each run follows or precedes a run in mode
+//! `async`, in which the host never computes parity. The hog's loss compared with `async` is the
+//! cost of coding. Its loss compared with a run alone is the cost of the store, which grows with
+//! the drive's throughput. So the result for `async` is scaled to the same number of written bytes
+//! before the two modes are compared. Writes to a pool without parity show the cost of the same
+//! writes without redundancy. The result also contains the CPU time of the host's coding threads,
+//! which is the time that coding itself took from the hog.
 
 use std::time::Duration;
 
@@ -22,18 +22,20 @@ use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
-/// Nothing is coded by the host.
+/// The mode with which the other modes are compared. In this mode, the host computes no parity.
 const REFERENCE: &str = "async";
-/// Those that are held against it.
+/// The modes that are compared with [`REFERENCE`].
 const JUDGED: [&str; 3] = ["latency-sensitive", "hybrid:auto", "hybrid:1:1"];
 const ALONE: &str = "hog alone";
 const WITHOUT_PARITY: &str = "single";
 const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
-/// A run begins and ends with what is no writing: a program is started, the node is asked.
+/// Time at the start of a run, in seconds, in which nothing is written, because the program starts.
 const LEAD: f64 = 0.7;
+/// Time at the end of a run, in seconds, in which nothing is written, because the node's status is
+/// queried.
 const TAIL: f64 = 0.2;
 
-/// Measures, and prints what was found.
+/// Measures all modes, and prints the results.
 ///
 /// # Errors
 /// If the node fails.
@@ -43,7 +45,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         rig.write(pool, &PATTERN, 1)?;
     }
     for round in 1..=2 * settings.rounds {
-        say(format!("  beside a hog, round {round} of {}", 2 * settings.rounds));
+        say(format!("  writes concurrent with a hog, round {round} of {}", 2 * settings.rounds));
         quiet::look(book, round)?;
         let hog = Hog::start(rig.cpus.host)?;
         std::thread::sleep(Duration::from_secs(1));
@@ -63,7 +65,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
     Ok(())
 }
 
-/// Takes a run of writes down, and how fast the hog was meanwhile.
+/// Runs and records writes as the case `name`, with the speed of the hog meanwhile.
 fn beside(
     hog: &Hog,
     book: &mut Book,
@@ -83,24 +85,25 @@ fn name(what: &str) -> String {
     format!("beside a hog, {what}")
 }
 
-/// The runs of `async` beside those of a mode.
+/// Returns the name of the runs of `async` that are paired with the runs of `mode`.
 fn reference(mode: &str) -> String {
     format!("beside a hog, {REFERENCE} next to {mode}")
 }
 
-/// What the hog has less than alone, in percent.
+/// Returns the loss of the hog's speed, in percent of its speed without writes.
 fn loss(book: &Book, what: &str) -> Rounds {
     paired(&book.rounds(what, "hog_speed"), &book.rounds(ALONE, "hog_speed"), |with, alone| {
         100.0 * (1.0 - with / alone)
     })
 }
 
-/// What it loses for 100 MB/s of objects, in percent.
+/// Returns the loss of the hog's speed per 100 MB/s of written objects, in percent.
 fn loss_per_write(book: &Book, what: &str) -> Rounds {
     paired(&loss(book, what), &book.rounds(what, "mb_per_s"), |lost, rate| 100.0 * lost / rate)
 }
 
-/// What it has less than beside `async` at the same writes, in percent of what it has there.
+/// Returns the loss of the hog's speed due to coding: the speed in `mode` compared with the speed
+/// in `async` at the same throughput of writes, in percent of the latter.
 fn to_coding(book: &Book, mode: &str) -> Rounds {
     let (with, rate) = (book.rounds(&name(mode), "hog_speed"), book.rounds(&name(mode), "mb_per_s"));
     let per_write = paired(&loss_per_write(book, &reference(mode)), &rate, |lost, rate| lost * rate / 100.0);
@@ -111,7 +114,7 @@ fn to_coding(book: &Book, mode: &str) -> Rounds {
 
 fn print(book: &Book) {
     let mut table = Table::new(&[
-        "writes beside a hog, 16 MiB x 4",
+        "writes while a hog runs, 16 MiB x 4",
         "MB/s of objects",
         "hog's loss, %",
         "per 100 MB/s",
@@ -147,10 +150,14 @@ fn judge(book: &mut Book) {
     let mut failed = Rounds::new();
     for mode in JUDGED {
         let lost = to_coding(book, mode);
-        book.judge(&format!("what a hog loses to coding in {mode}, %"), &lost, BookBound::AtMost(3.0));
+        book.judge(
+            &format!("loss of a hog's speed due to coding in {mode}, %"),
+            &lost,
+            BookBound::AtMost(3.0),
+        );
         let cpu = book.rounds(&name(mode), "coding_cpu_percent");
         book.judge(
-            &format!("host CPU that coding took beside a hog in {mode}, %"),
+            &format!("host CPU used for coding while a hog ran in {mode}, %"),
             &cpu,
             BookBound::AtMost(3.0),
         );
@@ -158,5 +165,5 @@ fn judge(book: &mut Book) {
             *failed.entry(round).or_default() += count;
         }
     }
-    book.judge("writes that failed beside a hog", &failed, BookBound::AtMost(0.0));
+    book.judge("failed writes while a hog ran", &failed, BookBound::AtMost(0.0));
 }

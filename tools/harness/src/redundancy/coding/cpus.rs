@@ -1,6 +1,6 @@
-//! Divides the CPUs: one for the host with its store and its other load, one for the DPU, and the
-//! remaining CPUs for the clients. If no CPUs remain, clients share the DPU's CPU, because their
-//! requests arrive there.
+//! Divides the machine's CPUs. The host, with its store and its other load, gets one CPU, the DPU
+//! gets one CPU, and the clients get the remaining CPUs. If no CPU remains, clients share the DPU's
+//! CPU, because their requests arrive there.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -21,7 +21,7 @@ impl Division {
     /// Divides the CPUs that this process may use.
     ///
     /// # Errors
-    /// If there are fewer than two.
+    /// If there are fewer than two CPUs.
     pub fn here() -> Result<Division> {
         let set = sched_getaffinity(None)?;
         let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
@@ -36,10 +36,11 @@ impl Division {
     }
 }
 
-/// Calls `what` on some CPUs. Processes that it starts also use only these CPUs.
+/// Calls `what` while this thread may use only `cpus`. Processes that `what` starts also use only
+/// these CPUs.
 ///
 /// # Errors
-/// The call fails, or these CPUs may not be used.
+/// If the call fails, or if this process may not use these CPUs.
 pub fn on<T>(cpus: &[usize], what: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = sched_getaffinity(None)?;
     let mut set = CpuSet::new();
@@ -55,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_have_what_is_left_or_share_the_dpus() {
+    fn clients_use_the_remaining_cpus_or_share_the_dpus() {
         let division = |all: &[usize]| Division::of(all).map(|d| (d.host, d.dpu, d.clients));
         assert_eq!(division(&[3]), None);
         assert_eq!(division(&[0, 1]), Some((0, 1, vec![1])));
@@ -63,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_on_some_cpus_leaves_the_thread_where_it_was() {
+    fn a_call_on_some_cpus_restores_the_affinity_of_the_thread() {
         let before = sched_getaffinity(None).unwrap();
         let first = (0..CpuSet::MAX_CPU).find(|cpu| before.is_set(*cpu)).unwrap();
         let count = on(&[first], || Ok(sched_getaffinity(None)?.count())).unwrap();

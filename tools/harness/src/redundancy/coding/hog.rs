@@ -1,6 +1,6 @@
-//! The hog: a program that wants all of a CPU and reports how much work it completes. It shows how
-//! much CPU time coding on the host takes from other programs. It is this program, started as
-//! `outboard-redundancy hog CPU`.
+//! The hog: a program that uses all available time of a CPU, and reports how much work it
+//! completes. It shows how much CPU time coding on the host takes from other programs. The hog is
+//! started as `outboard-redundancy hog CPU`.
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
@@ -13,10 +13,10 @@ use crate::Result;
 
 /// Time between two reports of the hog.
 const TOLD_EVERY: Duration = Duration::from_millis(50);
-/// Steps of a work item, which takes about 20 µs.
+/// Number of steps of a work item, which takes about 20 µs.
 const STEPS: u32 = 20_000;
 
-/// A running hog. Dropping it ends the hog.
+/// A running hog. Dropping this value ends the hog.
 #[derive(Debug)]
 pub struct Hog {
     child: Child,
@@ -28,16 +28,16 @@ pub struct Hog {
 pub struct Told {
     /// Time of the report, in seconds since 1970.
     pub at: f64,
-    /// Work items completed since the start.
+    /// Number of work items that the hog has completed since its start.
     pub pieces: f64,
 }
 
-/// Runs the hog: computes on a CPU until the reader of its output ends.
+/// Runs the hog: computes on the CPU `cpu` until the reader closes its output.
 ///
 /// # Errors
 /// If the CPU may not be used.
 pub fn run(cpu: &str) -> Result<()> {
-    let cpu: usize = cpu.parse().map_err(|_| format!("{cpu}: not a CPU"))?;
+    let cpu: usize = cpu.parse().map_err(|_| format!("{cpu} is not the number of a CPU"))?;
     cpus::on(&[cpu], || {
         let (mut pieces, mut next) = (0_u64, now());
         loop {
@@ -62,7 +62,7 @@ fn step(x: u64) -> u64 {
     x ^ (x << 17)
 }
 
-/// Returns seconds since 1970, a clock that both processes share.
+/// Returns the time in seconds since 1970, from a clock that both processes share.
 #[must_use]
 pub fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
@@ -72,11 +72,11 @@ impl Hog {
     /// Starts the hog on a CPU.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the hog cannot be started.
     pub fn start(cpu: usize) -> Result<Hog> {
         let mut command = Command::new(std::env::current_exe()?);
         let mut child = command.args(["hog", &cpu.to_string()]).stdout(Stdio::piped()).spawn()?;
-        let out = child.stdout.take().ok_or("the hog says nothing")?;
+        let out = child.stdout.take().ok_or("the hog has no output")?;
         let told = Arc::new(Mutex::new(Vec::new()));
         let heard = Arc::clone(&told);
         std::thread::spawn(move || {
@@ -98,14 +98,16 @@ impl Hog {
         self.told.lock().map(|told| told.clone()).unwrap_or_default()
     }
 
-    /// Pieces of work per second between two moments; 0 if it has said too little.
+    /// Returns the number of work items per second between two times. Returns 0 if there are fewer
+    /// than two reports between them.
     #[must_use]
     pub fn speed(&self, from: f64, to: f64) -> f64 {
         speed(&self.told(), from, to)
     }
 }
 
-/// Pieces of work per second between two moments.
+/// Returns the number of work items per second between two times, or 0 if there are fewer than two
+/// reports between them.
 #[must_use]
 pub fn speed(told: &[Told], from: f64, to: f64) -> f64 {
     let mut within = told.iter().filter(|t| (from..=to).contains(&t.at));
@@ -117,7 +119,7 @@ pub fn speed(told: &[Told], from: f64, to: f64) -> f64 {
 
 impl Drop for Hog {
     fn drop(&mut self) {
-        // It has ended already, or does now.
+        // Ignore errors: the hog may already have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn speed_is_that_of_the_time_asked_for() {
+    fn speed_is_measured_within_the_given_time() {
         let told: Vec<Told> = [(1.0, 0.0), (2.0, 10.0), (3.0, 30.0), (4.0, 90.0)]
             .map(|(at, pieces)| Told { at, pieces })
             .to_vec();

@@ -1,4 +1,5 @@
-//! Compares latencies of `latency-sensitive` on an idle host with coding on the host alone.
+//! Compares the latency of writes in mode `latency-sensitive` on an idle host with the latency in a
+//! mode that computes all parity on the host.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
@@ -17,7 +18,7 @@ const PATTERNS: [Pattern; 3] = [
     Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
 ];
 
-/// Measures, and prints what was found.
+/// Measures both modes, and prints the results.
 ///
 /// # Errors
 /// If the node fails.
@@ -33,7 +34,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         }
     }
     let mut table =
-        Table::new(&["latency, ms", "p50", "p99", "p50, CPU only", "p99, CPU only", "p99 / CPU only"]);
+        Table::new(&["latency, ms", "p50", "p99", "p50, host only", "p99, host only", "p99 / host only"]);
     for pattern in &PATTERNS {
         let [sensitive, alone] = MODES.map(|mode| name(pattern, mode));
         let ms = |what: &str, figure: &str| {

@@ -1,11 +1,11 @@
 //! Part `coding`: measures where the parity of large writes is computed, and how this affects
 //! writes and the host's other work.
 //!
-//! The host's roles run on one CPU, in some experiments together with a program that wants all of
-//! that CPU (`hog`). The DPU's roles run on another CPU, and so do the clients if there is no third
-//! CPU. `sweep` compares `hybrid:auto` with fixed ratios. `latency` compares `latency-sensitive`
-//! with coding on the host alone. `busy` measures the hog's loss, `timeline` shows the scheduler's
-//! behaviour, and `places` repeats the paper's figure 2.
+//! The host's roles run on one CPU. In some experiments, a program that uses all available time of
+//! this CPU (`hog`) runs there too. The DPU's roles run on another CPU, and so do the clients if
+//! there is no third CPU. `sweep` compares `hybrid:auto` with fixed ratios. `latency` compares
+//! `latency-sensitive` with coding on the host alone. `busy` measures the slowdown of the hog,
+//! `timeline` shows the scheduler's behaviour, and `places` repeats the paper's figure 2.
 
 pub mod busy;
 pub mod cpus;
@@ -27,7 +27,7 @@ use crate::report::say;
 
 type Experiment = fn(&RedundancySettings, &mut CodingRig, &mut Book) -> Result<()>;
 
-/// All of them, by the names under which one alone can be asked for (`coding:sweep`).
+/// All experiments with their names. The argument `coding:NAME` runs only one experiment.
 const EXPERIMENTS: [(&str, Experiment); 5] = [
     ("sweep", sweep::measure),
     ("latency", latency::measure),
@@ -36,26 +36,29 @@ const EXPERIMENTS: [(&str, Experiment); 5] = [
     ("places", places::measure),
 ];
 
-/// Modes in which nothing else happens if the host is busy.
+/// Modes that send all coding tasks to the DPU, so that a busy host makes no difference.
 const ALL_TO_DPU: [&str; 2] = ["async", "hybrid:0:1"];
-/// Pieces that a scheduler may send away because the host is busy, in a run in which nothing else is on it, in percent.
+/// Maximum percentage of coding tasks that the scheduler may send to the DPU because it considers
+/// the host busy. It applies to runs without other load on the host.
 const BUSY_ALLOWED: f64 = 5.0;
 
-/// Measures, and prints what was found.
+/// Runs the requested experiments, and prints the results.
 ///
 /// # Errors
-/// If the node fails.
+/// If the node fails, or the requested experiment does not exist.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let wanted = |name: &str| settings.only.as_deref().is_none_or(|only| only == name);
     let chosen: Vec<Experiment> =
         EXPERIMENTS.into_iter().filter(|(n, _)| wanted(n)).map(|(_, e)| e).collect();
     if chosen.is_empty() {
         let names: Vec<&str> = EXPERIMENTS.into_iter().map(|(name, _)| name).collect();
-        return Err(format!("of coding there are: {}", names.join(", ")).into());
+        return Err(
+            format!("the part coding has no such experiment; choose from {}", names.join(", ")).into()
+        );
     }
     let mut rig = CodingRig::up(dir, &settings.offload, settings)?;
     say(format!(
-        "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s) of {} s a run",
+        "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s), {} s per run",
         rig.cpus.host, rig.cpus.dpu, rig.cpus.clients, settings.offload, settings.rounds, settings.seconds
     ));
     let mut book = Book::default();
@@ -65,7 +68,7 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     Ok(book)
 }
 
-/// Takes a run of writes down.
+/// Records the results of a run of writes as the case `what`.
 fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     book.note(what, "mb_per_s", round, run.mb_per_s);
     book.note(what, "latency_us_p50", round, run.p50_us);
@@ -81,17 +84,17 @@ fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     }
 }
 
-/// Takes a run of writes in a mode down, on a host that has nothing else to do. If it counted as busy all the same, the mode was not
-/// what decided, and the run does not count.
+/// Records a run of writes on a host without other load. If the scheduler considered the host busy
+/// nevertheless, the mode did not decide where parity was computed. Then the run is invalid.
 fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &WriteRun) {
     if run.busy_percent() <= BUSY_ALLOWED || ALL_TO_DPU.contains(&mode) {
         return note(book, what, round, run);
     }
     note(book, &format!("{what}, void"), round, run);
-    book.void("the scheduler took the host for busy, though nothing was put on it but the node");
+    book.void("the scheduler considered the host busy, although only the node ran there");
 }
 
-/// Writes in a mode.
+/// Sets the coding mode, and runs writes.
 fn write_in(rig: &CodingRig, mode: &str, pattern: &Pattern, seconds: u32) -> Result<WriteRun> {
     rig.set_mode(mode)?;
     rig.write(rig::POOL, pattern, seconds)

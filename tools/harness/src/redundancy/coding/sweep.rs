@@ -1,9 +1,9 @@
 //! Compares `hybrid:auto` with every fixed ratio between host and DPU, on an idle host, under
 //! several loads.
 //!
-//! First, all ratios run in turns. Then, for each load, the best ratio and `hybrid:auto` run in new
-//! pairs. The new runs are necessary because the best of many results tends to be better than a
-//! repeat of it.
+//! First, all ratios run in alternating order. Then, for each load, the best ratio and
+//! `hybrid:auto` run in new pairs. The new runs are necessary, because the best of many results is
+//! usually better than the result of a repeated run.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
@@ -17,7 +17,7 @@ use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
 const AUTO: &str = "hybrid:auto";
-/// Fixed ratios, host to DPU, and the mode under test; each with its colour.
+/// Modes with fixed ratios of host to DPU, and the mode under test, each with its colour.
 const MODES: [(&str, &str); 9] = [
     ("hybrid:1:0", "host"),
     ("hybrid:7:1", "p8"),
@@ -29,10 +29,12 @@ const MODES: [(&str, &str); 9] = [
     ("hybrid:0:1", "p6"),
     (AUTO, "p1"),
 ];
-/// Pairs for each round of the sweep: what is judged must lie closer together than single runs do.
+/// Number of pairs per round of the sweep. Single runs vary too much for the threshold, so the
+/// comparison needs more runs.
 const PAIRS: u32 = 4;
 const MIB: u64 = 1 << 20;
-/// Loads that the scheduler was not tuned on: writes of one size, few and many at a time, and of two sizes at once.
+/// Loads that were not used to tune the scheduler: few and many concurrent writes of one size, and
+/// concurrent writes of two sizes.
 const PATTERNS: [Pattern; 6] = [
     Pattern { name: "16 MiB x 1", loads: &[("16MiB", 16 * MIB, 1)] },
     Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
@@ -42,12 +44,12 @@ const PATTERNS: [Pattern; 6] = [
     Pattern { name: "8 and 16 MiB x 4", loads: &[("8MiB", 8 * MIB, 4), ("16MiB", 16 * MIB, 4)] },
 ];
 
-/// Measures, and prints what was found.
+/// Measures all modes, and prints and draws the results.
 ///
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
-    // The first writes make the objects; the others find them.
+    // The first writes create the objects, which later writes replace.
     for pattern in &PATTERNS {
         write_in(rig, AUTO, pattern, 1)?;
     }
@@ -64,7 +66,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
     let best = PATTERNS.map(|pattern| best_fixed(book, &pattern));
     let pairs = PAIRS * settings.rounds;
     for round in 1..=pairs {
-        say(format!("  hybrid:auto and the best ratios, round {round} of {pairs}"));
+        say(format!("  pairs of hybrid:auto and the best ratios, round {round} of {pairs}"));
         for (pattern, best) in PATTERNS.iter().zip(best) {
             for mode in turns(&[AUTO, best], round as usize) {
                 let run = write_in(rig, mode, pattern, settings.seconds)?;
@@ -76,7 +78,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
     for (pattern, best) in PATTERNS.iter().zip(best) {
         let ratio = book.ratio("mb_per_s", &paired(pattern, AUTO), &paired(pattern, best));
         book.judge(
-            &format!("{}: hybrid:auto / {best}, the best", pattern.name),
+            &format!("{}: hybrid:auto / the best ratio, {best}", pattern.name),
             &ratio,
             BookBound::AtLeast(0.97),
         );
@@ -92,7 +94,7 @@ fn paired(pattern: &Pattern, mode: &str) -> String {
     format!("pairs, {}, {mode}", pattern.name)
 }
 
-/// The fixed ratio with the highest median.
+/// Returns the fixed ratio with the highest median throughput.
 fn best_fixed(book: &Book, pattern: &Pattern) -> &'static str {
     let median = |mode: &str| {
         let rounds = book.rounds(&swept(pattern, mode), "mb_per_s");
@@ -144,7 +146,7 @@ fn draw(book: &Book) -> String {
         values: PATTERNS.iter().map(|pattern| of(mode, pattern)).collect(),
     });
     grouped_file(&[Grouped {
-        title: "Writes to ec:4+2 by ratio of pieces coded by host and DPU, idle host".to_owned(),
+        title: "Writes to ec:4+2 on an idle host, by ratio of coding tasks on host and DPU".to_owned(),
         axis: "MB/s of objects".to_owned(),
         groups: PATTERNS.iter().map(|p| p.name.to_owned()).collect(),
         series: series.collect(),

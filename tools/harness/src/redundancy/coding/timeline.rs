@@ -13,47 +13,47 @@ use crate::redundancy::settings::RedundancySettings;
 use crate::report::say;
 
 const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
-/// Pause between two looks.
+/// Pause between two observations of the scheduler.
 const EVERY: Duration = Duration::from_millis(100);
-/// The load starts before this, and what it starts with is not shown.
+/// Time between the start of the load and the first observation.
 const LEAD: Duration = Duration::from_millis(700);
 
-/// What one look saw.
+/// One observation of the scheduler.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Point {
     seconds: f64,
     utilization_percent: f64,
-    /// None where it is not counted.
+    /// `None` if the system does not report the pressure.
     pressure_percent: Option<f64>,
     host_busy: bool,
     alpha: u64,
     beta: u64,
 }
 
-/// All of it.
+/// All observations, and the times of the hog's start and end.
 #[derive(Debug, Serialize)]
 struct Timeline {
     hog_from: f64,
     hog_to: f64,
     points: Vec<Point>,
-    /// Seconds, and pieces of work per second.
+    /// The hog's speed: seconds, and work items per second.
     hog: Vec<(f64, f64)>,
 }
 
-/// Measures, and draws what was found.
+/// Measures the timeline, and draws it.
 ///
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     let third = settings.seconds.max(3) * 2;
-    say(format!("  timeline, {} s, with a hog from {third} s to {} s", 3 * third, 2 * third));
+    say(format!("  timeline of {} s, with a hog from {third} s to {} s", 3 * third, 2 * third));
     rig.set_mode("hybrid:auto")?;
     rig.write(POOL, &PATTERN, 1)?;
     let rig = &*rig;
     let seen = std::thread::scope(|scope| -> Result<Timeline> {
         let writes = scope.spawn(|| rig.write(POOL, &PATTERN, 3 * third + 2).map_err(|e| e.to_string()));
         let seen = watch(rig, f64::from(third))?;
-        let run = writes.join().map_err(|_| "the writes panicked")??;
+        let run = writes.join().map_err(|_| "the thread that writes panicked")??;
         if run.errors > 0 {
             book.problem(format!("timeline: {} writes failed", run.errors));
         }
@@ -66,9 +66,9 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         book.note("timeline", "seconds_until_calm", 1, calm_after);
     }
     say(format!(
-        "  busy {} s after the hog came, not busy {} s after it went",
-        seen.busy_after().map_or("never".to_owned(), |s| format!("{s:.2}")),
-        seen.calm_after().map_or("never".to_owned(), |s| format!("{s:.2}"))
+        "  time from the hog's start until the host counted as busy: {}; from its end until it did not: {}",
+        seen.busy_after().map_or("never".to_owned(), |s| format!("{s:.2} s")),
+        seen.calm_after().map_or("never".to_owned(), |s| format!("{s:.2} s"))
     ));
     settings.save("timeline.json", &serde_json::to_string_pretty(&seen)?)?;
     settings.save("timeline.svg", &seen.draw())
@@ -107,31 +107,33 @@ fn watch(rig: &CodingRig, third: f64) -> Result<Timeline> {
     Ok(Timeline { hog_from: times[0], hog_to: times[1], points, hog: speeds(&told, start) })
 }
 
-/// How fast the hog was between each two things that it said.
+/// Returns the hog's speed between successive reports: seconds since `start`, and work items per
+/// second.
 fn speeds(told: &[Told], start: f64) -> Vec<(f64, f64)> {
     let between = |pair: &[Told]| {
         let seconds = pair[1].at - pair[0].at;
         (pair[1].at - start, (pair[1].pieces - pair[0].pieces) / seconds)
     };
-    // Two of them, so that the pauses between them matter less.
+    // Each speed spans two reports, so that irregular times of reports matter less.
     told.iter().copied().step_by(2).collect::<Vec<_>>().windows(2).map(between).collect()
 }
 
 impl Timeline {
-    /// How long the hog was there before it was noticed.
+    /// Returns the time in seconds from the hog's start until the host counted as busy.
     fn busy_after(&self) -> Option<f64> {
         let since = |p: &&Point| p.seconds >= self.hog_from && p.seconds < self.hog_to;
         let noticed = self.points.iter().filter(since).find(|p| p.host_busy)?;
         Some(noticed.seconds - self.hog_from)
     }
 
-    /// How long it was gone before that was noticed.
+    /// Returns the time in seconds from the hog's end until the host did not count as busy any
+    /// more.
     fn calm_after(&self) -> Option<f64> {
         let noticed = self.points.iter().filter(|p| p.seconds >= self.hog_to).find(|p| !p.host_busy)?;
         Some(noticed.seconds - self.hog_to)
     }
 
-    /// When the host counted as busy.
+    /// Returns the periods in which the host counted as busy.
     fn busy_times(&self) -> Vec<(f64, f64)> {
         let mut times: Vec<(f64, f64)> = Vec::new();
         for pair in self.points.windows(2).filter(|pair| pair[0].host_busy) {
@@ -152,21 +154,21 @@ impl Timeline {
         let line = |name, class, of: &dyn Fn(&Point) -> f64| line_where(name, class, &|p| Some(of(p)));
         let panels = [
             Panel {
-                title: "The host's CPU, without coding and what stands for the DPU, %".to_owned(),
+                title: "CPU use of the host without coding and without the emulated DPU, %".to_owned(),
                 lines: vec![
                     line("utilization", "p2", &|p| p.utilization_percent),
                     line_where("pressure", "p6", &|p| p.pressure_percent),
                 ],
             },
             Panel {
-                title: "Pieces sent in the last second".to_owned(),
+                title: "Coding tasks assigned in the last second".to_owned(),
                 lines: vec![
                     line("to the host (α)", "host", &|p| p.alpha as f64),
                     line("to the DPU (β)", "p1", &|p| p.beta as f64),
                 ],
             },
             Panel {
-                title: "The hog's pieces of work per second".to_owned(),
+                title: "Work items of the hog per second".to_owned(),
                 lines: vec![ChartLine { name: "hog", class: "p7", points: self.hog.clone() }],
             },
         ];
@@ -184,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_noticed_is_counted_from_when_it_was_so() {
+    fn delays_count_from_the_start_and_the_end_of_the_hog() {
         let points = [(0.0, true), (1.0, false), (2.0, false), (2.5, true), (4.0, true), (5.0, false)];
         let points = points.map(|(t, busy)| point(t, busy)).to_vec();
         let seen = Timeline { hog_from: 2.0, hog_to: 4.0, points, hog: vec![(2.5, 7.0)] };
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hogs_speed_is_over_two_of_the_times_it_spoke() {
+    fn the_speed_of_the_hog_is_computed_over_two_reports() {
         let told = [(1.0, 0.0), (1.5, 5.0), (2.0, 20.0), (2.5, 21.0), (3.0, 40.0)];
         let told = told.map(|(at, pieces)| Told { at, pieces });
         assert_eq!(speeds(&told, 1.0), [(1.0, 20.0), (2.0, 20.0)]);
