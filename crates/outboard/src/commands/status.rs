@@ -73,12 +73,8 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
 }
 
 async fn ask(endpoint: &str, source: Option<IpAddr>) -> Result<client::NodeStatus, String> {
-    let options = client::Options {
-        connect_timeout: PATIENCE,
-        request_timeout: PATIENCE,
-        source,
-        ..super::options()
-    };
+    let options =
+        client::Options { connect_timeout: PATIENCE, request_timeout: PATIENCE, source, ..super::options() };
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
         let status = client.status().await;
