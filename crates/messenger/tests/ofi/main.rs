@@ -132,3 +132,46 @@ async fn bulk_data_in_memory_moves_by_one_sided_transfers() {
     let own = server.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
     assert!(own.descriptor.remote.is_none());
 }
+
+/// The reader keeps all messages, so its packet buffers run out, and the messenger copies further
+/// packets.
+#[tokio::test]
+async fn messages_arrive_although_a_reader_keeps_all_packet_buffers() {
+    use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack};
+    const COUNT: usize = 4000;
+    let (provider, address) = provider();
+    let Some(client) = load(OfiConfig::new(&provider)) else { return };
+    // 2 MiB hold 128 packets of 16 KiB; the messages need about 1000.
+    let server = load(OfiConfig { packet_memory_bytes: 2 << 20, ..OfiConfig::new(&provider) });
+    let (heartbeat, grace) = patience(&provider);
+    let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
+    let client = StreamStack::over(client, config.clone());
+    let server = StreamStack::over(server.expect("libfabric is there"), config);
+    let mut listener = server.listen(&address, 0).await.expect("listens");
+    let endpoint = listener.endpoint();
+    let (client, server) =
+        tokio::join!(client.connect(&endpoint, ConnectOptions::default()), listener.accept());
+    let ((client, _replies), (_server, mut requests)) = (client.expect("connects"), server.expect("accepts"));
+    let payload = |at: usize| base::block::Payload::compute(0, vec![at as u8; 4096].into());
+    let send = async {
+        for at in 0..COUNT {
+            let message = Message { payload: payload(at), ..Message::default() };
+            client.send(message).await.expect("sent");
+        }
+    };
+    let receive = async {
+        let mut kept = Vec::new();
+        while kept.len() < COUNT {
+            match requests.next().await {
+                ConnectionEvent::Message(message) => kept.push(message),
+                other => panic!("after {} messages: {other:?}", kept.len()),
+            }
+        }
+        kept
+    };
+    let both = async { tokio::join!(send, receive).1 };
+    let kept = tokio::time::timeout(Duration::from_secs(60), both).await.expect("the connection stalled");
+    for (at, message) in kept.iter().enumerate() {
+        assert!(message.payload.data().iter().all(|byte| *byte == at as u8), "message {at}");
+    }
+}

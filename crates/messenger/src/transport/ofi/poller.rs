@@ -125,7 +125,11 @@ impl Port<Link> {
             Some(_) => buf.freeze().slice(HEADER_BYTES..),
             None => {
                 metrics::counter!("outboard_messenger_copied_packets").increment(1);
-                Bytes::copy_from_slice(&buf[HEADER_BYTES..])
+                let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
+                // The buffer returns to the pool, from which it replaces itself below. Otherwise
+                // the link would have one receive less from now on.
+                drop(buf);
+                copy
             }
         };
         let wanted = link.on_packet(header, content);
