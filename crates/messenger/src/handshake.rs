@@ -232,7 +232,8 @@ impl Dialer {
                 None => Ok(wire),
             };
         };
-        if !path.is_active() {
+        // A client that requires a path tries it even during the path's cool-down.
+        if !path.is_active() && !path.path.is_required {
             return Ok(wire);
         }
         let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
