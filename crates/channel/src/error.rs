@@ -13,8 +13,8 @@ pub enum ChannelError {
     /// The peer violated the protocol.
     #[error("peer broke the channel's protocol: {0}; its attachment was ended")]
     Protocol(String),
-    /// The peer refused the attachment.
-    #[error("peer refused the attachment: {0}")]
+    /// The peer or this side refused the attachment, or a part of it such as a memory range.
+    #[error("attachment refused: {0}")]
     Refused(String),
     /// Memory could not be allocated, or the memory that the peer sent is unacceptable.
     #[error(transparent)]
@@ -34,7 +34,7 @@ pub enum ChannelError {
     #[error("DMA transfer refused: {0}")]
     Transfer(String),
     /// The engine has stopped.
-    #[error("DMA engine {0} has stopped; restart the osd")]
+    #[error("DMA engine {0} has stopped; restart the process that runs it")]
     EngineStopped(String),
 }
 

@@ -305,11 +305,9 @@ impl ShmDevice {
             }
         }
         match self.pace {
-            Some((setup, per_byte)) if is_payload(&work.chain) => {
+            Some((setup, per_1000_bytes)) if is_payload(&work.chain) => {
                 let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
-                // Computed per 1000 bytes, because a nanosecond is too coarse for the time per
-                // byte.
-                let until = started + setup + per_byte * (bytes / 1000);
+                let until = started + setup + per_1000_bytes * bytes / 1000;
                 self.paced = Some((queue, work, until));
             }
             _ => self.finish(queue, work, Ok(()), Instant::now()),
