@@ -26,7 +26,7 @@ const TRIM_IDLE: Duration = Duration::from_secs(1);
 /// The future of an [`Array`]'s reply.
 pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
 
-/// See the [module](self) documentation. A clone is another handle to the same group.
+/// A placement group with redundancy, as one store over its members. A clone is another handle to the same group.
 #[derive(Clone)]
 pub struct Array(Rc<Group>);
 

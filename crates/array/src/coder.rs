@@ -13,7 +13,7 @@ use crate::layout::StripeLayout;
 /// Size in bytes of the static buffer of zeros.
 const ZEROS: usize = 64 << 10;
 
-/// See the [module](self) documentation.
+/// Computes parity, and reconstructs fragments from other fragments.
 pub(crate) struct Coder {
     layout: StripeLayout,
     /// `None` if fragments are copies.

@@ -113,7 +113,7 @@ pub(crate) struct StripeBatch {
     pub(crate) code: Option<Code>,
 }
 
-/// See the [module](self) documentation.
+/// Chooses where the parity of a coding task is computed, and writes the fragments to the members.
 pub struct CodingDispatcher {
     stores: Arc<dyn StripeStores>,
     scheduler: Scheduler,

@@ -57,7 +57,7 @@ pub struct GroupOptions {
     pub coding: Rc<CodingDispatcher>,
 }
 
-/// See the [module](self) documentation.
+/// The state of a placement group with redundancy: its members and what is known about each.
 pub struct Group {
     pub(crate) cid: CollectionId,
     /// See [`GroupOptions::place`].
@@ -78,8 +78,8 @@ pub struct Group {
     /// If true, the next interval discards all dirty notes. Stale members, which need the notes,
     /// become blank.
     pub(crate) drops_notes: Cell<bool>,
-    /// Targets that had no space for the data of a blank member. Other targets replace them if
-    /// possible.
+    /// Targets that had too little free space for the rebuild of a member. The group prefers other
+    /// targets as replacements.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// Transactions hold this lock for reading. The group holds it for writing during steps that
     /// must not overlap transactions, such as the admission of a member.
@@ -165,7 +165,7 @@ impl Group {
         self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid() == *target))
     }
 
-    /// Returns true if any object has a dirty note.
+    /// Returns true if there is any dirty note: if any object changed while a member was away.
     pub fn has_notes(&self) -> bool {
         !self.intents.borrow().dirty().is_empty()
     }

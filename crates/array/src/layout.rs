@@ -17,7 +17,7 @@ use std::ops::Range;
 use store::MAX_OBJECT_SIZE;
 use wire::Redundancy;
 
-/// See the [module](self) documentation.
+/// Maps the bytes of an object to its fragments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StripeLayout {
     /// Number of data fragments.

@@ -62,7 +62,7 @@ pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
     Payload::from_parts(0, data, checksums).expect("as many checksums as pieces")
 }
 
-/// See the [module](self) documentation.
+/// The changes of an object's data in a transaction, before their division into fragments.
 pub(crate) struct Overlay {
     /// Size of the object before the changes, in bytes.
     pub(crate) before: u64,

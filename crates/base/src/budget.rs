@@ -6,14 +6,14 @@
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
 //!    addresses). The first holder in this order loses its place: a disconnected holder at the
-//!    same address; any holder that has been disconnected for the budget's patience; a holder at
-//!    the same address that has been silent for the patience. Without such a holder, the budget
-//!    refuses the newcomer.
+//!    same address; any holder that has been disconnected for longer than the budget's
+//!    patience; a holder at the same address that has been silent for longer than the patience. If
+//!    there is no such holder, the budget refuses the newcomer.
 //!
 //! 2. The newcomer's address holds less than its share. The first holder in this order loses its
-//!    place: any holder that has been disconnected for the patience; a disconnected holder at an
-//!    address above its share; the longest-silent holder at an address above its share. The budget
-//!    never refuses this newcomer.
+//!    place: any holder that has been disconnected for longer than the budget's patience; a
+//!    disconnected holder at an address above its share; the longest-silent holder at an address
+//!    above its share. The budget never refuses this newcomer.
 //!
 //! So an address that opens many connections loses them to other addresses, and cannot keep other
 //! addresses out.

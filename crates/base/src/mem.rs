@@ -4,7 +4,7 @@
 //! An [`ArenaBuf`] is the exclusive use of a range of an arena. [`DeviceMemory`] is another mapping
 //! of the same bytes, for an emulated device. `unsafe` code is needed for four things: `mmap`
 //! itself, slices of mapped memory, copies of bytes that others may be writing, and the promise
-//! that two `ArenaBuf`s never overlap. The caller of [`Arena::carve`] keeps that promise (in this
+//! that two `ArenaBuf`s never overlap. The caller of `Arena::carve` keeps that promise (in this
 //! crate: [`crate::pool`]).
 //!
 //! **Huge pages.** The cost of direct I/O grows with the number of pages. Shared memory uses 2 MiB
@@ -214,7 +214,9 @@ impl Arena {
         let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
         let due = len.checked_next_multiple_of(page.unwrap_or(1)).filter(|_| len > 0 && is_in_pages(len));
         if due.is_none_or(|due| u64::try_from(size) != Ok(due as u64)) {
-            return Err(MemError::Refused(format!("it has {size} bytes, but {len} bytes were announced")));
+            return Err(MemError::Refused(format!(
+                "the memory file has {size} bytes, but the peer announced {len}"
+            )));
         }
         Arena::map(fd, len)
     }

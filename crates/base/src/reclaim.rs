@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sender_keeps_a_reply_that_is_sent_after_the_drop() {
+    fn the_sender_gets_its_reply_back_if_the_receiver_was_dropped() {
         let mut given_back = None;
         let (sender, waiting) = reclaim(&mut given_back);
         drop(waiting);

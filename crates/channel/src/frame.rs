@@ -53,8 +53,8 @@ pub struct EntryHeader {
     pub reply_max: u32,
     /// Number of the request, unique within the attachment. A reply has the number of its request.
     pub id: u64,
-    /// Number of this target's last transaction that the request must follow. In a transaction: one
-    /// less than its own number.
+    /// The store executes the request after this target's transaction with this number. If the
+    /// request is itself transaction `n`, this field is `n - 1`.
     pub after: u64,
     /// Bytes that the sender has taken so far from the ring of the other direction.
     pub consumed: u64,
@@ -141,7 +141,7 @@ impl EntryHeader {
         out
     }
 
-    /// Parses a header. [`verify`] checks the checksum later, together with the control data.
+    /// Parses a header. `verify` checks the checksum later, together with the control data.
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if the bytes are not a header.

@@ -1,6 +1,6 @@
 //! The Prometheus page of a process: `GET /metrics` over HTTP/1.1.
 //!
-//! One `admin-metrics` thread serves up to [`CONNECTIONS`] connections concurrently. A request is
+//! One `admin-metrics` thread serves up to `CONNECTIONS` connections concurrently. A request is
 //! at most 8 KiB. Request and answer have a time limit of two seconds each. If all places are
 //! taken, a new connection replaces the oldest connection of an address with more than its fair
 //! share. Silent peers therefore cannot keep a scraper out.

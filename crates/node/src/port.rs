@@ -8,7 +8,7 @@ use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
 
 /// The first port that a new node tries.
 const DEFAULT_PORT: u16 = 7400;
-/// The last port that a new node tries after [`DEFAULT_PORT`]. These ports lie outside of the range
+/// The last port that a new node tries after `DEFAULT_PORT`. These ports lie outside of the range
 /// that the system uses for outgoing TCP traffic, so a node finds its port free when it starts
 /// again.
 const LAST_PORT: u16 = 7499;

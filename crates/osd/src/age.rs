@@ -27,7 +27,7 @@ const FORMAT: u8 = 1;
 /// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
-/// See the [module](self) documentation.
+/// How often the node's OSD has started, and for how long it has run in total.
 pub(crate) struct Age {
     generation: u64,
     /// Total running time of earlier starts, in milliseconds.

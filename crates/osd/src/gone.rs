@@ -21,7 +21,7 @@ const GENERATIONS: usize = 64;
 /// stored.
 const SPARED_STORED: usize = 256;
 
-/// See the [module](self) documentation.
+/// The set of sessions whose results a placement group has forgotten.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Gone {
     floor: u64,

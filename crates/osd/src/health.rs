@@ -70,7 +70,7 @@ struct Down {
     awaits_mount: bool,
 }
 
-/// See the [module](self) documentation.
+/// Decides whether a target is used, and when an unused target is probed.
 pub(crate) struct Health {
     retry: TargetRetry,
     down: Option<Down>,

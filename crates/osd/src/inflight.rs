@@ -10,7 +10,7 @@ use wire::{Mutated, SessionId};
 /// Outcome of a change; `None` while the change is running.
 type ChangeOutcome = Option<wire::Result<Mutated>>;
 
-/// See the [module](self) documentation.
+/// The changes in flight.
 #[derive(Default)]
 pub(crate) struct InFlight {
     changes: RefCell<HashMap<(SessionId, u64), watch::Receiver<ChangeOutcome>>>,

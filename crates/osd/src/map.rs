@@ -30,7 +30,7 @@ const FORMAT: u8 = 2;
 /// Format of maps from before redundancy schemes existed.
 const FORMAT_SINGLE: u8 = 1;
 
-/// See the [module](self) documentation.
+/// The node's map: its targets and pools.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeMap {
     pub(crate) epoch: u64,

@@ -422,7 +422,7 @@ impl Pg {
         state.put_back(note.carried);
     }
 
-    /// Returns whether the group may have results of a session.
+    /// Returns false only if the group holds no results of the session.
     pub(crate) fn knows(&self, session: SessionId) -> bool {
         self.state.borrow().marks.contains_key(&session)
     }

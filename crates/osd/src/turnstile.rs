@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::task::{Poll, Waker};
 
-/// See the [module](self) documentation.
+/// The order of the ops on one object.
 #[derive(Default)]
 pub(crate) struct Turnstile {
     inner: RefCell<Inner>,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use base::block::BLOCK_SIZE;
 use bytes::Bytes;
 
-/// See the [module](self) documentation. Runs do not overlap.
+/// The blocks that the ops of a change have written. Runs do not overlap.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
     /// The runs, each by the number of its first block.

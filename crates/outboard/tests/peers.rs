@@ -130,7 +130,7 @@ fn count(status: &Value, what: &str, reason: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn connections_and_idle_sessions_of_one_address_keep_no_other_out() {
+async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() {
     let files = raise_limit();
     assert!(files >= 6000, "this test needs a hard limit of 6000 open files (ulimit -Hn), not {files}");
     let node = Node::up("dpu", files);

@@ -186,12 +186,12 @@ fn drives_whose_writes_fail(placement: &str) {
 }
 
 #[test]
-fn targets_whose_writes_failed_are_used_again_automatically() {
+fn targets_are_used_again_after_failed_writes_with_the_osd_on_the_dpu() {
     drives_whose_writes_fail("dpu");
 }
 
 #[test]
-fn targets_whose_writes_failed_are_used_again_in_host_placement() {
+fn targets_are_used_again_after_failed_writes_with_the_osd_on_the_host() {
     drives_whose_writes_fail("host");
 }
 

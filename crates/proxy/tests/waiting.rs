@@ -134,7 +134,7 @@ async fn a_stalled_transfer_in_an_idle_attachment_is_detected() {
 
 /// The transaction is queued right behind the write of the stage that it names.
 #[tokio::test]
-async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() {
+async fn a_transaction_waits_for_writes_to_its_stage_that_may_be_sent_again() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     for n in 0..6 {

@@ -16,7 +16,7 @@ const BLOCK: usize = 64;
 
 type Block = [u8; BLOCK];
 
-/// See the [module](self).
+/// The kernel in plain Rust.
 #[derive(Debug)]
 pub(super) struct Portable;
 

@@ -396,7 +396,7 @@ impl Reception {
             return match self.registry.find(&resume) {
                 Some(connection) => Ok(HandshakeOutcome::Resume(connection, hello, resume)),
                 None => {
-                    let reason = "the server has no such connection with this secret".to_owned();
+                    let reason = "the server has no connection with this id and secret".to_owned();
                     self.reject(wire, Reject { code: RejectCode::UnknownConnection, reason }).await
                 }
             };

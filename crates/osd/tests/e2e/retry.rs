@@ -14,7 +14,7 @@ use crate::common::{Loss, Node, data};
 use crate::raw::{Raw, append, head};
 
 #[tokio::test]
-async fn a_change_takes_effect_once_although_its_store_is_lost() {
+async fn a_change_takes_effect_exactly_once_although_its_store_restarts() {
     let node = Node::start();
     let object = node.object().await;
     let mut model = Vec::new();

@@ -335,7 +335,7 @@ fn a_write_that_changes_nothing_needs_no_free_block() {
 }
 
 #[test]
-fn a_target_with_a_full_index_accepts_records_and_removals() {
+fn a_target_with_a_full_index_accepts_changes_from_the_reserve() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");

@@ -23,7 +23,7 @@ const INDEX_BYTES_PER_OBJECT: u64 = 256;
 /// Share of false positives when the filter has as many keys as it was sized for.
 const FALSE_POSITIVES: f64 = 0.01;
 
-/// See the [module](self) documentation.
+/// Tells which objects the index may contain.
 pub(crate) struct Presence {
     /// The filter that has all keys of onodes; `None` before the first scan has ended.
     complete: Option<Filter>,

@@ -136,7 +136,7 @@ impl StripeWrite {
             Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
                 "the parity fragments have a wrong number or length"
             }
-            Parity::Copies if k != 1 => "only a single data fragment can have copies",
+            Parity::Copies if k != 1 => "copies need exactly one data fragment",
             _ => return Ok(()),
         };
         Err(StoreError::InvalidArgument(format!(

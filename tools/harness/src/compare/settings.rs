@@ -19,8 +19,8 @@ const MOST: u32 = 1000;
 pub struct CompareSettings {
     /// The `outboard` program that the new program is compared with.
     pub old: PathBuf,
-    /// The `outboard` program that is judged. `None` selects the program in the directory of this
-    /// program.
+    /// The `outboard` program that is judged. `None` selects the one beside the running
+    /// `outboard-bench`.
     pub new: Option<PathBuf>,
     /// Number of runs of each case on each binary, 1 to 1000.
     pub rounds: u32,

@@ -1,5 +1,5 @@
-//! Memory that peers write to by one-sided transfers. One pool reuses its pages. A request that
-//! does not fit into the pool gets separate memory.
+//! Memory that peers write to by one-sided transfers. A single pool owns and reuses this
+//! memory. A request that does not fit into the pool gets separate memory.
 
 use std::sync::OnceLock;
 

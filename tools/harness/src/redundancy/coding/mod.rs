@@ -52,9 +52,11 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
         EXPERIMENTS.into_iter().filter(|(n, _)| wanted(n)).map(|(_, e)| e).collect();
     if chosen.is_empty() {
         let names: Vec<&str> = EXPERIMENTS.into_iter().map(|(name, _)| name).collect();
-        return Err(
-            format!("the part coding has no such experiment; choose from {}", names.join(", ")).into()
-        );
+        return Err(format!(
+            "the part `coding` has no experiment with this name; choose from {}",
+            names.join(", ")
+        )
+        .into());
     }
     let mut rig = CodingRig::up(dir, &settings.offload, settings)?;
     say(format!(
