@@ -57,7 +57,7 @@ fn main() -> Result<()> {
     }
     if !differ.is_empty() || tree::sha256(&large)? != tree::sha256(&large_out)? {
         return Err(format!(
-            "the copies differ from the originals: {} paths of the tree, or the large file",
+            "the copies differ from the originals: {} paths of the tree differ; if the number is 0, the large file differs",
             differ.len()
         )
         .into());
@@ -73,8 +73,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Waits for `after`, and kills the process with the role `role` by SIGKILL while the copy runs.
-/// Then waits until the process is restarted and the copy has succeeded.
+/// Waits for the duration `after`, and kills the process with the role `role` by SIGKILL while the
+/// copy runs. Then waits until the process is restarted and the copy has succeeded.
 fn kill_during(node: &Node, mut copy: Child, role: &str, after: Duration) -> Result<()> {
     std::thread::sleep(after);
     if let Some(status) = copy.try_wait()? {
@@ -144,8 +144,8 @@ fn compare_placements(node: &Node) -> Result<()> {
     Ok(())
 }
 
-/// A directory for the demo, which is removed at the end. `OUTBOARD_DEMO_DIR` names its parent. The
-/// demo needs about 13 GB.
+/// A directory for the demo, which is removed at the end. `OUTBOARD_DEMO_DIR` names its parent
+/// directory. The demo needs about 13 GB of free space there.
 struct WorkDir {
     path: PathBuf,
 }

@@ -1,6 +1,7 @@
-//! `make report`: repeats the paper's evaluation on this machine, together with a real Ceph. Writes
-//! `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0`
-//! determine how much is measured, and `OUTBOARD_REPORT_WORK` sets the directory (see `settings`).
+//! `make report`: repeats the evaluation of the DoCeph paper on this machine, together with a real
+//! Ceph. Writes `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and
+//! `CEPH=0` determine how much is measured, and `OUTBOARD_REPORT_WORK` sets the work directory (see
+//! `evaluation::settings`).
 
 #![forbid(unsafe_code)]
 
@@ -110,9 +111,9 @@ fn write(
     Ok(())
 }
 
-/// Prints the measured bars to the terminal.
+/// Prints the measured claims and their verdicts to the terminal.
 fn summary(bars: &[Bar]) {
-    let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
+    let mut table = Table::new(&["claim", "median", "interval", "threshold", "verdict", "paper"]);
     let rows = bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r)));
     for (bar, row) in rows.filter(|(_, r)| r.verdict != BarVerdict::NotMeasured) {
         let unit = if row.unit == FigureFormat::Percent { " %" } else { "" };

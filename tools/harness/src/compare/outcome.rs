@@ -44,7 +44,7 @@ pub struct Judged {
     pub old: Vec<f64>,
     /// Values of the new binary, by round.
     pub new: Vec<f64>,
-    /// Median of the rounds' ratios new/old, with its interval.
+    /// Median of the rounds' ratios new/old, with its confidence interval.
     pub ratio: Estimate,
     /// The verdict on the ratio.
     pub verdict: Verdict,

@@ -17,7 +17,8 @@ pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::DpuBf3, "bf3"),
 ];
 
-/// A figure by object size: the paper's values, and the function that returns the value of a run.
+/// A figure of the paper that shows a value by object size: the paper's values, and the function
+/// that returns the same value of a run on this machine.
 struct BySize<'a> {
     title: &'a str,
     axis: &'a str,
@@ -95,9 +96,9 @@ fn figure_5(m: &Measurements) -> String {
         Stacked { title: "Here, 4 MiB writes, without the client".to_owned(), bars: here },
     ];
     format!(
-        "<h3>Figure 5. CPU of the storage system by part</h3>{}<p class=\"soft\">The CPU is divided by thread class. A node's OSD thread also runs the messenger. Its CPU is divided by the time \
-         that it spends in the tasks of each, if the node reports this time. The emulated DMA engine is a thread, but a real one is hardware. The paper shows separate values for ObjectStore and OSD only in \
-         its drawing, so they are one bar here.</p>{}",
+        "<h3>Figure 5. CPU time of the storage system by part</h3>{}<p class=\"soft\">The CPU time is divided by thread class. A node's OSD thread also runs the messenger. The CPU time of this thread is \
+         divided between OSD and messenger by the time of their tasks, if the node reports this time. The emulated DMA engine is a thread, but a real DMA engine is hardware. The paper shows separate values for \
+         ObjectStore and OSD only in its drawing, so this page shows their sum.</p>{}",
         svg::stacked(&charts),
         table_2(m)
     )
@@ -107,7 +108,7 @@ fn percent_of_core(percent: f64) -> String {
     format!("{} % core", number(percent))
 }
 
-/// Returns the subsystems of a case, in order.
+/// Returns the subsystems that the samples of a case contain, in the order of [`Subsystem`].
 fn parts_of(m: &Measurements, case: &Case) -> Vec<Subsystem> {
     let mut parts: Vec<Subsystem> =
         m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
@@ -139,7 +140,7 @@ fn table_2(m: &Measurements) -> String {
             cell(all),
         ]);
     }
-    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all of storage"];
+    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all threads"];
     format!(
         "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no threads of its own. Its context switches are therefore only in the last column.</p>",
         table(&head, &rows)
@@ -158,7 +159,7 @@ fn figure_6(m: &Measurements) -> String {
     }
     format!(
         "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s, and shows its values only in the drawing. The only \
-         network here is loopback TCP, whose ceiling is below.</p>",
+         network here is loopback TCP. A table below contains its ceiling.</p>",
         table(&["4 MiB writes, 16 in flight", "MB/s"], &rows)
     )
 }
@@ -364,7 +365,7 @@ fn figure_9(m: &Measurements) -> String {
     };
     format!(
         "<h3>Figure 9 and table 3. Phases of a write's time</h3>{}{note}{}<p class=\"soft\">With 16 writes in flight. The phases are means per write, and their sum is the latency. In phase DMA, the \
-         engine transfers data of this write. In phase Host write, the store works on it and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
+         engine transfers data of the write. In phase Host write, the store works on the write and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
          remaining time, including network and client.</p>",
         svg::stacked(&charts),
         table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)
