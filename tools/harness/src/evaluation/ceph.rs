@@ -126,7 +126,11 @@ impl Cluster {
         command.args(["30", "ceph", "-c"]).arg(self.dir.join("ceph.conf"));
         command.args(["tell", "osd.0", "config", "set", "osd_memory_target", &target]);
         let output = command.output()?;
-        if output.status.success() { Ok(()) } else { Err("cannot set the memory target of Ceph's OSD".into()) }
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err("cannot set the memory target of Ceph's OSD".into())
+        }
     }
 
     /// Runs `rados bench` and accounts for the CPU time of the OSD and the client. The cost of a

@@ -69,7 +69,11 @@ impl Environment {
 fn commit() -> String {
     let commit = said("git", &["rev-parse", "--short=12", "HEAD"]);
     let changed = said("git", &["status", "--porcelain", "--untracked-files=no"]);
-    if changed.is_empty() || commit == ABSENT { commit } else { format!("{commit}, with uncommitted changes") }
+    if changed.is_empty() || commit == ABSENT {
+        commit
+    } else {
+        format!("{commit}, with uncommitted changes")
+    }
 }
 
 /// The description of a program that cannot be run.

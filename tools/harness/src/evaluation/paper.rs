@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn savings_follow_from_figure_7() {
+    fn the_stated_cpu_savings_follow_from_the_values_of_figure_7() {
         for ((baseline, doceph), saved) in FIG7_BASELINE.iter().zip(FIG7_DOCEPH).zip(SAVED) {
             assert!((100.0 * (1.0 - doceph / baseline) - saved).abs() < 0.4);
         }

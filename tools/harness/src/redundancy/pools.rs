@@ -188,7 +188,7 @@ fn print(book: &Book, placement: NodePlacement) {
     let head = [
         &format!("{}, 16 in flight", placement.name()),
         "MB/s of objects",
-        "/ single",
+        "ratio to single",
         "MB/s of the drive / fio",
         "host CPU, µs/MB",
         "all CPU, µs/MB",

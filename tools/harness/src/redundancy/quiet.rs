@@ -41,8 +41,8 @@ fn now() -> Result<Ticks> {
     ticks(&stat).ok_or_else(|| "/proc/stat does not report the time of the CPUs".into())
 }
 
-/// Parses the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal. The later
-/// fields are parts of the first two.
+/// Parses the line of all CPUs in `/proc/stat`: user, nice, system, idle, iowait, irq, softirq,
+/// steal. The further fields (guest time) are ignored, because user and nice already contain them.
 fn ticks(stat: &str) -> Option<Ticks> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks: Vec<f64> = line.split_ascii_whitespace().map_while(|v| v.parse().ok()).take(8).collect();

@@ -1,4 +1,5 @@
-//! The work of the second process.
+//! The second process of a measurement. It executes a [`PeerJob`]: answers messages, offers memory
+//! for bulk transfers, or runs a reference program's server.
 
 use std::io::BufRead;
 use std::sync::{Arc, OnceLock};
@@ -25,7 +26,7 @@ pub fn record_metrics() {
     METRICS.get_or_init(|| {
         let recorder = PrometheusBuilder::new().build_recorder();
         let handle = recorder.handle();
-        // Another one would count as well, but nobody would be asked.
+        // This fails if the process already has another recorder. `copied_bytes` then returns 0.
         let _ = metrics::set_global_recorder(recorder);
         handle
     });
@@ -69,7 +70,8 @@ pub fn run(job: &str) -> Result<()> {
         }
         std::process::exit(0);
     });
-    let result = thread.join().unwrap_or_else(|_| Err(Failure::new("serving", "it panicked; this is a bug")));
+    let result =
+        thread.join().unwrap_or_else(|_| Err(Failure::new("serving", "the thread panicked; this is a bug")));
     drop(questions);
     result
 }
@@ -156,7 +158,7 @@ impl BulkSink for Void {
     }
 }
 
-/// Offers memory on request.
+/// Connects to the first process, and offers memory whenever the first process requests it.
 async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
     let stack = open(&stack, spin_us)?;
     let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;

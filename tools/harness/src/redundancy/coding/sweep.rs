@@ -114,11 +114,11 @@ fn print(book: &Book, best: &[&str]) {
     say("");
     table.print();
     let mut table = Table::new(&[
-        "in pairs",
-        "best fixed",
-        "its MB/s",
-        "hybrid:auto",
-        "hybrid:auto / best",
+        "runs in pairs",
+        "best fixed ratio",
+        "MB/s with the best ratio",
+        "MB/s with hybrid:auto",
+        "hybrid:auto / best ratio",
         "coded by the host, %",
     ]);
     for (pattern, best) in PATTERNS.iter().zip(best) {
