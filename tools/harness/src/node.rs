@@ -110,7 +110,8 @@ pub struct ClassUsage {
 /// phases do not overlap, and their sum is the total.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct BenchBreakdown {
-    /// The total time. In the output of `outboard bench`, the osd's share of the latency.
+    /// The total time. In the output of `outboard bench`, this is the part of the latency that a
+    /// request spends at the osd.
     pub total: f64,
     /// Time of writing to the drive.
     pub host_write: f64,

@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     let setup = plan::setup_seconds(&settings, &subjects);
     let planned = setup + plan::seconds(&settings, &subjects, 1);
     say(format!(
-        "measuring {} round(s) with {} runs of at most {} s in {}: {}",
+        "measuring {} round(s), in total {} runs of at most {} s, in {}; this takes {}",
         settings.rounds,
         plan::runs(&settings, &subjects),
         settings.seconds,
@@ -141,5 +141,5 @@ fn summary(bars: &[Bar]) {
     }
     table.print();
     let (passed, failed, absent) = bars::score(bars);
-    say(format!("  {passed} passed, {failed} failed, {absent} not measured"));
+    say(format!("  {passed} results passed, {failed} failed, {absent} were not measured"));
 }

@@ -80,10 +80,10 @@ mod tests {
     fn a_figure_fails_only_if_the_whole_confidence_interval_exceeds_the_tolerance() {
         use Verdict::{Better, Failed, Passed};
         assert_eq!(verdicts(&around(1.0)), [Passed; 3]);
-        // The interval's upper end is 0.98, then 0.96: above the limit, then below it.
+        // The upper end of the interval is 0.98 and then 0.96. The limit of 0.97 is between them.
         assert_eq!(verdicts(&around(0.94)), [Passed; 3]);
         assert_eq!(verdicts(&around(0.92)), [Failed, Better, Better]);
-        // The interval's lower end is 1.02, then 1.04.
+        // The lower end of the interval is 1.02 and then 1.04. The limit of 1.03 is between them.
         assert_eq!(verdicts(&around(1.06)), [Passed; 3]);
         assert_eq!(verdicts(&around(1.08)), [Better, Failed, Failed]);
     }

@@ -19,9 +19,9 @@ pub enum PlanStep {
         /// Bytes per object.
         size: u64,
     },
-    /// One run of a node.
+    /// Measures one case on a node.
     Run(Case),
-    /// One run of Ceph on the large set, with reduced caches.
+    /// Measures Ceph on the large set, with reduced caches.
     CephLargeSet,
     /// Measures loopback TCP and memory.
     Machine,

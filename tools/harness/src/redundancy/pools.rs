@@ -64,7 +64,7 @@ fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     cases
 }
 
-/// Returns the name of the pool with a redundancy scheme.
+/// Returns the name of the pool with the redundancy scheme `pool`.
 fn pool_name(pool: &str) -> &str {
     pool.split(':').next().unwrap_or(pool)
 }

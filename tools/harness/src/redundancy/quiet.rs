@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::book::Book;
 use crate::Result;
 
-/// Maximum CPU use of the machine in percent at which the machine counts as quiet. The node is idle
-/// meanwhile.
+/// Maximum CPU use of the machine in percent at which the machine counts as quiet. It is measured
+/// while the node is idle.
 const ALLOWED: f64 = 10.0;
 /// Duration of the check.
 const LOOK: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 //! Part `rebuild`: measures how fast an idle node rebuilds a lost target, compared with fio, which
-//! performs the same reads and writes. It also measures how much a rebuild with default settings
-//! slows clients down.
+//! reads and writes in the same proportion. It also measures how much a rebuild with default
+//! settings slows clients down.
 //!
 //! `outboard target out` simulates the loss of a target. The node reads four other targets to
 //! reconstruct a fragment. It writes the fragment to the only target that has no fragment of the

@@ -207,7 +207,7 @@ fn figure_8(m: &Measurements) -> String {
         ),
     };
     format!(
-        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">With 16 writes in flight, the latency is 16 / throughput. The paper states its baseline only for 1 and 16 MB.</p>",
+        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">With 16 writes in flight, the mean latency in seconds is 16 divided by the number of writes per second. The paper states its baseline only for 1 and 16 MB.</p>",
         figure.draw(m)
     )
 }

@@ -8,7 +8,7 @@
 //!
 //! The store's CPU time grows with the throughput of writes, and the throughput differs between
 //! modes. So the hog's loss in `async`, compared with its speed without writes, is first scaled to
-//! the throughput of the other mode. Writes to a pool without parity show the cost of the same
+//! the throughput in the compared mode. Writes to a pool without parity show the cost of the same
 //! writes without redundancy. The results also contain the CPU time of the host's coding threads,
 //! which is the time that coding itself took from the hog.
 

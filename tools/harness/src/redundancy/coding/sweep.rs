@@ -3,7 +3,7 @@
 //!
 //! First, all ratios run in alternating order. Then, for each load, the best ratio and
 //! `hybrid:auto` run in new pairs. The new runs are necessary, because the best of many results is
-//! usually better than the result of a repeated run.
+//! partly due to chance: a second run with the same ratio usually gives a lower result.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
