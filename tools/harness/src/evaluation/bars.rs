@@ -1,5 +1,5 @@
-//! The *bars*: the claims of the report, each with a threshold, the measured value and the paper's
-//! result.
+//! The *bars*: the claims of the report, each with a threshold, the measured value and the result
+//! of the DoCeph paper.
 
 use serde::Serialize;
 
@@ -35,7 +35,7 @@ pub struct BarRow {
     pub bound: Option<Bound>,
     /// Whether the median meets the threshold.
     pub verdict: BarVerdict,
-    /// The paper's value for this case.
+    /// The DoCeph paper's value for this case.
     pub paper: Option<String>,
 }
 
@@ -113,7 +113,7 @@ fn writes(config: TestedSystem, size: u64) -> Case {
     Case::new(config, AccessMode::Write, size)
 }
 
-/// Returns one row per object size of the paper.
+/// Returns one row per object size of the DoCeph paper.
 fn by_size(
     rounds: impl Fn(u64) -> Rounds,
     unit: FigureFormat,
@@ -221,7 +221,7 @@ fn serial_engine(m: &Measurements) -> Bar {
     Bar {
         number: "6b",
         title: "DMA and DMA wait compared with the lower bound of a serial engine, profile bf3-paper",
-        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is the engine's time for one write: 2.4 ms plus 0.38 ms per MB, a linear fit of the paper's table 3. \
+        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is the engine's time for one write: 2.4 ms plus 0.38 ms per MB, a linear fit of table 3 of the DoCeph paper. \
                      N is the number of writes in flight, 16. Z is the time of a write outside the engine: mean latency − DMA − DMA wait. A serial engine completes at most one write per S. \
                      By Little's law, each of N writes in flight therefore takes at least N·S. A write spends the part of this time that is not Z at the engine, even with a perfect \
                      pipeline. The value 1 means that the engine is never idle while a write waits for it. A larger value means that the pipeline has gaps. A smaller value means \

@@ -61,7 +61,7 @@ pub struct Medians {
     pub client_cpu_us_per_op: Option<Estimate>,
 }
 
-/// The subsystem of a thread, in the terms of the paper's figure 5.
+/// The subsystem of a thread, in the terms of figure 5 of the DoCeph paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subsystem {
@@ -132,7 +132,7 @@ impl Subsystem {
     }
 
     /// Returns the subsystem of a thread of ceph-osd. The first three thread names are those in
-    /// section 5.2 of the paper.
+    /// section 5.2 of the DoCeph paper.
     #[must_use]
     pub fn of_ceph_thread(name: &str) -> Subsystem {
         let begins = |prefix: &str| name.starts_with(prefix);

@@ -15,7 +15,8 @@ use super::{median, noise};
 use node::failure::Result;
 use node::progress::ProgressMeter;
 
-/// The paper's ratios of an accelerator's time to the host's time, by file size in MB.
+/// The ratios of an accelerator's time to the host's time in the paper by Ryu et al., by file size
+/// in MB.
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
 /// Number of files submitted together.
 const TOGETHER: usize = 16;
@@ -24,7 +25,7 @@ const IN_MEMORY: usize = 128 << 20;
 /// Maximum size of a file for the measurement of the host's rate, in bytes.
 const RATE_BYTES: u64 = 32 << 20;
 
-/// The results of the paper's experiment on this machine.
+/// The results of the experiment of Ryu et al. on this machine.
 #[derive(Debug, Serialize)]
 pub struct PaperExperiment {
     pub geometry: String,
@@ -51,7 +52,7 @@ pub struct ExperimentRow {
     pub seconds: f64,
     /// Ratio of this time to the host's time.
     pub ratio_to_host: f64,
-    /// The paper's ratio, if the paper has a value for this size.
+    /// The ratio in the paper by Ryu et al.; `None` if the paper has no value for this size.
     pub paper_ratio_to_host: Option<f64>,
     /// CPU time per file.
     #[serde(flatten)]
@@ -94,7 +95,7 @@ fn encoded(code: &Code, bytes: u64) -> usize {
     (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE) * k
 }
 
-/// Encodes files of these sizes in each place.
+/// Encodes files of the given sizes in each place.
 pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &ProgressMeter) -> Result<PaperExperiment> {
     let largest = sizes.iter().copied().max().unwrap_or(RATE_BYTES);
     let data = Bytes::from(noise(encoded(code, largest).max(IN_MEMORY)));
@@ -184,8 +185,8 @@ fn batching(
     })
 }
 
-/// Returns the paper's ratio for a file size, where MB may mean 10^6 or 2^20 bytes. Returns `None`
-/// if the paper has no ratio for this size.
+/// Returns the ratio in the paper by Ryu et al. for a file size, where MB may mean 10^6 or 2^20
+/// bytes. Returns `None` if the paper has no ratio for this size.
 fn paper(size: u64) -> Option<f64> {
     let is_it = |mb: u64| [mb * 1_000_000, mb << 20].contains(&size);
     PAPER.into_iter().find(|(mb, _)| is_it(*mb)).map(|(_, ratio)| ratio)

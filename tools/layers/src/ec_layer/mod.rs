@@ -28,10 +28,10 @@ use node::units::ByteSize;
 /// series the data exceeds every cache. "decode" reconstructs M lost data fragments. "update"
 /// changes the parity after a change of one data fragment.
 ///
-/// The second part measures how a node processes the data of a write. The node's own function cuts
-/// new objects of 2 and 4 MiB into the operations for their fragments, with parity and checksums,
-/// using the kernel that "auto" selects. The result is compared with ec_encode_data on the same
-/// fragments.
+/// The second part measures how fast a node processes the data of a write. The node's own function
+/// cuts new objects of 2 and 4 MiB into the operations for their fragments, with parity and
+/// checksums, using the kernel that "auto" selects. The result is compared with ec_encode_data on
+/// the same fragments.
 ///
 /// The third part is the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading
 /// Algorithms using DPU in Distributed Storage Systems" (figure 2). It encodes files of some sizes

@@ -135,7 +135,7 @@ impl Offloaded {
     }
 
     /// Starts the DPU's emulated accelerator. `host_rate` is the rate of a host core in bytes per
-    /// second. The accelerator has the speed relative to this core that the paper measured.
+    /// second. The accelerator has the speed relative to this core that Ryu et al. measured.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
         let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;

@@ -1,6 +1,6 @@
-//! Measures how a node processes the data of a write, compared with `ec_encode_data` alone. The
-//! function that an OSD calls cuts new objects into the operations for their fragments, with parity
-//! and checksums.
+//! Measures the speed at which a node processes the data of a write, compared with `ec_encode_data`
+//! alone. The measured function is the function of the OSD that cuts a new object into the
+//! operations for its fragments, with parity and checksums.
 
 use std::fmt::Write as _;
 use std::time::Instant;

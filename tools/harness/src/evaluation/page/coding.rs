@@ -1,4 +1,4 @@
-//! The page's section about the places where parity is computed. It shows the drawings that
+//! The page's section about the coding places, where parity is computed. It shows the drawings that
 //! `outboard-redundancy coding` has stored beside the page.
 
 use super::svg;

@@ -1,5 +1,5 @@
-//! The page's section with results beyond the paper: reads, small objects, ceilings, ablations and
-//! the machine.
+//! The page's section with results that the DoCeph paper lacks: reads, small objects, ceilings,
+//! ablations and the machine.
 
 use super::PageContent;
 use super::figures::{SYSTEMS, systems};
@@ -13,7 +13,7 @@ use crate::evaluation::workload::{AccessMode, Case, size_label};
 pub fn section(content: &PageContent<'_>) -> String {
     let m = content.found;
     [
-        "<section><h2>Beyond the paper</h2>".to_owned(),
+        "<section><h2>Results that the DoCeph paper lacks</h2>".to_owned(),
         reads(m),
         small(m),
         every_workload(m),

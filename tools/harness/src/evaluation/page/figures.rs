@@ -1,5 +1,5 @@
-//! The page's section with the paper's figures 5 to 10 and tables 2 and 3, next to the results that
-//! were measured on this machine.
+//! The page's section with figures 5 to 10 and tables 2 and 3 of the DoCeph paper, next to the
+//! results that were measured on this machine.
 
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
@@ -17,8 +17,8 @@ pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::DpuBf3, "bf3"),
 ];
 
-/// A figure of the paper that shows a value by object size: the paper's values, and the function
-/// that returns the same value of a run on this machine.
+/// A figure of the DoCeph paper that shows a value by object size: the paper's values, and the
+/// function that returns the same value of a run on this machine.
 struct BySize<'a> {
     title: &'a str,
     axis: &'a str,
@@ -29,7 +29,7 @@ struct BySize<'a> {
 
 /// Formats the section with all figures.
 pub fn section(m: &Measurements) -> String {
-    let mut html = String::from("<section><h2>The paper's figures</h2>");
+    let mut html = String::from("<section><h2>The figures of the DoCeph paper</h2>");
     html.push_str(&figure_5(m));
     html.push_str(&figure_6(m));
     html.push_str(&figure_7(m));
@@ -256,8 +256,8 @@ fn figure_10(m: &Measurements) -> String {
 }
 
 impl BySize<'_> {
-    /// Draws the paper's values on the left, and the values that were measured on this machine on
-    /// the right.
+    /// Draws the values of the DoCeph paper on the left, and the values that were measured on this
+    /// machine on the right.
     fn draw(&self, m: &Measurements) -> String {
         let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
         let published = Grouped {
@@ -300,7 +300,7 @@ pub fn systems(
     SYSTEMS.into_iter().filter(|(config, _)| m.has(*config)).map(series).collect()
 }
 
-/// Returns the parts of a breakdown, in the order of the paper's table 3.
+/// Returns the parts of a breakdown, in the order of table 3 of the DoCeph paper.
 fn breakdown_parts(b: &BenchBreakdown) -> [Share; 4] {
     [
         Share { name: "Host write", class: "p2", amount: b.host_write },

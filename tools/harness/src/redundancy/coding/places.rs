@@ -52,7 +52,8 @@ struct PlaceRow {
     place: String,
     file_bytes: u64,
     seconds: f64,
-    /// The paper's time for this place and size, divided by the paper's time for the host.
+    /// The time for this place and size in the paper by Ryu et al., divided by the paper's time for
+    /// the host.
     #[serde(default)]
     paper_ratio_to_host: Option<f64>,
 }
@@ -86,7 +87,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
 }
 
 impl CodingRig {
-    /// Encodes files like the paper, with `outboard-layers ec` and without the node.
+    /// Encodes files like Ryu et al., with `outboard-layers ec` and without the node.
     fn files(&self, rounds: u32) -> Result<Vec<PlaceRow>> {
         let rounds = rounds.to_string();
         let layers = std::env::current_exe()?.with_file_name("outboard-layers");
@@ -148,7 +149,7 @@ fn draw(book: &Book, files: &[PlaceRow]) -> String {
         Some(Estimate::exact(per_mib("host", *size)?.median * ratio))
     };
     encoding.push(Series {
-        name: "accelerator, by the paper’s ratio to the host".to_owned(),
+        name: "accelerator, by the ratio of Ryu et al. to the host".to_owned(),
         class: "paper-a",
         values: sizes.iter().map(paper).collect(),
     });
