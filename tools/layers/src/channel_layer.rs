@@ -139,7 +139,7 @@ impl Drop for StoreProcess {
 }
 
 fn measure_all(time: Duration, in_flight: usize) -> Result<()> {
-    let dir = tempfile::tempdir().doing("making a directory for a socket")?;
+    let dir = tempfile::tempdir().doing("creating a directory for a socket")?;
     let socket = dir.path().join("store");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     output::line(format_args!(

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_arguments_are_refused() {
+    fn invalid_arguments_are_refused_with_a_reason() {
         for (args, why) in [
             ("--rounds 3", "--compare is missing"),
             ("--compare", "needs a value"),

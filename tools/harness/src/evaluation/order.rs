@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn an_even_number_of_members_is_balanced_from_any_first_round() {
+    fn four_successive_rounds_of_four_members_are_balanced_from_any_first_round() {
         for start in 0..8 {
             let [pairs, _] = counts(4, start..start + 4);
             assert!(pairs.len() == 12 && pairs.values().all(|count| *count == 1), "{start}: {pairs:?}");
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_of_no_members_and_of_one_member_are_correct() {
+    fn no_members_give_an_empty_order_and_one_member_stays_alone() {
         assert!(turns::<u8>(&[], 5).is_empty());
         assert_eq!(turns(&['a'], 5), ['a']);
     }

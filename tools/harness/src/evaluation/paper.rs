@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_linear_fit_of_table_3_is_within_ten_percent() {
+    fn the_linear_fit_deviates_from_table_3_by_less_than_ten_percent() {
         for (column, size) in TABLE3.iter().zip(crate::evaluation::workload::PAPER_SIZES) {
             let relative = dma_service_us(size) / 1e6 / column.dma;
             assert!((0.9..1.1).contains(&relative), "{size}: {relative}");

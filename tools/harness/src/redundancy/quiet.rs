@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stolen_time_counts_as_use_but_waiting_for_a_drive_does_not() {
+    fn cpu_time_stolen_by_a_hypervisor_counts_as_use_but_io_wait_does_not() {
         let before = ticks("cpu  0 0 0 100 0 0 0 0 50 50\ncpu0 1 1 1 1").unwrap();
         let now = ticks("cpu  10 0 5 150 30 0 0 5 60 60").unwrap();
         assert_eq!(before, Ticks { all: 100.0, idle: 100.0 });

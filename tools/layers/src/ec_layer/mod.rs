@@ -85,7 +85,7 @@ struct EcReport {
 
 /// Runs the command.
 pub fn run(args: EcArgs) -> Result<()> {
-    let doing = "measuring";
+    let doing = "measuring erasure coding";
     let kernel = args.kernel.load().doing(doing)?;
     let geometries = match (args.k, args.m) {
         (Some(k), Some(m)) => vec![Geometry::new(k, m)],

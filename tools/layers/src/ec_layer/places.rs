@@ -99,7 +99,7 @@ impl HostEncoder {
             }
             files.give_back(room);
         });
-        result.doing("measuring").map(|()| rate)
+        result.doing("measuring erasure coding").map(|()| rate)
     }
 }
 

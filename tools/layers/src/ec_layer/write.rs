@@ -90,7 +90,7 @@ impl WriteTrial {
         data_in: &str,
         data: &Bytes,
     ) -> Result<WriteTrial> {
-        let doing = "measuring";
+        let doing = "measuring erasure coding";
         let pool = BufferPool::new(Arena::anonymous(POOL).doing(doing)?, 0, OBJECTS[0]);
         let object = |number: usize| Payload::compute(0, data.slice(number * bytes..(number + 1) * bytes));
         let count = data.len() / bytes;

@@ -35,14 +35,14 @@ pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
     let args = args.clone();
     // Run as a task, because each wake-up of the future that a runtime blocks on costs an
     // additional system call.
-    let doing = "measuring";
+    let doing = "measuring the messenger";
     runtime()?.block_on(async move { tokio::spawn(run(args, spin)).await.doing(doing)? })
 }
 
 async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let spin = if spin { SPIN } else { Duration::ZERO };
     let options = StackOptions { spin, ..StackOptions::default() };
-    let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the stack")?;
+    let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the network stack")?;
     let mut rig = match args.mode {
         RpcMode::Echo | RpcMode::OneWay => RpcRig::to_server(&args, spin, stack).await?,
         RpcMode::BulkRead | RpcMode::BulkWrite => RpcRig::to_offerer(&args, spin, stack).await?,
@@ -110,9 +110,10 @@ impl RpcRig {
             size: args.size.0,
             in_flight: args.in_flight,
         })?;
-        let accepted =
-            tokio::time::timeout(PATIENCE, listener.accept()).await.doing("waiting for the client")?;
-        let ends = accepted.doing("accepting the client")?;
+        let accepted = tokio::time::timeout(PATIENCE, listener.accept())
+            .await
+            .doing("waiting for the connection of the second process")?;
+        let ends = accepted.doing("accepting the connection of the second process")?;
         let rig = RpcRig::new(args, ends, peer, stack, endpoint)?;
         // Keep the listener open until this process ends.
         std::mem::forget(listener);
@@ -265,7 +266,8 @@ impl RpcRig {
             let message = next(&mut *self.ends.1).await?;
             if message.header == "done" {
                 let since = pushed.pop_front();
-                let since = since.ok_or_else(|| Failure::new("measuring", "a reply came without a push"))?;
+                let since = since
+                    .ok_or_else(|| Failure::new("measuring the messenger", "a reply came without a push"))?;
                 latency.saturating_record(since.elapsed().as_nanos() as u64);
                 open -= 1;
                 if Instant::now() < end {
@@ -298,14 +300,19 @@ fn histogram() -> Result<Histogram<u64>> {
 }
 
 fn descriptor(message: &Message) -> Result<BulkDescriptor> {
-    serde_json::from_slice(&message.header).doing("reading an offer")
+    serde_json::from_slice(&message.header).doing("parsing an offer")
 }
 
 async fn next(incoming: &mut dyn Incoming) -> Result<Message> {
     loop {
-        match tokio::time::timeout(PATIENCE, incoming.next()).await.doing("waiting for the peer")? {
+        match tokio::time::timeout(PATIENCE, incoming.next())
+            .await
+            .doing("waiting for a message from the second process")?
+        {
             ConnectionEvent::Message(message) => return Ok(message),
-            ConnectionEvent::Lost(why) => return Err(Failure::new("talking to the peer", why)),
+            ConnectionEvent::Lost(why) => {
+                return Err(Failure::new("receiving a message from the second process", why));
+            }
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }

@@ -113,7 +113,7 @@ pub fn run(args: RpcArgs) -> Result<()> {
     }
     if args.stack == StackChoice::Auto {
         return Err(Failure::usage(
-            "measuring",
+            "measuring the messenger",
             "the stack auto cannot be measured; name a stack, e.g. --stack ofi:verbs",
         ));
     }
@@ -121,7 +121,7 @@ pub fn run(args: RpcArgs) -> Result<()> {
     let most = if is_message { ByteSize(256 << 10) } else { ByteSize(64 << 20) };
     if args.size.0 == 0 || args.size > most {
         return Err(Failure::usage(
-            "measuring",
+            "measuring the messenger",
             format!("--size must be from 1 byte to {most} in this mode"),
         ));
     }
@@ -134,7 +134,10 @@ pub fn run(args: RpcArgs) -> Result<()> {
             match run_one(&contenders[at], &args)? {
                 Some(sample) => samples[at].push(sample),
                 None if round == 0 => {
-                    output::note(format!("{} is not available on this machine", contenders[at].name()));
+                    output::note(format!(
+                        "{} is not measured, because it is not installed",
+                        contenders[at].name()
+                    ));
                 }
                 None => {}
             }
@@ -190,5 +193,7 @@ fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<RpcSample>> {
         Contender::BareReads { spin } => bare::reads(&args, spin).map(Some),
     };
     let thread = thread::spawn(ThreadClass::Messenger, "bench", work).doing("starting a measurement")?;
-    thread.join().unwrap_or_else(|_| Err(Failure::new("measuring", "the thread panicked; this is a bug")))
+    thread.join().unwrap_or_else(|_| {
+        Err(Failure::new("measuring the messenger", "the thread panicked; this is a bug"))
+    })
 }

@@ -72,7 +72,7 @@ fn run(args: &RpcArgs, provider: &str, iterations: u64) -> Result<f64> {
         fields.and_then(|fields| fields.get(fields.len().checked_sub(2)?)?.parse::<f64>().ok());
     per_transfer
         .map(|us| us * 2e3)
-        .ok_or_else(|| Failure::new(doing, format!("cannot parse its output: {text:?}")))
+        .ok_or_else(|| Failure::new(doing, format!("cannot parse the output of the program: {text:?}")))
 }
 
 fn free_port(args: &RpcArgs) -> std::io::Result<u16> {

@@ -149,7 +149,7 @@ fn draw(book: &Book, files: &[PlaceRow]) -> String {
         Some(Estimate::exact(per_mib("host", *size)?.median * ratio))
     };
     encoding.push(Series {
-        name: "accelerator, by the ratio of Ryu et al. to the host".to_owned(),
+        name: "accelerator, with the ratio to the host from Ryu et al.".to_owned(),
         class: "paper-a",
         values: sizes.iter().map(paper).collect(),
     });
