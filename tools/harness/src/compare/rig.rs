@@ -259,9 +259,9 @@ impl BinaryNode {
 }
 
 /// Returns the sample of a run of `outboard bench`. CPU time is summed over thread classes, if the
-/// output contains them. If a thread of a process has ended, `outboard bench` takes the CPU time of the
-/// whole process from a clock that ticks every 10 ms. This clock is too coarse for a short run of
-/// large reads.
+/// output contains them. If a thread of a process has ended, `outboard bench` takes the CPU time of
+/// the whole process from a clock that ticks every 10 ms. This clock is too coarse for a short run
+/// of large reads.
 fn sample_of(found: &BenchResult) -> CompareSample {
     let used = |process: &ProcessUse| match process.by_class.is_empty() {
         true => process.cpu_seconds,

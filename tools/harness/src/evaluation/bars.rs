@@ -231,9 +231,9 @@ fn serial_engine(m: &Measurements) -> Bar {
 }
 
 /// Returns the smallest possible mean time, in µs, that a request spends at a serial engine and in
-/// the engine's queue. If the engine limits the throughput of a closed loop of `in_flight` requests,
-/// this time is `in_flight` times the service time of one request, minus the time that the request
-/// spends elsewhere. Otherwise it is the service time.
+/// the engine's queue. If the engine limits the throughput of a closed loop of `in_flight`
+/// requests, this time is `in_flight` times the service time of one request, minus the time that
+/// the request spends elsewhere. Otherwise it is the service time.
 #[must_use]
 pub fn serial_engine_bound_us(b: &BenchBreakdown, service_us: f64, in_flight: u32) -> f64 {
     let elsewhere = b.total - b.dma - b.dma_wait;

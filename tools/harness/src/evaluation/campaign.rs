@@ -53,8 +53,8 @@ impl<'a> Campaign<'a> {
     }
 
     /// Counts a failed step of a system, and stops measuring the system after [`FAILURES_MOST`]
-    /// failures. An ablation, or a number of requests in flight in the comparison of network stacks,
-    /// is no longer measured after its first failure.
+    /// failures. An ablation, or a number of requests in flight in the comparison of network
+    /// stacks, is no longer measured after its first failure.
     fn count_failure(&mut self, step: &PlanStep) {
         let config = match step {
             PlanStep::Modes { config, .. } => *config,

@@ -3,18 +3,18 @@
 //! one after the other equally often, in both orders.
 
 /// Returns `members` in the order of a round. The orders of successive rounds are the rows of a
-/// Williams square. If the number `n` of members is even, any `n` successive rounds are balanced: for
-/// any two members `a` and `b`, exactly one round has `b` directly after `a`, and each member takes
-/// each position exactly once. If `n` is odd, `2 n` successive rounds are balanced if the first round
-/// is a multiple of `n`, with twice these counts. The second half of these rounds repeats the first
-/// half in reverse order.
+/// Williams square. If the number `n` of members is even, any `n` successive rounds are balanced:
+/// for any two members `a` and `b`, exactly one round has `b` directly after `a`, and each member
+/// takes each position exactly once. If `n` is odd, `2 n` successive rounds are balanced if the
+/// first round is a multiple of `n`, with twice these counts. The second half of these rounds
+/// repeats the first half in reverse order.
 #[must_use]
 pub fn turns<T: Clone>(members: &[T], round: usize) -> Vec<T> {
     let n = members.len().max(1);
-    // The first row is 0, 1, n - 1, 2, n - 2, …, and each further row adds 1 to all elements, modulo
-    // n. If n is even, the differences between neighbours in a row are all different modulo n. So
-    // all rows together contain each pair of neighbours once. If n is odd, a row contains half of
-    // the differences, each twice, and the reversed row contains the other half.
+    // The first row is 0, 1, n - 1, 2, n - 2, …, and each further row adds 1 to all elements,
+    // modulo n. If n is even, the differences between neighbours in a row are all different modulo
+    // n. So all rows together contain each pair of neighbours once. If n is odd, a row contains
+    // half of the differences, each twice, and the reversed row contains the other half.
     let zigzag = |place: usize| if place % 2 == 1 { place.div_ceil(2) } else { n - place / 2 };
     let mut order: Vec<T> =
         (0..members.len()).map(|place| members[(zigzag(place) + round) % n].clone()).collect();
@@ -30,8 +30,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns two maps: how often each pair of members occurs directly in succession, and how often
-    /// each member takes each position.
+    /// Returns two maps: how often each pair of members occurs directly in succession, and how
+    /// often each member takes each position.
     fn counts(n: usize, rounds: std::ops::Range<usize>) -> [BTreeMap<(usize, usize), u32>; 2] {
         let (mut pairs, mut places) = (BTreeMap::new(), BTreeMap::new());
         let members: Vec<usize> = (0..n).collect();
