@@ -1,6 +1,6 @@
-//! Fuzzes the decoder of fragment files, which may come from an untrusted source. The target
-//! corrects the start and the checksum of each header, so that the code behind these checks is
-//! reached.
+//! Fuzzes the decoder of fragment files, which may come from an untrusted source. The fuzz target
+//! also decodes each input with a correct magic number, version and checksum in every header, so
+//! that decoding continues after these checks.
 #![no_main]
 
 use std::io::Cursor;
@@ -54,8 +54,8 @@ fuzz_target!(|data: &[u8]| {
     let len = rest.len().div_ceil(1 + usize::from(*count % 8)).max(1);
     let fragments: Vec<Vec<u8>> = rest.chunks(len).map(<[u8]>::to_vec).collect();
     put_together(fragments.iter().map(|fragment| sealed(fragment)).collect());
-    // Give all fragments the header of the first, with their own index, so that they belong to one
-    // file.
+    // Give all fragments the header of the first fragment, with their own index, so that they
+    // belong to one file.
     let mut alike = fragments.clone();
     for (index, fragment) in alike.iter_mut().enumerate() {
         let common = HEADER.min(fragment.len());

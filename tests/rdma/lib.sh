@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# The scripts in this folder source this file. It defines the locations of files, and functions that
-# end a script.
+# The scripts in this folder source this file. It defines the locations of files, and common
+# functions.
 rdma=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$rdma/../.." && pwd)
 # A relative CARGO_TARGET_DIR is relative to the repository, where cargo runs.

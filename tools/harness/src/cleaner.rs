@@ -8,13 +8,14 @@ use crate::Result;
 
 /// Runs a shell script when it is dropped, or when this process ends, even by a signal.
 ///
-/// The script waits in its own process group for the end of its input. Only this process has the
-/// other end of the pipe open, so the input ends with this process.
+/// A shell in its own process group waits until its input ends, and then runs the script. The input
+/// is a pipe whose other end only this process has open, so the input ends with this process.
 #[derive(Debug)]
 pub struct Cleaner(Child);
 
 impl Cleaner {
-    /// Starts the shell that will run `script`. The script receives `args` as `$1`, `$2` and so on.
+    /// Starts the shell that waits and then runs `script`. The script receives `args` as `$1`, `$2`
+    /// and so on.
     ///
     /// # Errors
     /// If the shell cannot be started.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 
-/// How the node's roles are placed.
+/// Where the roles of a node run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodePlacement {
     /// OSD and store are two processes, joined by the host–DPU channel.
@@ -69,8 +69,8 @@ pub struct BenchResult {
     pub iops: f64,
     /// Latency of an operation.
     pub latency_us: BenchLatency,
-    /// CPU time of the store process (`dpu`) or of the node's one process (`host`) per operation,
-    /// in µs.
+    /// CPU time per operation, in µs, of the process on the storage host: the store in `dpu`
+    /// placement, the node's one process in `host` placement.
     pub host_cpu_us_per_op: f64,
     /// CPU time of all processes per operation, in µs. It includes the client and emulated
     /// hardware.
@@ -106,11 +106,12 @@ pub struct ClassUsage {
     pub context_switches: f64,
 }
 
-/// The mean time of an operation in µs, divided into the phases of table 3 of the paper. The phases
-/// do not overlap, and their sum is the total.
+/// The mean time of an operation in µs, divided into the phases of table 3 of the DoCeph paper. The
+/// phases do not overlap, and their sum is the total.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct BenchBreakdown {
-    /// The total time. In the output of `outboard bench`, the osd's share of the latency.
+    /// The total time. In the output of `outboard bench`, this is the part of the latency that a
+    /// request spends at the osd.
     pub total: f64,
     /// Time of writing to the drive.
     pub host_write: f64,
@@ -182,7 +183,7 @@ impl Node {
         &self.dir
     }
 
-    /// Returns a command of `outboard` on this node, which was not started yet.
+    /// Returns a command of `outboard` on this node, for the caller to start.
     #[must_use]
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
@@ -259,7 +260,7 @@ impl Node {
     /// If the node does not stop.
     pub fn down(&self) -> Result<()> {
         let output = self.command(&["down"]).output()?;
-        if output.status.success() { Ok(()) } else { Err("outboard down failed".into()) }
+        if output.status.success() { Ok(()) } else { Err("outboard down failed; see the node's logs".into()) }
     }
 
     /// Returns the node's processes.
@@ -293,7 +294,8 @@ impl Node {
     /// restarted it. Returns the old and the new process id.
     ///
     /// # Errors
-    /// If no such process is running, or it is not restarted within 30 seconds.
+    /// If no process with this role is running, or the supervisor does not restart it within 30
+    /// seconds.
     pub fn kill(&self, role: &str) -> Result<(u32, u32)> {
         let (pid, restarts) = self.process(role, Duration::ZERO)?;
         let id = i32::try_from(pid)

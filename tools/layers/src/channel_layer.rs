@@ -38,10 +38,10 @@ const MIB4: usize = 4 << 20;
 
 /// Measure the host–DPU channel
 ///
-/// Runs a store in a second process. "null" is a store that does nothing, "mem" a store in memory.
-/// "dma" moves data by the emulated DMA engine, "socket" by the control socket, and "direct" calls
-/// the store without a channel. CPU time and wake-ups are shown for the host's process, the OSD's
-/// threads, and the threads that stand in for the DMA engine.
+/// Runs a store in a second process. "null" is a store that does nothing, and "mem" is a store in
+/// memory. "dma" moves data by the emulated DMA engine, "socket" by the control socket, and
+/// "direct" calls the store without a channel. The output shows CPU time and context switches of
+/// the host's process, of the OSD's threads, and of the threads that emulate the DMA engine.
 #[derive(Debug, Args)]
 pub struct ChannelLayerArgs {
     /// Seconds of each measurement
@@ -90,7 +90,7 @@ pub fn run(args: &ChannelLayerArgs) -> Result<()> {
     }
     let (time, in_flight) = (args.seconds, usize::from(args.in_flight));
     let shard = spawn(ThreadClass::Osd, "0", move || measure_all(time, in_flight)).doing(DOING)?;
-    shard.join().unwrap_or_else(|_| Err(Failure::new(DOING, "it panicked; this is a bug")))
+    shard.join().unwrap_or_else(|_| Err(Failure::new(DOING, "the thread panicked; this is a bug")))
 }
 
 /// Serves a store until standard input ends.
@@ -102,7 +102,8 @@ fn serve(store: ServedStore, socket: &Path) -> Result<()> {
     let listener = StoreListener::unix(socket).doing("listening for the OSD")?;
     let _server = Server::serve(listener, vec![ServedTarget { uuid: 1, store }], ServerOptions::default());
     output::line("READY");
-    // The first process never writes; its end closes the pipe.
+    // The first process writes nothing to this pipe. When the first process ends, the pipe is
+    // closed.
     let _ = std::io::stdin().lines().next();
     Ok(())
 }
@@ -124,25 +125,25 @@ impl StoreProcess {
         let process = StoreProcess(child);
         match output.and_then(|output| BufReader::new(output).lines().next()) {
             Some(Ok(_)) => Ok(process),
-            _ => Err(Failure::new(doing, "it has ended; see its error above")),
+            _ => Err(Failure::new(doing, "the process has ended; see its error above")),
         }
     }
 }
 
 impl Drop for StoreProcess {
     fn drop(&mut self) {
-        // The process may have ended by itself.
+        // Ignore errors: the process may already have ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
 fn measure_all(time: Duration, in_flight: usize) -> Result<()> {
-    let dir = tempfile::tempdir().doing("making a directory for a socket")?;
+    let dir = tempfile::tempdir().doing("creating a directory for a socket")?;
     let socket = dir.path().join("store");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     output::line(format_args!(
-        "{in_flight} in flight, {:.1} s each; CPU in µs per op, wake-ups per op",
+        "{in_flight} calls in flight, {:.1} s each; CPU in µs per op, context switches per op",
         time.as_secs_f64()
     ));
     output::line(format_args!(
@@ -178,7 +179,7 @@ async fn run_all(
     far: Option<(&Attachment, u32)>,
 ) -> Result<()> {
     let cid = CollectionId::new("bench").expect("a valid id");
-    // A store in memory that served another attachment already has the collection.
+    // Ignore an error: the store may already have the collection.
     let _ = store.queue_transaction(Transaction::new(cid.clone()).with(Op::CreateCollection)).await;
     populate(&store, &cid, pool).await.doing(DOING)?;
     let loads = [
@@ -234,7 +235,7 @@ async fn run_all(
     Ok(())
 }
 
-/// The object of operation `n`, for operations of `len` bytes.
+/// Returns the object of operation `n`, for operations of `len` bytes.
 fn object(n: usize, len: usize) -> ObjectId {
     let objects = if len == MIB4 { LARGE_OBJECTS } else { OBJECTS };
     ObjectId::new(format!("{len} {}", n % objects)).expect("a valid id")
@@ -337,13 +338,13 @@ async fn write_large(
     commit.await
 }
 
-/// Measures the limit of large transfers: one thread copies between two memories that are larger
-/// than its caches.
+/// Measures the upper limit of large transfers: one thread copies between two memory regions that
+/// are larger than the CPU's caches.
 fn memcpy(time: Duration) -> Result<()> {
     const LEN: usize = 64 << 20;
     let memory = || DeviceMemory::private(LEN).doing("measuring memcpy");
     let (from, to) = (memory()?, memory()?);
-    // The first access to each page causes a page fault.
+    // Copy twice without measuring, because the first access to each page causes a page fault.
     for _ in 0..2 {
         assert!(to.copy_from(0, &from, 0, LEN) && from.copy_from(0, &to, 0, LEN));
     }

@@ -7,7 +7,7 @@
 //! | `channel` | `ProxyStore`, channel and DMA engine, on a store in memory |
 //! | `dma` | the DMA engines alone |
 //! | `store` | `BlockStore` on a drive or a file |
-//! | `ec` | the coding kernels, and the places that compute parity |
+//! | `ec` | the coding kernels, and coding on the host and on the emulated DPU |
 //!
 //! `outboard bench` measures a whole node.
 
@@ -30,7 +30,7 @@ use clap::{Parser, Subcommand};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Measures single layers of a node; needs no node.
+/// Measures single layers of a node, without a running node.
 #[derive(Debug, Parser)]
 #[command(name = "outboard-layers", version, max_term_width = 100, arg_required_else_help = true)]
 struct LayersCli {

@@ -24,7 +24,7 @@ const IN_FLIGHT: usize = 16;
 /// Measure the request path between a client and an OSD
 ///
 /// Both run in this process over TCP, on a store in memory, with 16 requests in flight. "osd" is
-/// the CPU time of the OSD's thread, "all" of the whole process.
+/// the CPU time of the OSD's thread, and "all" is the CPU time of the whole process.
 #[derive(Debug, Args)]
 pub struct OsdLayerArgs {
     /// Seconds of each measurement

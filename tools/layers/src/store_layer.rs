@@ -1,5 +1,5 @@
-//! Measures a `BlockStore` on a drive or a file: 4 MiB and 4 KiB writes and reads, with CPU per
-//! operation.
+//! Measures a `BlockStore` on a drive or a file: 4 MiB and 4 KiB writes and reads, with the CPU
+//! time per operation.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,10 +30,10 @@ const LARGE: u64 = 4 << 20;
 /// Measure a block store on a file
 ///
 /// Formats the file, then measures writes and reads of 4 MiB and 4 KiB. "store" is the CPU time of
-/// the store's threads, "all" of the whole process.
+/// the store's threads, and "all" is the CPU time of the whole process.
 #[derive(Debug, Args)]
 pub struct StoreLayerArgs {
-    /// The file; its content is lost
+    /// The file or drive to format; its content is lost
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Size of the target

@@ -1,4 +1,4 @@
-//! The commands of `outboard-layers`: each prints its results.
+//! Tests of `outboard-layers`: each command prints its results.
 
 use std::process::{Command, Output};
 
@@ -20,7 +20,7 @@ fn json(args: &[&str]) -> Value {
 }
 
 #[test]
-fn invalid_arguments_are_refused_with_status_2() {
+fn invalid_arguments_end_the_program_with_exit_status_2() {
     for args in
         [&["ec", "--unit", "100"][..], &["rpc", "--size", "0"], &["rpc", "--stack", "auto"], &["dma", "x"]]
     {
@@ -31,7 +31,7 @@ fn invalid_arguments_are_refused_with_status_2() {
 }
 
 #[test]
-fn rpc_measures_every_mode_between_two_processes() {
+fn the_rpc_command_measures_every_mode_between_two_processes() {
     for mode in ["echo", "one-way", "bulk-read", "bulk-write"] {
         let report = json(&["rpc", "--mode", mode, "--seconds", "1", "--rounds", "1", "--json"]);
         let contenders = report["contenders"].as_array().unwrap();
@@ -41,7 +41,7 @@ fn rpc_measures_every_mode_between_two_processes() {
 }
 
 #[test]
-fn store_measures_a_file() {
+fn the_store_command_measures_a_target_file_and_its_mount() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("target");
     let text = ok(&["store", file.to_str().unwrap(), "--size", "512MiB", "--seconds", "0.2"]);
@@ -50,13 +50,13 @@ fn store_measures_a_file() {
 }
 
 #[test]
-fn osd_measures_every_load() {
+fn the_osd_command_prints_a_line_for_every_load() {
     let text = ok(&["osd", "--seconds", "0.2"]);
     assert_eq!(text.lines().count(), 6, "{text}");
 }
 
 #[test]
-fn channel_measures_both_paths_to_each_store() {
+fn the_channel_command_measures_dma_and_socket_for_each_store() {
     let text = ok(&["channel", "--seconds", "0.1", "--in-flight", "2"]);
     assert_eq!(text.lines().count(), 2 + 5 * 7 + 1, "{text}");
     let by_dma = text.lines().find(|line| line.starts_with("mem, dma: write 4 MiB")).unwrap();
@@ -64,7 +64,7 @@ fn channel_measures_both_paths_to_each_store() {
 }
 
 #[test]
-fn dma_measures_the_emulated_engine_and_libfabric() {
+fn the_dma_command_measures_the_emulated_engine_and_libfabric() {
     let output = run(&["dma"]);
     let (text, notes) =
         (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
@@ -79,7 +79,7 @@ fn dma_measures_the_emulated_engine_and_libfabric() {
 }
 
 #[test]
-fn ec_reports_all_codes_places_and_sizes() {
+fn the_ec_command_reports_every_code_place_and_size() {
     let report = json(&["ec", "--k", "4", "--m", "2", "--rounds", "1", "--sizes", "1MiB,3MB", "--json"]);
     let places = report["coding"].as_array().unwrap();
     assert_eq!(
@@ -94,7 +94,7 @@ fn ec_reports_all_codes_places_and_sizes() {
         );
         assert_eq!(path[0]["ratio"].is_number(), report["isal"] == true);
     }
-    // Two sizes of objects, from the cache and from memory.
+    // Two sizes of objects, each with data in the cache and with data in memory.
     let write = report["write"].as_array().unwrap();
     assert_eq!(write.iter().filter(|w| w["gb_per_s"].as_f64().unwrap() > 0.0).count(), 4);
     assert_eq!(
@@ -107,7 +107,7 @@ fn ec_reports_all_codes_places_and_sizes() {
         (row["place"].as_str().unwrap().to_owned(), row["encoded_bytes"].as_u64().unwrap())
     };
     let places = ["host", "dpu (emulated)", "accelerator (emulated)"];
-    // Whole blocks in 128 fragments.
+    // Each file is padded so that each of the 128 fragments consists of whole blocks.
     let expected = [1 << 20, 128 * 24_576].map(|bytes| places.map(|place| (place.to_owned(), bytes)));
     assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), expected.concat());
     for (row, place) in rows.iter().zip(places.iter().cycle()) {
@@ -117,7 +117,8 @@ fn ec_reports_all_codes_places_and_sizes() {
         let cpu = ["host", "dpu", "emulated_device"].map(|of| number(&format!("{of}_cpu_seconds")));
         let works = places.iter().position(|p| p == place).unwrap();
         assert!(cpu[works] > 0.0, "{row}");
-        // A thread that waits uses hardly anything; the first time it is started.
+        // A waiting thread uses almost no CPU time, except for its start in the rows of the first
+        // size.
         let is_first = row["file_bytes"] == 1 << 20;
         assert!(is_first || (1..3).all(|other| other == works || cpu[other] < cpu[works]), "{row}");
     }
@@ -125,14 +126,14 @@ fn ec_reports_all_codes_places_and_sizes() {
     assert_eq!((&batching["files"], &batching["file_bytes"]), (&16.into(), &(1 << 20).into()));
     let [one, together] =
         ["one_by_one", "together"].map(|how| batching[format!("seconds_{how}")].as_f64().unwrap());
-    assert!(together < one, "a batch pays once: {batching}");
+    assert!(together < one, "a batch has the fixed cost of one job: {batching}");
 }
 
 #[test]
-fn ec_compares_the_accelerator_with_the_paper() {
+fn the_ec_command_prints_the_ratio_of_the_paper_for_the_accelerator() {
     let args = ["ec", "--k", "2", "--m", "1", "--rounds", "1", "--sizes", "8MiB"];
     let text = ok(&args);
     let row = text.lines().find(|line| line.starts_with("accelerator (emulated)  ")).unwrap();
     assert!(row.split_whitespace().any(|field| field == "13.3"), "{row}");
-    assert!(text.contains("16 files of 8388608 bytes handed over together"), "{text}");
+    assert!(text.contains("16 files of 8388608 bytes submitted together"), "{text}");
 }

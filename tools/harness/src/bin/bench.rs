@@ -122,7 +122,7 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
     let m: Vec<f64> = series.iter().map(RoundValues::median).collect();
     let (drive, network) = (m[0].max(m[1]), m[3]);
     say("");
-    let mut ratios = Table::new(&["ratio", "value", "bar"]);
+    let mut ratios = Table::new(&["ratio", "value", "threshold"]);
     let mut ratio = |name: &str, value: f64, bar: &str| {
         ratios.row(&[name.to_owned(), format!("{value:.2}"), bar.to_owned()])
     };
@@ -163,7 +163,7 @@ fn peak_memory(node: &Node) -> Result<()> {
     node.down()?;
     node.up(NodePlacement::Dpu, 1, "8GiB")?;
     node.bench("bench", BenchSpec { mode: "write", object_size: "16MiB", in_flight: 64, seconds: 5 })?;
-    say("\n  peak resident memory with 64 x 16 MiB writes in flight (bar: store and osd under 512 MiB each)");
+    say("\n  peak resident memory with 64 x 16 MiB writes in flight (limit for store and osd: 512 MiB each)");
     for process in node.status()?.processes {
         let Some(pid) = process.pid else { continue };
         let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;

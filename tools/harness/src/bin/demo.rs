@@ -35,19 +35,25 @@ fn main() -> Result<()> {
     say(format!("   {files} files, {links} symlinks, {directories} directories"));
 
     say("\n== Copying the tree into the node, and killing the store meanwhile");
-    let source_text = source.to_str().ok_or("the tree's path is not UTF-8")?;
-    let large_text = large.to_str().ok_or("the work directory's path is not UTF-8")?;
+    let source_text = source.to_str().ok_or("the path of the tree is not UTF-8; choose another tree")?;
+    let large_text = large
+        .to_str()
+        .ok_or("the path of the work directory is not UTF-8; set OUTBOARD_DEMO_DIR to another directory")?;
     let copy = node.start(&["cp", "-r", source_text, "outboard:demo/tree"])?;
     kill_during(&node, copy, "store", Duration::from_secs(2))?;
     node.run(&["cp", large_text, "outboard:demo/large.bin"])?;
 
     say("\n== Copying the tree out of the node, and killing the OSD meanwhile");
     let out = work.path.join("out");
-    let out_text = out.to_str().ok_or("the work directory's path is not UTF-8")?;
+    let out_text = out
+        .to_str()
+        .ok_or("the path of the work directory is not UTF-8; set OUTBOARD_DEMO_DIR to another directory")?;
     let copy = node.start(&["cp", "-r", "outboard:demo/tree", out_text])?;
     kill_during(&node, copy, "osd", Duration::from_secs(1))?;
     let large_out = work.path.join("large.out");
-    let large_out_text = large_out.to_str().ok_or("the work directory's path is not UTF-8")?;
+    let large_out_text = large_out
+        .to_str()
+        .ok_or("the path of the work directory is not UTF-8; set OUTBOARD_DEMO_DIR to another directory")?;
     node.run(&["get", "demo/large.bin", large_out_text])?;
 
     say("\n== Comparing every file by SHA-256, every symlink and every mode");
@@ -57,7 +63,7 @@ fn main() -> Result<()> {
     }
     if !differ.is_empty() || tree::sha256(&large)? != tree::sha256(&large_out)? {
         return Err(format!(
-            "the copies differ from the originals: {} paths of the tree, or the large file",
+            "the copies differ from the originals: {} paths of the tree differ; if the number is 0, the large file differs",
             differ.len()
         )
         .into());
@@ -73,8 +79,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Waits for `after`, and kills the process with the role `role` by SIGKILL while the copy runs.
-/// Then waits until the process is restarted and the copy has succeeded.
+/// Waits for the duration `after`, and kills the process with the role `role` by SIGKILL while the
+/// copy runs. Then waits until the process is restarted and the copy has succeeded.
 fn kill_during(node: &Node, mut copy: Child, role: &str, after: Duration) -> Result<()> {
     std::thread::sleep(after);
     if let Some(status) = copy.try_wait()? {
@@ -144,8 +150,8 @@ fn compare_placements(node: &Node) -> Result<()> {
     Ok(())
 }
 
-/// A directory for the demo, which is removed at the end. `OUTBOARD_DEMO_DIR` names its parent. The
-/// demo needs about 13 GB.
+/// A directory for the demo, which is removed at the end. `OUTBOARD_DEMO_DIR` names its parent
+/// directory. The demo needs about 13 GB of free space there.
 struct WorkDir {
     path: PathBuf,
 }
@@ -169,6 +175,6 @@ impl Drop for WorkDir {
 
 fn remove(path: &Path) {
     if let Err(e) = std::fs::remove_dir_all(path) {
-        say(format!("cannot remove {}: {e}", path.display()));
+        say(format!("cannot remove {} ({e}); remove it by hand", path.display()));
     }
 }

@@ -1,8 +1,9 @@
-//! `make bench-redundancy`: measures redundancy on a whole node. `outboard-redundancy [pools]
-//! [rebuild] [coding]` measures the named parts, by default all; `coding:sweep` names one
-//! experiment of a part. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) set the
-//! duration, and `QUICK=1` shortens the run. `OUTBOARD_BENCH_DIR` is a directory on the drive to
-//! measure, and `OUTBOARD_REPORT_DIR` (`report`) is the directory for the results.
+//! `make bench-redundancy`: measures pools with redundancy on a whole node.
+//! `outboard-redundancy [pools] [rebuild] [coding]` measures the named parts, by default all.
+//! `coding:sweep` selects only the experiment `sweep` of the part `coding`. `OUTBOARD_BENCH_ROUNDS`
+//! (5) and `OUTBOARD_BENCH_SECONDS` (3) set the duration, and `QUICK=1` shortens the run.
+//! `OUTBOARD_BENCH_DIR` is a directory on the drive to measure, and `OUTBOARD_REPORT_DIR`
+//! (`report`) is the directory for the results.
 
 #![forbid(unsafe_code)]
 

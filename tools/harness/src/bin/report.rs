@@ -1,6 +1,7 @@
-//! `make report`: repeats the paper's evaluation on this machine, together with a real Ceph. Writes
-//! `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0`
-//! determine how much is measured, and `OUTBOARD_REPORT_WORK` sets the directory (see `settings`).
+//! `make report`: repeats the evaluation of the DoCeph paper on this machine, together with a real
+//! Ceph. Writes `report/index.html` and `report/report.json`. `QUICK=1`, `ROUNDS`, `SECONDS` and
+//! `CEPH=0` determine how much is measured, and `OUTBOARD_REPORT_WORK` sets the work directory (see
+//! `evaluation::settings`).
 
 #![forbid(unsafe_code)]
 
@@ -34,7 +35,7 @@ fn main() -> Result<()> {
     let setup = plan::setup_seconds(&settings, &subjects);
     let planned = setup + plan::seconds(&settings, &subjects, 1);
     say(format!(
-        "measuring {} round(s) with {} runs of at most {} s in {}: {}",
+        "measuring {} round(s), in total {} runs of at most {} s, in {}; this takes {}",
         settings.rounds,
         plan::runs(&settings, &subjects),
         settings.seconds,
@@ -110,9 +111,9 @@ fn write(
     Ok(())
 }
 
-/// Prints the measured bars to the terminal.
+/// Prints the measured claims and their verdicts to the terminal.
 fn summary(bars: &[Bar]) {
-    let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
+    let mut table = Table::new(&["claim", "median", "interval", "threshold", "verdict", "paper"]);
     let rows = bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r)));
     for (bar, row) in rows.filter(|(_, r)| r.verdict != BarVerdict::NotMeasured) {
         let unit = if row.unit == FigureFormat::Percent { " %" } else { "" };
@@ -140,5 +141,5 @@ fn summary(bars: &[Bar]) {
     }
     table.print();
     let (passed, failed, absent) = bars::score(bars);
-    say(format!("  {passed} passed, {failed} failed, {absent} not measured"));
+    say(format!("  {passed} results passed, {failed} failed, {absent} were not measured"));
 }

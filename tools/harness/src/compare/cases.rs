@@ -63,10 +63,10 @@ pub enum CompareLoad {
         /// Number of the objects.
         objects: &'static str,
     },
-    /// `outboard put` of a small file, one after the other. This measures the cost of a short-lived
-    /// client.
+    /// Repeated `outboard put` of a small file, one command at a time. This measures the cost of a
+    /// short-lived client.
     Put,
-    /// `outboard get` of a small object, one after the other.
+    /// Repeated `outboard get` of a small object, one command at a time.
     Get,
     /// Takes the next target out, and waits until all its fragments are rebuilt. One rebuild is one
     /// operation.
@@ -84,7 +84,7 @@ const REDUNDANT_SETUP: NodeSetup =
 const DEGRADED_SETUP: NodeSetup = NodeSetup { targets: 6, target_mib: 512, pools: &[("ec", "ec:4+2")] };
 const SPARE_SETUP: NodeSetup = NodeSetup { targets: 7, target_mib: 768, pools: &[("ec", "ec:4+2")] };
 
-/// Returns a load of `outboard bench`. The targets have space for twice its objects.
+/// Returns a load of `outboard bench`. The targets have space for twice the objects of the load.
 const fn bench(pool: &'static str, mode: &'static str, large: bool) -> CompareLoad {
     let (size, objects) = if large { ("4MiB", "128") } else { ("4KiB", "16384") };
     CompareLoad::Bench { pool, mode, size, objects }

@@ -1,10 +1,10 @@
 //! `outboard-bench --compare`: compares an old binary with a new one.
 //!
-//! The speed of a machine drifts within a minute by more than two builds of a program differ. So
-//! the nodes of both binaries run side by side and are measured one at a time. In every round, each
-//! case runs on both binaries in direct succession, and the binary that runs first alternates. Each
-//! binary drives its node with its own client, because the two may speak different versions of the
-//! protocols.
+//! Within a minute, the speed of a machine changes by more than the difference between two builds
+//! of a program. So the nodes of both binaries run side by side and are measured one at a time. In
+//! every round, each case runs on both binaries in direct succession, and the binary that runs
+//! first alternates. The client of each binary drives the node of the same binary, because the two
+//! binaries may use different versions of the protocols.
 //!
 //! The result of a case in a round is the ratio new/old of its two runs. `verdict` judges the
 //! median of the ratios.

@@ -44,7 +44,7 @@ pub struct Judged {
     pub old: Vec<f64>,
     /// Values of the new binary, by round.
     pub new: Vec<f64>,
-    /// Median of the rounds' ratios new/old, with its interval.
+    /// Median of the rounds' ratios new/old, with its confidence interval.
     pub ratio: Estimate,
     /// The verdict on the ratio.
     pub verdict: Verdict,
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_that_is_zero_on_both_sides_has_no_ratio() {
+    fn a_figure_that_is_zero_with_both_binaries_has_no_ratio() {
         let figures: Vec<Figure> = measured(11, 1.0).judge().iter().map(|judged| judged.figure).collect();
         assert_eq!(figures, [Figure::Throughput, Figure::NodeCpu]);
     }

@@ -17,7 +17,7 @@ use crate::evaluation::processes::{Threads, children_cpu_seconds};
 use crate::node::{BenchResult, BenchSpec, Node, ProcessUse};
 use crate::redundancy::watch::{WatchedState, wait_until, wait_until_whole};
 
-/// Free space that a comparison leaves on the drive, in MiB.
+/// Free space that remains on the drive while the nodes run, in MiB.
 const SPARE_MIB: u64 = 2048;
 
 /// Number of objects that `put` and `get` use.
@@ -258,10 +258,10 @@ impl BinaryNode {
     }
 }
 
-/// Returns the sample of a run of `outboard bench`. CPU time is summed over thread classes, if they
-/// are reported. If a thread of a process has ended, `outboard bench` takes the CPU time of the
-/// whole process from a clock that ticks every 10 ms. This clock is too coarse for a short run of
-/// large reads.
+/// Returns the sample of a run of `outboard bench`. CPU time is summed over thread classes, if the
+/// output contains them. If a thread of a process has ended, `outboard bench` takes the CPU time of
+/// the whole process from a clock that ticks every 10 ms. This clock is too coarse for a short run
+/// of large reads.
 fn sample_of(found: &BenchResult) -> CompareSample {
     let used = |process: &ProcessUse| match process.by_class.is_empty() {
         true => process.cpu_seconds,

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use super::cases::CompareSuite;
 use crate::Result;
 
-/// Default number of rounds. With the default duration of runs, they take about 20 minutes.
+/// Default number of rounds. With the default duration of runs, a comparison takes about 20
+/// minutes.
 const ROUNDS: u32 = 11;
 /// Default duration of a run, in seconds.
 const SECONDS: u32 = 3;
@@ -19,8 +20,8 @@ const MOST: u32 = 1000;
 pub struct CompareSettings {
     /// The `outboard` program that the new program is compared with.
     pub old: PathBuf,
-    /// The `outboard` program that is judged. `None` selects the one beside the running
-    /// `outboard-bench`.
+    /// The `outboard` program that is judged. `None` selects the `outboard` program in the
+    /// directory of the running `outboard-bench`.
     pub new: Option<PathBuf>,
     /// Number of runs of each case on each binary, 1 to 1000.
     pub rounds: u32,
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_is_read() {
+    fn every_command_line_option_is_parsed() {
         let settings =
             read("--json --redundancy --rounds 3 --with /new --seconds 1 --compare /old").unwrap().unwrap();
         let expected = CompareSettings {
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_arguments_are_refused() {
+    fn invalid_arguments_are_refused_with_a_reason() {
         for (args, why) in [
             ("--rounds 3", "--compare is missing"),
             ("--compare", "needs a value"),

@@ -1,13 +1,13 @@
-//! Decides whether a result of the new binary is worse than the old binary's.
+//! Decides whether the new binary has a worse result than the old binary.
 
 use serde::Serialize;
 
 use super::cases::Figure;
 use crate::evaluation::stats::Estimate;
 
-/// A rate fails if the whole interval of its ratio new/old lies below this limit.
+/// A rate fails if the whole confidence interval of its ratio new/old lies below this limit.
 pub const RATE_LEAST: f64 = 0.97;
-/// A cost fails if the whole interval of its ratio new/old lies above this limit.
+/// A cost fails if the whole confidence interval of its ratio new/old lies above this limit.
 pub const COST_MOST: f64 = 1.03;
 /// Minimum probability with which an interval must cover the true median. With less, the verdict is
 /// [`Verdict::Unproven`].
@@ -23,7 +23,7 @@ pub enum Verdict {
     Passed,
     /// The new binary is better, by more than the tolerance.
     Better,
-    /// There were too few rounds for an interval with a confidence of 95 %.
+    /// There were too few rounds for a confidence interval of 95 %.
     Unproven,
 }
 
@@ -70,20 +70,20 @@ mod tests {
     }
 
     #[test]
-    fn eleven_rounds_are_enough_for_95_percent() {
+    fn eleven_rounds_are_enough_for_a_confidence_of_95_percent() {
         let ratio = around(1.0);
         assert!(ratio.confidence >= 0.95 && ratio.n == 11);
         assert!((ratio.low - 0.96).abs() < 1e-9 && (ratio.high - 1.04).abs() < 1e-9, "{ratio:?}");
     }
 
     #[test]
-    fn a_figure_fails_only_if_the_whole_interval_is_beyond_the_tolerance() {
+    fn a_figure_fails_only_if_the_whole_confidence_interval_exceeds_the_tolerance() {
         use Verdict::{Better, Failed, Passed};
         assert_eq!(verdicts(&around(1.0)), [Passed; 3]);
-        // The interval's upper end is 0.98, then 0.96: above the limit, then below it.
+        // The upper end of the interval is 0.98 and then 0.96. The limit of 0.97 is between them.
         assert_eq!(verdicts(&around(0.94)), [Passed; 3]);
         assert_eq!(verdicts(&around(0.92)), [Failed, Better, Better]);
-        // The interval's lower end is 1.02, then 1.04.
+        // The lower end of the interval is 1.02 and then 1.04. The limit of 1.03 is between them.
         assert_eq!(verdicts(&around(1.06)), [Passed; 3]);
         assert_eq!(verdicts(&around(1.08)), [Better, Failed, Failed]);
     }
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn five_rounds_prove_nothing_even_if_all_are_bad() {
+    fn five_rounds_prove_nothing_even_if_every_ratio_is_bad() {
         let five = estimate([0.5; 5]).unwrap();
         assert_eq!(verdicts(&five), [Verdict::Unproven; 3]);
         let six = estimate([0.5; 6]).unwrap();

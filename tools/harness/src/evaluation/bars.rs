@@ -1,5 +1,5 @@
-//! The *bars*: the claims of the report, each with a threshold, the measured value and the paper's
-//! result.
+//! The *bars*: the claims of the report, each with a threshold, the measured value and the result
+//! of the DoCeph paper.
 
 use serde::Serialize;
 
@@ -35,7 +35,7 @@ pub struct BarRow {
     pub bound: Option<Bound>,
     /// Whether the median meets the threshold.
     pub verdict: BarVerdict,
-    /// The paper's value for this case.
+    /// The DoCeph paper's value for this case.
     pub paper: Option<String>,
 }
 
@@ -113,7 +113,7 @@ fn writes(config: TestedSystem, size: u64) -> Case {
     Case::new(config, AccessMode::Write, size)
 }
 
-/// Returns one row per object size of the paper.
+/// Returns one row per object size of the DoCeph paper.
 fn by_size(
     rounds: impl Fn(u64) -> Rounds,
     unit: FigureFormat,
@@ -141,7 +141,7 @@ fn host_cpu_against_ceph(m: &Measurements) -> Bar {
     Bar {
         number: "1",
         title: "Host CPU saved against Ceph, writes",
-        definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the ceph-osd. Ceph's mon and mgr are not counted.",
+        definition: "1 − CPU time per write of the store's process (dpu) / CPU time per write of the ceph-osd. Ceph's mon and mgr are not counted.",
         rows: by_size(rounds, FigureFormat::Percent, [Bound::AtLeast(95.0); 4], Some(paper)),
     }
 }
@@ -151,7 +151,7 @@ fn host_cpu_against_host(m: &Measurements) -> Bar {
     Bar {
         number: "2",
         title: "Host CPU saved against the same code on the host, writes",
-        definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the node's one process (host).",
+        definition: "1 − CPU time per write of the store's process (dpu) / CPU time per write of the node's one process (host).",
         rows: by_size(rounds, FigureFormat::Percent, [Bound::AtLeast(60.0); 4], None),
     }
 }
@@ -162,7 +162,7 @@ fn node_cpu_against_ceph(m: &Measurements) -> Bar {
     Bar {
         number: "3",
         title: "All CPU against Ceph's, writes",
-        definition: "CPU per write of all processes of the node and of its client, including emulated DMA / CPU per write of the ceph-osd and its client. The CPU of starting the clients is not counted.",
+        definition: "CPU time per write of the node's processes and its client, including emulated DMA / CPU time per write of the ceph-osd and its client. The CPU time of starting the clients is not counted.",
         rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtMost(1.0); 4], None),
     }
 }
@@ -221,7 +221,7 @@ fn serial_engine(m: &Measurements) -> Bar {
     Bar {
         number: "6b",
         title: "DMA and DMA wait compared with the lower bound of a serial engine, profile bf3-paper",
-        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is the engine's time for one write: 2.4 ms plus 0.38 ms per MB, a linear fit of the paper's table 3. \
+        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is the engine's time for one write: 2.4 ms plus 0.38 ms per MB, a linear fit of table 3 of the DoCeph paper. \
                      N is the number of writes in flight, 16. Z is the time of a write outside the engine: mean latency − DMA − DMA wait. A serial engine completes at most one write per S. \
                      By Little's law, each of N writes in flight therefore takes at least N·S. A write spends the part of this time that is not Z at the engine, even with a perfect \
                      pipeline. The value 1 means that the engine is never idle while a write waits for it. A larger value means that the pipeline has gaps. A smaller value means \
@@ -231,9 +231,9 @@ fn serial_engine(m: &Measurements) -> Bar {
 }
 
 /// Returns the smallest possible mean time, in µs, that a request spends at a serial engine and in
-/// its queue. This is the service time of one request. If the engine limits the throughput of a
-/// closed loop of `in_flight` requests, it is `in_flight` times the service time, less the time
-/// outside the engine.
+/// the engine's queue. If the engine limits the throughput of a closed loop of `in_flight`
+/// requests, this time is `in_flight` times the service time of one request, minus the time that
+/// the request spends elsewhere. Otherwise it is the service time.
 #[must_use]
 pub fn serial_engine_bound_us(b: &BenchBreakdown, service_us: f64, in_flight: u32) -> f64 {
     let elsewhere = b.total - b.dma - b.dma_wait;
@@ -346,15 +346,15 @@ mod tests {
     }
 
     #[test]
-    fn a_saturated_engine_without_pauses_meets_its_bound() {
-        // 16 requests with 100 µs of service and 400 µs elsewhere take 1600 µs each, of which 1200
-        // µs pass at the engine.
+    fn the_time_at_a_saturated_engine_without_pauses_equals_the_lower_bound() {
+        // 16 requests with a service time of 100 µs, which spend 400 µs elsewhere, take 1600 µs
+        // each. They spend 1200 µs of this time at the engine.
         let b = breakdown(100.0, 1100.0, 400.0);
         assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 1200.0);
     }
 
     #[test]
-    fn an_engine_with_pauses_exceeds_its_bound() {
+    fn the_time_at_an_engine_with_pauses_exceeds_the_lower_bound() {
         // The engine completes one write per 110 µs, although a write needs 100 µs. So 16 writes in
         // flight take 1760 µs each, of which 1360 µs pass at the engine.
         let b = breakdown(100.0, 1260.0, 400.0);
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bound_of_an_engine_that_is_no_bottleneck_is_its_service_time() {
+    fn the_lower_bound_of_an_engine_that_is_no_bottleneck_is_its_service_time() {
         let b = breakdown(100.0, 5.0, 4000.0);
         assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 100.0);
     }
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bar_depends_on_a_secondary_run() {
+    fn no_claim_of_the_report_depends_on_a_secondary_run() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let cases: Vec<Case> = plan::round(&settings, &Subjects::all(), 1)
             .into_iter()
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn verdicts_follow_the_median() {
+    fn a_verdict_compares_the_median_of_the_rounds_with_the_threshold() {
         let row = |values: [f64; 3], bound| {
             BarRow::new("", (1..).zip(values).collect(), FigureFormat::Ratio, Some(bound)).verdict
         };

@@ -1,4 +1,4 @@
-//! Runs the plan and stores the results.
+//! Executes the plan of the report round by round, and collects the results.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::{Result, ceiling};
 /// Number of failed steps after which a system is no longer measured.
 const FAILURES_MOST: usize = 3;
 
-/// All rounds of a run.
+/// A run of the report, which measures all systems in several rounds.
 pub struct Campaign<'a> {
     settings: &'a EvaluationSettings,
     rig: &'a EvaluationRig,
@@ -25,7 +25,8 @@ pub struct Campaign<'a> {
 }
 
 impl<'a> Campaign<'a> {
-    /// Of what is up.
+    /// Creates a campaign that measures the systems of `rig`. `problems` lists the systems that
+    /// could not be started.
     #[must_use]
     pub fn new(
         settings: &'a EvaluationSettings,
@@ -39,7 +40,7 @@ impl<'a> Campaign<'a> {
 
     /// Runs one round. A failed step is reported, and the round continues.
     pub fn round(&mut self, round: u32, progress: &mut ProgressLine) {
-        // Fewer may be left than were planned for.
+        // Earlier failures may have removed systems, so this round may take less time than planned.
         progress.plan_rest(plan::seconds(self.settings, &self.subjects, round));
         for step in plan::round(self.settings, &self.subjects, round) {
             progress.show(&format!("round {round} of {}: {}", self.settings.rounds, step.label()));
@@ -51,8 +52,9 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    /// A system that fails again and again is left alone, and so is an option, or a number in flight over one of the network stacks,
-    /// that does not work.
+    /// Counts a failed step of a system, and stops measuring the system after [`FAILURES_MOST`]
+    /// failures. An ablation, or a number of requests in flight in the comparison of network
+    /// stacks, is no longer measured after its first failure.
     fn count_failure(&mut self, step: &PlanStep) {
         let config = match step {
             PlanStep::Modes { config, .. } => *config,
@@ -69,7 +71,9 @@ impl<'a> Campaign<'a> {
         let count = self.failures.iter().filter(|c| **c == config).count();
         if count == FAILURES_MOST {
             self.subjects.configs.retain(|c| *c != config);
-            self.found.problems.push(format!("{} was given up after {count} failures", config.label()));
+            self.found
+                .problems
+                .push(format!("{} is no longer measured, because {count} steps failed", config.label()));
         }
     }
 
@@ -93,10 +97,11 @@ impl<'a> Campaign<'a> {
         Ok(())
     }
 
-    /// Reads the objects that were just written, then removes them, even if a read failed.
+    /// Measures all access modes on Ceph. The reads use the objects that the writes have just
+    /// created. Removes the objects at the end, even if a run failed.
     fn ceph_modes(&mut self, round: u32, size: u64) -> Result<()> {
         let rig = self.rig;
-        let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
+        let ceph = rig.ceph.as_ref().ok_or("Ceph is not running")?;
         let outcome = AccessMode::ALL.into_iter().try_for_each(|mode| -> Result<()> {
             let case = Case::new(TestedSystem::Ceph, mode, size);
             self.found.samples.push(ceph.bench(round, &case, self.settings.seconds_of(&case))?);
@@ -108,7 +113,7 @@ impl<'a> Campaign<'a> {
 
     fn ceph_large_set(&mut self, round: u32) -> Result<()> {
         let rig = self.rig;
-        let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
+        let ceph = rig.ceph.as_ref().ok_or("Ceph is not running")?;
         ceph.limit_memory(true)?;
         pause(SHRINK_SECONDS);
         let case = Case::large_set(TestedSystem::Ceph);

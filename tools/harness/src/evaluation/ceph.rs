@@ -20,11 +20,11 @@ const MEMORY_TARGET: u64 = 2 << 30;
 const MEMORY_TARGET_LEAST: u64 = 896 << 20;
 
 /// Limits below which the OSD counts as quiet: CPU use as a fraction of one core, and bytes written
-/// per second. An idle OSD uses 0.3 %.
+/// per second. An idle OSD uses 0.3 % of a core.
 const QUIET: (f64, f64) = (0.02, 1e6);
 
-/// Number of client starts for measuring the cost of a start. The kernel counts a client's CPU in
-/// steps of 10 ms.
+/// Number of client starts for measuring the cost of a start. One start is too short to measure,
+/// because the kernel counts a client's CPU time in steps of 10 ms.
 const CLIENT_STARTS: u32 = 3;
 
 /// Duration of one observation of the OSD's activity.
@@ -32,7 +32,7 @@ const QUIET_WATCH: Duration = Duration::from_millis(500);
 /// Maximum time to wait until the OSD is quiet.
 const QUIET_WAIT: Duration = Duration::from_secs(5);
 
-/// A cluster in its own directory. The owner of that directory stops it.
+/// A Ceph cluster in its own directory. The owner of this directory stops the cluster.
 #[derive(Debug)]
 pub struct Cluster {
     dir: PathBuf,
@@ -126,7 +126,11 @@ impl Cluster {
         command.args(["30", "ceph", "-c"]).arg(self.dir.join("ceph.conf"));
         command.args(["tell", "osd.0", "config", "set", "osd_memory_target", &target]);
         let output = command.output()?;
-        if output.status.success() { Ok(()) } else { Err("cannot set the OSD's memory target".into()) }
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err("cannot set the memory target of Ceph's OSD".into())
+        }
     }
 
     /// Runs `rados bench` and accounts for the CPU time of the OSD and the client. The cost of a
@@ -174,8 +178,8 @@ impl Cluster {
         })
     }
 
-    /// Removes the objects of the usual set, so that the file does not fill up, and waits until the
-    /// OSD is quiet.
+    /// Removes all objects except the large set, so that the OSD's file does not fill up, and waits
+    /// until the OSD is quiet.
     ///
     /// # Errors
     /// If `rados` fails or no OSD is running.

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde::Serialize;
 
-/// The machine and the versions of programs.
+/// The machine, and the versions of the programs that the report uses.
 #[derive(Debug, Clone, Serialize)]
 pub struct Environment {
     /// Start of the run, UTC.
@@ -69,7 +69,11 @@ impl Environment {
 fn commit() -> String {
     let commit = said("git", &["rev-parse", "--short=12", "HEAD"]);
     let changed = said("git", &["status", "--porcelain", "--untracked-files=no"]);
-    if changed.is_empty() || commit == ABSENT { commit } else { format!("{commit}, with changes") }
+    if changed.is_empty() || commit == ABSENT {
+        commit
+    } else {
+        format!("{commit}, with uncommitted changes")
+    }
 }
 
 /// The description of a program that cannot be run.

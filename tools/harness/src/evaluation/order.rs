@@ -1,17 +1,20 @@
-//! The order of runs. A run affects the next run, for example because the drive is warm or has
-//! deferred work. So over all rounds, each configuration follows every other configuration equally
-//! often.
+//! Determines the order of the systems in each round. A run affects the next run, for example
+//! because the drive is warm or has deferred work. So over all rounds, any two systems run directly
+//! one after the other equally often, in both orders.
 
 /// Returns `members` in the order of a round. The orders of successive rounds are the rows of a
-/// Williams square. With an even number `n` of members, each member directly follows each other
-/// member once in any `n` successive rounds, and has each place in the order once. With an odd
-/// number, this takes `2 n` rounds that start at a multiple of `n`. The second half of them repeats
-/// the first half in reverse order.
+/// Williams square. If the number `n` of members is even, any `n` successive rounds are balanced:
+/// for any two members `a` and `b`, exactly one round has `b` directly after `a`, and each member
+/// takes each position exactly once. If `n` is odd, `2 n` successive rounds are balanced if the
+/// first round is a multiple of `n`, with twice these counts. The second half of these rounds
+/// repeats the first half in reverse order.
 #[must_use]
 pub fn turns<T: Clone>(members: &[T], round: usize) -> Vec<T> {
     let n = members.len().max(1);
-    // The first row is 0, 1, n - 1, 2, n - 2, …. Its steps have different lengths modulo n. So all
-    // rows together contain each step from each member.
+    // The first row is 0, 1, n - 1, 2, n - 2, …, and each further row adds 1 to all elements,
+    // modulo n. If n is even, the differences between neighbours in a row are all different modulo
+    // n. So all rows together contain each pair of neighbours once. If n is odd, a row contains
+    // half of the differences, each twice, and the reversed row contains the other half.
     let zigzag = |place: usize| if place % 2 == 1 { place.div_ceil(2) } else { n - place / 2 };
     let mut order: Vec<T> =
         (0..members.len()).map(|place| members[(zigzag(place) + round) % n].clone()).collect();
@@ -27,8 +30,8 @@ mod tests {
 
     use super::*;
 
-    /// Counts how often each member directly follows each other member, and how often each member
-    /// has each place.
+    /// Returns two maps: how often each pair of members occurs directly in succession, and how
+    /// often each member takes each position.
     fn counts(n: usize, rounds: std::ops::Range<usize>) -> [BTreeMap<(usize, usize), u32>; 2] {
         let (mut pairs, mut places) = (BTreeMap::new(), BTreeMap::new());
         let members: Vec<usize> = (0..n).collect();
@@ -41,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn each_member_follows_each_other_member_equally_often() {
+    fn every_member_directly_follows_every_other_member_equally_often() {
         for n in 1..=9 {
             let (rounds, times) = if n % 2 == 0 { (n, 1) } else { (2 * n, 2) };
             for start in [0, 3 * n] {
@@ -55,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn an_even_number_of_members_is_balanced_from_any_first_round() {
+    fn four_successive_rounds_of_four_members_are_balanced_from_any_first_round() {
         for start in 0..8 {
             let [pairs, _] = counts(4, start..start + 4);
             assert!(pairs.len() == 12 && pairs.values().all(|count| *count == 1), "{start}: {pairs:?}");
@@ -70,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_of_no_members_and_of_one_member_are_correct() {
+    fn no_members_give_an_empty_order_and_one_member_stays_alone() {
         assert!(turns::<u8>(&[], 5).is_empty());
         assert_eq!(turns(&['a'], 5), ['a']);
     }

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_linear_fit_of_table_3_is_within_ten_percent() {
+    fn the_linear_fit_deviates_from_table_3_by_less_than_ten_percent() {
         for (column, size) in TABLE3.iter().zip(crate::evaluation::workload::PAPER_SIZES) {
             let relative = dma_service_us(size) / 1e6 / column.dma;
             assert!((0.9..1.1).contains(&relative), "{size}: {relative}");
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn savings_follow_from_figure_7() {
+    fn the_stated_cpu_savings_follow_from_the_values_of_figure_7() {
         for ((baseline, doceph), saved) in FIG7_BASELINE.iter().zip(FIG7_DOCEPH).zip(SAVED) {
             assert!((100.0 * (1.0 - doceph / baseline) - saved).abs() < 0.4);
         }

@@ -19,9 +19,9 @@ pub enum PlanStep {
         /// Bytes per object.
         size: u64,
     },
-    /// One run of a node.
+    /// Measures one case on a node.
     Run(Case),
-    /// One run of Ceph on the large set, with reduced caches.
+    /// Measures Ceph on the large set, with reduced caches.
     CephLargeSet,
     /// Measures loopback TCP and memory.
     Machine,
@@ -29,7 +29,7 @@ pub enum PlanStep {
     Idle,
 }
 
-/// Seconds of idling before the idle measurement, and of the measurement itself.
+/// Pause before the measurement of idle systems, and duration of this measurement, in seconds.
 pub const IDLE_SECONDS: (u32, u32) = (3, 10);
 
 /// Time for Ceph's caches to shrink after their limit was reduced, in seconds.
@@ -105,8 +105,9 @@ pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 
     files + if ceph { 25.0 } else { 0.0 } + large + usual
 }
 
-/// Returns the steps of a round, counted from 1. The order of systems is balanced over the rounds
-/// (`order`), so that no system always uses the drive right after the same other system.
+/// Returns the steps of the round with the number `round`, counted from 1. The order of systems is
+/// balanced over the rounds (`order`), so that no system always uses the drive right after the same
+/// other system.
 #[must_use]
 pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> Vec<PlanStep> {
     let configs = &subjects.configs;
@@ -209,7 +210,7 @@ impl PlanStep {
             }
             PlanStep::CephLargeSet => "Ceph, large set".to_owned(),
             PlanStep::Machine => "loopback and memory".to_owned(),
-            PlanStep::Idle => "all idle".to_owned(),
+            PlanStep::Idle => "all systems idle".to_owned(),
         }
     }
 }
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn each_system_follows_each_other_equally_often_in_every_comparison() {
+    fn every_system_directly_follows_every_other_system_equally_often_in_each_comparison() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         // For each round, the systems of the steps for which `of` returns a system, in order.
         let orders = |rounds: u32, of: &dyn Fn(PlanStep) -> Option<TestedSystem>| -> Vec<Vec<TestedSystem>> {
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn each_ablation_and_its_control_run_in_succession_in_alternating_order() {
+    fn each_ablation_runs_directly_before_or_after_its_control_in_alternating_order() {
         let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let mut ablated_first = Vec::new();
         for number in 1..=2 {
@@ -303,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn both_network_stacks_run_in_succession_at_every_depth_in_alternating_order() {
+    fn both_network_stacks_run_directly_in_succession_at_every_depth_in_alternating_order() {
         let mut firsts = Vec::new();
         for number in [1, 3, 5, 7] {
             let runs = sweep(&Subjects::all(), number, false);
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn full_runs_are_planned_below_fifty_minutes_and_quick_runs_below_five() {
+    fn the_planned_time_is_below_fifty_minutes_or_five_for_a_quick_run() {
         let minutes = |quick, rounds, seconds| {
             let settings = EvaluationSettings { quick, rounds, seconds, ..EvaluationSettings::from_env() };
             let all = Subjects::all();

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_counts_as_zero() {
+    fn an_ended_process_counts_with_zero_bytes_and_zero_cpu_time() {
         assert_eq!(written_bytes(u32::MAX), 0);
         assert_eq!(Threads::of(u32::MAX).cpu_seconds_since(&Threads::default()), 0.0);
     }

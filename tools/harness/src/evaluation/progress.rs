@@ -62,8 +62,8 @@ impl ProgressLine {
 
     /// Returns the remaining time after `elapsed` seconds. This is the planned time of the
     /// remaining work, times the ratio of elapsed time to the planned time of the completed work.
-    /// Both parts of the ratio are increased by a tenth of the plan, so that the first steps have
-    /// little weight.
+    /// Numerator and denominator of the ratio are increased by a tenth of the whole planned time,
+    /// so that the first steps have little weight.
     fn rest_at(&self, elapsed: f64) -> f64 {
         let before = (self.planned / 10.0).max(1.0);
         (self.planned - self.done).max(0.0) * (elapsed + before) / (self.done + before)
@@ -90,8 +90,7 @@ mod tests {
         assert_eq!(progress.rest_at(0.0), 1000.0);
         progress.add(400.0);
         assert_eq!(progress.rest_at(400.0), 600.0);
-        // 250 s more than planned, of 500 s that count: the rest takes 1.5 times as long as
-        // planned.
+        // The ratio is (650 + 100) / (400 + 100) = 1.5, and 600 s of the plan remain.
         assert_eq!(progress.rest_at(650.0), 900.0);
         progress.plan_rest(100.0);
         assert_eq!((progress.rest_at(400.0), progress.percent()), (100.0, 80.0));

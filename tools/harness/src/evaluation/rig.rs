@@ -1,5 +1,6 @@
 //! The systems under test: one node per configuration and a Ceph, each in its own directory on the
-//! same drive. All of them run throughout; while one is measured, the others are idle.
+//! same drive. All systems run during the whole evaluation. While one system is measured, the
+//! others are idle.
 
 use std::fs;
 use std::path::Path;
@@ -13,14 +14,15 @@ use crate::ceiling::FioFile;
 use crate::cleaner::Cleaner;
 use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 
-/// Size of fio's file and the space to keep free, in GiB.
+/// Size of fio's file, in GiB.
 const FIO_GIB: u64 = 1;
+/// Free space that remains on the drive during the evaluation, in GiB.
 const SPARE_GIB: u64 = 3;
 
 /// The running systems.
 pub struct EvaluationRig {
     nodes: Vec<(TestedSystem, Node)>,
-    /// The Ceph, if there is one.
+    /// The Ceph cluster. `None` if Ceph is not measured or did not start.
     pub ceph: Option<Cluster>,
     /// The file for fio on the same drive.
     pub fio: FioFile,
@@ -34,25 +36,31 @@ impl EvaluationRig {
     /// omitted; the reasons are added to `missing`.
     ///
     /// # Errors
-    /// There is too little space, or a node does not start.
+    /// If there is too little space, or a node does not start.
     pub fn up(
         settings: &EvaluationSettings,
         missing: &mut Vec<String>,
         say: &dyn Fn(&str),
     ) -> Result<EvaluationRig> {
         fs::create_dir_all(&settings.work).map_err(|e| {
-            format!("cannot make {} ({e}); set OUTBOARD_REPORT_WORK", settings.work.display())
+            format!(
+                "cannot create {} ({e}); set OUTBOARD_REPORT_WORK to a writable directory",
+                settings.work.display()
+            )
         })?;
         let cleaner = cleaner(&settings.work)?;
         let ceph_gib = space_for_ceph(settings, missing)?;
-        say("starting nodes (their targets are written in full)");
+        say("starting nodes (this writes all blocks of their targets)");
         let host = node(settings, TestedSystem::Host, Network::Tcp)?;
         let (memcpy, in_flight_sweep) = node_of_networks(settings, missing)?;
         let mut nodes = vec![host, memcpy];
         if has_profiles(&nodes[1].1)? {
             nodes.push(node(settings, TestedSystem::DpuBf3, Network::Tcp)?);
         } else {
-            missing.push("dpu with the profile bf3-paper: this build has no key channel.profile".to_owned());
+            missing.push(
+                "dpu with the profile bf3-paper: this build lacks the configuration key channel.profile"
+                    .to_owned(),
+            );
         }
         say("starting Ceph");
         let cluster = ceph_gib.map(|gib| Cluster::up(&settings.work.join("ceph"), gib));
@@ -70,7 +78,7 @@ impl EvaluationRig {
         if let Some(objects) = settings.large_set() {
             say("writing the large set");
             if let Err(why) = rig.fill_large_set(settings, objects) {
-                missing.push(format!("the large set, as far as it was not written: {why}"));
+                missing.push(format!("the large set: cannot write all of its objects: {why}"));
             }
         }
         Ok(rig)
@@ -102,12 +110,13 @@ impl EvaluationRig {
     /// Runs `outboard bench` on the node of a case.
     ///
     /// # Errors
-    /// The program or one of its operations fails.
+    /// If the program or one of its operations fails.
     pub fn bench(&self, settings: &EvaluationSettings, case: &Case, seconds: u32) -> Result<BenchResult> {
-        let (_, node) = self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("there is no such node")?;
+        let (_, node) =
+            self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("no node has this configuration")?;
         let (pool, objects) = match case.set {
             Set::Usual => ("bench", case.objects()),
-            Set::Large => ("large", settings.large_set().ok_or("there is no large set")?),
+            Set::Large => ("large", settings.large_set().ok_or("a quick run has no large set")?),
         };
         let size = case.size.to_string();
         let workload =
@@ -143,8 +152,8 @@ impl EvaluationRig {
     }
 }
 
-/// Returns the size of Ceph's file in GiB; `None` if Ceph is switched off or the space does not
-/// suffice.
+/// Returns the size of Ceph's file in GiB. Returns `None` if Ceph is switched off or if the drive
+/// has too little space for it.
 fn space_for_ceph(settings: &EvaluationSettings, missing: &mut Vec<String>) -> Result<Option<u64>> {
     let free = rustix::fs::statvfs(&settings.work)?;
     let free_gib = free.f_bavail * free.f_frsize / (1 << 30);
@@ -153,24 +162,27 @@ fn space_for_ceph(settings: &EvaluationSettings, missing: &mut Vec<String>) -> R
     if free_gib < others {
         let work = settings.work.display();
         return Err(format!(
-            "{others} GiB are needed at {work}, {free_gib} are free; set OUTBOARD_REPORT_WORK"
+            "the evaluation needs {others} GiB in {work}, but only {free_gib} GiB are free; set OUTBOARD_REPORT_WORK to a directory with more space"
         )
         .into());
     }
     if !settings.ceph {
-        missing.push("Ceph: not wanted (CEPH=0)".to_owned());
+        missing.push("Ceph: switched off by CEPH=0".to_owned());
         return Ok(None);
     }
     let gib = wanted.min(free_gib - others);
     if gib < least {
-        missing.push(format!("Ceph: it needs {least} GiB more than the {free_gib} that are free"));
+        missing.push(format!(
+            "Ceph: it needs {least} GiB beside the {others} GiB for the nodes and fio, but only {free_gib} GiB are free"
+        ));
         return Ok(None);
     }
     Ok(Some(gib))
 }
 
-/// The node that network stacks are compared on, and at how many requests in flight: none if it can be reached by TCP only, or if the
-/// run is a quick one.
+/// Starts the node on which network stacks are compared. Returns the node, and the numbers of
+/// requests in flight for the comparison. There is no comparison in a quick run, or if the node
+/// does not start with `ofi:tcp`. In these cases the node serves only TCP, and the list is empty.
 fn node_of_networks(
     settings: &EvaluationSettings,
     missing: &mut Vec<String>,
@@ -178,14 +190,14 @@ fn node_of_networks(
     if !settings.quick {
         match node(settings, TestedSystem::DpuMemcpy, Network::OfiTcp) {
             Ok(node) => return Ok((node, IN_FLIGHT_SWEEP.to_vec())),
-            Err(why) => missing.push(format!("4 KiB writes over ofi:tcp, beside tcp: {why}")),
+            Err(why) => missing.push(format!("4 KiB writes over ofi:tcp compared with tcp: {why}")),
         }
     }
     Ok((node(settings, TestedSystem::DpuMemcpy, Network::Tcp)?, Vec::new()))
 }
 
-/// Makes and starts the node of a configuration, which serves `network` beside TCP. Its clients use TCP, RDMA or not, unless a case
-/// says otherwise.
+/// Creates and starts the node of a configuration. The node serves `network` in addition to TCP.
+/// Its clients use TCP unless a case selects another network stack.
 fn node(
     settings: &EvaluationSettings,
     config: TestedSystem,
@@ -200,7 +212,7 @@ fn node(
         .with_env("OUTBOARD_CHANNEL_PROFILE", profile)
         .with_env("OUTBOARD_NETWORK_STACKS", network.name())
         .with_env("OUTBOARD_NETWORK", Network::Tcp.name());
-    // Its endpoint is of no interest here.
+    // The output of `up` is not needed, because the commands find the node by its directory.
     node.up_quietly(placement, 1, &format!("{}GiB", settings.target_gib()))?;
     for pool in ["bench", "large"] {
         node.run_quietly(&["pool", "create", pool])?;
@@ -208,7 +220,8 @@ fn node(
     Ok((config, node))
 }
 
-/// Whether this build knows `channel.profile`: a node's first start writes a configuration with every key.
+/// Whether this build has the configuration key `channel.profile`. The first start of a node writes
+/// a configuration file that contains every key.
 fn has_profiles(node: &Node) -> Result<bool> {
     let keys = fs::read_to_string(node.dir().join("outboard.toml"))?;
     Ok(keys
@@ -216,19 +229,20 @@ fn has_profiles(node: &Node) -> Result<bool> {
         .any(|l| l.trim_start_matches(['#', ' ']).split('=').next().is_some_and(|k| k.trim() == "profile")))
 }
 
-/// Which parts of the design this build can switch off.
+/// Returns the ablations that this build supports, and adds the other ablations to `missing`.
 fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<Ablation>> {
     let help = node.command(&["debug", "tune", "--help"]).output()?;
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
     let (has, has_not): (Vec<_>, Vec<_>) = ABLATIONS.into_iter().partition(|a| help.contains(a.name()));
     if !has_not.is_empty() {
         let names: Vec<&str> = has_not.iter().map(Ablation::name).collect();
-        missing.push(format!("ablations: `outboard debug tune` has no {}", names.join(", ")));
+        missing.push(format!("ablations: `outboard debug tune` lacks the options {}", names.join(", ")));
     }
     Ok(has)
 }
 
-/// Stops everything and removes the work directory: `$1`, with `outboard` as `$2` and the script that stops a Ceph as `$3`.
+/// Stops all systems and removes the work directory `$1`. `$2` is the program `outboard`, and `$3`
+/// is the script that stops Ceph.
 const CLEAN: &str = r#"for node in "$1"/node-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$2" down; done
 "$3" "$1/ceph"
 rm -rf "$1""#;

@@ -61,7 +61,7 @@ pub struct Medians {
     pub client_cpu_us_per_op: Option<Estimate>,
 }
 
-/// The subsystem of a thread, in the terms of the paper's figure 5.
+/// The subsystem of a thread, in the terms of figure 5 of the DoCeph paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subsystem {
@@ -114,8 +114,8 @@ impl Subsystem {
         }
     }
 
-    /// Returns the subsystem of a thread class of a node. `split` says whether the time of the
-    /// OSD's threads is divided.
+    /// Returns the subsystem of a thread class of a node. `split` says whether the node divides the
+    /// time of the OSD's threads between OSD and messenger.
     #[must_use]
     pub fn of_class(class: &str, split: bool) -> Subsystem {
         match class {
@@ -132,7 +132,7 @@ impl Subsystem {
     }
 
     /// Returns the subsystem of a thread of ceph-osd. The first three thread names are those in
-    /// section 5.2 of the paper.
+    /// section 5.2 of the DoCeph paper.
     #[must_use]
     pub fn of_ceph_thread(name: &str) -> Subsystem {
         let begins = |prefix: &str| name.starts_with(prefix);
@@ -278,15 +278,15 @@ impl Measurements {
         self.rounds_if(case, |s| Some(figure(s)))
     }
 
-    /// Returns a ceiling for every round, in 10^6 bytes per second.
+    /// Returns the value of a ceiling in each round, in 10^6 bytes per second.
     #[must_use]
     pub fn ceiling(&self, kind: CeilingKind, size: u64) -> Rounds {
         let of_kind = self.ceilings.iter().filter(|c| c.kind == kind && c.size == size);
         of_kind.map(|c| (c.round, c.mb_per_s)).collect()
     }
 
-    /// Returns the idle CPU for every round, in % of a core, summed over the system's processes
-    /// that `which` accepts.
+    /// Returns the CPU use of an idle system in each round, in % of a core, summed over the
+    /// system's processes that `which` accepts.
     pub fn idle(&self, config: TestedSystem, which: impl Fn(&str) -> bool) -> Rounds {
         let mut rounds = Rounds::new();
         for idle in self.idle.iter().filter(|i| i.config == config && which(&i.process)) {

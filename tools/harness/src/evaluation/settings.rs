@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::workload::{Case, MIB, PAPER_SIZES};
 
-/// The amount and the place of the measurements.
+/// The extent of the measurements, and the directories that they use.
 #[derive(Debug, Clone)]
 pub struct EvaluationSettings {
     /// `QUICK=1`: measures only two sizes in one round.
@@ -64,8 +64,8 @@ impl EvaluationSettings {
         self.seconds.min(2)
     }
 
-    /// Duration of each run of fio, in seconds. The throughput of a drive settles sooner than the
-    /// throughput of a system.
+    /// Duration of each run of fio, in seconds. It is at most 2, because the throughput of fio
+    /// becomes stable sooner than the throughput of a node.
     #[must_use]
     pub fn fio_seconds(&self) -> u32 {
         self.seconds.min(2)

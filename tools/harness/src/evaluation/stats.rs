@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn no_finite_values_give_no_estimate() {
+    fn values_that_are_not_finite_give_no_estimate() {
         assert_eq!(estimate([]), None);
         assert_eq!(estimate([f64::NAN, f64::INFINITY]), None);
     }
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn seven_rounds_give_the_full_range_and_nine_omit_the_extremes() {
+    fn the_interval_spans_all_of_seven_values_but_omits_the_extremes_of_nine() {
         let seven = estimate((1..=7).map(f64::from)).unwrap();
         assert_eq!((seven.median, seven.low, seven.high), (4.0, 1.0, 7.0));
         assert!(seven.confidence >= 0.95);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn few_rounds_have_low_confidence() {
+    fn three_rounds_give_a_confidence_below_95_percent() {
         assert!(estimate([1.0, 2.0, 3.0]).unwrap().confidence < 0.95);
         assert_eq!(estimate([5.0]).unwrap().confidence, 0.0);
     }

@@ -1,32 +1,34 @@
-//! The workloads: configurations, sizes and modes.
+//! The workloads of the evaluation. A workload combines a tested system, an object size and an
+//! operation.
 
 use serde::Serialize;
 
 /// One MiB.
 pub const MIB: u64 = 1 << 20;
 
-/// The sizes of the paper's evaluation (section 5.1).
+/// The object sizes of the DoCeph paper's evaluation (section 5.1), in bytes.
 pub const PAPER_SIZES: [u64; 4] = [MIB, 4 * MIB, 8 * MIB, 16 * MIB];
 
-/// Requests in flight (section 5.1: "16 concurrent clients").
+/// Number of requests in flight, as in the DoCeph paper (section 5.1: "16 concurrent clients").
 pub const IN_FLIGHT: u32 = 16;
 
 /// A system under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TestedSystem {
-    /// Everything in one process on the host.
+    /// A node whose OSD and store are one process on the host.
     Host,
-    /// OSD on the emulated DPU; its DMA engine copies as fast as memory allows.
+    /// A node whose OSD is on the emulated DPU. The DMA engine copies as fast as memory allows.
     DpuMemcpy,
-    /// OSD on the emulated DPU; its DMA engine takes the time that the paper measured on a BlueField-3.
+    /// A node whose OSD is on the emulated DPU. The DMA engine takes the time that the DoCeph paper
+    /// measured on a BlueField-3.
     DpuBf3,
     /// A real Ceph with one OSD.
     Ceph,
 }
 
 impl TestedSystem {
-    /// Returns the name for readers.
+    /// Returns the system's name in the report.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -38,7 +40,7 @@ impl TestedSystem {
     }
 }
 
-/// The operation on the objects.
+/// The operation of a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessMode {
@@ -51,10 +53,10 @@ pub enum AccessMode {
 }
 
 impl AccessMode {
-    /// Every mode, in the order in which they are run: reads find what was written.
+    /// Every mode, in the order of the runs: reads use the objects that the writes have stored.
     pub const ALL: [AccessMode; 3] = [AccessMode::Write, AccessMode::Read, AccessMode::Randread];
 
-    /// Returns the name in `outboard bench`.
+    /// Returns the mode's name in `outboard bench`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -64,7 +66,7 @@ impl AccessMode {
         }
     }
 
-    /// Returns the name in `rados bench`.
+    /// Returns the mode's name in `rados bench`.
     #[must_use]
     pub fn rados_name(self) -> &'static str {
         match self {
@@ -75,23 +77,23 @@ impl AccessMode {
     }
 }
 
-/// The objects that are read or written.
+/// The set of objects that a workload reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Set {
-    /// Objects of half a GiB in total.
+    /// Objects of half a GiB in total, which may fit into caches.
     Usual,
-    /// Objects of several times the size of all caches.
+    /// Objects whose total size is several times the size of all caches.
     Large,
 }
 
-/// A network stack that clients reach a node over.
+/// A network stack over which clients connect to a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub enum Network {
     /// TCP.
     #[serde(rename = "tcp")]
     Tcp,
-    /// libfabric's provider of the same name: the RDMA code path, over TCP.
+    /// libfabric with its provider `tcp`: the code path for RDMA, over TCP.
     #[serde(rename = "ofi:tcp")]
     OfiTcp,
 }
@@ -110,27 +112,26 @@ impl Network {
     }
 }
 
-/// Requests in flight at which network stacks are compared.
+/// Numbers of requests in flight at which network stacks are compared.
 pub const IN_FLIGHT_SWEEP: [u32; 6] = [1, 2, 4, 8, 16, 32];
 
-/// One kind of run. All its rounds yield one value.
+/// A kind of run, which is repeated in the rounds. The report shows the median of the rounds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Case {
-    /// The system.
+    /// The measured system.
     pub config: TestedSystem,
     /// The operation.
     pub mode: AccessMode,
     /// Bytes per object.
     pub size: u64,
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub in_flight: u32,
-    /// The objects.
+    /// The set of objects.
     pub set: Set,
     /// The options of `outboard debug tune` that switch a part of the design off during the run;
     /// `None` in the main series.
     pub ablation: Option<String>,
-    /// The ablation for which this run of the whole design is the control; `None` in the main
-    /// series.
+    /// The ablation with which this run of the whole design is compared; `None` in the main series.
     pub control_of: Option<String>,
     /// The compared network stack; `None` in the main series, which uses TCP.
     pub network: Option<Network>,
@@ -141,7 +142,7 @@ pub struct Case {
 pub struct Ablation {
     /// The option of `outboard debug tune` that switches the part off, with its value if it has one.
     pub option: &'static str,
-    /// Bytes per object at which the part has an effect.
+    /// Object size in bytes at which the part has an effect.
     pub size: u64,
 }
 
@@ -165,26 +166,26 @@ impl Ablation {
 }
 
 impl Case {
-    /// A case of the main series.
+    /// Creates a case of the main series.
     #[must_use]
     pub fn new(config: TestedSystem, mode: AccessMode, size: u64) -> Case {
         let (in_flight, set) = (IN_FLIGHT, Set::Usual);
         Case { config, mode, size, in_flight, set, ablation: None, control_of: None, network: None }
     }
 
-    /// One request at a time.
+    /// Returns this case with one request in flight.
     #[must_use]
     pub fn one_at_a_time(self) -> Case {
         Case { in_flight: 1, ..self }
     }
 
-    /// 4 KiB random reads from the large set.
+    /// Creates the case of 4 KiB random reads from the large set.
     #[must_use]
     pub fn large_set(config: TestedSystem) -> Case {
         Case { set: Set::Large, ..Case::new(config, AccessMode::Randread, 4096) }
     }
 
-    /// Writes with a part of the design switched off.
+    /// Creates the case of writes with one part of the design switched off.
     #[must_use]
     pub fn without(config: TestedSystem, ablation: &Ablation) -> Case {
         Case {
@@ -193,7 +194,7 @@ impl Case {
         }
     }
 
-    /// 4 KiB writes over a network stack.
+    /// Creates the case of 4 KiB writes over a network stack.
     #[must_use]
     pub fn over(network: Network, in_flight: u32) -> Case {
         Case {
@@ -203,14 +204,14 @@ impl Case {
         }
     }
 
-    /// Returns the control of an ablation: the same run with the whole design, right before or
-    /// after it.
+    /// Returns the control of an ablation: the same case with the whole design, which runs directly
+    /// before or after the ablation.
     #[must_use]
     pub fn control(&self) -> Case {
         Case { ablation: None, control_of: self.ablation.clone(), ..self.clone() }
     }
 
-    /// Whether no threshold and no figure of the paper depends on this run.
+    /// Whether this run is secondary: no threshold and no figure of the DoCeph paper depends on it.
     #[must_use]
     pub fn is_secondary(&self) -> bool {
         let of_a_bar = match self.mode {
@@ -221,15 +222,16 @@ impl Case {
         self.ablation.is_some() || self.control_of.is_some() || self.network.is_some() || !of_a_bar
     }
 
-    /// Number of objects of the usual set for `outboard bench`: half a GiB, at most 16384, and at
-    /// least twice as many as requests in flight, so that requests rarely meet on one object.
+    /// Number of objects of the usual set for `outboard bench`: objects of half a GiB in total, but
+    /// at most 16384 objects. The number is at least twice the number of requests in flight, so
+    /// that two requests rarely use the same object at the same time.
     #[must_use]
     pub fn objects(&self) -> u64 {
         (512 * MIB / self.size).clamp(2 * u64::from(IN_FLIGHT), 16_384)
     }
 }
 
-/// `4 KiB`, `16 MiB`.
+/// Formats a size, such as `4 KiB` or `16 MiB`.
 #[must_use]
 pub fn size_label(bytes: u64) -> String {
     if bytes >= MIB { format!("{} MiB", bytes / MIB) } else { format!("{} KiB", bytes >> 10) }
@@ -240,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_in_flight_never_meet_on_an_object() {
+    fn a_set_has_at_least_twice_as_many_objects_as_requests_in_flight() {
         for size in [4096, 64 << 10, MIB, 16 * MIB, 64 * MIB] {
             let case = Case::new(TestedSystem::Host, AccessMode::Write, size);
             assert!(case.objects() >= 2 * u64::from(case.in_flight), "{size}");
@@ -252,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_compares_networks_is_none_of_the_main_series() {
+    fn a_run_that_compares_network_stacks_does_not_belong_to_the_main_series() {
         let main = Case::new(TestedSystem::DpuMemcpy, AccessMode::Write, 4096);
         for case in Network::ALL.map(|network| Case::over(network, IN_FLIGHT)) {
             assert!(case.is_secondary() && !main.is_secondary());

@@ -98,7 +98,7 @@ impl Book {
     /// Prints the comparisons and the problems.
     pub fn print_bars(&self) {
         if !self.bars.is_empty() {
-            let mut table = Table::new(&["bar", "median", "spread", "threshold", "verdict"]);
+            let mut table = Table::new(&["value", "median", "interval", "threshold", "verdict"]);
             self.bars.iter().for_each(|bar| table.row(&bar.cells()));
             say("");
             table.print();
@@ -136,7 +136,8 @@ impl BookBar {
     }
 }
 
-/// Formats the median of the rounds and its interval. Returns a dash if there are no rounds.
+/// Formats the median of the rounds and its confidence interval. Returns a dash if there are no
+/// rounds.
 #[must_use]
 pub fn cell(rounds: &Rounds) -> String {
     match estimate(rounds.values().copied()) {

@@ -1,10 +1,11 @@
-//! Measures redundancy on a whole node: the cost of pools, the speed of rebuilds and their effect
-//! on clients, and the places where parity is computed. `outboard-redundancy` is the only caller.
+//! Measures redundancy on a whole node: the cost of redundancy schemes, the speed of rebuilds and
+//! their effect on clients, and the effect of the coding place on writes and on the host.
+//! `outboard-redundancy` is the only caller.
 //!
 //! Each part interleaves the runs that it compares, in several rounds, and measures ceilings in the
 //! same rounds. Values are medians of the rounds, and ratios are medians of the ratios of the
-//! rounds (`evaluation::stats`). `book` stores them, `watch` reports the node's activity, `plot`
-//! draws, and `quiet` checks whether other programs use the machine.
+//! rounds (`evaluation::stats`). `book` stores the values, `watch` reads the state of the node,
+//! `plot` draws line charts, and `quiet` checks whether other programs use the machine.
 
 pub mod book;
 pub mod coding;

@@ -19,18 +19,18 @@ pub struct Panel {
 pub struct ChartLine {
     /// Name in the legend.
     pub name: &'static str,
-    /// Colour of the style sheet.
+    /// Class in the style sheet, which defines the colour.
     pub class: &'static str,
     /// Points: seconds and value.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Periods of a condition, shaded behind all charts.
+/// The periods in which a condition held, shaded behind all charts.
 #[derive(Debug)]
 pub struct ShadedSpan {
     /// Name of the condition in the legend.
     pub name: &'static str,
-    /// Colour of the style sheet.
+    /// Class in the style sheet, which defines the colour.
     pub class: &'static str,
     /// Start and end of each period, in seconds.
     pub times: Vec<(f64, f64)>,
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_and_span_is_drawn_and_named() {
+    fn every_line_and_shaded_period_is_drawn_with_its_name() {
         let line = |name| ChartLine { name, class: "host", points: vec![(0.0, 1.0), (2.0, 3.0)] };
         let panels = [
             Panel { title: "a".to_owned(), lines: vec![line("x & y")] },

@@ -64,7 +64,7 @@ fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     cases
 }
 
-/// Returns the name of the pool with a redundancy scheme.
+/// Returns the name of the pool with the redundancy scheme `pool`.
 fn pool_name(pool: &str) -> &str {
     pool.split(':').next().unwrap_or(pool)
 }
@@ -188,7 +188,7 @@ fn print(book: &Book, placement: NodePlacement) {
     let head = [
         &format!("{}, 16 in flight", placement.name()),
         "MB/s of objects",
-        "/ single",
+        "ratio to single",
         "MB/s of the drive / fio",
         "host CPU, µs/MB",
         "all CPU, µs/MB",

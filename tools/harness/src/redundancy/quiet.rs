@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::book::Book;
 use crate::Result;
 
-/// Maximum CPU use of the machine in percent at which the machine counts as quiet. The node is idle
-/// meanwhile.
+/// Maximum CPU use of the machine in percent at which the machine counts as quiet. It is measured
+/// while the node is idle.
 const ALLOWED: f64 = 10.0;
 /// Duration of the check.
 const LOOK: Duration = Duration::from_secs(1);
@@ -41,8 +41,8 @@ fn now() -> Result<Ticks> {
     ticks(&stat).ok_or_else(|| "/proc/stat does not report the time of the CPUs".into())
 }
 
-/// Parses the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal. The later
-/// fields are parts of the first two.
+/// Parses the line of all CPUs in `/proc/stat`: user, nice, system, idle, iowait, irq, softirq,
+/// steal. The further fields (guest time) are ignored, because user and nice already contain them.
 fn ticks(stat: &str) -> Option<Ticks> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks: Vec<f64> = line.split_ascii_whitespace().map_while(|v| v.parse().ok()).take(8).collect();
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stolen_time_counts_as_use_but_waiting_for_a_drive_does_not() {
+    fn cpu_time_stolen_by_a_hypervisor_counts_as_use_but_io_wait_does_not() {
         let before = ticks("cpu  0 0 0 100 0 0 0 0 50 50\ncpu0 1 1 1 1").unwrap();
         let now = ticks("cpu  10 0 5 150 30 0 0 5 60 60").unwrap();
         assert_eq!(before, Ticks { all: 100.0, idle: 100.0 });

@@ -1,12 +1,12 @@
 //! Part `rebuild`: measures how fast an idle node rebuilds a lost target, compared with fio, which
-//! performs the same reads and writes. It also measures how much a rebuild with default settings
-//! slows clients down.
+//! reads and writes in the same proportion. It also measures how much a rebuild with default
+//! settings slows clients down.
 //!
 //! `outboard target out` simulates the loss of a target. The node reads four other targets to
 //! reconstruct a fragment. It writes the fragment to the only target that has no fragment of the
-//! same object. So for each rebuilt byte, the node reads four bytes and writes one byte. *Moved* is
-//! the sum of these five bytes, as the kernel counts them for the node's processes. Afterwards the
-//! empty target is added again for the next run.
+//! same object. So for each rebuilt byte, the node reads four bytes and writes one byte. The
+//! results call these five bytes *moved*, and the kernel counts them for the node's processes.
+//! After the rebuild, the lost target is added again as an empty target for the next run.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

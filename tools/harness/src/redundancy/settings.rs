@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::Result;
 use crate::report::say;
 
-/// The amount, the kind and the place of the measurements.
+/// The extent of the measurements, what they measure, and the directories that they use.
 #[derive(Debug, Clone)]
 pub struct RedundancySettings {
     /// `QUICK=1`: uses little data and one round, as a test of the program.

@@ -42,8 +42,8 @@ impl WatchedState {
         node.json(&["status", "--json"])
     }
 
-    /// Whether all objects have all their fragments, no rebuild is in progress, and no target
-    /// catches up.
+    /// Whether all objects have all their fragments, no rebuild is in progress, and no target is
+    /// still receiving changes that it missed.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let settled = |t: &WatchedTarget| matches!(t.state.as_deref(), Some("in" | "out"));
@@ -95,7 +95,7 @@ pub fn wait_until(
 /// # Errors
 /// If fragments are still missing after five minutes.
 pub fn wait_until_whole(node: &Node) -> Result<()> {
-    wait_until(node, Duration::from_secs(300), "whole", WatchedState::is_whole).map(drop)
+    wait_until(node, Duration::from_secs(300), "free of missing fragments", WatchedState::is_whole).map(drop)
 }
 
 /// The resource use of the node's processes so far.

@@ -1,5 +1,5 @@
-//! Compares the write path's encoding with `ec_encode_data` alone, and measures decoding and
-//! updates.
+//! Compares the write path (encoding with checksums) with ISA-L's `ec_encode_data`, which computes
+//! only parity. Also measures decoding, and updates of parity.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -14,7 +14,8 @@ use node::progress::ProgressMeter;
 const IN_CACHE: usize = 512 << 10;
 /// Bytes of data that exceed every cache.
 const IN_MEMORY: usize = 96 << 20;
-/// Least data of a measurement, in bytes. Smaller data is coded repeatedly.
+/// Minimum amount of data that is coded per measurement, in bytes. Smaller data is coded
+/// repeatedly.
 const AT_LEAST: usize = 32 << 20;
 
 /// The result for one code and one amount of data. GB are 10^9 bytes of data in every operation.
@@ -27,7 +28,7 @@ pub struct CodingRates {
     pub unit: usize,
     /// Rate of `ec_encode_data` alone; missing without ISA-L.
     pub ec_encode_data_gb_per_s: Option<f64>,
-    /// The write path with each kernel; the requested kernel is first.
+    /// Results of the write path with each kernel; the requested kernel is first.
     pub write_path: Vec<WritePath>,
     /// Rate of reconstructing M lost data fragments (at most K).
     pub decode_gb_per_s: f64,
@@ -35,7 +36,7 @@ pub struct CodingRates {
     pub update_gb_per_s: f64,
 }
 
-/// Encoding with checksums by one kernel.
+/// The result of the write path (encoding with checksums) with one kernel.
 #[derive(Debug, Serialize)]
 pub struct WritePath {
     pub kernel: &'static str,
@@ -160,8 +161,8 @@ impl CodeTrial<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Reconstructs from the last data fragments and all parity. The results overwrite the parity,
-    /// which the next round computes again.
+    /// Returns the seconds for reconstructing the first data fragments from the remaining data
+    /// fragments and the parity. The results are written to a separate buffer.
     fn decode(&mut self, recovery: &ec::Recovery) -> Result<f64, EcError> {
         let (k, lost) = (self.geometry.k(), self.geometry.m().min(self.geometry.k()));
         let mut out = vec![vec![1; self.unit]; lost];
@@ -177,6 +178,8 @@ impl CodeTrial<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
+    /// Returns the seconds for updating the parity after a change of the first data fragment. This
+    /// changes the parity, which the next round computes again.
     fn update(&mut self, code: &Code) -> Result<f64, EcError> {
         let start = Instant::now();
         for _ in 0..self.times {
@@ -190,7 +193,7 @@ impl CodeTrial<'_> {
     }
 }
 
-/// The units of stripe `index` in each fragment.
+/// Returns the unit of stripe `index` in each fragment.
 fn units(fragments: &mut [Vec<u8>], index: usize, unit: usize) -> Vec<&mut [u8]> {
     fragments.iter_mut().map(|fragment| &mut fragment[index * unit..][..unit]).collect()
 }

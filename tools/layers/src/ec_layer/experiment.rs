@@ -1,4 +1,5 @@
-//! The experiment of the paper's figure 2: time and CPU time for encoding a file in each place.
+//! The experiment of figure 2 of the paper by Ryu et al.: time and CPU time for encoding a file in
+//! each place.
 
 use std::fmt;
 
@@ -14,16 +15,17 @@ use super::{median, noise};
 use node::failure::Result;
 use node::progress::ProgressMeter;
 
-/// The paper's ratios of an accelerator's time to the host's time, by file size in MB.
+/// The ratios of an accelerator's time to the host's time in the paper by Ryu et al., by file size
+/// in MB.
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
 /// Number of files submitted together.
 const TOGETHER: usize = 16;
-/// Least amount of data to take files from, in bytes. It exceeds every cache.
+/// Minimum amount of data from which files are taken, in bytes. It exceeds every cache.
 const IN_MEMORY: usize = 128 << 20;
-/// Most data used to measure the host's rate, in bytes.
+/// Maximum size of a file for the measurement of the host's rate, in bytes.
 const RATE_BYTES: u64 = 32 << 20;
 
-/// The paper's experiment.
+/// The results of the experiment of Ryu et al. on this machine.
 #[derive(Debug, Serialize)]
 pub struct PaperExperiment {
     pub geometry: String,
@@ -31,8 +33,8 @@ pub struct PaperExperiment {
     pub host_rate: f64,
     pub rows: Vec<ExperimentRow>,
     pub batching: Batching,
-    /// Number of batches for which this machine took longer than the emulated accelerator should.
-    /// For these batches the machine was too slow for the emulation.
+    /// Number of batches whose computation took longer than the time that the accelerator is meant
+    /// to take. For these batches the machine is too slow to emulate the accelerator.
     pub overruns: u64,
 }
 
@@ -40,7 +42,7 @@ pub struct PaperExperiment {
 #[derive(Debug, Serialize)]
 pub struct ExperimentRow {
     pub place: &'static str,
-    /// Whether threads of this machine emulate the place.
+    /// Whether the place is a part of the DPU that threads of this machine emulate.
     pub emulated: bool,
     /// Requested file size in bytes.
     pub file_bytes: u64,
@@ -50,22 +52,21 @@ pub struct ExperimentRow {
     pub seconds: f64,
     /// Ratio of this time to the host's time.
     pub ratio_to_host: f64,
-    /// The paper's ratio, if the paper has a value for this size.
+    /// The ratio in the paper by Ryu et al.; `None` if the paper has no value for this size.
     pub paper_ratio_to_host: Option<f64>,
-    /// CPU time per file and owner. The emulated accelerator's thread computes on this machine but
-    /// emulates hardware.
+    /// CPU time per file.
     #[serde(flatten)]
     pub cpu: Cpu,
 }
 
-/// CPU seconds.
+/// CPU time in seconds, divided into the host's time and the time of threads that emulate the DPU.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Cpu {
     /// CPU time of this process, without the threads that emulate the DPU.
     pub host_cpu_seconds: f64,
     /// CPU time of the threads that emulate the DPU's cores.
     pub dpu_cpu_seconds: f64,
-    /// CPU time of the thread that emulates hardware.
+    /// CPU time of the thread that emulates the accelerator. A real accelerator uses no CPU time.
     pub emulated_device_cpu_seconds: f64,
 }
 
@@ -83,17 +84,18 @@ pub struct Batching {
     pub seconds_one_by_one: f64,
     /// Median time per file, if all files are submitted before the first completes.
     pub seconds_together: f64,
-    /// Ratio of that time to the host's time.
+    /// Ratio of `seconds_together` to the host's time for one file.
     pub ratio_to_host_together: f64,
 }
 
-/// Length of a file of this size including its padding with zeros.
+/// Returns the length of a file of `bytes` bytes, including the zeros that fill the last block of
+/// each fragment.
 fn encoded(code: &Code, bytes: u64) -> usize {
     let k = code.geometry().k();
     (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE) * k
 }
 
-/// Encodes files of these sizes in each place.
+/// Encodes files of the given sizes in each place.
 pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &ProgressMeter) -> Result<PaperExperiment> {
     let largest = sizes.iter().copied().max().unwrap_or(RATE_BYTES);
     let data = Bytes::from(noise(encoded(code, largest).max(IN_MEMORY)));
@@ -138,7 +140,7 @@ fn encode(
     rounds: u32,
     progress: &ProgressMeter,
 ) -> Result<(f64, Cpu)> {
-    // A thread that has just been started may be slow.
+    // Encode once without measuring, because a thread may be slow directly after its start.
     place.encode(code, files, 1)?;
     let before = Cpu::so_far();
     let mut seconds = vec![];
@@ -149,7 +151,8 @@ fn encode(
     Ok((median(seconds), Cpu::so_far().per_file_since(before, rounds)))
 }
 
-/// Submits files of the smallest size together. `rows` has the times for files one by one.
+/// Measures the accelerator with several files of the smallest size that are submitted together.
+/// `rows` contains the times for files that are submitted one by one.
 fn batching(
     accelerator: &mut Offloaded,
     code: &Code,
@@ -182,19 +185,22 @@ fn batching(
     })
 }
 
-/// The paper's ratio for this file size, where MB may mean 10^6 or 2^20 bytes.
+/// Returns the ratio in the paper by Ryu et al. for a file size, where MB may mean 10^6 or 2^20
+/// bytes. Returns `None` if the paper has no ratio for this size.
 fn paper(size: u64) -> Option<f64> {
     let is_it = |mb: u64| [mb * 1_000_000, mb << 20].contains(&size);
     PAPER.into_iter().find(|(mb, _)| is_it(*mb)).map(|(_, ratio)| ratio)
 }
 
 impl Cpu {
-    /// CPU time of this process so far; NaN if the system does not report it.
+    /// Returns the CPU time of this process so far. The host's time is NaN if the system does not
+    /// report CPU times.
     fn so_far() -> Cpu {
         let classes = ProcessUsage::read(std::process::id()).map(|usage| usage.by_class).unwrap_or_default();
         let of = |class: ThreadClass| classes.get(class.prefix()).map_or(0.0, |usage| usage.cpu_seconds);
         let (dpu, device) = (of(ThreadClass::Coding), of(ThreadClass::CodingDevice));
-        // Threads that have ended are not among them, but none that computes does.
+        // The classes do not contain threads that have ended. No computing thread ends during a
+        // measurement.
         let all: f64 = classes.values().map(|usage: &Usage| usage.cpu_seconds).sum();
         let host = if classes.is_empty() { f64::NAN } else { all - dpu - device };
         Cpu { host_cpu_seconds: host, dpu_cpu_seconds: dpu, emulated_device_cpu_seconds: device }
@@ -218,16 +224,16 @@ impl fmt::Display for PaperExperiment {
         let gb = self.host_rate / 1e9;
         writeln!(
             f,
-            "{}, whole files that no cache has, one at a time; ratios are to the host's time",
+            "{}, whole files that are in no cache, one at a time; ratios are relative to the host's time",
             self.geometry
         )?;
         writeln!(
             f,
-            "emulated: dpu by a thread that is as fast as this host's; the accelerator as slow as the paper's,"
+            "dpu: a thread with the speed of a host core; accelerator: as slow as the paper's accelerator, relative"
         )?;
         writeln!(
             f,
-            "beside a core that encodes {gb:.2} GB/s; dev CPU is of the thread that stands for that hardware"
+            "to a host core that encodes {gb:.2} GB/s; dev CPU: CPU time of the thread that emulates the accelerator"
         )?;
         writeln!(
             f,
@@ -248,7 +254,7 @@ impl fmt::Display for PaperExperiment {
         if self.overruns > 0 {
             writeln!(
                 f,
-                "{} batches were late: this machine is too slow to stand for the accelerator",
+                "{} batches took longer than on the accelerator: this machine is too slow to emulate it",
                 self.overruns
             )?;
         }
@@ -262,8 +268,8 @@ impl fmt::Display for Batching {
         let [one, together] = [self.seconds_one_by_one, self.seconds_together].map(|seconds| seconds * 1e3);
         writeln!(
             f,
-            "\n{place}, {files} files of {file_bytes} bytes handed over together: {together:.2} ms per file \
-             ({:.1} times the host's) in {batches} batches; one by one {one:.2} ms",
+            "\n{place}, {files} files of {file_bytes} bytes submitted together: {together:.2} ms per file \
+             ({:.1} times the host's time) in {batches} batches; submitted one by one: {one:.2} ms",
             self.ratio_to_host_together
         )
     }

@@ -20,16 +20,18 @@ use node::units::ByteSize;
 
 /// Measure coding on one core of this machine
 ///
-/// The first part encodes for storage: whole stripes in one buffer, parity in other buffers, and a
-/// CRC-32C of every 4 KiB of parity. ISA-L's ec_encode_data runs alone on fragments of the same
-/// size, in turns with the write path. "ratio" is the median over rounds of the write path's rate
-/// divided by the rate of ec_encode_data in the same round. Data fits into the second-level cache
-/// in one series and exceeds every cache in the other. "decode" reconstructs M lost data fragments.
-/// "update" changes the parity after a change of one data fragment.
+/// The first part measures encoding for storage (the "write path"): whole stripes in one buffer,
+/// parity in other buffers, and a CRC-32C of every 4 KiB of parity. For comparison, ISA-L's
+/// ec_encode_data encodes fragments of the same size without checksums. The two run in alternation.
+/// "ratio" is the median over rounds of the write path's rate divided by the rate of ec_encode_data
+/// in the same round. In one series the data fits into the second-level cache, and in the other
+/// series the data exceeds every cache. "decode" reconstructs M lost data fragments. "update"
+/// changes the parity after a change of one data fragment.
 ///
-/// The second part measures how a node processes the data of a write. The node's own function cuts
-/// new objects of 2 and 4 MiB into the operations for their fragments, with parity and checksums,
-/// using the kernel that "auto" selects. It is compared with ec_encode_data on the same fragments.
+/// The second part measures how fast a node processes the data of a write. The node's own function
+/// cuts new objects of 2 and 4 MiB into the operations for their fragments, with parity and
+/// checksums, using the kernel that "auto" selects. The result is compared with ec_encode_data on
+/// the same fragments.
 ///
 /// The third part is the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading
 /// Algorithms using DPU in Distributed Storage Systems" (figure 2). It encodes files of some sizes
@@ -37,7 +39,7 @@ use node::units::ByteSize;
 /// core of a DPU; and on the emulated accelerator. The accelerator computes real parity, and its
 /// time is this host's time multiplied by the paper's ratio (13.3 for 8 MB, 10.5 for 128 MB).
 /// Finally, 16 files are submitted to the accelerator together. CPU time of the threads that
-/// emulate the DPU does not count as the host's.
+/// emulate the DPU does not count as CPU time of the host.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard-layers ec\n  \
@@ -50,7 +52,7 @@ pub struct EcArgs {
     /// Number of parity fragments
     #[arg(long, requires = "k")]
     m: Option<usize>,
-    /// Stripe unit, a multiple of 4KiB; reduced where stripes must fit into the cache
+    /// Stripe unit, a multiple of 4KiB; smaller in the series whose data fits into the cache
     #[arg(long, default_value = "64KiB", value_name = "S")]
     unit: ByteSize,
     /// File sizes of the experiment
@@ -83,7 +85,7 @@ struct EcReport {
 
 /// Runs the command.
 pub fn run(args: EcArgs) -> Result<()> {
-    let doing = "measuring";
+    let doing = "measuring erasure coding";
     let kernel = args.kernel.load().doing(doing)?;
     let geometries = match (args.k, args.m) {
         (Some(k), Some(m)) => vec![Geometry::new(k, m)],
@@ -95,11 +97,11 @@ pub fn run(args: EcArgs) -> Result<()> {
     let possible =
         unit > 0 && unit <= ec::fragments::UNIT_MAX && unit.is_multiple_of(base::block::BLOCK_SIZE);
     if !possible || args.sizes.iter().any(|size| !(1..=1 << 30).contains(&size.0)) {
-        let why = "--unit must be a multiple of 4KiB up to 4MiB, and --sizes between 1 byte and 1GiB";
+        let why = "--unit must be a multiple of 4KiB up to 4MiB, and each of --sizes from 1 byte to 1GiB";
         return Err(Failure::usage(doing, why));
     }
     if let Err(e) = KernelChoice::Isal.load() {
-        output::note(format!("there is nothing to compare with: {e}"));
+        output::note(format!("the comparison with ISA-L's ec_encode_data is omitted: {e}"));
     }
     let progress = ProgressMeter::stream(doing);
     let coding = coding::measure(&geometries, kernel, unit, args.rounds, &progress).doing(doing)?;

@@ -1,5 +1,5 @@
-//! Places that can encode a file: this processor, and the two places of the DPU, which threads of
-//! this machine emulate.
+//! The places that can encode a file: this machine's processor, and the cores and the accelerator
+//! of a DPU, which threads of this machine emulate.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -16,12 +16,12 @@ use futures::future::try_join_all;
 
 use node::failure::{Doing, Result};
 
-/// Most buffers for the parity of files before a buffer is used again.
+/// Maximum number of parity buffers, which successive files use in turn.
 const ROOMS_MAX: usize = 64;
 
 /// A place that can encode data.
 pub trait Encoder {
-    /// The name in the table.
+    /// Returns the place's name in the output.
     fn name(&self) -> &'static str;
 
     /// Encodes `count` files concurrently; each file is one stripe of whole blocks. Returns the
@@ -29,8 +29,8 @@ pub trait Encoder {
     fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64>;
 }
 
-/// Files of one size, and buffers for their parity. Both are used in turn, so that no cache holds
-/// them.
+/// Files of one size, and buffers for their parity. Successive runs use different files and
+/// buffers, so that no cache holds them.
 pub struct Files {
     data: Bytes,
     len: usize,
@@ -47,7 +47,7 @@ impl Files {
         Files { data: data.clone(), len, next: 0, rooms }
     }
 
-    /// Bytes of one file.
+    /// Returns the length of one file in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -73,11 +73,11 @@ struct ParityBuffers {
 impl ParityBuffers {
     fn new(code: &Code, len: usize) -> ParityBuffers {
         let (unit, m) = (len / code.geometry().k(), code.geometry().m());
-        // Memory that has been touched.
+        // The value 1 makes this write the memory, so that no page fault occurs while encoding.
         ParityBuffers { parity: vec![vec![1; unit]; m], checksums: vec![vec![]; m] }
     }
 
-    /// Encodes as the write path does.
+    /// Computes the parity of `data` and its checksums, like the write path.
     fn encode(&mut self, code: &Code, data: &[u8]) -> Result<(), EcError> {
         self.checksums.iter_mut().for_each(Vec::clear);
         let mut parity: Vec<&mut [u8]> = self.parity.iter_mut().map(Vec::as_mut_slice).collect();
@@ -85,11 +85,11 @@ impl ParityBuffers {
     }
 }
 
-/// This processor, on the caller's thread.
+/// This machine's processor. It encodes on the caller's thread.
 pub struct HostEncoder;
 
 impl HostEncoder {
-    /// Measures how many bytes of data it encodes per second.
+    /// Measures the encoding rate of this machine's processor, in bytes of data per second.
     pub fn rate(code: &Code, files: &mut Files) -> Result<f64> {
         let mut result = Ok(());
         let rate = accelerator::host_rate(files.len() as u64, || {
@@ -99,7 +99,7 @@ impl HostEncoder {
             }
             files.give_back(room);
         });
-        result.doing("measuring").map(|()| rate)
+        result.doing("measuring erasure coding").map(|()| rate)
     }
 }
 
@@ -120,29 +120,29 @@ impl Encoder for HostEncoder {
     }
 }
 
-/// A place of the DPU. Each file is a job that is submitted to the place and awaited.
+/// An emulated part of a DPU, to which each file is submitted as a job.
 pub struct Offloaded {
     name: &'static str,
     worker: Worker,
 }
 
 impl Offloaded {
-    /// The DPU's cores, emulated by one thread, as fast as a core of this machine.
+    /// Starts the emulated cores of the DPU: one thread, as fast as a core of this machine.
     pub fn cores() -> Result<Offloaded> {
         let worker =
             software::start(SoftwareOptions::new(Processor::Dpu)).doing("starting a coding thread")?;
         Ok(Offloaded { name: "dpu (emulated)", worker })
     }
 
-    /// The DPU's coding engine. Its speed relative to a core that encodes at `host_rate` is as in
-    /// the paper.
+    /// Starts the DPU's emulated accelerator. `host_rate` is the rate of a host core in bytes per
+    /// second. The accelerator has the speed relative to this core that Ryu et al. measured.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
         let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
         Ok(Offloaded { name: worker.name(), worker })
     }
 
-    /// Statistics of its work.
+    /// Returns the statistics of the work that was submitted to this place.
     pub fn stats(&self) -> WorkerStats {
         self.worker.stats()
     }
@@ -162,7 +162,7 @@ impl Encoder for Offloaded {
             let code = code.clone();
             self.worker.submit(work, move || room.encode(&code, &data).map(|()| room))
         });
-        // All have been handed over when the first is waited for.
+        // All files are submitted before this waits for the first result.
         let done = block_on(try_join_all(done.collect::<Vec<_>>())).doing(doing)?;
         let seconds = start.elapsed().as_secs_f64();
         for room in done {
@@ -180,11 +180,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_places_compute_the_same() {
+    fn all_places_compute_the_same_parity_and_checksums() {
         let code = Code::new(Geometry::new(4, 2).unwrap(), KernelChoice::Auto.load().unwrap());
         let data = Bytes::from(super::super::noise(192 << 10));
         let encoded = |place: &mut dyn Encoder| {
-            // Three files, and as many that were encoded before.
+            // The first call fills three buffers. Only these buffers stay, and the second call uses
+            // them again for the same three files.
             let mut files = Files::new(&code, &data, 64 << 10);
             assert!(place.encode(&code, &mut files, 3).unwrap() > 0.0);
             files.rooms.drain(..files.rooms.len() - 3);
@@ -194,7 +195,7 @@ mod tests {
         assert!(HostEncoder::rate(&code, &mut Files::new(&code, &data, 64 << 10)).unwrap() > 0.0);
         let expected = encoded(&mut HostEncoder);
         assert_eq!(expected.len(), 3);
-        assert!(expected[0].0 != expected[1].0, "they are not the same files");
+        assert!(expected[0].0 != expected[1].0, "different files have different parity");
         assert_eq!(expected[0].1[1][0], crc32c(&expected[0].0[1][..4096]));
         for mut place in [Offloaded::cores().unwrap(), Offloaded::accelerator(1e12).unwrap()] {
             assert!(encoded(&mut place) == expected, "{}", place.name());

@@ -1,6 +1,6 @@
-//! Measures how a node processes the data of a write, compared with `ec_encode_data` alone. The
-//! function that an OSD calls cuts new objects into the operations for their fragments, with parity
-//! and checksums.
+//! Measures the speed at which a node processes the data of a write, compared with `ec_encode_data`
+//! alone. The measured function is the function of the OSD that cuts a new object into the
+//! operations for its fragments, with parity and checksums.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -20,17 +20,17 @@ use node::progress::ProgressMeter;
 
 /// Sizes of objects whose data travels with its transaction, in bytes.
 const OBJECTS: [usize; 2] = [2 << 20, 4 << 20];
-/// An amount of data that exceeds every cache.
+/// Amount of data from which objects are taken, in bytes. It exceeds every cache.
 const IN_MEMORY: usize = 96 << 20;
-/// Memory for the parity of a few objects.
+/// Size of the memory for the parity of a few objects, in bytes.
 const POOL: usize = 64 << 20;
 
-/// The result for one code. GB are 10^9 bytes of data.
+/// The result for one code, object size and location of the data. GB are 10^9 bytes of data.
 #[derive(Debug, Serialize)]
 pub struct Write {
     pub geometry: String,
     pub unit: usize,
-    /// Size of an object, in whole stripes.
+    /// Size of an object in bytes, a multiple of the stripe size.
     pub object_bytes: usize,
     /// `cache`: the same object in every call; `memory`: a different object in each call.
     pub data_in: &'static str,
@@ -71,7 +71,7 @@ fn redundancy(geometry: Geometry, unit: usize) -> Option<Redundancy> {
     redundancy.check().is_ok().then_some(redundancy)
 }
 
-/// Objects to cut, and a buffer for the parity of one object.
+/// Objects to cut into fragments, and a buffer for the parity of one object.
 struct WriteTrial {
     geometry: Geometry,
     unit: usize,
@@ -90,7 +90,7 @@ impl WriteTrial {
         data_in: &str,
         data: &Bytes,
     ) -> Result<WriteTrial> {
-        let doing = "measuring";
+        let doing = "measuring erasure coding";
         let pool = BufferPool::new(Arena::anonymous(POOL).doing(doing)?, 0, OBJECTS[0]);
         let object = |number: usize| Payload::compute(0, data.slice(number * bytes..(number + 1) * bytes));
         let count = data.len() / bytes;
@@ -106,7 +106,7 @@ impl WriteTrial {
     fn measure(mut self, data_in: &'static str, rounds: u32, progress: &ProgressMeter) -> Result<Write> {
         let matrix = Matrix::parity(self.geometry);
         let bare = KernelChoice::Isal.load().ok().map(|isal| isal.prepare(&matrix));
-        // Memory that is touched for the first time.
+        // Cut once without measuring, because the first use of memory causes page faults.
         self.cut()?;
         let (mut reference, mut writes) = (vec![], vec![]);
         for _ in 0..rounds {
@@ -141,7 +141,7 @@ impl WriteTrial {
         start.elapsed().as_secs_f64()
     }
 
-    /// Returns the seconds for cutting an object.
+    /// Returns the seconds for cutting all objects into fragments.
     fn cut(&self) -> Result<f64> {
         let start = Instant::now();
         for object in &self.objects {

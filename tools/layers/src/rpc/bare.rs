@@ -1,5 +1,5 @@
-//! A minimal loop of fi_read as a reference. Both sides poll all the time, or both sleep while
-//! idle.
+//! A minimal loop of libfabric's `fi_read` as a reference for the messenger. Both sides poll all
+//! the time, or both sides sleep while they are idle.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -41,7 +41,8 @@ impl FabricSide {
         EndpointQueues::new(&self.events, &self.completions)
     }
 
-    /// Takes completions. Unless it spins, it first waits for an event.
+    /// Takes the available completions. If there are none and this side does not spin, waits for
+    /// the next event.
     fn poll(&self, completions: &mut Vec<Completion>) -> Result<()> {
         self.completions.poll(completions).doing(DOING)?;
         if completions.is_empty() && !self.spins {
@@ -59,7 +60,7 @@ impl FabricSide {
             }
             self.completions.poll(&mut Vec::new()).doing(DOING)?;
         }
-        Err(Failure::new(DOING, "no connection in time"))
+        Err(Failure::new(DOING, "no event of the connection arrived within 20 s"))
     }
 }
 
@@ -69,20 +70,21 @@ fn info(provider: &str, target: EndpointAddress) -> Result<Info> {
     Ok(infos.swap_remove(0))
 }
 
-/// Runs the exposing side: registers memory and polls, so that the peer can read it.
+/// Exposes memory to the peer: registers memory, accepts a connection, and polls until the peer
+/// closes the connection.
 pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result<()> {
     let address: SocketAddr = address.parse().doing(DOING)?;
     let side = FabricSide::open(info(provider, EndpointAddress::Listen(address))?, spins).doing(DOING)?;
     let listener = FabricListener::open(side.domain.info(), &side.events).doing(DOING)?;
     let arena = Arena::anonymous(size).doing(DOING)?;
-    // Pages that were never written are all the same one.
+    // Write all pages, because the kernel maps unwritten pages to a single page of zeros.
     let filled = arena.copy_in(0, &vec![7; size]);
-    debug_assert!(filled, "it is that long");
+    debug_assert!(filled, "the arena has this length");
     let region = MemoryRegion::register(&side.domain, &arena, Access::Remote).doing(DOING)?;
     let remote = serde_json::to_string(&region.remote()).doing(DOING)?;
     output::line(format!("{} {remote}", listener.address()));
     let FabricEvent::ConnectionRequest(request) = side.event()? else {
-        return Err(Failure::new(DOING, "something else than a connection came"));
+        return Err(Failure::new(DOING, "another event arrived instead of a connection request"));
     };
     let endpoint = Endpoint::answer(request, side.queues(), 1).doing(DOING)?;
     endpoint.establish(&[]).doing(DOING)?;
@@ -96,22 +98,25 @@ pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result
     }
 }
 
-/// Runs one measurement.
+/// Measures `fi_read` of memory that a second process exposes.
 pub fn reads(args: &RpcArgs, spins: bool) -> Result<RpcSample> {
-    let Some(provider) = args.provider() else { return Err(Failure::new(DOING, "it is not over libfabric")) };
+    let Some(provider) = args.provider() else {
+        return Err(Failure::new(DOING, "the stack is not libfabric"));
+    };
     let (size, depth) = (args.size.0 as usize, args.in_flight as usize);
     let address = SocketAddr::new(args.address, 0).to_string();
     let job = PeerJob::BareMemory { provider: provider.to_owned(), address, size: args.size.0, spins };
     let mut peer = PeerProcess::start(&job)?;
     let line = peer.line()?;
-    let (address, remote) = line.split_once(' ').ok_or_else(|| Failure::new(DOING, "no address"))?;
+    let (address, remote) =
+        line.split_once(' ').ok_or_else(|| Failure::new(DOING, "the second process printed no address"))?;
     let remote: RemoteRegion = serde_json::from_str(remote).doing(DOING)?;
     let info = info(provider, EndpointAddress::Connect(address.parse().doing(DOING)?))?;
     let side = FabricSide::open(info.duplicate().doing(DOING)?, spins).doing(DOING)?;
     let endpoint = Endpoint::connecting(&info, side.queues(), 1).doing(DOING)?;
     endpoint.establish(&[]).doing(DOING)?;
     let FabricEvent::Connected { .. } = side.event()? else {
-        return Err(Failure::new(DOING, "the connection did not come about"));
+        return Err(Failure::new(DOING, "the connection was not established"));
     };
     let arena = Arena::anonymous(size * depth).doing(DOING)?;
     let local = MemoryRegion::register(&side.domain, &arena, Access::Local).doing(DOING)?;

@@ -1,4 +1,5 @@
-//! The measuring side of the messenger benchmark.
+//! The first process of a measurement of the messenger. It sends the messages or moves the bulk
+//! data, and measures the time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,32 +25,34 @@ use node::failure::{Doing, Failure, Result};
 /// Time limit for steps that should be short.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Pause between connecting and measuring the cost of idle connections. During it, connections move
-/// to better networks and release the resources of their first transport.
+/// Pause between opening idle connections and measuring their cost. During this pause, the
+/// connections move to better transports and release the resources of their first transport.
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// Runs one measurement of the messenger.
 pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
     record_metrics();
     let args = args.clone();
-    // As a task: the future that a runtime blocks on costs a system call more whenever it is woken.
-    let doing = "measuring";
+    // Run as a task, because each wake-up of the future that a runtime blocks on costs an
+    // additional system call.
+    let doing = "measuring the messenger";
     runtime()?.block_on(async move { tokio::spawn(run(args, spin)).await.doing(doing)? })
 }
 
 async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let spin = if spin { SPIN } else { Duration::ZERO };
     let options = StackOptions { spin, ..StackOptions::default() };
-    let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the stack")?;
+    let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the network stack")?;
     let mut rig = match args.mode {
         RpcMode::Echo | RpcMode::OneWay => RpcRig::to_server(&args, spin, stack).await?,
         RpcMode::BulkRead | RpcMode::BulkWrite => RpcRig::to_offerer(&args, spin, stack).await?,
     };
-    // Warm caches, windows and credits.
+    // Run briefly without measuring, so that caches are warm and TCP windows and credits have
+    // grown.
     rig.work(&args, Duration::from_millis(200)).await?;
     let resident_before = rig.resident();
     let idle_core = if args.idle > 0 { Some(rig.add_idle(&args).await?) } else { None };
-    let own = || ProcessUsage::read(std::process::id()).doing("looking at this process");
+    let own = || ProcessUsage::read(std::process::id()).doing("reading the CPU time of this process");
     let (before, peer_before) = (own()?.total, rig.peer.usage()?);
     let copied_before = copied_bytes() + rig.peer.copied_bytes()?;
     let began = Instant::now();
@@ -82,7 +85,7 @@ struct RpcRig {
 }
 
 impl RpcRig {
-    /// Connects to a process that answers.
+    /// Starts a second process that answers messages, and connects to it.
     async fn to_server(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
         let (stack_name, spin_us) = (args.stack.to_string(), spin.as_micros() as u64);
@@ -94,7 +97,7 @@ impl RpcRig {
         RpcRig::new(args, ends, peer, stack, endpoint)
     }
 
-    /// Listens for a process that offers memory.
+    /// Starts a second process that offers memory, and accepts its connection.
     async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
         let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
@@ -107,11 +110,12 @@ impl RpcRig {
             size: args.size.0,
             in_flight: args.in_flight,
         })?;
-        let accepted =
-            tokio::time::timeout(PATIENCE, listener.accept()).await.doing("waiting for the client")?;
-        let ends = accepted.doing("accepting the client")?;
+        let accepted = tokio::time::timeout(PATIENCE, listener.accept())
+            .await
+            .doing("waiting for the connection of the second process")?;
+        let ends = accepted.doing("accepting the connection of the second process")?;
         let rig = RpcRig::new(args, ends, peer, stack, endpoint)?;
-        // It listens until the process ends.
+        // Keep the listener open until this process ends.
         std::mem::forget(listener);
         Ok(rig)
     }
@@ -134,17 +138,18 @@ impl RpcRig {
         (resident_bytes(std::process::id()), self.peer.resident_bytes())
     }
 
-    /// CPU time of both processes, in seconds.
+    /// Returns the CPU time of both processes so far, in seconds.
     fn cpu_seconds(&self) -> Result<f64> {
-        let own = ProcessUsage::read(std::process::id()).doing("looking at this process")?;
+        let own = ProcessUsage::read(std::process::id()).doing("reading the CPU time of this process")?;
         Ok(own.total.cpu_seconds + self.peer.usage()?.cpu_seconds)
     }
 
-    /// Opens more, idle connections. Returns their CPU use as a share of one core.
+    /// Opens the additional idle connections. Returns the CPU use of both processes while all
+    /// connections are idle, as a share of one core.
     async fn add_idle(&mut self, args: &RpcArgs) -> Result<f64> {
         for _ in 0..args.idle {
             let ends = self.stack.connect(&self.endpoint, ConnectOptions::default()).await;
-            self.idle.push(ends.doing("connecting an idle session")?);
+            self.idle.push(ends.doing("opening an idle connection")?);
         }
         tokio::time::sleep(SETTLING).await;
         let before = self.cpu_seconds()?;
@@ -170,7 +175,7 @@ impl RpcRig {
         let mut sent = VecDeque::with_capacity(args.in_flight as usize);
         for _ in 0..args.in_flight {
             sent.push_back(Instant::now());
-            connection.send(message()).await.doing("sending")?;
+            connection.send(message()).await.doing("sending a message")?;
         }
         while let Some(since) = sent.pop_front() {
             next(&mut **incoming).await?;
@@ -178,13 +183,14 @@ impl RpcRig {
             latency.saturating_record((now - since).as_nanos() as u64);
             if now < end {
                 sent.push_back(now);
-                connection.send(message()).await.doing("sending")?;
+                connection.send(message()).await.doing("sending a message")?;
             }
         }
         Ok(latency)
     }
 
-    /// Sends with a bounded number of messages in flight. The server reports its progress.
+    /// Sends messages in one direction, in batches. The server replies only to the last message of
+    /// a batch, and at most four batches are without a reply.
     async fn one_way(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let payload = self.payload(args)?;
@@ -195,10 +201,10 @@ impl RpcRig {
             while sent.len() < 4 && Instant::now() < end {
                 sent.push_back(Instant::now());
                 for i in 0..batch {
-                    // The last one of a batch asks for a sign.
+                    // The header "sign" of the last message of a batch requests a reply.
                     let header = if i + 1 == batch { "sign" } else { "none" };
                     let message = Message { header: header.into(), payload: payload.clone() };
-                    connection.send(message).await.doing("sending")?;
+                    connection.send(message).await.doing("sending a message")?;
                 }
             }
             let Some(since) = sent.pop_front() else { return Ok(latency) };
@@ -208,7 +214,8 @@ impl RpcRig {
         }
     }
 
-    /// Creates a payload in memory of the pool, which a device can send without a copy.
+    /// Creates the payload of all messages. It is in memory of the pool, so a network device can
+    /// send it without a copy.
     fn payload(&self, args: &RpcArgs) -> Result<Payload> {
         let buf = self.pool.try_alloc(args.size.0 as usize).doing("reserving memory")?;
         let mut buf = buf.ok_or_else(|| Failure::new("reserving memory", "the pool is empty"))?;
@@ -220,12 +227,15 @@ impl RpcRig {
     async fn bulk_read(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let connection = Arc::clone(&self.ends.0);
-        connection.send(Message { header: "offer".into(), ..Message::default() }).await.doing("asking")?;
+        connection
+            .send(Message { header: "offer".into(), ..Message::default() })
+            .await
+            .doing("requesting an offer")?;
         let offer = descriptor(&next(&mut *self.ends.1).await?)?;
         let one = || async {
             let since = Instant::now();
             let dest = self.pool.alloc(args.size.0 as usize).await.doing("reserving memory")?;
-            connection.bulk_read(&offer, 0, dest, PATIENCE).await.doing("pulling")?;
+            connection.bulk_read(&offer, 0, dest, PATIENCE).await.doing("pulling data")?;
             Ok::<_, Failure>(since.elapsed())
         };
         let mut under_way: FuturesUnordered<_> = (0..args.in_flight).map(|_| one()).collect();
@@ -238,7 +248,8 @@ impl RpcRig {
         Ok(latency)
     }
 
-    /// Pushes to memory that the peer offers. As for reads, each push uses a separate offer.
+    /// Pushes data to memory that the peer offers. Each push uses a separate offer, like each read
+    /// of a node's client.
     async fn bulk_write(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
         let mut latency = histogram()?;
         let connection = Arc::clone(&self.ends.0);
@@ -247,7 +258,7 @@ impl RpcRig {
             connection
                 .send(Message { header: "offer".into(), ..Message::default() })
                 .await
-                .doing("asking")?;
+                .doing("requesting an offer")?;
         }
         let mut pushed: VecDeque<Instant> = VecDeque::new();
         let mut open = args.in_flight;
@@ -255,7 +266,8 @@ impl RpcRig {
             let message = next(&mut *self.ends.1).await?;
             if message.header == "done" {
                 let since = pushed.pop_front();
-                let since = since.ok_or_else(|| Failure::new("measuring", "more came than was asked for"))?;
+                let since = since
+                    .ok_or_else(|| Failure::new("measuring the messenger", "a reply came without a push"))?;
                 latency.saturating_record(since.elapsed().as_nanos() as u64);
                 open -= 1;
                 if Instant::now() < end {
@@ -263,17 +275,17 @@ impl RpcRig {
                     connection
                         .send(Message { header: "offer".into(), ..Message::default() })
                         .await
-                        .doing("asking")?;
+                        .doing("requesting an offer")?;
                 }
                 continue;
             }
             pushed.push_back(Instant::now());
             let sink = descriptor(&message)?;
-            connection.bulk_write(&sink, 0, payload.clone(), PATIENCE).await.doing("pushing")?;
+            connection.bulk_write(&sink, 0, payload.clone(), PATIENCE).await.doing("pushing data")?;
             connection
                 .send(Message { header: "pushed".into(), ..Message::default() })
                 .await
-                .doing("telling")?;
+                .doing("reporting a push")?;
         }
         Ok(latency)
     }
@@ -284,18 +296,23 @@ fn bracketed(args: &RpcArgs) -> String {
 }
 
 fn histogram() -> Result<Histogram<u64>> {
-    Histogram::new_with_bounds(1, 600_000_000_000, 3).doing("making a histogram")
+    Histogram::new_with_bounds(1, 600_000_000_000, 3).doing("creating a histogram")
 }
 
 fn descriptor(message: &Message) -> Result<BulkDescriptor> {
-    serde_json::from_slice(&message.header).doing("reading an offer")
+    serde_json::from_slice(&message.header).doing("parsing an offer")
 }
 
 async fn next(incoming: &mut dyn Incoming) -> Result<Message> {
     loop {
-        match tokio::time::timeout(PATIENCE, incoming.next()).await.doing("waiting for the peer")? {
+        match tokio::time::timeout(PATIENCE, incoming.next())
+            .await
+            .doing("waiting for a message from the second process")?
+        {
             ConnectionEvent::Message(message) => return Ok(message),
-            ConnectionEvent::Lost(why) => return Err(Failure::new("talking to the peer", why)),
+            ConnectionEvent::Lost(why) => {
+                return Err(Failure::new("receiving a message from the second process", why));
+            }
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }

@@ -9,16 +9,16 @@ use serde::Serialize;
 
 use super::{RpcArgs, RpcMode};
 
-/// A participant in a measurement.
+/// A program, or a variant of the messenger, that `rpc` measures and compares with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Contender {
     /// The messenger, with or without adaptive polling, alone or together with idle connections.
     Messenger { spin: bool, alone: bool },
     /// fi_pingpong of libfabric.
     Pingpong,
-    /// A TCP echo by epoll.
+    /// A minimal TCP echo over epoll.
     BareEcho,
-    /// A loop of fi_read.
+    /// A minimal loop of `fi_read`, which polls all the time or sleeps while it is idle.
     BareReads { spin: bool },
 }
 
@@ -45,7 +45,7 @@ impl Contender {
 /// The result of one run.
 #[derive(Debug, Clone)]
 pub struct RpcSample {
-    /// Completed messages or transfers.
+    /// Number of completed echoes, messages or transfers.
     pub operations: u64,
     pub elapsed: Duration,
     /// Latency in ns; empty if single latencies are unknown.
@@ -70,7 +70,7 @@ pub struct IdleCost {
     pub core: f64,
 }
 
-/// The displayed results of a participant.
+/// The displayed results of a contender: medians of its rounds.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figures {
     pub name: &'static str,
@@ -100,12 +100,12 @@ pub struct RpcReport {
     pub rounds: u32,
     pub idle_connections: u32,
     pub contenders: Vec<Figures>,
-    /// Ratios of the messenger to the best other participant, and to the messenger without idle
+    /// Ratios of the messenger to the fastest reference program, and to the messenger without idle
     /// connections.
     pub ratios: Vec<Ratio>,
 }
 
-/// The ratio of two participants: medians of the rounds' ratios.
+/// The ratios of the contender `of` to the contender `to`: medians of the rounds' ratios.
 #[derive(Debug, Clone, Serialize)]
 pub struct Ratio {
     pub of: &'static str,
@@ -149,7 +149,8 @@ impl RpcSample {
 }
 
 impl Figures {
-    /// An echo is two messages.
+    /// Computes the results of a contender. Returns `None` if it has no samples. An echo counts as
+    /// two messages.
     fn new(contender: Contender, samples: &[RpcSample], args: &RpcArgs) -> Option<Figures> {
         let messages = if args.mode == RpcMode::Echo { 2.0 } else { 1.0 };
         let of =

@@ -38,18 +38,18 @@ pub enum RpcMode {
 /// Measure messages and bulk transfers between two processes, compared with programs without the
 /// messenger
 ///
-/// Starts a second process of this program and needs no node. The contenders run in turns for the
-/// same time, and the output shows medians of the rounds. "spinning" is with adaptive polling,
-/// "sleeping" without.
+/// Starts a second process of this program and needs no node. The messenger and the other
+/// contenders run in turns for the same time, and the output shows medians of the rounds.
+/// "spinning" is the messenger with adaptive polling, and "sleeping" is the messenger without it.
 ///
-/// For an echo, the other contenders are a minimal TCP echo over epoll (stack tcp) and fi_pingpong,
-/// if it is installed (stacks ofi). For bulk reads, the other contender is a loop of fi_read with
-/// the same number of reads in flight, polling all the time or sleeping. Only the messenger
-/// verifies checksums.
+/// For an echo, the other contender is a minimal TCP echo over epoll (stack tcp), or fi_pingpong if
+/// it is installed (stacks ofi). For bulk reads over stacks ofi, the other contender is a loop of
+/// fi_read with the same number of reads in flight, which polls all the time or sleeps. Only the
+/// messenger verifies checksums.
 ///
-/// CPU is the sum over both processes. A wake-up is a thread that slept and was woken; an echo has
-/// two messages. Copies are the messenger's own copies per byte of payload; copies of libfabric's
-/// provider and of the kernel are not included.
+/// CPU is the sum over both processes. "wakes" is the number of times that a sleeping thread was
+/// woken. An echo counts as two messages. "copies" is the number of bytes that the messenger itself
+/// copies per byte of payload; copies of libfabric's provider and of the kernel are not included.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard-layers rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
@@ -74,7 +74,8 @@ pub struct RpcArgs {
     /// Number of rounds; the output shows medians
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
     pub rounds: u32,
-    /// Idle connections beside the measured ones; the messenger is then also measured without them
+    /// Number of additional idle connections; with them, the messenger is also measured without
+    /// them
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4000))]
     pub idle: u32,
     /// Local address to listen at
@@ -102,7 +103,7 @@ impl RpcArgs {
     }
 }
 
-/// Length of adaptive polling, where it is on.
+/// Duration of adaptive polling in measurements that use it.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Runs the command.
@@ -111,22 +112,33 @@ pub fn run(args: RpcArgs) -> Result<()> {
         return serve::run(job);
     }
     if args.stack == StackChoice::Auto {
-        return Err(Failure::usage("measuring", "name a stack, e.g. --stack ofi:verbs"));
+        return Err(Failure::usage(
+            "measuring the messenger",
+            "the stack auto cannot be measured; name a stack, e.g. --stack ofi:verbs",
+        ));
     }
     let is_message = matches!(args.mode, RpcMode::Echo | RpcMode::OneWay);
     let most = if is_message { ByteSize(256 << 10) } else { ByteSize(64 << 20) };
     if args.size.0 == 0 || args.size > most {
-        return Err(Failure::usage("measuring", format!("--size is 1 byte to {most} in this mode")));
+        return Err(Failure::usage(
+            "measuring the messenger",
+            format!("--size must be from 1 byte to {most} in this mode"),
+        ));
     }
     let contenders = contenders(&args);
     let mut samples: Vec<Vec<RpcSample>> = contenders.iter().map(|_| Vec::new()).collect();
     for round in 0..args.rounds as usize {
         for i in 0..contenders.len() {
-            // In turns that begin with another one each time.
+            // Each round begins with another contender.
             let at = (round + i) % contenders.len();
             match run_one(&contenders[at], &args)? {
                 Some(sample) => samples[at].push(sample),
-                None if round == 0 => output::note(format!("{}: not available here", contenders[at].name())),
+                None if round == 0 => {
+                    output::note(format!(
+                        "{} is not measured, because it is not installed",
+                        contenders[at].name()
+                    ));
+                }
                 None => {}
             }
         }
@@ -140,7 +152,8 @@ pub fn run(args: RpcArgs) -> Result<()> {
     Ok(())
 }
 
-/// Returns the contenders.
+/// Returns the contenders for the requested mode and stack: the messenger in one or several
+/// variants, and reference programs.
 fn contenders(args: &RpcArgs) -> Vec<Contender> {
     let mut contenders = Vec::new();
     let is_ofi = args.provider().is_some();
@@ -167,8 +180,7 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
     contenders
 }
 
-/// Runs one measurement on a thread with the contender's name. `None` if the contender is not
-/// available.
+/// Runs one measurement on a new thread. Returns `None` if the contender is not available.
 fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<RpcSample>> {
     let (contender, args) = (*contender, args.clone());
     let work = move || match contender {
@@ -181,5 +193,7 @@ fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<RpcSample>> {
         Contender::BareReads { spin } => bare::reads(&args, spin).map(Some),
     };
     let thread = thread::spawn(ThreadClass::Messenger, "bench", work).doing("starting a measurement")?;
-    thread.join().unwrap_or_else(|_| Err(Failure::new("measuring", "it panicked; this is a bug")))
+    thread.join().unwrap_or_else(|_| {
+        Err(Failure::new("measuring the messenger", "the thread panicked; this is a bug"))
+    })
 }

@@ -12,13 +12,13 @@ use node::failure::{Doing, Failure, Result};
 /// The job of the second process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum PeerJob {
-    /// Listen, and answer requests of the mode.
+    /// Accept connections of the messenger, and answer their messages as the mode requires.
     Serve { stack: String, spin_us: u64, address: String, mode: RpcMode },
-    /// Connect to an endpoint, and offer memory for the mode.
+    /// Connect to an endpoint of the messenger, and offer memory for bulk transfers of the mode.
     Offer { stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: u64, in_flight: u32 },
-    /// Listen over TCP and echo.
+    /// Accept a TCP connection, and send back all bytes that arrive.
     BareEcho { address: String },
-    /// Expose memory to fi_read.
+    /// Accept a libfabric connection, and expose memory to `fi_read`.
     BareMemory { provider: String, address: String, size: u64, spins: bool },
 }
 
@@ -31,7 +31,7 @@ pub struct PeerProcess {
 
 impl PeerProcess {
     pub fn start(job: &PeerJob) -> Result<PeerProcess> {
-        let doing = "starting the other process";
+        let doing = "starting the second process";
         let program = std::env::current_exe().doing(doing)?;
         let job = serde_json::to_string(job).doing(doing)?;
         let mut child = Command::new(program)
@@ -42,7 +42,7 @@ impl PeerProcess {
             .doing(doing)?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
         let (Some(input), Some(output)) = (input, output) else {
-            return Err(Failure::new(doing, "it has no standard input and output"));
+            return Err(Failure::new(doing, "the process has no standard input or output"));
         };
         Ok(PeerProcess { child, input, output: BufReader::new(output) })
     }
@@ -50,17 +50,20 @@ impl PeerProcess {
     /// Returns the next line of the process's output.
     pub fn line(&mut self) -> Result<String> {
         let mut line = String::new();
-        self.output.read_line(&mut line).doing("hearing from the other process")?;
+        self.output.read_line(&mut line).doing("reading the output of the second process")?;
         match line.trim_end() {
-            "" => Err(Failure::new("hearing from the other process", "it has ended; see its error above")),
+            "" => Err(Failure::new(
+                "reading the output of the second process",
+                "the process has ended; see its error above",
+            )),
             line => Ok(line.to_owned()),
         }
     }
 
-    /// Asks the process how many bytes it has copied.
+    /// Queries how many bytes the messenger of the process has copied.
     pub fn copied_bytes(&mut self) -> Result<u64> {
-        writeln!(self.input, "copied").doing("asking the other process")?;
-        self.line()?.parse().doing("hearing from the other process")
+        writeln!(self.input, "copied").doing("querying the second process")?;
+        self.line()?.parse().doing("reading the output of the second process")
     }
 
     /// Returns the CPU use of the process so far.
@@ -69,7 +72,7 @@ impl PeerProcess {
     }
 
     pub fn read(&self) -> Result<ProcessUsage> {
-        ProcessUsage::read(self.child.id()).doing("looking at the other process")
+        ProcessUsage::read(self.child.id()).doing("reading the CPU time of the second process")
     }
 
     /// Returns the resident memory of the process, in bytes.
@@ -80,7 +83,7 @@ impl PeerProcess {
 
 impl Drop for PeerProcess {
     fn drop(&mut self) {
-        // It is ours, and may have ended by itself.
+        // Ignore errors: the process may already have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -10,24 +10,26 @@ use super::RpcArgs;
 use super::figures::RpcSample;
 use node::failure::{Doing, Failure, Result};
 
-/// Least number of messages in one run. The program has no time limit of its own.
+/// Minimum number of round trips in one run. fi_pingpong accepts a number of round trips, but no
+/// duration.
 const ITERATIONS_MIN: u64 = 1000;
 
-/// Runs one measurement; `None` if the program is not installed or more than one message is to be
-/// in flight.
+/// Runs one measurement, always with one message in flight. Returns `None` if fi_pingpong is not
+/// installed, or if the stack does not use libfabric.
 pub fn measure(args: &RpcArgs) -> Result<Option<RpcSample>> {
     let Some(provider) = args.provider() else { return Ok(None) };
     if Command::new("fi_pingpong").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
         return Ok(None);
     }
-    // As many as take about the time that the others have, by a short run.
+    // From a short run, estimate the number of round trips that take as long as the runs of the
+    // other contenders.
     let short = run(args, provider, ITERATIONS_MIN)?;
     let count = (args.duration().as_secs_f64() * 1e9 / short) as u64;
     let mean_ns = run(args, provider, count.max(ITERATIONS_MIN))?;
     Ok(Some(RpcSample {
         operations: (args.duration().as_secs_f64() * 1e9 / mean_ns.max(1.0)) as u64,
         elapsed: args.duration(),
-        latency: Histogram::new(3).doing("making a histogram")?,
+        latency: Histogram::new(3).doing("creating a histogram")?,
         mean_ns: Some(mean_ns),
         usage: None,
         copied_bytes: None,
@@ -53,23 +55,24 @@ fn run(args: &RpcArgs, provider: &str, iterations: u64) -> Result<f64> {
     let mut server = command(None).stdout(Stdio::null()).spawn().doing(doing)?;
     let deadline = Instant::now() + Duration::from_secs(10);
     let text = loop {
-        // The server needs a moment, and does not say when it is ready.
+        // The server does not report when it is ready. So the client tries again until it succeeds.
         std::thread::sleep(Duration::from_millis(200));
         let output = command(Some(args.address.to_string())).output().doing(doing)?;
         if output.status.success() || Instant::now() > deadline {
             break String::from_utf8_lossy(&output.stdout).into_owned();
         }
     };
-    // It ends by itself when it has served.
+    // Ignore errors: the server ends by itself after it has served a client.
     let _ = server.kill();
     let _ = server.wait();
-    // bytes #sent #ack total time MB/sec usec/xfer Mxfers/sec; a message there and back are two transfers.
+    // The columns are: bytes #sent #ack total time MB/sec usec/xfer Mxfers/sec. A round trip
+    // consists of two transfers.
     let fields = text.lines().last().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>());
     let per_transfer =
         fields.and_then(|fields| fields.get(fields.len().checked_sub(2)?)?.parse::<f64>().ok());
     per_transfer
         .map(|us| us * 2e3)
-        .ok_or_else(|| Failure::new(doing, format!("its output is not understood: {text:?}")))
+        .ok_or_else(|| Failure::new(doing, format!("cannot parse the output of the program: {text:?}")))
 }
 
 fn free_port(args: &RpcArgs) -> std::io::Result<u16> {

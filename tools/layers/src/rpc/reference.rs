@@ -1,4 +1,4 @@
-//! A minimal TCP echo over epoll, as a reference.
+//! A minimal TCP echo over epoll, as a reference for the messenger.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -55,7 +55,7 @@ impl Echo {
     }
 }
 
-/// Runs the echoing side.
+/// Runs the server: accepts a connection, and sends back all bytes that arrive.
 pub fn serve(address: &str) -> Result<()> {
     let doing = "echoing";
     let listener = TcpListener::bind(address).doing(doing)?;
@@ -69,7 +69,7 @@ pub fn serve(address: &str) -> Result<()> {
     }
 }
 
-/// Runs one measurement.
+/// Measures the echo between this process and a second process.
 pub fn echo(args: &RpcArgs) -> Result<RpcSample> {
     let doing = "measuring a bare echo";
     let mut peer = PeerProcess::start(&PeerJob::BareEcho {

@@ -1,4 +1,5 @@
-//! The work of the second process.
+//! The second process of a measurement. It executes a [`PeerJob`]: answers messages, offers memory
+//! for bulk transfers, or runs a reference program's server.
 
 use std::io::BufRead;
 use std::sync::{Arc, OnceLock};
@@ -25,7 +26,7 @@ pub fn record_metrics() {
     METRICS.get_or_init(|| {
         let recorder = PrometheusBuilder::new().build_recorder();
         let handle = recorder.handle();
-        // Another one would count as well, but nobody would be asked.
+        // This fails if the process already has another recorder. `copied_bytes` then returns 0.
         let _ = metrics::set_global_recorder(recorder);
         handle
     });
@@ -39,12 +40,12 @@ pub fn copied_bytes() -> u64 {
 }
 
 pub fn runtime() -> Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting")
+    tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the async runtime")
 }
 
 /// Runs the job until standard input ends.
 pub fn run(job: &str) -> Result<()> {
-    let job: PeerJob = serde_json::from_str(job).doing("reading the job")?;
+    let job: PeerJob = serde_json::from_str(job).doing("parsing the job of the second process")?;
     record_metrics();
     let work = move || -> Result<()> {
         match job {
@@ -60,7 +61,7 @@ pub fn run(job: &str) -> Result<()> {
             }
         }
     };
-    let thread = thread::spawn(ThreadClass::Messenger, "peer", work).doing("starting")?;
+    let thread = thread::spawn(ThreadClass::Messenger, "peer", work).doing("starting a thread")?;
     let questions = std::thread::spawn(|| {
         for line in std::io::stdin().lock().lines().map_while(std::io::Result::ok) {
             if line == "copied" {
@@ -69,19 +70,21 @@ pub fn run(job: &str) -> Result<()> {
         }
         std::process::exit(0);
     });
-    let result = thread.join().unwrap_or_else(|_| Err(Failure::new("serving", "it panicked; this is a bug")));
+    let result = thread.join().unwrap_or_else(|_| {
+        Err(Failure::new("running the second process", "the thread panicked; this is a bug"))
+    });
     drop(questions);
     result
 }
 
 async fn spawned(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
-    tokio::spawn(work).await.doing("serving")?
+    tokio::spawn(work).await.doing("running the second process")?
 }
 
 fn open(stack: &str, spin_us: u64) -> Result<Arc<dyn messenger::NetworkStack>> {
-    let choice = stack.parse().doing("reading the job")?;
+    let choice = stack.parse().doing("parsing the job of the second process")?;
     let options = StackOptions { spin: Duration::from_micros(spin_us), ..StackOptions::default() };
-    messenger::open(&choice, &options, UseAs::Server).doing("opening the stack")
+    messenger::open(&choice, &options, UseAs::Server).doing("opening the network stack")
 }
 
 async fn serve(stack: String, spin_us: u64, address: String, mode: RpcMode) -> Result<()> {
@@ -156,7 +159,7 @@ impl BulkSink for Void {
     }
 }
 
-/// Offers memory on request.
+/// Connects to the first process, and offers memory whenever the first process requests it.
 async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
     let stack = open(&stack, spin_us)?;
     let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
@@ -179,7 +182,10 @@ async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, siz
             regions.push_back(region);
             header.into()
         };
-        connection.send(Message { header, ..Message::default() }).await.doing("answering")?;
+        connection
+            .send(Message { header, ..Message::default() })
+            .await
+            .doing("answering the first process")?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The page's section about the places where parity is computed. It shows the drawings that
+//! The page's section about the coding places, where parity is computed. It shows the drawings that
 //! `outboard-redundancy coding` has stored beside the page.
 
 use super::svg;
@@ -15,17 +15,17 @@ pub struct Drawing {
 const KNOWN: [(&str, &str, &str); 3] = [
     (
         "figure2.svg",
-        "The paper’s figure 2, measured on this machine",
-        "Left, as in the paper: encoding of files into 128 data and 32 parity fragments. One core of the host does this, or the emulated accelerator, which computes the \
-         parity and then waits as long as the paper’s linear fit requires. The paper left a third place for later work: the DPU’s cores (here of the same kind as the \
-         host’s; a real DPU’s are slower). Right, the effect on a client: writes to a pool ec:4+2 on 6 targets, one at a time.",
+        "Figure 2 of Ryu et al., measured on this machine",
+        "Left, as in the paper by Ryu et al. on erasure coding with DPUs: encoding of files into 128 data and 32 parity fragments. The files are encoded by one core of the host, or \
+         by the emulated accelerator, which computes the parity and then waits as long as the paper’s linear fit requires. The paper left a third coding place for later work: the \
+         DPU’s cores (here of the same kind as the host’s; a real DPU’s are slower). Right, the effect on a client: latency of writes to a pool ec:4+2 on 6 targets, one at a time.",
     ),
     (
         "timeline.svg",
         "The scheduler at work",
         "Writes of 16 MiB to ec:4+2, four at a time, in hybrid:auto. The host’s roles run on one CPU, and the DPU’s roles on another. In the middle \
-         third, a program that uses all available CPU time shares the host’s CPU. The utilization contains neither coding on the host nor the threads \
-         that emulate the DPU.",
+         third, a program that uses all available CPU time shares the host’s CPU. The drawn CPU utilization contains neither coding on the host nor the \
+         threads that emulate the DPU.",
     ),
     (
         "sweep.svg",

@@ -1,5 +1,5 @@
-//! The page's section with results beyond the paper: reads, small objects, ceilings, ablations and
-//! the machine.
+//! The page's section with results that the DoCeph paper lacks: reads, small objects, ceilings,
+//! ablations and the machine.
 
 use super::PageContent;
 use super::figures::{SYSTEMS, systems};
@@ -13,7 +13,7 @@ use crate::evaluation::workload::{AccessMode, Case, size_label};
 pub fn section(content: &PageContent<'_>) -> String {
     let m = content.found;
     [
-        "<section><h2>Beyond the paper</h2>".to_owned(),
+        "<section><h2>Results that the DoCeph paper lacks</h2>".to_owned(),
         reads(m),
         small(m),
         every_workload(m),
@@ -86,7 +86,7 @@ fn every_workload(m: &Measurements) -> String {
             }
         }
     }
-    format!("<h3>Every workload, 16 in flight</h3>{}", table(&HEAD, &rows))
+    format!("<h3>Every workload, 16 requests in flight</h3>{}", table(&HEAD, &rows))
 }
 
 const HEAD: [&str; 7] =
@@ -150,7 +150,7 @@ fn ceilings(m: &Measurements) -> String {
     let head = ["ceiling", "MB/s", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"];
     format!(
         "<h3>Ceilings, and the systems' use of them</h3>{}<p class=\"soft\">The drive is measured by fio with O_DIRECT on a completely written file, with the better of \
-         depth 1 and 16 (random reads: depth 16). Its writes include no flush, but durable writes of the systems do. The systems' columns are throughput / ceiling.</p>",
+         depth 1 and 16 (random reads: depth 16). The writes of fio include no flush, but durable writes of the systems do. The systems' columns show throughput / ceiling.</p>",
         table(&head, &rows)
     )
 }
@@ -198,7 +198,7 @@ fn ablations(m: &Measurements) -> String {
     }
     let head = ["writes with …", "throughput", "latency", "host CPU per write", "all CPU per write"];
     format!(
-        "<h3>Ablations</h3><p class=\"soft\">An ablation is the whole design with one part switched off, at an object size at which this part matters. The values are ratios to a run of the whole design directly before or after it, in alternating order.</p>{}",
+        "<h3>Ablations</h3><p class=\"soft\">An ablation is the whole design with one part switched off, at an object size at which this part matters. Each value is the ratio of a run with the ablation to a run of the whole design. The two runs follow each other directly, in alternating order.</p>{}",
         table(&head, &rows)
     )
 }

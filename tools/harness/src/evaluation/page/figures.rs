@@ -1,5 +1,5 @@
-//! The page's section with the paper's figures 5 to 10 and tables 2 and 3, next to the results that
-//! were measured on this machine.
+//! The page's section with figures 5 to 10 and tables 2 and 3 of the DoCeph paper, next to the
+//! results that were measured on this machine.
 
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
@@ -17,7 +17,8 @@ pub const SYSTEMS: [(TestedSystem, &str); 4] = [
     (TestedSystem::DpuBf3, "bf3"),
 ];
 
-/// A figure by object size: the paper's values, and the function that returns the value of a run.
+/// A figure of the DoCeph paper that shows a value by object size: the paper's values, and the
+/// function that returns the same value of a run on this machine.
 struct BySize<'a> {
     title: &'a str,
     axis: &'a str,
@@ -28,7 +29,7 @@ struct BySize<'a> {
 
 /// Formats the section with all figures.
 pub fn section(m: &Measurements) -> String {
-    let mut html = String::from("<section><h2>The paper's figures</h2>");
+    let mut html = String::from("<section><h2>The figures of the DoCeph paper</h2>");
     html.push_str(&figure_5(m));
     html.push_str(&figure_6(m));
     html.push_str(&figure_7(m));
@@ -95,9 +96,9 @@ fn figure_5(m: &Measurements) -> String {
         Stacked { title: "Here, 4 MiB writes, without the client".to_owned(), bars: here },
     ];
     format!(
-        "<h3>Figure 5. CPU of the storage system by part</h3>{}<p class=\"soft\">The CPU is divided by thread class. A node's OSD thread also runs the messenger. Its CPU is divided by the time \
-         that it spends in the tasks of each, if the node reports this time. The emulated DMA engine is a thread, but a real one is hardware. The paper shows separate values for ObjectStore and OSD only in \
-         its drawing, so they are one bar here.</p>{}",
+        "<h3>Figure 5. CPU time of the storage system by part</h3>{}<p class=\"soft\">The CPU time is divided by thread class. A node's OSD thread also runs the messenger. The CPU time of this thread is \
+         divided between OSD and messenger by the time of their tasks, if the node reports this time. The emulated DMA engine is a thread, but a real DMA engine is hardware. The paper shows separate values for \
+         ObjectStore and OSD only in its drawing, so this page shows their sum.</p>{}",
         svg::stacked(&charts),
         table_2(m)
     )
@@ -107,7 +108,7 @@ fn percent_of_core(percent: f64) -> String {
     format!("{} % core", number(percent))
 }
 
-/// Returns the subsystems of a case, in order.
+/// Returns the subsystems that the samples of a case contain, in the order of [`Subsystem`].
 fn parts_of(m: &Measurements, case: &Case) -> Vec<Subsystem> {
     let mut parts: Vec<Subsystem> =
         m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
@@ -139,7 +140,7 @@ fn table_2(m: &Measurements) -> String {
             cell(all),
         ]);
     }
-    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all of storage"];
+    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all threads"];
     format!(
         "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no threads of its own. Its context switches are therefore only in the last column.</p>",
         table(&head, &rows)
@@ -158,7 +159,7 @@ fn figure_6(m: &Measurements) -> String {
     }
     format!(
         "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s, and shows its values only in the drawing. The only \
-         network here is loopback TCP, whose ceiling is below.</p>",
+         network here is loopback TCP. A table below contains its ceiling.</p>",
         table(&["4 MiB writes, 16 in flight", "MB/s"], &rows)
     )
 }
@@ -206,7 +207,7 @@ fn figure_8(m: &Measurements) -> String {
         ),
     };
     format!(
-        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">With 16 writes in flight, the latency is 16 / throughput. The paper states its baseline only for 1 and 16 MB.</p>",
+        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">With 16 writes in flight, the mean latency in seconds is 16 divided by the number of writes per second. The paper states its baseline only for 1 and 16 MB.</p>",
         figure.draw(m)
     )
 }
@@ -255,8 +256,8 @@ fn figure_10(m: &Measurements) -> String {
 }
 
 impl BySize<'_> {
-    /// Draws the paper's values on the left, and the values that were measured on this machine on
-    /// the right.
+    /// Draws the values of the DoCeph paper on the left, and the values that were measured on this
+    /// machine on the right.
     fn draw(&self, m: &Measurements) -> String {
         let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
         let published = Grouped {
@@ -299,7 +300,7 @@ pub fn systems(
     SYSTEMS.into_iter().filter(|(config, _)| m.has(*config)).map(series).collect()
 }
 
-/// Returns the parts of a breakdown, in the order of the paper's table 3.
+/// Returns the parts of a breakdown, in the order of table 3 of the DoCeph paper.
 fn breakdown_parts(b: &BenchBreakdown) -> [Share; 4] {
     [
         Share { name: "Host write", class: "p2", amount: b.host_write },
@@ -364,7 +365,7 @@ fn figure_9(m: &Measurements) -> String {
     };
     format!(
         "<h3>Figure 9 and table 3. Phases of a write's time</h3>{}{note}{}<p class=\"soft\">With 16 writes in flight. The phases are means per write, and their sum is the latency. In phase DMA, the \
-         engine transfers data of this write. In phase Host write, the store works on it and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
+         engine transfers data of the write. In phase Host write, the store works on the write and the engine does not. In phase DMA wait, the write only waits for the engine. Others is the \
          remaining time, including network and client.</p>",
         svg::stacked(&charts),
         table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)

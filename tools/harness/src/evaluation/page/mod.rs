@@ -24,11 +24,11 @@ pub struct PageContent<'a> {
     pub environment: &'a Environment,
     /// The measured values.
     pub found: &'a Measurements,
-    /// The comparison with the thresholds.
+    /// The claims of the report, with their thresholds and verdicts.
     pub bars: &'a [Bar],
     /// Number of completed rounds.
     pub rounds: u32,
-    /// The drawings about the places where parity is computed.
+    /// The drawings of the section about erasure coding.
     pub coding: &'a [coding::Drawing],
 }
 
@@ -65,8 +65,8 @@ fn setting(content: &PageContent<'_>) -> String {
     });
     let start = content.found.rados_start_cpu_seconds.map_or(String::new(), |seconds| {
         format!(
-            "<li>“All CPU” does not contain the CPU of starting a client. outboard bench counts CPU only from its first request on. From each run of rados bench, {} ms \
-             are subtracted, which is the CPU of a rados bench with a single object.</li>",
+            "<li>“All CPU” does not contain the CPU time of starting a client. outboard bench counts CPU time only from its first request on. From the CPU time of each run of rados bench, {} ms \
+             are subtracted, which is the CPU time of a rados bench with a single object.</li>",
             number(seconds * 1e3)
         )
     });
@@ -87,11 +87,11 @@ fn setting(content: &PageContent<'_>) -> String {
          Small print shows the interval that contains the true median with a probability of 95 % (order statistics). With fewer than six rounds, the interval is the range of the values and proves little.{large}</p>\
          <h3>Limits of the comparison</h3><ul>\
          <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware, the OSD and the DMA engine have their own processors, and \
-         the client runs on another machine. Here each copy by the emulated engine uses CPU, which counts as “all CPU” but not as “host CPU”.</li>\
-         <li>Host CPU is the CPU of the store's process (dpu), of the node's one process (host), or of the ceph-osd (Ceph). Ceph's mon and mgr count only in the results for \
-         idle CPU.</li>{start}\
+         the client runs on another machine. Here each copy by the emulated engine uses CPU time, which counts as “all CPU” but not as “host CPU”.</li>\
+         <li>Host CPU is the CPU time of the store's process (dpu), of the node's one process (host), or of the ceph-osd (Ceph). Ceph's mon and mgr count only in the results for \
+         idle systems.</li>{start}\
          <li>rados bench writes each object once, and its removal afterwards is not measured. outboard bench repeatedly overwrites a set of half a GiB, so its results also include \
-         the cost of freeing the old data. Reads of the usual sets may come from BlueStore's cache (up to 2 GiB), whereas Outboard caches no data.</li>\
+         the cost of freeing the old data. Reads of all sets except the large set may come from BlueStore's cache (up to 2 GiB), whereas Outboard caches no data.</li>\
          <li>The paper replicates data to a second node. The systems here do not replicate data.</li>\
          <li>The drive of this machine may be a virtual disk with its own cache. The ceilings were measured in the same rounds.</li></ul></section>",
         escape(&e.ceph),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn network_stacks_are_compared_by_the_ratios_of_rounds_at_every_depth() {
+    fn network_stacks_are_compared_by_the_ratios_of_rounds_at_every_queue_depth() {
         let mut found = some_measurements();
         let section = networks::section(&found);
         assert!(page_of(&found).contains(&section));

@@ -51,7 +51,7 @@ fn published() -> String {
     format!(
         "<p>For comparison: figure 6 of <cite>{TITLE}</cite> (Intel, 2018) compares TCP/IP with iWARP in Ceph's messenger. Its setup has two nodes with four OSDs each, two \
          copies, two clients and 10 Gbit/s (X722). fio writes 4 KiB at random offsets with queue depths from 1 to 32. For 6 (a), operations per second, the article's text states one number: RDMA is \
-         up to {} % faster, at queue depth {depth}. It adds that the benefit is more obvious at low depths. For 6 (b), CPU of an OSD node, the text states no number. Utilization was higher with RDMA \
+         up to {} % faster, at queue depth {depth}. The text adds that the benefit is more obvious at low depths. For 6 (b), CPU utilization of an OSD node, the text states no number. Utilization was higher with RDMA \
          than with TCP/IP, and so were the operations per CPU cycle. The article names two causes: two polling threads, and one more copy of each message. The article shows all other values only in \
          its drawing. Its queue depth applies to each fio, and the text does not state the number of volumes.</p>",
         number(100.0 * (gain - 1.0))

@@ -205,8 +205,8 @@ impl Grouped {
     }
 }
 
-/// Draws a bar with its interval, and its value above the bar. The tooltip shows the name and the
-/// ends of the interval.
+/// Draws a bar with its confidence interval, and its value above the bar. The tooltip shows the
+/// name of the series and the ends of the interval.
 fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) -> f64) -> String {
     let (middle, floor) = (x + width / 2.0, y(0.0));
     let mut out = format!(
@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_axis_ends_above_its_largest_value_after_few_round_steps() {
+    fn an_axis_reaches_its_largest_value_in_two_to_five_steps() {
         for most in [0.003, 0.9, 1.0, 7.3, 94.2, 101.0, 48_213.0] {
             let (step, top) = ticks(most);
             assert!(top >= most && top / step <= 5.001 && top / step >= 2.0, "{most}: {step} {top}");
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_value_leaves_a_gap() {
+    fn no_bar_is_drawn_for_a_missing_value() {
         let chart = |values| Grouped {
             title: "a < b".to_owned(),
             axis: "MB/s".to_owned(),
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_contains_its_style_sheet_and_legend() {
+    fn an_svg_file_contains_its_style_sheet_and_legend() {
         let text = file(100.0, 50.0, "<g/>", &[("host & dpu", "host")]);
         assert!(text.contains("host &amp; dpu") && text.contains("--host:") && text.contains("<g/>"));
         assert!(!STYLE.contains("]]>"));

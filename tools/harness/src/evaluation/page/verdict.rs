@@ -6,12 +6,12 @@ use super::PageContent;
 use super::text::{cell_in, escape, number};
 use crate::evaluation::bars::{self, Bar, BarRow, BarVerdict, Bound, FigureFormat};
 
-/// Formats the page's title, the score and the table of bars.
+/// Formats the page's title, the score and the table of claims.
 pub fn section(content: &PageContent<'_>) -> String {
     let (e, s) = (content.environment, content.settings);
     let (passed, failed, absent) = bars::score(content.bars);
     let mut html = format!(
-        "<header><h1>Outboard, the paper it follows, and Ceph</h1><p class=\"soft\">{}; commit {}; {} CPUs, {}</p></header>",
+        "<header><h1>Outboard, the DoCeph paper, and Ceph</h1><p class=\"soft\">{}; commit {}; {} CPUs, {}</p></header>",
         escape(&e.date),
         escape(&e.commit),
         e.cpus,

@@ -1,12 +1,15 @@
-//! Measures how much CPU time coding takes from a program (the hog) that uses all available time of
-//! the host's CPU.
+//! Measures how much CPU time coding takes from the *hog*, a program that uses all available time
+//! of the host's CPU.
 //!
-//! Writes run concurrently with the hog in each mode. Each run follows or precedes a run in mode
-//! `async`, in which the host never computes parity. The hog's loss compared with `async` is the
-//! cost of coding. Its loss compared with a run alone is the cost of the store, which grows with
-//! the drive's throughput. So the result for `async` is scaled to the same number of written bytes
-//! before the two modes are compared. Writes to a pool without parity show the cost of the same
-//! writes without redundancy. The result also contains the CPU time of the host's coding threads,
+//! In each coding mode, writes run while the hog runs. During writes the hog is slower, because the
+//! store uses the same CPU, and in some modes coding uses it too. To separate the two effects, each
+//! run is paired with a run in mode `async`, directly before or after it. In `async` the host never
+//! computes parity. The result for a mode is the loss of the hog's speed compared with `async`.
+//!
+//! The store's CPU time grows with the throughput of writes, and the throughput differs between
+//! modes. So the hog's loss in `async`, compared with its speed without writes, is first scaled to
+//! the throughput in the compared mode. Writes to a pool without parity show the cost of the same
+//! writes without redundancy. The results also contain the CPU time of the host's coding threads,
 //! which is the time that coding itself took from the hog.
 
 use std::time::Duration;
@@ -65,7 +68,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
     Ok(())
 }
 
-/// Runs and records writes as the case `name`, with the speed of the hog meanwhile.
+/// Runs writes. Records their results, and the hog's speed during the writes, as the case `name`.
 fn beside(
     hog: &Hog,
     book: &mut Book,
@@ -102,8 +105,8 @@ fn loss_per_write(book: &Book, what: &str) -> Rounds {
     paired(&loss(book, what), &book.rounds(what, "mb_per_s"), |lost, rate| 100.0 * lost / rate)
 }
 
-/// Returns the loss of the hog's speed due to coding: the speed in `mode` compared with the speed
-/// in `async` at the same throughput of writes, in percent of the latter.
+/// Returns the loss of the hog's speed due to coding: the difference between the speeds in `async`
+/// and in `mode` at the same throughput of writes, in percent of the speed in `async`.
 fn to_coding(book: &Book, mode: &str) -> Rounds {
     let (with, rate) = (book.rounds(&name(mode), "hog_speed"), book.rounds(&name(mode), "mb_per_s"));
     let per_write = paired(&loss_per_write(book, &reference(mode)), &rate, |lost, rate| lost * rate / 100.0);
@@ -117,10 +120,10 @@ fn print(book: &Book) {
         "writes while a hog runs, 16 MiB x 4",
         "MB/s of objects",
         "hog's loss, %",
-        "per 100 MB/s",
-        "to coding, %",
+        "hog's loss per 100 MB/s, %",
+        "hog's loss due to coding, %",
         "CPU of the store, %",
-        "CPU of coding there, %",
+        "CPU of the host's coding threads, %",
         "coded by the host, %",
         "failed",
     ]);

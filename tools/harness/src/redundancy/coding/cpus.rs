@@ -26,7 +26,7 @@ impl Division {
         let set = sched_getaffinity(None)?;
         let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
         Division::of(&all)
-            .ok_or_else(|| "this part needs two CPUs, one for the host and one for the DPU".into())
+            .ok_or_else(|| "the part `coding` needs two CPUs: one for the host and one for the DPU".into())
     }
 
     fn of(all: &[usize]) -> Option<Division> {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_use_the_remaining_cpus_or_share_the_dpus() {
+    fn clients_use_the_remaining_cpus_or_share_the_cpu_of_the_dpu() {
         let division = |all: &[usize]| Division::of(all).map(|d| (d.host, d.dpu, d.clients));
         assert_eq!(division(&[3]), None);
         assert_eq!(division(&[0, 1]), Some((0, 1, vec![1])));

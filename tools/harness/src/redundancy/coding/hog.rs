@@ -32,7 +32,8 @@ pub struct Told {
     pub pieces: f64,
 }
 
-/// Runs the hog: computes on the CPU `cpu` until the reader closes its output.
+/// Runs the hog: computes on the CPU `cpu` until the process that reads the reports closes the
+/// pipe.
 ///
 /// # Errors
 /// If the CPU may not be used.
@@ -55,14 +56,15 @@ pub fn run(cpu: &str) -> Result<()> {
     })
 }
 
-/// One step of work, which depends on the step before.
+/// Performs one step of work. Each step depends on the result of the previous step.
 fn step(x: u64) -> u64 {
     let x = x ^ (x << 13);
     let x = x ^ (x >> 7);
     x ^ (x << 17)
 }
 
-/// Returns the time in seconds since 1970, from a clock that both processes share.
+/// Returns the time in seconds since 1970. The hog and the program that started it use the same
+/// clock.
 #[must_use]
 pub fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
@@ -130,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn speed_is_measured_within_the_given_time() {
+    fn speed_counts_only_the_reports_within_the_given_period() {
         let told: Vec<Told> = [(1.0, 0.0), (2.0, 10.0), (3.0, 30.0), (4.0, 90.0)]
             .map(|(at, pieces)| Told { at, pieces })
             .to_vec();

@@ -1,5 +1,5 @@
-//! Compares the latency of writes in mode `latency-sensitive` on an idle host with the latency in a
-//! mode that computes all parity on the host.
+//! Compares the latency of writes in mode `latency-sensitive` on an idle host with the latency in
+//! mode `hybrid:1:0`, which computes all parity on the host.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};

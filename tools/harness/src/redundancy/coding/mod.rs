@@ -1,11 +1,13 @@
-//! Part `coding`: measures where the parity of large writes is computed, and how this affects
-//! writes and the host's other work.
+//! Part `coding`: measures where the parity of large writes is computed, and how the coding place
+//! affects the writes and the host's other work.
 //!
 //! The host's roles run on one CPU. In some experiments, a program that uses all available time of
 //! this CPU (`hog`) runs there too. The DPU's roles run on another CPU, and so do the clients if
 //! there is no third CPU. `sweep` compares `hybrid:auto` with fixed ratios. `latency` compares
-//! `latency-sensitive` with coding on the host alone. `busy` measures the slowdown of the hog,
-//! `timeline` shows the scheduler's behaviour, and `places` repeats the paper's figure 2.
+//! `latency-sensitive` with coding on the host alone. `busy` measures the slowdown of the hog, and
+//! `timeline` shows the scheduler's behaviour. `places` repeats figure 2 of the paper by Ryu et
+//! al., *Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in
+//! Distributed Storage Systems*.
 
 pub mod busy;
 pub mod cpus;
@@ -86,8 +88,9 @@ fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     }
 }
 
-/// Records a run of writes on a host without other load. If the scheduler considered the host busy
-/// nevertheless, the mode did not decide where parity was computed. Then the run is invalid.
+/// Records a run of writes on a host without other load. If the scheduler nevertheless considered
+/// the host busy for more than [`BUSY_ALLOWED`] percent of the coding tasks, the mode did not
+/// decide where parity was computed, so the run is invalid.
 fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &WriteRun) {
     if run.busy_percent() <= BUSY_ALLOWED || ALL_TO_DPU.contains(&mode) {
         return note(book, what, round, run);

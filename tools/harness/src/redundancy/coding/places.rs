@@ -1,6 +1,7 @@
-//! The paper's figure 2: the time for coding in each place, by size of the data. One experiment
-//! encodes whole files in 128 data and 32 parity fragments as the paper did (`outboard-layers ec`).
-//! The other measures writes of a client to ec:4+2, one at a time.
+//! Repeats figure 2 of the paper by Ryu et al.: the time for coding in each coding place, by size
+//! of the data. One experiment encodes whole files into 128 data and 32 parity fragments, like the
+//! paper (`outboard-layers ec`). The other experiment measures the writes of a client to ec:4+2,
+//! one at a time.
 
 use std::process::{Command, Stdio};
 
@@ -16,13 +17,14 @@ use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
-/// What codes, and how it is told to: what of the DPU is used, and the mode; and a colour.
+/// The coding places. Each has its name, the value of `coding.offload` (the part of the DPU that
+/// codes), the coding mode that uses the place, and its class in the style sheet.
 const PLACES: [(&str, &str, &str, &str); 3] = [
     ("host", "dpu", "latency-sensitive", "host"),
     ("DPU, cores", "dpu", "async", "memcpy"),
     ("DPU, accelerator (emulated)", "accelerator", "async", "bf3"),
 ];
-/// The same, as `outboard-layers ec` calls them.
+/// The names of the same places in the output of `outboard-layers ec`.
 const FILE_PLACES: [&str; 3] = ["host", "dpu (emulated)", "accelerator (emulated)"];
 const MIB: u64 = 1 << 20;
 const PATTERNS: [Pattern; 5] = [
@@ -44,18 +46,19 @@ struct ExperimentOutput {
     rows: Vec<PlaceRow>,
 }
 
-/// A file in a place.
+/// The result of encoding a file of one size in one place.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 struct PlaceRow {
     place: String,
     file_bytes: u64,
     seconds: f64,
-    /// How many times as long as the host the paper found it to take.
+    /// The time for this place and size in the paper by Ryu et al., divided by the paper's time for
+    /// the host.
     #[serde(default)]
     paper_ratio_to_host: Option<f64>,
 }
 
-/// Measures, and draws what was found.
+/// Measures all places, and prints and draws the results.
 ///
 /// # Errors
 /// If the node fails.
@@ -66,7 +69,8 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         for (place, offload, mode, _) in PLACES {
             rig.restart(offload)?;
             for pattern in &PATTERNS {
-                // Its own first write is the first that touches the memory.
+                // There is no warm-up run, so the first write also pays for the first use of
+                // memory.
                 let run = write_in(rig, mode, pattern, settings.seconds.min(2))?;
                 note_idle(book, &name(pattern, place), mode, round, &run);
             }
@@ -83,7 +87,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
 }
 
 impl CodingRig {
-    /// The paper's experiment; no node takes part.
+    /// Encodes files like Ryu et al., with `outboard-layers ec` and without the node.
     fn files(&self, rounds: u32) -> Result<Vec<PlaceRow>> {
         let rounds = rounds.to_string();
         let layers = std::env::current_exe()?.with_file_name("outboard-layers");
@@ -91,7 +95,7 @@ impl CodingRig {
             .args(["ec", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])
             .stderr(Stdio::inherit())
             .output()
-            .map_err(|e| format!("cannot run outboard-layers: {e}; build it with this program"))?;
+            .map_err(|e| format!("cannot run outboard-layers: {e}; build it with: make layers"))?;
         if !output.status.success() {
             return Err(format!("outboard-layers ec failed: {}", output.status).into());
         }
@@ -145,7 +149,7 @@ fn draw(book: &Book, files: &[PlaceRow]) -> String {
         Some(Estimate::exact(per_mib("host", *size)?.median * ratio))
     };
     encoding.push(Series {
-        name: "accelerator, by the paper’s ratio to the host".to_owned(),
+        name: "accelerator, with the ratio to the host from Ryu et al.".to_owned(),
         class: "paper-a",
         values: sizes.iter().map(paper).collect(),
     });

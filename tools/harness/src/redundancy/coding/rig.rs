@@ -11,73 +11,77 @@ use crate::evaluation::processes::Threads;
 use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 use crate::redundancy::settings::RedundancySettings;
 
-/// Targets of the node: as many as 4+2 has fragments.
+/// Number of targets of the node: one for each fragment of a 4+2 object.
 const TARGETS: u32 = 6;
-/// The pool with parity.
+/// Name of the pool with parity.
 pub const POOL: &str = "ec";
-/// The pool without.
+/// Name of the pool without redundancy.
 pub const SINGLE: &str = "single";
 
-/// The node, and who is where.
+/// The node, and the CPUs of its roles and clients.
 #[derive(Debug)]
 pub struct CodingRig {
-    /// The node, whose commands run on any CPU.
+    /// The node. Its commands run on any CPU, unless the caller restricts them.
     pub(super) node: Node,
     dir: PathBuf,
     target_size: &'static str,
     set_bytes: u64,
-    /// Which CPUs are whose.
+    /// The CPUs of the host, of the DPU and of the clients.
     pub cpus: Division,
 }
 
-/// One kind of load: writes of a size, so many in flight; several go on at a time.
+/// A kind of load: one or more sets of writes that run at the same time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pattern {
-    /// For people.
+    /// Name of the pattern in the results.
     pub name: &'static str,
-    /// Object size as the command line has it, bytes, writes in flight.
+    /// Each set of writes: object size in the syntax of the command line, object size in bytes, and
+    /// number of writes in flight.
     pub loads: &'static [(&'static str, u64, u32)],
 }
 
-/// What a run of writes came to.
+/// The results of a run of writes.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct WriteRun {
-    /// 10^6 bytes of objects per second.
+    /// Throughput in 10^6 bytes of objects per second.
     pub mb_per_s: f64,
-    /// Of the slowest load, in µs.
+    /// Median latency in µs of the set of writes with the largest median.
     pub p50_us: f64,
-    /// Of the slowest load, in µs.
+    /// 99th percentile of latency in µs of the set of writes with the largest 99th percentile.
     pub p99_us: f64,
-    /// Writes that failed.
+    /// Number of failed writes.
     pub errors: u64,
-    /// Pieces coded by the host.
+    /// Number of coding tasks that were assigned to the host.
     pub host_tasks: u64,
-    /// Pieces coded by the DPU.
+    /// Number of coding tasks that were assigned to the DPU.
     pub offload_tasks: u64,
-    /// Of those, because the host was busy.
+    /// Number of coding tasks that were assigned to the DPU because the host was busy.
     pub busy_tasks: u64,
-    /// Pieces refused.
+    /// Number of coding tasks that the scheduler refused.
     pub refused: u64,
-    /// What coding took of the host's CPU, in percent of the time.
+    /// CPU time of the host's coding threads, in percent of the run's duration.
     pub coding_cpu_percent: f64,
-    /// What the store's process took of it, coding included, in percent of the time.
+    /// CPU time of the store's process, including the host's coding threads but not the emulated
+    /// accelerator, in percent of the run's duration.
     pub store_cpu_percent: f64,
 }
 
-/// The parts of `outboard status --json` that speak of coding.
+/// The fields of `outboard status --json` about coding.
 #[derive(Debug, Clone, Deserialize)]
 pub struct CodingFigures {
     /// Whether the host counts as busy.
     pub host_busy: bool,
-    /// How busy it is, without coding and what stands for the DPU.
+    /// CPU utilization of the host in percent, without coding threads and without threads that
+    /// emulate the DPU.
     pub host_utilization_percent: f64,
-    /// How long something waits for a CPU.
+    /// Percentage of time in which a thread waits for a CPU of the host. `None` if the system does
+    /// not report it.
     pub host_pressure_percent: Option<f64>,
-    /// Pieces refused since the start.
+    /// Number of coding tasks that the scheduler has refused since the osd's start.
     pub refused: u64,
-    /// Pieces sent to the host in the last second.
+    /// Number of coding tasks that were assigned to the host in the last second.
     pub alpha: u64,
-    /// Pieces sent to the DPU in the last second.
+    /// Number of coding tasks that were assigned to the DPU in the last second.
     pub beta: u64,
     host: PlaceFigures,
     offload: PlaceFigures,
@@ -109,7 +113,9 @@ impl Sent {
 }
 
 impl CodingFigures {
-    /// Pieces sent to the host and to the DPU since the start, and of the latter those sent because the host was busy.
+    /// Returns three numbers of coding tasks since the osd's start: tasks that were assigned to the
+    /// host, tasks that were assigned to the DPU, and tasks that were assigned to the DPU because
+    /// the host was busy.
     #[must_use]
     pub fn sent(&self) -> [u64; 3] {
         [self.host.sent.all(), self.offload.sent.all(), self.offload.sent.busy]
@@ -117,10 +123,11 @@ impl CodingFigures {
 }
 
 impl CodingRig {
-    /// Starts the node. `offload` is what of the DPU codes: `dpu` or `accelerator`.
+    /// Creates and starts the node. `offload` is the part of the DPU that computes parity: `dpu`
+    /// (its cores) or `accelerator`.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the node does not start.
     pub fn up(dir: &Path, offload: &str, settings: &RedundancySettings) -> Result<CodingRig> {
         let cpus = Division::here()?;
         let dir = dir.join("coding");
@@ -134,45 +141,45 @@ impl CodingRig {
         Ok(rig)
     }
 
-    /// Starts the node again, with another part of the DPU coding.
+    /// Restarts the node with `offload` as the part of the DPU that computes parity.
     ///
     /// # Errors
-    /// If it does not stop or start.
+    /// If the node does not stop or start.
     pub fn restart(&mut self, offload: &str) -> Result<()> {
         self.node.down()?;
         self.node = handle(&self.dir, offload, &self.cpus)?;
         self.node.up_quietly(NodePlacement::Dpu, TARGETS, self.target_size)
     }
 
-    /// Runs a command of `outboard` that prints JSON, where clients are.
+    /// Runs a command of `outboard` on the clients' CPUs, and returns its JSON output.
     ///
     /// # Errors
-    /// If it fails or prints something else.
+    /// If the command fails, or its output is not the expected JSON.
     pub fn json<T: serde::de::DeserializeOwned>(&self, args: &[&str]) -> Result<T> {
         on(&self.cpus.clients, || self.node.json(args))
     }
 
-    /// Changes where parity is computed.
+    /// Sets the coding mode.
     ///
     /// # Errors
-    /// If the node refuses.
+    /// If the node refuses the mode.
     pub fn set_mode(&self, mode: &str) -> Result<()> {
         on(&self.cpus.clients, || self.node.run_quietly(&["ec", "mode", mode]))
     }
 
-    /// What coding does.
+    /// Queries the node's status of coding.
     ///
     /// # Errors
-    /// If the node does not say.
+    /// If the node does not answer, or its status contains nothing about coding.
     pub fn coding(&self) -> Result<CodingFigures> {
         let status: CodingOutput = self.json(&["status", "--json"])?;
-        status.coding.ok_or_else(|| "the node does not say where parity is computed".into())
+        status.coding.ok_or_else(|| "the node's status does not contain the key `coding`".into())
     }
 
-    /// Writes for some seconds, in the mode that the node is in.
+    /// Runs the writes of `pattern` for `seconds` in the current coding mode.
     ///
     /// # Errors
-    /// If the node fails, or not one write succeeds.
+    /// If the node or a command fails.
     pub fn write(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<WriteRun> {
         let before = self.coding()?;
         let store = self.node.process("store", Duration::ZERO)?.0;
@@ -195,18 +202,20 @@ impl CodingRig {
             busy_tasks: busy,
             refused: after.refused.saturating_sub(before.refused),
             coding_cpu_percent: cpu_percent(&|name| name.starts_with("ech-")),
-            // The emulated accelerator is of the DPU, though its threads are in the store's process.
+            // The emulated accelerator belongs to the DPU, although its threads run in the store's
+            // process.
             store_cpu_percent: cpu_percent(&|name| !name.starts_with("eca-")),
         })
     }
 
     fn all_loads(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<Vec<BenchResult>> {
         let one = |(size, bytes, in_flight): &(&str, u64, u32)| {
-            // More than are in flight, so that none is written twice at a time.
+            // More objects than writes in flight, so that no object is written twice at the same
+            // time.
             let objects = (self.set_bytes / bytes).max(u64::from(*in_flight) + 2).to_string();
             let workload = BenchSpec { mode: "write", object_size: size, in_flight: *in_flight, seconds };
             let run = || self.node.bench_with(pool, workload, &["--objects", &objects]);
-            // A thread's failure is handed on as what it says.
+            // The result must be `Send`, so the thread returns the error's message.
             on(&self.cpus.clients, run).map_err(|e| e.to_string())
         };
         std::thread::scope(|scope| {
@@ -224,13 +233,14 @@ fn handle(dir: &Path, offload: &str, cpus: &Division) -> Result<Node> {
 }
 
 impl WriteRun {
-    /// Part of the pieces that the host coded, in percent.
+    /// Returns the percentage of coding tasks that were assigned to the host.
     #[must_use]
     pub fn host_percent(&self) -> f64 {
         100.0 * self.host_tasks as f64 / (self.host_tasks + self.offload_tasks).max(1) as f64
     }
 
-    /// Part of the pieces that went to the DPU because the host was busy, in percent.
+    /// Returns the percentage of coding tasks that were assigned to the DPU because the host was
+    /// busy.
     #[must_use]
     pub fn busy_percent(&self) -> f64 {
         100.0 * self.busy_tasks as f64 / (self.host_tasks + self.offload_tasks).max(1) as f64
@@ -242,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_status_says_of_coding_is_understood() {
+    fn the_status_of_coding_is_parsed_and_tasks_are_summed_over_reasons() {
         let place = r#"{"in_service":0,"slots":4,"sent":{"mode":35,"busy":2,"cool_down":0,"probe":1,"explore":3},"ns_per_mb":1}"#;
         let text = format!(
             r#"{{"mode":"async","engine":"dpu","host_busy":true,"host_utilization_percent":100,"host_pressure_percent":null,
@@ -254,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_of_all_pieces() {
+    fn percentages_refer_to_all_coding_tasks_of_the_run() {
         let run = WriteRun { host_tasks: 1, offload_tasks: 3, busy_tasks: 2, ..WriteRun::default() };
         assert_eq!((run.host_percent(), run.busy_percent()), (25.0, 50.0));
         assert_eq!(WriteRun::default().host_percent(), 0.0);

@@ -3,7 +3,7 @@
 //!
 //! First, all ratios run in alternating order. Then, for each load, the best ratio and
 //! `hybrid:auto` run in new pairs. The new runs are necessary, because the best of many results is
-//! usually better than the result of a repeated run.
+//! partly due to chance: a second run with the same ratio usually gives a lower result.
 
 use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
@@ -114,11 +114,11 @@ fn print(book: &Book, best: &[&str]) {
     say("");
     table.print();
     let mut table = Table::new(&[
-        "in pairs",
-        "best fixed",
-        "its MB/s",
-        "hybrid:auto",
-        "hybrid:auto / best",
+        "runs in pairs",
+        "best fixed ratio",
+        "MB/s with the best ratio",
+        "MB/s with hybrid:auto",
+        "hybrid:auto / best ratio",
         "coded by the host, %",
     ]);
     for (pattern, best) in PATTERNS.iter().zip(best) {

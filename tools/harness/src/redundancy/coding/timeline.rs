@@ -66,7 +66,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         book.note("timeline", "seconds_until_calm", 1, calm_after);
     }
     say(format!(
-        "  time from the hog's start until the host counted as busy: {}; from its end until it did not: {}",
+        "  time from the hog's start until the host counted as busy: {}; from the hog's end until the host no longer counted as busy: {}",
         seen.busy_after().map_or("never".to_owned(), |s| format!("{s:.2} s")),
         seen.calm_after().map_or("never".to_owned(), |s| format!("{s:.2} s"))
     ));
@@ -107,14 +107,13 @@ fn watch(rig: &CodingRig, third: f64) -> Result<Timeline> {
     Ok(Timeline { hog_from: times[0], hog_to: times[1], points, hog: speeds(&told, start) })
 }
 
-/// Returns the hog's speed between successive reports: seconds since `start`, and work items per
-/// second.
+/// Returns the hog's speed over time, as pairs of seconds since `start` and work items per second.
 fn speeds(told: &[Told], start: f64) -> Vec<(f64, f64)> {
     let between = |pair: &[Told]| {
         let seconds = pair[1].at - pair[0].at;
         (pair[1].at - start, (pair[1].pieces - pair[0].pieces) / seconds)
     };
-    // Each speed spans two reports, so that irregular times of reports matter less.
+    // Each speed spans two intervals between reports, so that irregular intervals matter less.
     told.iter().copied().step_by(2).collect::<Vec<_>>().windows(2).map(between).collect()
 }
 
@@ -126,8 +125,7 @@ impl Timeline {
         Some(noticed.seconds - self.hog_from)
     }
 
-    /// Returns the time in seconds from the hog's end until the host did not count as busy any
-    /// more.
+    /// Returns the time in seconds from the hog's end until the host no longer counted as busy.
     fn calm_after(&self) -> Option<f64> {
         let noticed = self.points.iter().filter(|p| p.seconds >= self.hog_to).find(|p| !p.host_busy)?;
         Some(noticed.seconds - self.hog_to)
@@ -186,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_count_from_the_start_and_the_end_of_the_hog() {
+    fn delays_of_the_scheduler_are_measured_from_the_start_and_end_of_the_hog() {
         let points = [(0.0, true), (1.0, false), (2.0, false), (2.5, true), (4.0, true), (5.0, false)];
         let points = points.map(|(t, busy)| point(t, busy)).to_vec();
         let seen = Timeline { hog_from: 2.0, hog_to: 4.0, points, hog: vec![(2.5, 7.0)] };
@@ -196,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_speed_of_the_hog_is_computed_over_two_reports() {
+    fn each_speed_of_the_hog_spans_two_intervals_between_reports() {
         let told = [(1.0, 0.0), (1.5, 5.0), (2.0, 20.0), (2.5, 21.0), (3.0, 40.0)];
         let told = told.map(|(at, pieces)| Told { at, pieces });
         assert_eq!(speeds(&told, 1.0), [(1.0, 20.0), (2.0, 20.0)]);
