@@ -34,7 +34,8 @@ pub enum StackChoice {
 pub struct PathName {
     /// The provider, such as `verbs`.
     pub provider: String,
-    /// The address at which a server listens.
+    /// The address at which a server listens on the path. `None` means the server's TCP address with
+    /// a free port.
     pub address: Option<String>,
 }
 
@@ -92,7 +93,7 @@ impl fmt::Display for StackChoice {
     }
 }
 
-/// Options of a stack.
+/// Options with which [`open`] creates a network stack.
 #[derive(Debug, Clone)]
 pub struct StackOptions {
     /// Configuration of the stack's connections.
@@ -130,7 +131,7 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
     let mut stack = TcpStack::over(transport, options.connection.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
-        // Without a device, skip loading the library, which takes time.
+        // Without an RDMA device, do not load libfabric, because loading takes time.
         StackChoice::Auto if !has_rdma_device() => ([].as_slice(), false),
         StackChoice::Auto => (automatic.as_slice(), false),
         StackChoice::Paths(paths) => (paths.as_slice(), true),

@@ -68,7 +68,9 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
             let packet = link.receive().await.map_err(|e| transport(e.0))?;
             match frame::decode(&packet, &limits).map_err(broken)? {
                 Some((frame, len)) if len == packet.len() => check(&frame.header).map(|()| frame.body),
-                _ => Err(HandshakeError::Protocol("a packet of the handshake must hold one frame".into())),
+                _ => {
+                    Err(HandshakeError::Protocol("a packet of the handshake does not hold one frame".into()))
+                }
             }
         }
     }
@@ -102,7 +104,7 @@ pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError>
 pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
     if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
-        return no("the tenant or the nonce differs from the connect request".to_owned());
+        return no("the tenant or the nonce in the Hello differs from the connect request".to_owned());
     }
     if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
         return no(format!(
@@ -164,11 +166,12 @@ fn welcome(
     Body::Welcome(Welcome { version, features, nonce, connection, secret, limits, granted, received, paths })
 }
 
-/// The state with which a client creates transports for its connection.
+/// Dials the transports of a client's connection, with retries and backoff.
 pub(crate) struct Dialer {
     transport: Arc<dyn Transport>,
     paths: Vec<Arc<Path>>,
-    /// The best path that the server also has. `None` before the first handshake.
+    /// The best path that both sides have. `None` before the first handshake, and if no such path
+    /// exists.
     path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
@@ -199,8 +202,8 @@ impl Dialer {
         Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })
     }
 
-    /// Opens a new connection over the best transport that both sides have. Tries again until the
-    /// timeout.
+    /// Opens a new connection over the best transport that both sides have. Retries failed attempts
+    /// until [`ConnectOptions::timeout`] has passed.
     pub(crate) async fn dial(&mut self) -> Result<(Negotiated, Wire), MessengerError> {
         let granted = self.config.window_bytes;
         let (welcome, wire) = self.retry(None, granted).await?;
@@ -307,8 +310,8 @@ impl Dialer {
         }
     }
 
-    /// Reports that a transport over the path delivered nothing, which counts as a failure of the
-    /// path.
+    /// Records a failure of the path: a transport over the path ended soon without delivering a
+    /// frame, or because the peer was silent.
     pub(crate) fn path_was_useless(&self, why: &str) {
         if let Some(path) = &self.path {
             path.failed(why);

@@ -132,7 +132,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                         return Err(MessengerError::Unreachable { endpoint: address, reason });
                     }
                     Err(e) => {
-                        tracing::info!(path = path.name, address, error = %e, "not listening on the path")
+                        tracing::info!(path = path.name, address, error = %e, "cannot listen on this path")
                     }
                 }
             }

@@ -1,4 +1,5 @@
-//! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
+//! Transports carry the bytes of a connection, reliably and in order. A transport may break at any
+//! byte.
 //!
 //! [`tcp`] carries a byte stream between machines. [`memory`] carries a byte stream within a
 //! process, and [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries
@@ -87,7 +88,7 @@ pub trait Transport: Send + Sync + 'static {
 
 /// Accepts transports from clients.
 pub trait Acceptor: Send {
-    /// The address of the acceptor.
+    /// The address at which the acceptor listens.
     fn endpoint(&self) -> String;
 
     /// Waits for the next transport. No transport is lost if the returned future is dropped. Skips

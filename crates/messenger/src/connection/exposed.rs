@@ -13,13 +13,13 @@ use crate::transport::ofi::Link;
 use crate::{BulkSink, BulkSource};
 
 /// The source or sink that a user offers to the peer. The number is the phase of the sink: the
-/// object offset of its first byte modulo 4096.
+/// offset of its first byte within the object, modulo 4096.
 pub(super) enum Offered {
     Source(Arc<dyn BulkSource>),
     Sink(Arc<dyn BulkSink>, u16),
 }
 
-/// The part of an offer that the peer can reach by one-sided transfers.
+/// The memory of an offer that the peer can access by one-sided transfers.
 pub(super) struct ExposedOffer {
     /// The registered memory. `None` once the peer's access has ended.
     region: Option<MemoryRegion>,
@@ -54,7 +54,7 @@ impl ExposedOffer {
         };
         let region = link.expose(memory).inspect_err(|e| {
             metrics::counter!("outboard_messenger_not_exposed").increment(1);
-            tracing::debug!(error = %e, "memory cannot be exposed; its data is sent in frames instead");
+            tracing::debug!(error = %e, "an offer's memory cannot be exposed; its data is sent in frames");
         });
         let region = region.ok()?;
         let fabric::RemoteRegion { key, base, len } = region.remote();

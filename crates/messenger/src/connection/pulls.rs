@@ -2,8 +2,8 @@
 //!
 //! A destination buffer belongs to its pull, except while the reader fills it. During that time the
 //! reader owns the buffer, and a caller that cancels the pull only removes the pull's entry. The
-//! reader notices this, stops, and drops the buffer. So memory never returns to its pool while
-//! something may still write to it.
+//! reader notices the missing entry, stops, and drops the buffer. So a buffer never returns to its
+//! memory pool while the reader may still write to it.
 
 use std::collections::BTreeMap;
 
@@ -27,9 +27,9 @@ struct Pull {
     /// Number of times that damaged data arrived and was requested again.
     attempt: u64,
     offer: u64,
-    /// First byte within the offer.
+    /// Offset of the first byte within the offer.
     start: u64,
-    /// Object offset of the first byte modulo 4096.
+    /// Offset of the first byte within the object, modulo 4096.
     phase: u64,
     len: usize,
     filled: usize,
@@ -111,7 +111,7 @@ impl Pulls {
         if !fits || u64::from(phase) != object_phase || !whole_pieces {
             let range = format!("{}+{len} of pull {}", data.offset, data.pull);
             return Err(MessengerError::Protocol(format!(
-                "the peer sent data for {range}, which is not the next part"
+                "the peer sent data for {range}, which is not the next part of the pull"
             )));
         }
         let dest = pull.dest.take();
@@ -208,7 +208,7 @@ impl PullBuffer<'_> {
         &mut dest[at..at + len]
     }
 
-    /// Records that the part was filled with correct data, whose pieces have these checksums.
+    /// Records that the part was filled with correct data, whose pieces have the given checksums.
     pub(super) fn finish(mut self, checksums: &[u32]) {
         let mut state = self.shared.lock();
         let Some(pull) = state.pulls.active.get_mut(&self.filling.pull) else { return drop(state) };

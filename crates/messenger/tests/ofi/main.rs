@@ -45,7 +45,7 @@ fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
     patient_rig(receive_queue, 1)
 }
 
-/// Creates a rig whose grace period is `times` as long as usual.
+/// Creates a rig whose grace period is the usual one multiplied by `times`.
 fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);

@@ -1,4 +1,5 @@
-//! One connected endpoint: packets, flow-controlled by credits, and one-sided transfers.
+//! One connected endpoint. It carries packets, whose number is limited by credits, and one-sided
+//! transfers.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -22,18 +23,19 @@ use super::reads::RmaReads;
 /// credits to the peer, so the two sides never deadlock.
 const RESERVE: u32 = 1;
 
-/// Maximum number of packets that a peer may send ahead. The window of a link doubles while the
-/// peer uses it up, and halves while few packets arrive.
+/// Maximum window of a link. The window is the number of packets that a peer may send before it
+/// gets further credits. It doubles while the peer uses it up, and halves while few packets arrive.
 const WINDOW_MAX: u32 = 64;
 
-/// Up to this number of packets between two [rests](Link::rest), a link counts as idle: the packets
-/// are heartbeats.
+/// Maximum number of packets with content between two calls of [`rest`](Link::rest) at which a link
+/// still counts as idle, because these packets are heartbeats.
 const LITTLE: u32 = 2;
 
 /// One in this many operations requests a completion.
 const QUIET_OPERATIONS: u32 = 8;
 
-/// Operations that hold this many bytes together also request a completion.
+/// An operation also requests a completion if the operations since the last request hold at least
+/// this many bytes in total.
 const QUIET_BYTES: usize = 32 << 10;
 
 /// Pause before another attempt when the provider's queue is full or no buffer is free.
@@ -76,13 +78,13 @@ struct State {
     reader: Option<Waker>,
     sending: PacketCredits,
     receiving: PacketCredits,
-    /// Number of packets that the peer may send ahead.
+    /// Number of packets that the peer may send before it gets further credits.
     window: u32,
     /// Number of packets with content that arrived since the last [`rest`](Link::rest).
     busy: u32,
     /// Whether the last packet that arrived had content.
     was_content: bool,
-    /// Number of granted packets that the peer knows of.
+    /// The total number of granted packets that this side has told the peer.
     told: u32,
     /// Whether the port will call [`grant`](Link::grant).
     is_due: bool,
@@ -281,7 +283,7 @@ impl Link {
         let used_up = state.receiving.left() <= RESERVE + 1;
         if !state.receiving.take() || !state.sending.on_granted(header.granted) {
             drop(state);
-            self.fail("the peer violated its packet credits");
+            self.fail("the peer sent a packet without credit, or granted invalid credits");
             return 0;
         }
         state.was_content = !content.is_empty();

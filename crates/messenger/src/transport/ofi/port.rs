@@ -135,7 +135,7 @@ impl<L> Port<L> {
         self.lock().tokens.get(&token).and_then(Weak::upgrade)
     }
 
-    /// Any link.
+    /// Returns any link of the port, if one exists.
     pub(super) fn any_link(&self) -> Option<Arc<L>> {
         self.lock().links.values().find_map(Weak::upgrade)
     }
@@ -206,7 +206,7 @@ impl<L> Port<L> {
         state.links.len() < self.links_max && has_receives && self.is_good()
     }
 
-    /// Whether a link may have `more` additional receives posted at a time.
+    /// Whether `more` additional buffers may be posted for a link.
     pub(super) fn may_grow(&self, more: u32) -> bool {
         let most = self.receives_max / SHARES.1 * SHARES.0;
         self.receives.is_none() || self.lock().receives() + more as usize <= most
@@ -218,7 +218,7 @@ impl<L> Port<L> {
     }
 
     /// Posts one buffer of `region` to the shared queue. If the queue still holds a buffer that was
-    /// posted for a link that has ended, that buffer is used instead.
+    /// posted for a link that has ended, the existing buffer suffices, and `buf` is dropped.
     pub(super) fn post_shared(
         &self,
         queue: &ReceiveQueue,
