@@ -1,4 +1,5 @@
-//! The description of memory that one side sends to the other.
+//! The permitted uses of registered memory, and the description of memory that one side sends to
+//! the other.
 
 use serde::{Deserialize, Serialize};
 

@@ -44,7 +44,8 @@ pub struct EndpointQueues<'a> {
 }
 
 impl<'a> EndpointQueues<'a> {
-    /// Queues for an endpoint with its own receive buffers and a completion for every operation.
+    /// Returns queues for an endpoint that has its own receive buffers and reports a completion for
+    /// every operation.
     #[must_use]
     pub fn new(events: &'a EventQueue, completions: &'a CompletionQueue) -> EndpointQueues<'a> {
         EndpointQueues { events, completions, receives: None, sparse: false }
@@ -76,7 +77,7 @@ pub struct Endpoint {
     /// [`FENCE`] if sends and writes must wait for earlier reads, otherwise 0.
     fence: u64,
     /// Numbers of the operations without a completion that were posted after the last operation
-    /// with one.
+    /// with a completion.
     quiet: Mutex<Vec<u64>>,
     role: EndpointOrigin,
 }
@@ -272,7 +273,7 @@ impl Endpoint {
     }
 
     /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once. No
-    /// completion is reported. The message still occupies a place in the completion queue until it
+    /// completion is reported. The message still occupies an entry of the completion queue until it
     /// has been sent and the queue is polled.
     ///
     /// # Errors
@@ -300,10 +301,10 @@ impl Endpoint {
             data: 0,
         };
         let (object, flags) = (self.handle.as_ptr(), INJECT | COMPLETION | self.fence);
-        // `fi_inject` also occupies a place in the provider's queue, but does not report when the
-        // place is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
-        // message is sent with `fi_sendmsg`, which reports a completion.
-        // SAFETY: the endpoint is open, and the message is copied before the call returns.
+        // `fi_inject` also occupies an entry of the provider's queue, but does not report when the
+        // entry is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
+        // message is sent with `fi_sendmsg`, which reports a completion. SAFETY: the endpoint is
+        // open, and the message is copied before the call returns.
         let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, flags) };
         let result = posted("fi_sendmsg", code);
         if result.is_err() {

@@ -9,9 +9,9 @@ use crate::Result;
 
 /// Whether sends and writes may complete before reads that were posted earlier, so that they need a
 /// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
-/// order of posting. If they do not, it uses memory that it has freed. `siw` completes a send or a
-/// write as soon as the socket has accepted the data, but a read only after the answer has arrived
-/// (`siw_qp_sq_process`).
+/// order of posting. If they complete in another order, `verbs` uses memory that it has freed.
+/// `siw` completes a send or a write as soon as the socket has accepted the data, but a read only
+/// after the answer has arrived (`siw_qp_sq_process`).
 pub(super) fn overtakes_reads(info: &Info) -> bool {
     is_siw(info)
 }
@@ -40,7 +40,7 @@ pub(super) fn prepare(fabric: &Fabric, info: &Info) {
     }
 }
 
-/// The number of the page that no object must start at.
+/// The page at which no object must start, counted from the start of the memory map.
 const NO_PLACE: usize = 0x90;
 /// Size of a completion entry in a device's queue (`struct siw_cqe`), in bytes.
 const COMPLETION: usize = 32;
