@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_descriptors_are_divided_between_handshakes_and_connections() {
+    fn scarce_file_descriptors_are_divided_between_handshakes_and_connections() {
         let config = ConnectionConfig::default();
         let limits = |descriptors| {
             let admissions = Admissions::new(&config, descriptors);

@@ -93,8 +93,8 @@ pub struct Limits {
 pub struct PeerInfo {
     /// Transport address, for display.
     pub address: String,
-    /// The peer's address on the first transport of the connection. Limited resources are divided
-    /// fairly between these addresses ([`base::budget`]).
+    /// The peer's address on the first transport of the connection. The server divides its limited
+    /// resources fairly between the addresses of its peers ([`base::budget`]).
     pub peer: PeerAddress,
     /// The name that the client gave in [`ConnectOptions::tenant`].
     pub tenant: String,
@@ -254,8 +254,9 @@ pub trait Connection: Send + Sync {
     /// Pushes `payload` to byte `offset` of the peer's offer. `offset` must be at a piece boundary.
     /// The future resolves when the position of the data in the send order is fixed. The data then
     /// arrives before any message that is queued later. The payload's memory is released when the
-    /// peer has the data. This call refuses a range outside the descriptor. If the peer has
-    /// withdrawn the offer, the peer drops the data, and later pushes to the offer are refused.
+    /// peer has the data. This call refuses a range outside the memory that the descriptor names.
+    /// If the peer has withdrawn the offer, the peer drops the data, and later pushes to the offer
+    /// are refused.
     fn bulk_write<'a>(
         &'a self,
         to: &'a BulkDescriptor,

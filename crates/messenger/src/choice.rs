@@ -16,15 +16,15 @@ const RDMA_PROVIDER: &str = "verbs";
 /// The transports that a stack may use. TCP is always one of them: connections begin over it, and
 /// continue over it when another transport fails.
 ///
-/// As text: `auto`, `tcp`, or names of paths, separated by commas, the best first: `ofi:verbs`,
-/// `ofi:tcp`, … A server may add its listening address to a path if it differs from the TCP
-/// address: `ofi:verbs@192.0.2.1:7701`.
+/// The text form is `auto`, `tcp`, or a list of path names (`ofi:verbs`, `ofi:tcp`, …), separated
+/// by commas, with the best path first. A server may add its listening address to a path if it
+/// differs from the TCP address: `ofi:verbs@192.0.2.1:7701`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum StackChoice {
     /// RDMA if both sides have it, and otherwise TCP.
     #[default]
     Auto,
-    /// These paths, besides TCP. A client uses the first of them that its server offers. The client
+    /// TCP and these paths. A client uses the first of them that its server offers. The client
     /// fails to connect if the server offers none of the paths, or if the chosen path fails.
     Paths(Vec<PathName>),
 }
@@ -40,7 +40,7 @@ pub struct PathName {
 }
 
 impl StackChoice {
-    /// Only TCP.
+    /// The choice of TCP without any path.
     pub const TCP: StackChoice = StackChoice::Paths(Vec::new());
 }
 

@@ -66,8 +66,9 @@ pub struct ConnectionConfig {
     pub hold: Duration,
     /// Maximum number of connections of one listener, including detached connections. At this
     /// limit, a new connection replaces the longest-silent connection of an address that holds more
-    /// than its fair share ([`base::budget`]). The new connection is refused if its own address
-    /// already holds its fair share and all connections of this address are in use.
+    /// than its fair share ([`base::budget`]). If the new connection's own address already holds
+    /// its fair share, the new connection replaces only a detached connection, or a silent
+    /// connection of this address. It is refused if there is none.
     pub max_connections: usize,
     /// Maximum number of detached connections of one listener. At this limit, a connection that
     /// loses its transport replaces another detached connection, or is lost at once. The rule is
@@ -75,8 +76,8 @@ pub struct ConnectionConfig {
     pub max_held: usize,
     /// Maximum number of file descriptors that a listener's handshakes and connections use. If the
     /// number is too low for `max_handshakes` and `max_connections`, the listener lowers these
-    /// limits. For `None`, the listener asks the system when it starts
-    /// ([`base::budget::spare_descriptors`]).
+    /// limits. `None` means the number of descriptors that the process can spare when the listener
+    /// starts ([`base::budget::spare_descriptors`]).
     pub max_descriptors: Option<usize>,
     /// Maximum total size of the received messages that the user has not taken, in bytes, with 4
     /// KiB added per message. The same limit applies to outgoing messages that are queued or

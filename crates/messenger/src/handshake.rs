@@ -108,7 +108,7 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
     }
     if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
         return no(format!(
-            "no common version: the client supports {:?}, the server supports {VERSIONS:?}",
+            "no common protocol version: the client supports {:?}, the server supports {VERSIONS:?}",
             hello.versions
         ));
     }
@@ -121,8 +121,8 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
     Ok(())
 }
 
-/// The server's side of a new connection over `wire`. Returns the agreed values and the answer to
-/// the client.
+/// Determines the values of a new connection over `wire`, on the server's side. Returns the agreed
+/// values, and the [`Welcome`] for the client.
 pub(crate) fn settle(
     hello: Hello,
     wire: &Wire,
@@ -144,7 +144,7 @@ pub(crate) fn settle(
     (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
-/// The answer to a client that resumes its connection.
+/// Returns the [`Welcome`] for a client that resumes its connection.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
     let features = shared.peer().features;
     let (id, secret) = (shared.connection_id(), shared.secret());
@@ -412,7 +412,9 @@ impl Dialer {
                     || welcome.paths.len() > MAX_PATHS
                     || welcome.paths.iter().any(|path| path.name.len() > MAX_PATH_NAME)
                 {
-                    return Err(HandshakeError::Protocol("the Welcome does not match the Hello".into()));
+                    return Err(HandshakeError::Protocol(
+                        "the server's Welcome does not match the Hello".into(),
+                    ));
                 }
                 if !resumes && welcome.granted > crate::config::MAX_CREDIT_BYTES {
                     return Err(HandshakeError::Protocol(

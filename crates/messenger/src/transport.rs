@@ -31,8 +31,8 @@ pub struct Wire {
     pub road: Road,
     /// The peer's address, for display.
     pub address: String,
-    /// The peer's address. The accepting side divides its limited resources between these
-    /// addresses.
+    /// The peer's address. The accepting side divides its limited resources between the addresses
+    /// of its peers.
     pub peer: PeerAddress,
     /// The identity that the peer claimed in the connect request, if the transport has such a
     /// request. The handshake must state the same identity.
@@ -62,8 +62,8 @@ impl fmt::Debug for Wire {
     }
 }
 
-/// The identity that a client claims in the connect request. With it, a server can choose a
-/// protection domain before it creates an endpoint. The claim is not authenticated.
+/// The identity that a client claims in the connect request. With this identity, a server can
+/// choose a protection domain before it creates an endpoint. The claim is not authenticated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectClaim {
     /// The tenant, at most [`ConnectClaim::MAX_TENANT`] bytes.

@@ -121,7 +121,7 @@ async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
 
 /// Two runs with the same seed have the same number of faults and the same duration.
 #[test]
-fn the_same_seed_replays_the_same_run() {
+fn the_same_seed_replays_the_same_simulated_run() {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -112,7 +112,7 @@ impl ExposedOffer {
     }
 
     fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
-        let room = self.room.as_ref().ok_or("the offer is not for writing")?;
+        let room = self.room.as_ref().ok_or("the offer is for pulling only")?;
         check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
         let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {

@@ -1,11 +1,11 @@
 //! Detection of a lost peer.
 //!
 //! A side with outstanding work (an unacknowledged frame, a pull, an offer or a one-sided read)
-//! sends a frame at least once per [`heartbeat`](ConnectionConfig::heartbeat). It treats the peer as
-//! lost after a silence of [`grace`](ConnectionConfig::grace). While neither side has outstanding
-//! work, the pauses between heartbeats double, up to [`rest`](ConnectionConfig::rest), so that an idle
-//! connection costs almost nothing. Each heartbeat announces how long its sender may be silent from
-//! now on.
+//! sends a frame at least once per [`heartbeat`](ConnectionConfig::heartbeat). It treats the peer
+//! as lost after a silence of [`grace`](ConnectionConfig::grace). While neither side has
+//! outstanding work, the pauses between heartbeats double, up to [`rest`](ConnectionConfig::rest),
+//! so that an idle connection uses almost no CPU time or bandwidth. Each heartbeat announces how
+//! long its sender may be silent from now on.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

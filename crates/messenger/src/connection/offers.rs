@@ -19,8 +19,8 @@ use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
 
-/// Maximum number of the peer's offers for which this side remembers that the peer refused pushed
-/// data.
+/// Maximum number of the peer's offers that this side remembers because the peer refused a push to
+/// them.
 const MAX_REFUSED: usize = 64;
 
 /// Maximum number of offers of one connection at a time.
@@ -42,8 +42,8 @@ struct Offer {
 pub(super) struct Offers {
     active: HashMap<u64, Offer>,
     serving: BTreeMap<u64, AbortHandle>,
-    /// The peer's offers for which the peer recently refused pushed data, each with the reason,
-    /// latest first.
+    /// Offers of the peer to which the peer recently refused a push, each with the peer's reason,
+    /// the latest first.
     refused: VecDeque<(u64, String)>,
 }
 

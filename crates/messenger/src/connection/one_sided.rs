@@ -20,7 +20,8 @@ use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
-/// Maximum length of one read, in bytes. While one read is verified, the next ones are in progress.
+/// Maximum length of one read, in bytes. While the data of one read is verified, the next reads are
+/// in progress.
 const READ_BYTES: u64 = 512 << 10;
 
 /// Maximum number of reads of one pull at a time.

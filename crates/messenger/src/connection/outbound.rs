@@ -150,11 +150,13 @@ impl Outbound {
     /// Handles a grant: the peer has granted `granted` bytes of credit since the connection began.
     ///
     /// # Errors
-    /// If the grant exceeds [`MAX_CREDIT_BYTES`].
+    /// If the grant exceeds the issued credit by more than [`MAX_CREDIT_BYTES`].
     pub(super) fn on_granted(&mut self, granted: u64) -> Result<(), MessengerError> {
         self.granted = self.granted.max(granted);
         if self.granted - self.issued > MAX_CREDIT_BYTES {
-            return Err(MessengerError::Protocol(format!("the peer granted {granted} bytes of credit")));
+            return Err(MessengerError::Protocol(format!(
+                "the peer granted {granted} bytes of credit, which exceeds the used credit by more than 2 GiB"
+            )));
         }
         Ok(())
     }

@@ -109,7 +109,7 @@ impl Pulls {
         let whole_pieces = end == pull.len || (pull.phase + end as u64).is_multiple_of(BLOCK);
         let fits = data.offset == pull.start + at as u64 && end <= pull.len && len > 0;
         if !fits || u64::from(phase) != object_phase || !whole_pieces {
-            let range = format!("{}+{len} of pull {}", data.offset, data.pull);
+            let range = format!("bytes {}+{len} of pull {}", data.offset, data.pull);
             return Err(MessengerError::Protocol(format!(
                 "the peer sent data for {range}, which is not the next part of the pull"
             )));
@@ -140,7 +140,8 @@ impl Pull {
 }
 
 impl Shared {
-    /// See [`Pulls::take_dest`].
+    /// Takes the buffer for `data` from its pull, as [`Pulls::take_dest`] does. The buffer returns
+    /// to the pull when the result is dropped.
     pub(super) fn take_dest<'a>(
         &'a self,
         data: &PullData,
@@ -156,7 +157,7 @@ impl Shared {
         self.lock().pulls.active.contains_key(&pull)
     }
 
-    /// Handles the peer's refusal: it will send no more data of the pull.
+    /// Handles the refusal of a pull: the peer will send no more data of the pull.
     pub(super) fn on_pull_refused(&self, refused: PullRefused) {
         let mut state = self.lock();
         let id = state.pulls.find(refused.pull).map(|(id, _)| id);

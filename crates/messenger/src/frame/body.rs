@@ -87,9 +87,9 @@ pub enum RejectCode {
 /// The server's answer to a [`Hello`] that it does not accept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reject {
-    /// The reason, for programs.
+    /// The reason, as a code for programs.
     pub code: RejectCode,
-    /// The reason, for people.
+    /// The reason, as text for people.
     pub reason: String,
 }
 
@@ -122,7 +122,7 @@ pub struct PullCancel {
     pub pull: u64,
 }
 
-/// The cause of a refusal.
+/// The cause of a refused pull.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The offer does not exist or was withdrawn, or the range is not inside it.
@@ -136,9 +136,9 @@ pub enum Refusal {
 pub struct PullRefused {
     /// Number of the pull.
     pub pull: u64,
-    /// The cause of the refusal, for programs.
+    /// The cause of the refusal, as a code for programs.
     pub refusal: Refusal,
-    /// The reason, for people; at most 100 characters.
+    /// The reason, as text for people; at most 100 characters.
     pub reason: String,
 }
 
@@ -178,14 +178,14 @@ pub struct Wrote {
 pub struct PushRefused {
     /// Key of the offer.
     pub offer: u64,
-    /// The reason, for people.
+    /// The reason, as text for people.
     pub reason: String,
 }
 
 /// Ends the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
-    /// The reason, for people; at most 100 characters.
+    /// The reason, as text for people; at most 100 characters.
     pub reason: String,
 }
 

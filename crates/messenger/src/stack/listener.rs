@@ -155,8 +155,9 @@ impl Registry {
         Some((resumptions, RegistryPlace { registry, connection, peer, held }))
     }
 
-    /// Finds the connection to resume, if the secret is right. Returns the channel for its new
-    /// transport. A wrong secret gives the same result as an unknown connection.
+    /// Finds the connection to resume, if the secret is right. Returns the channel that passes the
+    /// new transport to the connection. A wrong secret gives the same result as an unknown
+    /// connection.
     fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
         let connections = self.lock();
         let entry = connections.entries.get(&resume.connection)?;
@@ -231,7 +232,7 @@ impl Drop for RegistryPlace {
 
 impl StreamListener {
     /// Accepts connections over `acceptor`, the base transport. Clients may also resume connections
-    /// over `others`, each of which has the name of its path.
+    /// over `others`: the acceptors of the stack's paths, each with the name of its path.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
@@ -411,7 +412,8 @@ impl Reception {
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_connections();
-            let reason = format!("all {max} connections are in use, and this address has its fair share");
+            let reason =
+                format!("all {max} connections are in use, and this client's address has its fair share");
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
         };
         handshake::write(wire, &welcome).await.map_err(|e| MessengerError::Unreachable {

@@ -125,7 +125,7 @@ fn tell(line: &str) {
 /// A client is killed while the server reads its memory. The reads fail, their buffers return to
 /// the pool, no link is left, and the server serves the next client.
 #[tokio::test]
-async fn a_client_killed_while_its_memory_is_read_leaves_no_buffer_in_use_and_no_link() {
+async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
     let Some((stack, control)) = stack() else { return };
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     let pool = conformance::pool();

@@ -44,7 +44,7 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Parts of a packet up to this length, in bytes, are copied into the packet's own buffer.
 const COPY_MAX_BYTES: usize = 512;
 
-/// The device that handles a link's connection events. The link keeps it alive.
+/// The device that handles a link's connection events. The link keeps the device alive.
 pub(super) trait Watcher: Send + Sync {
     /// Reports that a link has ended.
     fn is_less_used(&self);
@@ -56,7 +56,8 @@ pub struct Link {
     id: u64,
     /// The token that packets to this side must carry.
     own_token: u64,
-    /// Number of this transport within its connection. Both sides know it.
+    /// Random number that identifies this transport within its connection. Both sides know the
+    /// number.
     transport_number: u64,
     pub(super) port: Arc<Port<Link>>,
     watcher: Arc<dyn Watcher>,
@@ -97,9 +98,9 @@ struct State {
 }
 
 impl State {
-    /// Whether to send the peer its new credits although no other packet is sent. After a packet
-    /// that only granted credits, this is true only if the peer cannot send content. Otherwise the
-    /// two sides would exchange packets without content forever.
+    /// Whether to send the peer its new credits in a packet without content. After a packet that
+    /// only granted credits, this is true only if the peer cannot send content. Otherwise the two
+    /// sides would exchange packets without content forever.
     fn owes_credits(&self) -> bool {
         const { assert!(FIRST_GRANT >= RESERVE + 2, "the first grant allows two packets with content") };
         let left = self.told.wrapping_sub(self.receiving.used);
@@ -189,13 +190,14 @@ impl Link {
         }
     }
 
-    /// Sets the token that packets to the peer must carry. The peer states it when the endpoints
-    /// connect.
+    /// Sets the token that packets to the peer must carry. The peer states the token when the
+    /// endpoints connect.
     pub(super) fn set_peer_token(&self, token: u64) {
         self.state().peer_token = token;
     }
 
-    /// Number of this transport within its connection. Both sides know it.
+    /// Random number that identifies this transport within its connection. Both sides know the
+    /// number.
     pub(crate) fn transport_number(&self) -> u64 {
         self.transport_number
     }
@@ -364,8 +366,8 @@ impl Link {
             let read = self.state().reads.take(completion.token);
             match (read, &completion.result) {
                 (Some(read), Ok(())) => read.finish(),
-                // The end of the link reports the failure, after the last write to the read's
-                // memory.
+                // Keep the failed read: the end of the link reports the failure, after the last
+                // write to the read's memory.
                 (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),
                 (None, _) => {}
             }

@@ -131,7 +131,7 @@ struct UnpostedRead<'a> {
 impl Drop for UnpostedRead<'_> {
     fn drop(&mut self) {
         let read = self.link.and_then(|link| link.reads(|reads| reads.take(self.token)));
-        // Release the memory of the read after the mutex.
+        // Release the memory of the read only after the mutex is released.
         drop(read);
     }
 }
