@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_outside_a_region_are_refused() {
+    fn slices_outside_a_memory_region_are_refused() {
         let region = RemoteRegion { key: 7, base: u64::MAX - 100, len: 200 };
         assert_eq!(region.slice(10, 90).unwrap().address, u64::MAX - 90);
         for (offset, len) in [(0, 201), (200, 1), (usize::MAX, 2), (150, 10)] {

@@ -20,7 +20,7 @@ use crate::{FabricError, GatherBytes, Operation, PostError, RemoteSlice, Result}
 
 /// libfabric's value for "no address", because a connected endpoint has only one peer.
 const CONNECTED_PEER: u64 = u64::MAX;
-/// The same value for receives: a message may come from any peer.
+/// libfabric's value for a receive that accepts a message from any peer.
 pub(super) const ANY_PEER: u64 = u64::MAX;
 
 /// Returns a process-wide unique number for an endpoint or a shared receive queue.

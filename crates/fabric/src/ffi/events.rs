@@ -53,7 +53,7 @@ pub enum FabricEvent {
     Failed {
         /// Token of the endpoint.
         endpoint: u64,
-        /// The reason.
+        /// The reason of the failure.
         error: FabricError,
         /// The data that the peer sent when it refused the connection. Some providers append zeros.
         data: Vec<u8>,
@@ -61,7 +61,7 @@ pub enum FabricEvent {
     /// A connection could not be established, but the provider (`verbs` over iWARP) does not report
     /// which connection. It may be any connection that is being established.
     SomeFailed {
-        /// The reason.
+        /// The reason of the failure.
         error: FabricError,
     },
 }

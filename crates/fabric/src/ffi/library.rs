@@ -11,8 +11,8 @@ const SONAME: &CStr = c"libfabric.so.1";
 /// cache, peers could access memory even after its region was closed.
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
-/// The functions that are called by name. All other functions are called through the tables of
-/// objects.
+/// The functions that are called by name. All other functions are called through the function
+/// tables of libfabric's objects.
 struct Symbols {
     getinfo: unsafe extern "C" fn(
         u32,

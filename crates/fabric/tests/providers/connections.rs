@@ -105,7 +105,7 @@ fn a_completion_queue_has_room_for_sends_even_if_receives_could_fill_it() {
 /// defect at one page of the map. So the test opens queues of two kinds, at different offsets in
 /// each round.
 #[test]
-fn queues_can_be_opened_at_any_offset_of_the_device_map() {
+fn queues_can_be_opened_at_any_offset_of_the_device_memory_map() {
     let Some(pair) = Pair::with_shared_receives(true) else { return };
     let (info, completions) = (pair.server.domain.info(), &pair.server.completions);
     for others in 0..16 {
@@ -149,7 +149,7 @@ fn a_full_queue_refuses_messages_instead_of_overrunning() {
 }
 
 #[test]
-fn a_refused_peer_receives_the_reason() {
+fn a_refused_peer_receives_the_reason_for_the_refusal() {
     let Some(mut pair) = Pair::new() else { return };
     let endpoint = pair.client_endpoint(5);
     endpoint.establish(b"").unwrap();
@@ -215,7 +215,7 @@ fn only_receives_can_be_posted_before_the_connection_is_established() {
 }
 
 #[test]
-fn memory_of_another_domain_is_refused() {
+fn memory_registered_in_another_domain_is_refused() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, _client) = pair.connect();
     let theirs = pair.client.region(4096, Access::Local);

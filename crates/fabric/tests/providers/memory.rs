@@ -184,7 +184,7 @@ fn a_closed_region_is_inaccessible_over_an_open_connection() {
 }
 
 #[test]
-fn an_interrupted_read_spoils_a_tcp_domain() {
+fn after_an_interrupted_read_a_tcp_domain_must_be_reopened() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);
