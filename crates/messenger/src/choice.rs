@@ -34,8 +34,8 @@ pub enum StackChoice {
 pub struct PathName {
     /// The provider, such as `verbs`.
     pub provider: String,
-    /// The address at which a server listens on the path. `None` means the server's TCP address with
-    /// a free port.
+    /// The address at which a server listens on the path. `None` means the server's TCP address
+    /// with a free port.
     pub address: Option<String>,
 }
 

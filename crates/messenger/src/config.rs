@@ -37,7 +37,8 @@ pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 /// - Pushed data without acknowledgement: `push_window_bytes`.
 /// - Queued bulk chunks: 1 MiB.
 /// - Data that this side has read from its sources for the peer's pulls: one chunk of 256 KiB for
-///   each of at most 256 pulls. A source that returns slices of data in memory needs no memory for chunks.
+///   each of at most 256 pulls. A source that returns slices of data in memory needs no additional
+///   memory for chunks.
 /// - Read buffers: up to 1.5 MiB, which shrink to 16 KiB while little data arrives.
 ///
 /// A received message is a slice of a read buffer. A user that keeps one message may therefore

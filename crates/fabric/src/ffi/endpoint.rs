@@ -303,8 +303,8 @@ impl Endpoint {
         let (object, flags) = (self.handle.as_ptr(), INJECT | COMPLETION | self.fence);
         // `fi_inject` also occupies an entry of the provider's queue, but does not report when the
         // entry is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
-        // message is sent with `fi_sendmsg`, which reports a completion. SAFETY: the endpoint is
-        // open, and the message is copied before the call returns.
+        // message is sent with `fi_sendmsg`, which reports a completion.
+        // SAFETY: the endpoint is open, and the message is copied before the call returns.
         let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, flags) };
         let result = posted("fi_sendmsg", code);
         if result.is_err() {

@@ -45,8 +45,8 @@ impl<T> Handle<T> {
     /// `other` must be an open object that outlives this one.
     pub(super) unsafe fn bind(&self, other: *mut Fid, flags: u64) -> crate::Result<()> {
         let fid = self.fid();
-        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees that
-        // `other` is valid.
+        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees
+        // that `other` is valid.
         library::check("fi_bind", unsafe { ((*(*fid).ops).bind)(fid, other, flags) })
     }
 
@@ -61,8 +61,8 @@ impl<T> Handle<T> {
         argument: *mut std::ffi::c_void,
     ) -> crate::Result<()> {
         let fid = self.fid();
-        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees that
-        // `argument` is valid.
+        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees
+        // that `argument` is valid.
         library::check(call, unsafe { ((*(*fid).ops).control)(fid, command, argument) })
     }
 }

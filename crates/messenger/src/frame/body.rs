@@ -167,7 +167,8 @@ pub struct Wrote {
     pub offer: u64,
     /// Offset of the first written byte within the offer.
     pub offset: u64,
-    /// Number of written bytes, at most the maximum payload of a [`FrameKind::Push`] frame: 256 KiB.
+    /// Number of written bytes, at most 256 KiB (the maximum payload of a [`FrameKind::Push`]
+    /// frame).
     pub len: u32,
     /// Checksums of the pieces of the written data, 4 bytes each, little endian.
     pub checksums: Vec<u8>,
