@@ -17,7 +17,7 @@ pub enum Access {
     /// this memory.
     Outgoing,
     /// The destination of this process's reads of remote memory. Providers that
-    /// [expose](crate::Info::exposes_local_memory) local memory let peers write to it.
+    /// [expose](crate::Info::exposes_local_memory) local memory let peers write to this memory.
     ReadSink,
     /// Peers with the key may read the memory.
     RemoteRead,
@@ -41,8 +41,8 @@ impl Access {
 pub struct RemoteRegion {
     /// The secret key that permits access.
     pub key: u64,
-    /// The address of the region's first byte in accesses to the region. It is an address in the
-    /// peer's process, or 0 if the provider counts from the region's start.
+    /// The address by which an access names the region's first byte. It is an address in the peer's
+    /// process, or 0 if the provider counts from the region's start.
     pub base: u64,
     /// Length of the region, in bytes.
     pub len: u64,

@@ -71,7 +71,8 @@ pub struct Message {
     pub payload: Payload,
 }
 
-/// The limits of a connection.
+/// The maximum sizes of messages and transfers on a connection, and hints for choosing between
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Maximum length of a message header, in bytes.
@@ -167,7 +168,8 @@ pub trait BulkSink: Send + Sync {
     fn write(&self, offset: u64, payload: Payload) -> bool;
 }
 
-/// An offer of memory. Dropping it withdraws the offer, and later transfers are refused.
+/// An offer of memory. Dropping this value withdraws the offer, and the messenger refuses later
+/// transfers.
 pub struct BulkRegion {
     /// The descriptor to send to the peer.
     pub descriptor: BulkDescriptor,
@@ -225,7 +227,7 @@ pub trait Connection: Send + Sync {
     /// The peer of the connection.
     fn peer(&self) -> &PeerInfo;
 
-    /// The limits of the connection.
+    /// The maximum sizes of messages and transfers on the connection.
     fn limits(&self) -> Limits;
 
     /// Queues a message behind all messages that are already queued. The future resolves when the

@@ -24,8 +24,8 @@ pub enum StackChoice {
     /// RDMA if both sides have it, and otherwise TCP.
     #[default]
     Auto,
-    /// TCP and these paths. A client uses the first of them that its server offers. The client
-    /// fails to connect if the server offers none of the paths, or if the chosen path fails.
+    /// TCP and these paths. A client uses the first of these paths that its server offers. The
+    /// client fails to connect if the server offers none of the paths, or if the chosen path fails.
     Paths(Vec<PathName>),
 }
 
@@ -103,7 +103,7 @@ pub struct StackOptions {
     /// Whether the connections over libfabric share receive buffers.
     pub receive_queue: ReceiveQueueKind,
     /// Time for which a libfabric stack polls for events before it sleeps. After repeated polls
-    /// without events, the stack sleeps at once most of the time.
+    /// without events, the stack mostly sleeps without polling first.
     pub spin: Duration,
     /// Time for which a failed path is not used.
     pub cool_down: Duration,

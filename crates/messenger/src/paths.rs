@@ -26,7 +26,8 @@ pub(crate) const MAX_PATHS: usize = 8;
 /// Maximum length of a path's name, in bytes.
 pub(crate) const MAX_PATH_NAME: usize = 32;
 
-/// A transport that a stack prefers to the base transport, as long as it works.
+/// A transport that a stack prefers to the base transport, as long as the preferred transport
+/// works.
 pub struct Path {
     /// The name of the path's kind, such as `ofi:verbs`, by which client and server match their
     /// paths.

@@ -9,9 +9,9 @@ use crate::Result;
 
 /// Whether sends and writes may complete before reads that were posted earlier, so that they need a
 /// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
-/// order of posting. If they complete in another order, `verbs` uses memory that it has freed.
-/// `siw` completes a send or a write as soon as the socket has accepted the data, but a read only
-/// after the answer has arrived (`siw_qp_sq_process`).
+/// order of posting. If the operations complete in another order, `verbs` uses memory that it has
+/// freed. `siw` completes a send or a write as soon as the socket has accepted the data, but a read
+/// only after the answer has arrived (`siw_qp_sq_process`).
 pub(super) fn overtakes_reads(info: &Info) -> bool {
     is_siw(info)
 }

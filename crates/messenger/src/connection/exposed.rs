@@ -71,7 +71,8 @@ impl ExposedOffer {
         self.remote.transport
     }
 
-    /// Takes the registration of the memory. The peer's access ends when the caller drops it.
+    /// Removes the registration of the memory from the offer, and returns it. The peer's access
+    /// ends when the caller drops the registration.
     pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
         self.region.take()
     }

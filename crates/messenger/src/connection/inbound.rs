@@ -177,7 +177,8 @@ impl Inbound {
         self.reported < self.received
     }
 
-    /// Whether enough was received to acknowledge it now, without waiting for the timer.
+    /// Whether enough data was received to send an acknowledgement now, without waiting for the
+    /// timer.
     pub(super) fn owes_ack_now(&self) -> bool {
         self.unreported_bytes >= ACK_BYTES
     }

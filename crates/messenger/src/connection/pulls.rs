@@ -91,8 +91,8 @@ impl Pulls {
         (id + pull.attempt == on_wire).then_some((id, pull))
     }
 
-    /// Takes the buffer for `data`, whose payload has `len` bytes at `phase`. `None` if the pull
-    /// was cancelled.
+    /// Takes the buffer for `data`, whose payload has `len` bytes and starts at `phase` in its
+    /// block. `None` if the pull was cancelled.
     ///
     /// # Errors
     /// If the data is not the next part of the pull.
@@ -173,7 +173,8 @@ impl Shared {
         }
     }
 
-    /// Cancels a pull. Its buffer returns to its pool as soon as the reader no longer writes to it.
+    /// Cancels a pull. The buffer of the pull returns to its memory pool as soon as the reader no
+    /// longer writes to the buffer.
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };

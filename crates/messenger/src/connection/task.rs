@@ -29,7 +29,7 @@ const RECLAIM_TIME: Duration = Duration::from_millis(100);
 /// How long an acknowledgement waits for another frame that can carry it.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
-/// A transport that ended sooner than this and delivered no new frame counts as a failed attempt,
+/// A transport that ended within this time and delivered no new frame counts as a failed attempt,
 /// which lengthens the backoff.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 

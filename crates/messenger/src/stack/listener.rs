@@ -231,8 +231,9 @@ impl Drop for RegistryPlace {
 }
 
 impl StreamListener {
-    /// Accepts connections over `acceptor`, the base transport. Clients may also resume connections
-    /// over `others`: the acceptors of the stack's paths, each with the name of its path.
+    /// Accepts connections over `acceptor`, which belongs to the base transport. Clients may also
+    /// resume connections over `others`: the acceptors of the stack's paths, each with the name of
+    /// its path.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,

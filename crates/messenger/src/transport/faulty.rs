@@ -80,7 +80,7 @@ pub struct FaultControl {
     /// Number of injected faults of each kind.
     pub counts: StreamFaultCounts,
     faults: StreamFaults,
-    /// Whether random faults have ended.
+    /// Whether random faults have been switched off.
     quiet: AtomicBool,
     /// Number of calls of [`FaultControl::cut`]. A change breaks all streams.
     cuts: watch::Sender<u64>,

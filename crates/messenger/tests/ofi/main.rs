@@ -29,7 +29,7 @@ fn patience(provider: &str) -> (Duration, Duration) {
     (grace / 6, grace)
 }
 
-/// Loads libfabric. If it is missing, prints this and returns `None`, or panics in CI.
+/// Loads libfabric. If the loading fails, returns `None` and prints a notice, or panics in CI.
 fn load(config: OfiConfig) -> Option<Ofi> {
     match Ofi::new(config) {
         Ok(ofi) => Some(ofi),

@@ -1,5 +1,5 @@
-//! Peers that send false data, stall, or guess keys. Each peer loses its own connection with a
-//! typed error, and affects nothing else.
+//! Peers that send false data, stall, or guess keys. The attacked side ends the connection of this
+//! peer with a typed error. No other connection is affected.
 
 use std::time::Duration;
 

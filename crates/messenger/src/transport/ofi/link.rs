@@ -540,7 +540,7 @@ impl Link {
     }
 
     /// Whether the next operation must request a completion. Operations without a completion keep
-    /// their memory until the next completion, so the amount of this memory is limited.
+    /// their memory until the next completion, so this function limits the amount of this memory.
     pub(super) fn wants_completion(&self, parts: &[GatherBytes]) -> bool {
         let mut state = self.state();
         state.quiet_operations += 1;
@@ -552,7 +552,7 @@ impl Link {
         wants
     }
 
-    /// Posts an operation. Tries again while the provider's queue is full.
+    /// Posts an operation. Retries while the provider's queue is full.
     pub(super) async fn post(
         &self,
         mut operation: impl FnMut(&Endpoint) -> Result<(), PostError>,

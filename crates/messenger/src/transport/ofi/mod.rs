@@ -83,7 +83,7 @@ pub struct OfiConfig {
     /// each connection gets its own buffers.
     pub receive_queue: ReceiveQueueKind,
     /// Time for which to poll for events before sleeping. After repeated polls without events, the
-    /// thread sleeps at once most of the time.
+    /// thread mostly sleeps without polling first.
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,

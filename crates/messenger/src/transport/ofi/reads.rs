@@ -42,7 +42,7 @@ pub(super) struct RmaReads {
 }
 
 impl RmaReads {
-    /// Registers a read into `landing`, which must end before `deadline`. The end of the read is
+    /// Registers a read into `landing`. The read must end before `deadline`. The end of the read is
     /// reported to `done`. Returns the token of the read.
     pub(super) fn begin(
         &mut self,
