@@ -72,8 +72,9 @@ pub struct ConnectionConfig {
     /// connection of this address. It is refused if there is none.
     pub max_connections: usize,
     /// Maximum number of detached connections of one listener. At this limit, a connection that
-    /// loses its transport replaces another detached connection, or is lost at once. The rule is
-    /// the same as for `max_connections`.
+    /// loses its transport replaces the longest-detached connection of an address that holds more
+    /// than its fair share of these slots ([`base::budget`]). If the connection's own address
+    /// already holds its fair share, the connection is lost at once.
     pub max_held: usize,
     /// Maximum number of file descriptors that a listener's handshakes and connections use. If the
     /// number is too low for `max_handshakes` and `max_connections`, the listener lowers these
