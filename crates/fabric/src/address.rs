@@ -20,7 +20,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn valid_addresses_are_decoded_and_invalid_ones_refused() {
+    fn valid_socket_addresses_are_decoded_and_invalid_ones_are_refused() {
         let v4 = [&libc::AF_INET.to_ne_bytes()[..2], &[0x1f, 0x90, 127, 0, 0, 1], &[0; 8]].concat();
         assert_eq!(decode(&v4), Some("127.0.0.1:8080".parse().unwrap()));
         let mut v6 = [&libc::AF_INET6.to_ne_bytes()[..2], &[0, 80], &[0; 24]].concat();

@@ -19,7 +19,7 @@ pub enum FabricError {
     CachesRegistrations,
     /// No provider supports the query.
     #[error(
-        "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists the providers of this machine"
+        "libfabric offers no connected endpoint with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists the providers of this machine"
     )]
     NoProvider {
         /// The requested provider and address.
@@ -73,7 +73,7 @@ pub enum FabricError {
         len: usize,
     },
     /// The registration would let peers write to memory that is shared for reading.
-    #[error("memory that is shared for reading cannot be registered for writing")]
+    #[error("memory that is shared for reading cannot be registered for writing; expose a Buffer instead")]
     Immutable,
     /// The message has no parts, or more parts than the provider supports.
     #[error("a message has {parts} parts, but must have 1 to {max}; copy several parts into one")]

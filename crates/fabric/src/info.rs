@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-/// The address of an endpoint.
+/// The address for which providers are queried, and how an endpoint uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EndpointAddress {
     /// No address: the query lists all providers.
@@ -22,7 +22,7 @@ pub enum EndpointAddress {
 pub struct ProviderQuery {
     /// The provider's name, such as `verbs` or `tcp`. `None` queries all providers.
     pub provider: Option<String>,
-    /// The address of the endpoint.
+    /// The address at which the endpoint listens or to which it connects.
     pub target: EndpointAddress,
     /// Whether endpoints take receive buffers from a [shared queue](crate::ReceiveQueue).
     pub shared_receive: bool,
@@ -31,8 +31,8 @@ pub struct ProviderQuery {
 impl fmt::Display for ProviderQuery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.provider {
-            Some(provider) => write!(f, "by provider {provider}")?,
-            None => write!(f, "by any provider")?,
+            Some(provider) => write!(f, "through provider {provider}")?,
+            None => write!(f, "through any provider")?,
         }
         match self.target {
             EndpointAddress::Any => Ok(()),

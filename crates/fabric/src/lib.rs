@@ -28,8 +28,8 @@
 //!
 //! **Trust.** A peer can access memory only if the memory is registered for remote access
 //! ([`Access`]) and the peer has its key. iWARP is an exception ([`Info::exposes_local_memory`]):
-//! the driver siw sends any registered memory to a peer that has its key. An access with a wrong
-//! key or range ends the connection over which it was attempted. Providers do not verify the
+//! the driver siw sends any registered memory to a peer that has the memory's key. An access with a
+//! wrong key or range ends the connection over which it was attempted. Providers do not verify the
 //! identity of a peer.
 
 #![deny(unsafe_code)]

@@ -34,7 +34,8 @@ pub struct Completion {
     /// Number of bytes received, for [`Operation::Receive`]. For other kinds, the number of bytes
     /// requested.
     pub len: usize,
-    /// The error of a failed operation. Its endpoint cannot be used any more.
+    /// The error, if the operation failed. The endpoint of a failed operation cannot be used any
+    /// more.
     pub result: Result<(), FabricError>,
 }
 
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operation_numbers_are_unique_and_the_table_is_bounded() {
+    fn operation_numbers_are_unique_and_the_table_of_operations_is_bounded() {
         let mut table = Operations::new(2);
         let a = table.insert('a').unwrap();
         let b = table.insert('b').unwrap();

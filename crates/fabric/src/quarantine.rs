@@ -1,5 +1,5 @@
-//! Quarantine of memory: memory that peers could reach stays mapped until no peer can be writing to
-//! it.
+//! Quarantine of memory: memory that peers could access stays mapped until no peer can be writing
+//! to it.
 //!
 //! After a region is closed, the provider refuses new accesses. With software providers, an access
 //! in progress continues until its endpoint is closed.
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_held_until_the_endpoints_open_at_that_time_are_closed() {
+    fn memory_is_held_until_endpoints_opened_before_its_region_closed_are_closed() {
         let mut quarantine = MemoryQuarantine::default();
         assert_eq!(quarantine.hold('a'), Some('a'));
         quarantine.opened(1);

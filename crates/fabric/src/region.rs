@@ -1,4 +1,5 @@
-//! The description of memory that one side sends to the other.
+//! The permitted uses of registered memory, and the description of memory that one side sends to
+//! the other.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +17,7 @@ pub enum Access {
     /// this memory.
     Outgoing,
     /// The destination of this process's reads of remote memory. Providers that
-    /// [expose](crate::Info::exposes_local_memory) local memory let peers write to it.
+    /// [expose](crate::Info::exposes_local_memory) local memory let peers write to this memory.
     ReadSink,
     /// Peers with the key may read the memory.
     RemoteRead,
@@ -40,8 +41,8 @@ impl Access {
 pub struct RemoteRegion {
     /// The secret key that permits access.
     pub key: u64,
-    /// The address of the region's first byte in accesses to the region. It is an address in the
-    /// peer's process, or 0 if the provider counts from the region's start.
+    /// The address by which an access names the region's first byte. It is an address in the peer's
+    /// process, or 0 if the provider counts from the region's start.
     pub base: u64,
     /// Length of the region, in bytes.
     pub len: u64,
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_outside_a_region_are_refused() {
+    fn slices_outside_a_memory_region_are_refused() {
         let region = RemoteRegion { key: 7, base: u64::MAX - 100, len: 200 };
         assert_eq!(region.slice(10, 90).unwrap().address, u64::MAX - 90);
         for (offset, len) in [(0, 201), (200, 1), (usize::MAX, 2), (150, 10)] {

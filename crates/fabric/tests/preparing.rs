@@ -6,7 +6,7 @@ use fabric::{FabricError, Library, ProviderQuery};
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
 #[test]
-fn the_library_is_not_loaded_while_its_cache_is_enabled() {
+fn libfabric_is_not_loaded_while_its_registration_cache_is_enabled() {
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_some() {
         Library::prepare();
         assert_eq!(std::env::var_os(CACHE), None, "a test is not the only thread of its process");
@@ -14,7 +14,7 @@ fn the_library_is_not_loaded_while_its_cache_is_enabled() {
         return;
     }
     let status = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["the_library_is_not_loaded_while_its_cache_is_enabled", "--exact"])
+        .args(["libfabric_is_not_loaded_while_its_registration_cache_is_enabled", "--exact"])
         .env("OUTBOARD_TEST_ALONE", "1")
         .env_remove(CACHE)
         .status()
@@ -28,10 +28,10 @@ fn the_library_is_not_loaded_while_its_cache_is_enabled() {
     }
 }
 
-/// A library that libfabric loads installs signal handlers. On SIGTERM, they would print a
-/// backtrace and exit the process.
+/// A library that libfabric loads installs signal handlers. On SIGTERM, these handlers would print
+/// a backtrace and exit the process.
 #[test]
-fn loading_the_library_keeps_the_signal_handlers() {
+fn loading_libfabric_keeps_the_signal_handlers_of_the_process() {
     let handled = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         status.lines().find(|line| line.starts_with("SigCgt:")).map(str::to_owned)

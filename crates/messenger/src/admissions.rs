@@ -1,15 +1,16 @@
-//! The limits of a listener, and the counters of refused peers and reclaimed places.
+//! The limits of a listener, and its counters of refused peers, and of handshakes and connections
+//! that lost their slot to another peer.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::ConnectionConfig;
 
-/// The resource that a listener was short of.
+/// A limited resource of a listener that was exhausted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shortage {
     Handshakes,
     Connections,
-    /// Places of detached connections, which have no transport.
+    /// Slots for detached connections, which have no transport.
     Detached,
     Descriptors,
 }
@@ -18,7 +19,7 @@ impl Shortage {
     const ALL: [Shortage; 4] =
         [Shortage::Handshakes, Shortage::Connections, Shortage::Detached, Shortage::Descriptors];
 
-    /// The name in metrics and status.
+    /// The name of the resource in metrics and in the status.
     fn name(self) -> &'static str {
         match self {
             Shortage::Handshakes => "handshakes",
@@ -29,9 +30,10 @@ impl Shortage {
     }
 }
 
-/// The limits of a listener, and its counters since it started: how often it refused a peer or
-/// reclaimed a place. Each counter names the missing resource: `handshakes`, `connections`, `detached`
-/// (connections that wait for their clients) or `descriptors`. Any thread may read it.
+/// The limits of a listener, and its counters since it started: how often it refused a peer, and
+/// how often it took the slot of a handshake or connection for another peer. Each counter names the
+/// exhausted resource: `handshakes`, `connections`, `detached` (connections that wait for their
+/// clients) or `descriptors`. Any thread may read the counters.
 #[derive(Debug)]
 pub struct Admissions {
     max_handshakes: usize,
@@ -82,13 +84,14 @@ impl Admissions {
         self.max_connections
     }
 
-    /// Number of handshakes and connections that lost their place to another peer, by shortage.
+    /// Number of handshakes and connections that lost their slot to another peer, by exhausted
+    /// resource.
     pub fn reclaimed(&self) -> impl Iterator<Item = (&'static str, u64)> {
         Shortage::ALL.into_iter().map(|s| (s.name(), self.reclaimed[s as usize].load(Ordering::Relaxed)))
     }
 
-    /// Number of peers that were refused, by shortage. For `descriptors`, the number of failed
-    /// attempts to accept a peer.
+    /// Number of peers that were refused, by exhausted resource. For `descriptors`, the number of
+    /// failed attempts to accept a peer.
     pub fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
         Shortage::ALL.into_iter().map(|s| (s.name(), self.refused[s as usize].load(Ordering::Relaxed)))
     }
@@ -111,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_descriptors_are_divided_between_handshakes_and_connections() {
+    fn scarce_file_descriptors_are_divided_between_handshakes_and_connections() {
         let config = ConnectionConfig::default();
         let limits = |descriptors| {
             let admissions = Admissions::new(&config, descriptors);

@@ -29,7 +29,7 @@ pub enum MessengerError {
         reason: String,
     },
     /// The handshake failed, for example because the two sides support no common version or because
-    /// the server has no place for another connection.
+    /// all connection slots of the server are taken.
     #[error("peer refused the connection: {0}")]
     Refused(String),
     /// The connection has ended. Requests without an answer may or may not have taken effect.
@@ -71,7 +71,8 @@ pub struct Message {
     pub payload: Payload,
 }
 
-/// The limits of a connection.
+/// The maximum sizes of messages and transfers on a connection, and hints for choosing between
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Maximum length of a message header, in bytes.
@@ -80,21 +81,21 @@ pub struct Limits {
     pub max_inline: usize,
     /// Maximum length of one bulk read or write, in bytes.
     pub max_bulk: usize,
-    /// Payloads of up to this length, in bytes, are cheaper inline. Longer ones are cheaper as bulk
-    /// data.
+    /// Payloads of up to this length, in bytes, are sent faster inline. Longer payloads are sent
+    /// faster as bulk data.
     pub eager: usize,
     /// Whether bulk data moves by one-sided transfers. If true, sources should hold their data in
     /// memory ([`BulkSource::memory`]).
     pub one_sided: bool,
 }
 
-/// The peer of a connection.
+/// The identity of a connection's peer, and the features that both sides support.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerInfo {
     /// Transport address, for display.
     pub address: String,
-    /// The peer's address on the first transport of the connection. Limited resources are divided
-    /// fairly between these addresses ([`base::budget`]).
+    /// The peer's address on the first transport of the connection. The server divides its limited
+    /// resources fairly between the addresses of its peers ([`base::budget`]).
     pub peer: PeerAddress,
     /// The name that the client gave in [`ConnectOptions::tenant`].
     pub tenant: String,
@@ -105,13 +106,14 @@ pub struct PeerInfo {
     pub features: u64,
 }
 
-/// Options for connecting.
+/// Options for opening a connection.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// Name presented to the peer, at most 32 bytes. libfabric's connect request contains the name,
-    /// so that the peer can choose a protection domain before it creates an endpoint.
+    /// Name of the tenant, which the client presents to the server, at most 32 bytes. libfabric's
+    /// connect request contains the name, so that the server can choose a protection domain before
+    /// it creates an endpoint.
     pub tenant: String,
-    /// Requested features, as bits. The connection gets those that both sides support.
+    /// Requested features, as bits. The connection gets the features that both sides support.
     pub features: u64,
     /// Time limit for reaching the peer: for the first handshake, and again for each resumption.
     pub timeout: Duration,
@@ -134,13 +136,13 @@ pub trait BulkSource: Send + Sync {
         self.len() == 0
     }
 
-    /// Object offset of the first byte modulo 4096. It determines the boundaries of the pieces that
-    /// have checksums.
+    /// Offset of the first byte within the object, modulo 4096. The phase determines the boundaries
+    /// of the pieces, each of which has its own checksum.
     fn phase(&self) -> u64;
 
     /// Reads the bytes `offset..offset + len` with the checksums of their pieces. The range starts
     /// at a piece boundary and is inside the source. An error ends the transfer, and the peer
-    /// receives its text.
+    /// receives the text of the error.
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>>;
 
     /// The whole data, if it is in memory. A peer can then read it by one-sided transfers.
@@ -166,27 +168,29 @@ pub trait BulkSink: Send + Sync {
     fn write(&self, offset: u64, payload: Payload) -> bool;
 }
 
-/// An offer of memory. Dropping it withdraws the offer, and later transfers are refused.
+/// An offer of memory. Dropping this value withdraws the offer, and the messenger refuses later
+/// transfers.
 pub struct BulkRegion {
     /// The descriptor to send to the peer.
     pub descriptor: BulkDescriptor,
     end: Option<EndOffer>,
 }
 
-/// Ends an offer. The argument is true if the peer has said that it no longer uses the memory.
+/// Callback that ends an offer. The argument is true if the peer has said that it no longer uses
+/// the memory.
 type EndOffer = Box<dyn FnOnce(bool) + Send + Sync>;
 
 impl BulkRegion {
     /// Creates an offer that calls `end` with `true` when it is finished, or with `false` when it
-    /// is dropped. Only implementations of network stacks need this.
+    /// is dropped. Only implementations of network stacks need this constructor.
     #[must_use]
     pub fn new(descriptor: BulkDescriptor, end: EndOffer) -> BulkRegion {
         BulkRegion { descriptor, end: Some(end) }
     }
 
     /// Ends the offer after the peer has said that its transfers are complete. A sink has all its
-    /// data when this returns. If an offer is dropped instead, its exposed memory is not reused
-    /// until the peer can no longer access it.
+    /// data when this call returns. If an offer is dropped instead, its exposed memory is not
+    /// reused until the peer can no longer access it.
     pub fn finish(mut self) {
         if let Some(end) = self.end.take() {
             end(true);
@@ -223,7 +227,7 @@ pub trait Connection: Send + Sync {
     /// The peer of the connection.
     fn peer(&self) -> &PeerInfo;
 
-    /// The limits of the connection.
+    /// The maximum sizes of messages and transfers on the connection.
     fn limits(&self) -> Limits;
 
     /// Queues a message behind all messages that are already queued. The future resolves when the
@@ -234,13 +238,13 @@ pub trait Connection: Send + Sync {
     /// Offers data that the peer may pull.
     fn offer_source(&self, source: Arc<dyn BulkSource>) -> Result<BulkRegion>;
 
-    /// Offers memory that the peer may fill. `phase` is the object offset of the first byte modulo
-    /// 4096.
+    /// Offers memory that the peer may fill. `phase` is the offset of the first byte within the
+    /// object, modulo 4096.
     fn offer_sink(&self, sink: Arc<dyn BulkSink>, phase: u16) -> Result<BulkRegion>;
 
     /// Pulls bytes `offset..offset + dest.len()` of the peer's offer into `dest`. `offset` must be
     /// at a piece boundary. The data arrives in chunks of at most 256 KiB, interleaved with other
-    /// traffic. Returns within `timeout`.
+    /// traffic. Fails with [`MessengerError::TimedOut`] after `timeout`.
     fn bulk_read<'a>(
         &'a self,
         from: &'a BulkDescriptor,
@@ -252,8 +256,9 @@ pub trait Connection: Send + Sync {
     /// Pushes `payload` to byte `offset` of the peer's offer. `offset` must be at a piece boundary.
     /// The future resolves when the position of the data in the send order is fixed. The data then
     /// arrives before any message that is queued later. The payload's memory is released when the
-    /// peer has the data. This call refuses a range outside the descriptor. If the peer has
-    /// withdrawn the offer, the peer drops the data, and later pushes to the offer are refused.
+    /// peer has the data. This call refuses a range outside the memory that the descriptor names.
+    /// If the peer has withdrawn the offer, the peer drops the data, and later pushes to the offer
+    /// are refused.
     fn bulk_write<'a>(
         &'a self,
         to: &'a BulkDescriptor,
@@ -297,15 +302,16 @@ pub trait Listener: Send {
     /// The address of the listener, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
-    /// The paths besides the base transport that connections can use. Each has a name, such as
-    /// `ofi:verbs`, and the address at which the listener listens on it.
+    /// The paths that connections can use besides the base transport: for each path its name, such
+    /// as `ofi:verbs`, and the address at which the listener listens on it.
     fn paths(&self) -> Vec<(String, String)>;
 
-    /// Live counters of refused peers, and of handshakes and connections that lost their place.
+    /// Live counters of refused peers, and of handshakes and connections that lost their slot to
+    /// another peer.
     fn admissions(&self) -> Arc<Admissions>;
 
     /// Waits for the next new connection. A resumed connection is not returned again. An error
-    /// reports that one attempt of one peer failed; the listener continues.
+    /// reports that the handshake of one peer failed; the listener continues.
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;
 }
 

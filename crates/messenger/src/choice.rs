@@ -16,16 +16,16 @@ const RDMA_PROVIDER: &str = "verbs";
 /// The transports that a stack may use. TCP is always one of them: connections begin over it, and
 /// continue over it when another transport fails.
 ///
-/// As text: `auto`, `tcp`, or names of paths, separated by commas, the best first: `ofi:verbs`,
-/// `ofi:tcp`, … A server may add its listening address to a path if it differs from the TCP
-/// address: `ofi:verbs@192.0.2.1:7701`.
+/// The text form is `auto`, `tcp`, or a list of path names (`ofi:verbs`, `ofi:tcp`, …), separated
+/// by commas, with the best path first. A server may add its listening address to a path if it
+/// differs from the TCP address: `ofi:verbs@192.0.2.1:7701`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum StackChoice {
     /// RDMA if both sides have it, and otherwise TCP.
     #[default]
     Auto,
-    /// These paths, besides TCP. A client uses the first of them that its server offers. The client
-    /// fails to connect if the server offers none of the paths, or if the chosen path fails.
+    /// TCP and these paths. A client uses the first of these paths that its server offers. The
+    /// client fails to connect if the server offers none of the paths, or if the chosen path fails.
     Paths(Vec<PathName>),
 }
 
@@ -34,12 +34,13 @@ pub enum StackChoice {
 pub struct PathName {
     /// The provider, such as `verbs`.
     pub provider: String,
-    /// The address at which a server listens.
+    /// The address at which a server listens on the path. `None` means the server's TCP address
+    /// with a free port.
     pub address: Option<String>,
 }
 
 impl StackChoice {
-    /// Only TCP.
+    /// The choice of TCP without any path.
     pub const TCP: StackChoice = StackChoice::Paths(Vec::new());
 }
 
@@ -92,7 +93,7 @@ impl fmt::Display for StackChoice {
     }
 }
 
-/// Options of a stack.
+/// Options with which [`open`] creates a network stack.
 #[derive(Debug, Clone)]
 pub struct StackOptions {
     /// Configuration of the stack's connections.
@@ -102,7 +103,7 @@ pub struct StackOptions {
     /// Whether the connections over libfabric share receive buffers.
     pub receive_queue: ReceiveQueueKind,
     /// Time for which a libfabric stack polls for events before it sleeps. After repeated polls
-    /// without events, the stack sleeps at once most of the time.
+    /// without events, the stack mostly sleeps without polling first.
     pub spin: Duration,
     /// Time for which a failed path is not used.
     pub cool_down: Duration,
@@ -130,7 +131,7 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
     let mut stack = TcpStack::over(transport, options.connection.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
-        // Without a device, skip loading the library, which takes time.
+        // Without an RDMA device, do not load libfabric, because loading takes time.
         StackChoice::Auto if !has_rdma_device() => ([].as_slice(), false),
         StackChoice::Auto => (automatic.as_slice(), false),
         StackChoice::Paths(paths) => (paths.as_slice(), true),

@@ -10,7 +10,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::Limits;
 
-/// Credit and memory that a message costs in addition to its content, in bytes.
+/// Credit and memory that a message uses in addition to its content, in bytes.
 pub(crate) const MESSAGE_OVERHEAD: u64 = 4096;
 
 /// Maximum size of the bulk data in one frame, in bytes.
@@ -25,7 +25,7 @@ pub(crate) const BULK_SLOTS: usize = 4;
 /// Maximum amount of unused credit that a peer may grant, in bytes.
 pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 
-/// Longest silence that a peer may announce.
+/// Longest pause between heartbeats that a peer may announce.
 pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 
 /// Configuration of a stack's connections. The defaults suit daemons; tests shorten the times.
@@ -37,62 +37,69 @@ pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
 /// - Pushed data without acknowledgement: `push_window_bytes`.
 /// - Queued bulk chunks: 1 MiB.
 /// - Data that this side has read from its sources for the peer's pulls: one chunk of 256 KiB for
-///   each of at most 256 pulls. A source that returns slices of data in memory needs no memory for chunks.
+///   each of at most 256 pulls. A source that returns slices of data in memory needs no additional
+///   memory for chunks.
 /// - Read buffers: up to 1.5 MiB, which shrink to 16 KiB while little data arrives.
 ///
-/// A received message is a slice of a read buffer. A user that keeps one message may therefore keep
-/// up to 256 KiB of memory.
+/// A received message is a slice of a read buffer. A user that keeps one message may therefore
+/// occupy up to 256 KiB of memory.
 #[derive(Debug, Clone)]
 pub struct ConnectionConfig {
     /// The longest silence of a busy connection: a side that has sent nothing for this long sends a
     /// heartbeat.
     pub heartbeat: Duration,
     /// The longest silence of an idle connection, from `heartbeat` to 5 min. While neither side has
-    /// anything outstanding, the pauses between heartbeats double up to this limit.
+    /// outstanding work, the pauses between heartbeats double up to this limit.
     pub rest: Duration,
     /// After this time, a silent peer counts as lost, and its transport is closed. If an idle peer
-    /// announced a longer pause than `heartbeat`, the difference is added. At least three times
-    /// `heartbeat`.
+    /// announced a longer pause than `heartbeat`, the difference is added to this time. `grace`
+    /// must be at least three times `heartbeat`.
     pub grace: Duration,
-    /// Time limit for dialling a transport, and again for its handshake. After the limit, the
-    /// client tries again until [`ConnectOptions::timeout`](crate::ConnectOptions::timeout).
+    /// Time limit for dialling a transport. The same limit applies separately to the handshake over
+    /// the transport. After a timeout, the client retries until
+    /// [`ConnectOptions::timeout`](crate::ConnectOptions::timeout) has passed.
     pub handshake_timeout: Duration,
-    /// Maximum number of handshakes of one listener at a time. When all places are taken, a new
-    /// handshake replaces the oldest handshake of its own address, or of an address above its fair
-    /// share ([`base::budget`]).
+    /// Maximum number of handshakes of one listener at a time. At this limit, a new handshake
+    /// replaces the oldest handshake of its own address, or of an address that holds more than its
+    /// fair share ([`base::budget`]).
     pub max_handshakes: usize,
     /// How long a server keeps a connection whose transport broke.
     pub hold: Duration,
-    /// Maximum number of connections of one listener, including detached ones. A new connection
-    /// replaces the longest-silent connection of an address above its fair share
-    /// ([`base::budget`]). It is refused if its own address holds its fair share and uses it.
+    /// Maximum number of connections of one listener, including detached connections. At this
+    /// limit, a new connection replaces the longest-silent connection of an address that holds more
+    /// than its fair share ([`base::budget`]). If the new connection's own address already holds
+    /// its fair share, the new connection replaces only a detached connection, or a silent
+    /// connection of this address. It is refused if there is none.
     pub max_connections: usize,
-    /// Maximum number of detached connections of one listener. When all places are taken, a
-    /// connection that loses its transport replaces another detached connection, or is lost at
-    /// once. The rule is that of `max_connections`.
+    /// Maximum number of detached connections of one listener. At this limit, a connection that
+    /// loses its transport replaces the longest-detached connection of an address that holds more
+    /// than its fair share of these slots ([`base::budget`]). If the connection's own address
+    /// already holds its fair share, the connection is lost at once.
     pub max_held: usize,
-    /// Maximum number of file descriptors that a listener's handshakes and connections use. A value
-    /// below their limits lowers these limits. `None` asks the system when the listener starts
-    /// ([`base::budget::spare_descriptors`]).
+    /// Maximum number of file descriptors that a listener's handshakes and connections use. If the
+    /// number is too low for `max_handshakes` and `max_connections`, the listener lowers these
+    /// limits. `None` means the number of descriptors that the process can spare when the listener
+    /// starts ([`base::budget::spare_descriptors`]).
     pub max_descriptors: Option<usize>,
-    /// Limit for received messages that the user has not taken. The same limit applies to messages
-    /// to send that are queued or unacknowledged. In bytes, with 4 KiB added per message.
+    /// Maximum total size of the received messages that the user has not taken, in bytes, with 4
+    /// KiB added per message. The same limit applies to outgoing messages that are queued or
+    /// unacknowledged.
     pub window_bytes: u64,
     /// Maximum amount of pushed bulk data without acknowledgement, in bytes.
     pub push_window_bytes: u32,
-    /// The limits of what this side accepts.
+    /// The maximum sizes of messages and transfers that this side accepts.
     pub limits: Limits,
     /// How long an offer of memory is valid.
     pub offer_ttl: Duration,
-    /// The connection is ended when more than this number of transports in a row deliver damaged
-    /// frames and nothing new.
+    /// Maximum number of consecutive transports that end with a damaged frame and deliver no new
+    /// frame. One more such transport ends the connection.
     pub max_damaged_transports: u32,
     /// The source of connection numbers, secrets, offer keys and random pauses.
     pub entropy: Entropy,
 }
 
-/// A source of random numbers: the system's generator, or a seed, so that a simulation can be
-/// replayed.
+/// A source of random numbers: the system's generator, or a generator with a fixed seed, which
+/// makes a simulation repeatable.
 #[derive(Clone, Default)]
 pub struct Entropy(Option<Arc<Mutex<StdRng>>>);
 
@@ -149,10 +156,11 @@ impl Default for ConnectionConfig {
 }
 
 impl ConnectionConfig {
-    /// Checks the relations between values that a connection relies on.
+    /// Checks that each value is in its valid range, and that the values are consistent with each
+    /// other.
     ///
     /// # Panics
-    /// If a message of the largest size could never be sent, or a limit does not fit a frame.
+    /// If a check fails.
     pub(crate) fn assert_sound(&self) {
         let largest = self.limits.max_header as u64 + self.limits.max_inline as u64 + MESSAGE_OVERHEAD;
         assert!(self.window_bytes >= 2 * largest, "window_bytes must hold two messages of the largest size");

@@ -98,7 +98,7 @@ pub(crate) struct Shared {
     /// Number of bytes of pushed data that may still be sent before the peer acknowledges earlier
     /// pushes.
     push_room: Semaphore,
-    /// Free places in the queue of bulk chunks. Tokio's semaphore is fair, so the active transfers
+    /// Free slots in the queue of bulk chunks. Tokio's semaphore is fair, so the active transfers
     /// alternate.
     bulk_slots: Semaphore,
     turns: TransferTurns,
@@ -108,7 +108,7 @@ pub(crate) struct Shared {
     pull_dropped: Notify,
     /// True once this side has asked to close the connection.
     close_wanted: watch::Sender<bool>,
-    /// Whether the connection is being closed because another connection needs its place.
+    /// Whether the connection is being closed because its slot is given to another connection.
     reclaimed: AtomicBool,
     /// True once the connection's task has ended.
     ended: watch::Sender<bool>,
@@ -218,8 +218,8 @@ impl Shared {
         self.wake_writer.notify_one();
     }
 
-    /// Closes the connection soon, because another connection needs its place. The peer is told,
-    /// and may open a new connection.
+    /// Closes the connection soon, because its slot is given to another connection. The peer
+    /// receives this reason, and may open a new connection.
     pub(crate) fn reclaim(&self) {
         self.reclaimed.store(true, Ordering::Relaxed);
         self.close_soon();
@@ -231,7 +231,7 @@ impl Shared {
 
     /// The reason that this side sends to the peer when it closes the connection.
     fn close_reason(&self) -> &'static str {
-        if self.is_reclaimed() { "its place was needed for another client" } else { "closed" }
+        if self.is_reclaimed() { "its slot was needed for another client" } else { "its user closed it" }
     }
 
     /// Ends the connection: all waiting calls fail, and all held memory is released.

@@ -15,10 +15,10 @@
 //! ```
 //!
 //! `v` is the version and `typ` the kind of the frame. All integers are little endian. `crc` covers
-//! bytes 0..36, and `body_crc` covers the body. The payload has one checksum per piece, which is
+//! bytes 0..36, and `body_crc` covers the body. The payload has one checksum per piece. A piece is
 //! the part of the payload inside one 4 KiB block (see [`base::block`]). The first piece begins
-//! `phase` bytes into its block. So a flipped bit is detected before the affected data is used, and
-//! each side computes the payload's checksums only once.
+//! `phase` bytes into its block. A flipped bit is therefore detected before the affected data is
+//! used, and each side computes the payload's checksums only once.
 
 mod body;
 
@@ -42,8 +42,8 @@ pub const HEADER_LEN: usize = 40;
 /// Maximum length of the header part of a frame that is not a message, in bytes.
 pub const MAX_CONTROL: usize = 1024;
 
-/// The kind of a frame. A *sequenced* frame has a number, is acknowledged, and is sent again on a
-/// new transport.
+/// The kind of a frame. A *sequenced* frame has a number and is acknowledged. Without an
+/// acknowledgement, it is sent again on a new transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
@@ -98,7 +98,8 @@ impl FrameKind {
         FrameKind::ALL.into_iter().find(|k| *k as u8 == byte).ok_or(FrameError::UnknownKind(byte))
     }
 
-    /// Whether frames of this kind are numbered, acknowledged, and sent again on a new transport.
+    /// Whether frames of this kind have a number and are acknowledged, and are sent again on a new
+    /// transport until they are acknowledged.
     #[must_use]
     pub fn is_sequenced(self) -> bool {
         matches!(self, FrameKind::Message | FrameKind::Push | FrameKind::Wrote)
@@ -138,7 +139,7 @@ pub enum FrameError {
     /// The payload's phase is not inside a block.
     #[error("payload phase {0} is not below 4096")]
     Phase(u16),
-    /// A part is longer than this kind of frame permits.
+    /// The header part or the payload is longer than this kind of frame permits.
     #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]
     TooLong {
         /// The kind of the frame.
@@ -184,7 +185,7 @@ impl FrameError {
 pub struct FrameHeader {
     /// The kind of the frame.
     pub kind: FrameKind,
-    /// Object offset of the payload's first byte modulo 4096.
+    /// Offset of the payload's first byte within the object, modulo 4096.
     pub phase: u16,
     /// Length of the header part, in bytes.
     pub header_len: u32,
@@ -217,7 +218,7 @@ impl FrameHeader {
         out
     }
 
-    /// Decodes a fixed header and checks its consistency and `limits`.
+    /// Decodes a fixed header, and checks that it is consistent and within `limits`.
     ///
     /// # Errors
     /// If the header is invalid. The checksum is verified before the lengths are used.
@@ -326,7 +327,7 @@ pub fn encode_head(
 pub struct Frame {
     /// The fixed header.
     pub header: FrameHeader,
-    /// The header part.
+    /// The decoded header part.
     pub body: Body,
     /// The payload, which matches its checksums.
     pub payload: Payload,
@@ -336,7 +337,7 @@ pub struct Frame {
 /// frame is incomplete.
 ///
 /// # Errors
-/// If no further bytes could complete `bytes` to a valid frame within `limits`.
+/// If `bytes` cannot be the start of a valid frame within `limits`.
 pub fn decode(bytes: &Bytes, limits: &Limits) -> Result<Option<(Frame, usize)>, FrameError> {
     let Some(fixed) = bytes.first_chunk::<HEADER_LEN>() else { return Ok(None) };
     let header = FrameHeader::decode(fixed, limits)?;
@@ -374,12 +375,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = decode(&Bytes::from(bytes), &LIMITS);
         }
 
         #[test]
-        fn arbitrary_headers_with_correct_checksums_never_panic(
+        fn decoding_arbitrary_headers_with_correct_checksums_never_panics(
             mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..13,
             header_len in 0u32..1200, payload_len in 0u32..6000,
         ) {
@@ -401,7 +402,7 @@ mod tests {
         }
 
         #[test]
-        fn an_encoded_frame_is_decoded_and_every_prefix_is_incomplete(
+        fn an_encoded_frame_is_decoded_unchanged_and_its_prefixes_are_incomplete(
             header in proptest::collection::vec(any::<u8>(), 0..300), phase in 0u64..4096,
             data in proptest::collection::vec(any::<u8>(), 0..10_000), cut: usize,
         ) {

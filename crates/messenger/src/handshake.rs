@@ -68,7 +68,9 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
             let packet = link.receive().await.map_err(|e| transport(e.0))?;
             match frame::decode(&packet, &limits).map_err(broken)? {
                 Some((frame, len)) if len == packet.len() => check(&frame.header).map(|()| frame.body),
-                _ => Err(HandshakeError::Protocol("a packet of the handshake must hold one frame".into())),
+                _ => {
+                    Err(HandshakeError::Protocol("a packet of the handshake does not hold one frame".into()))
+                }
             }
         }
     }
@@ -102,11 +104,11 @@ pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError>
 pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
     if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
-        return no("the tenant or the nonce differs from the connect request".to_owned());
+        return no("the tenant or the nonce in the Hello differs from the connect request".to_owned());
     }
     if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
         return no(format!(
-            "no common version: the client supports {:?}, the server supports {VERSIONS:?}",
+            "no common protocol version: the client supports {:?}, the server supports {VERSIONS:?}",
             hello.versions
         ));
     }
@@ -119,8 +121,8 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
     Ok(())
 }
 
-/// The server's side of a new connection over `wire`. Returns the agreed values and the answer to
-/// the client.
+/// Determines the values of a new connection over `wire`, on the server's side. Returns the agreed
+/// values, and the [`Welcome`] for the client.
 pub(crate) fn settle(
     hello: Hello,
     wire: &Wire,
@@ -142,7 +144,7 @@ pub(crate) fn settle(
     (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
-/// The answer to a client that resumes its connection.
+/// Returns the [`Welcome`] for a client that resumes its connection.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
     let features = shared.peer().features;
     let (id, secret) = (shared.connection_id(), shared.secret());
@@ -164,11 +166,12 @@ fn welcome(
     Body::Welcome(Welcome { version, features, nonce, connection, secret, limits, granted, received, paths })
 }
 
-/// The state with which a client creates transports for its connection.
+/// Dials the transports of a client's connection, with retries and backoff.
 pub(crate) struct Dialer {
     transport: Arc<dyn Transport>,
     paths: Vec<Arc<Path>>,
-    /// The best path that the server also has. `None` before the first handshake.
+    /// The best path that both sides have. `None` before the first handshake, and if no such path
+    /// exists.
     path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
@@ -199,8 +202,8 @@ impl Dialer {
         Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })
     }
 
-    /// Opens a new connection over the best transport that both sides have. Tries again until the
-    /// timeout.
+    /// Opens a new connection over the best transport that both sides have. Retries failed attempts
+    /// until [`ConnectOptions::timeout`] has passed.
     pub(crate) async fn dial(&mut self) -> Result<(Negotiated, Wire), MessengerError> {
         let granted = self.config.window_bytes;
         let (welcome, wire) = self.retry(None, granted).await?;
@@ -307,8 +310,8 @@ impl Dialer {
         }
     }
 
-    /// Reports that a transport over the path delivered nothing, which counts as a failure of the
-    /// path.
+    /// Records a failure of the path: a transport over the path ended soon without delivering a
+    /// frame, or because the peer was silent.
     pub(crate) fn path_was_useless(&self, why: &str) {
         if let Some(path) = &self.path {
             path.failed(why);
@@ -409,7 +412,9 @@ impl Dialer {
                     || welcome.paths.len() > MAX_PATHS
                     || welcome.paths.iter().any(|path| path.name.len() > MAX_PATH_NAME)
                 {
-                    return Err(HandshakeError::Protocol("the Welcome does not match the Hello".into()));
+                    return Err(HandshakeError::Protocol(
+                        "the server's Welcome does not match the Hello".into(),
+                    ));
                 }
                 if !resumes && welcome.granted > crate::config::MAX_CREDIT_BYTES {
                     return Err(HandshakeError::Protocol(

@@ -1,5 +1,5 @@
-//! A separate thread for the connections of clients. It serves their peers even while the user's
-//! thread is busy.
+//! A separate thread for the connections of clients. The thread serves these connections even while
+//! the user's thread is busy.
 
 use std::future::Future;
 use std::sync::Mutex;

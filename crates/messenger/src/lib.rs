@@ -63,7 +63,7 @@ pub use stack::{SimStack, StreamStack, TcpStack};
 pub use transport::ofi::ReceiveQueueKind;
 
 /// Starts a task of the messenger on the current runtime. The runtime's thread may also do other
-/// work, so the CPU time of the task is recorded separately, as that of a messenger thread.
+/// work. The CPU time of the task is therefore recorded separately, as time of the messenger.
 fn spawn(task: impl Future<Output = ()> + Send + 'static) -> tokio::task::JoinHandle<()> {
     tokio::spawn(base::work::booked(base::thread::ThreadClass::Messenger, task))
 }

@@ -4,8 +4,9 @@
 //! other [paths](PathOffer). A client that also supports one of them moves the connection there, by
 //! the same resumption that replaces broken transports. If the path fails, the client moves the
 //! connection back. The offload health of [`base::health`], which all connections of a stack share,
-//! decides whether a path is used. A path cools down after a failure, and the next attempt to
-//! connect over it is the probe.
+//! decides whether a path is used. After a failure, a path is not used during its cool-down. The
+//! first attempt to connect over the path after the cool-down is a probe, which decides whether the
+//! path is used again.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -19,28 +20,30 @@ use crate::transport::{ConnectClaim, Transport, Wire};
 /// Time limit for connecting over a path. After it, the connection continues without the path.
 pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Maximum number of paths that a server lists.
+/// Maximum number of paths that a server lists in its answer to a handshake.
 pub(crate) const MAX_PATHS: usize = 8;
 
 /// Maximum length of a path's name, in bytes.
 pub(crate) const MAX_PATH_NAME: usize = 32;
 
-/// A transport that may be better than the base transport.
+/// A transport that a stack prefers to the base transport, as long as the preferred transport
+/// works.
 pub struct Path {
     /// The name of the path's kind, such as `ofi:verbs`, by which client and server match their
     /// paths.
     pub(crate) name: String,
     pub(crate) transport: Arc<dyn Transport>,
-    /// The address at which a server listens. `None` means the base transport's address.
+    /// The address at which a server listens. `None` means the base transport's address
+    /// with a free port.
     pub(crate) address: Option<String>,
-    /// Whether a client fails to connect if it cannot use the path at first. Otherwise it uses the
-    /// base transport.
+    /// Whether a new connection fails if it cannot move to the path. If false, the connection stays
+    /// on the base transport.
     pub(crate) is_required: bool,
     pub(crate) health: OffloadHealth,
 }
 
 impl Path {
-    /// Creates a path that is used while it works.
+    /// Creates an optional path. After a failure, the path is not used for the time `cool_down`.
     #[must_use]
     pub fn new(name: &str, transport: Arc<dyn Transport>, cool_down: Duration) -> Path {
         let health = OffloadHealth::new("network path", cool_down);
@@ -55,8 +58,8 @@ impl Path {
         self
     }
 
-    /// Makes a client fail to connect if it cannot use the path at first, instead of using the base
-    /// transport.
+    /// Sets whether a new connection fails if it cannot move to the path, instead of staying on the
+    /// base transport.
     #[must_use]
     pub fn required(mut self, is_required: bool) -> Path {
         self.is_required = is_required;
@@ -104,7 +107,7 @@ impl CommonPath {
             if !probes && !self.is_active() {
                 continue;
             }
-            // The probe must end even if this connection ends first.
+            // The guard reports an outcome of the probe even if this connection ends first.
             let probe = Probe { path: &self.path, is_pending: probes };
             let claim = claim();
             let dialed = self.path.transport.dial(&self.endpoint, &claim);
@@ -146,8 +149,8 @@ impl Drop for Probe<'_> {
     }
 }
 
-/// The endpoint as the client can reach it. If a server listens on all its addresses, the client
-/// uses the address that it dialled.
+/// Returns an endpoint that the client can reach. If the server listens on all its addresses, this
+/// endpoint consists of the address that the client dialled and the offered port.
 fn reachable(offered: &str, dialed: &str) -> Option<String> {
     let address: SocketAddr = offered.parse().ok()?;
     let is_any = match address.ip() {

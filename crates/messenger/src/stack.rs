@@ -24,8 +24,8 @@ use listener::StreamListener;
 /// The thread that called `listen` serves a listener's connections. The thread that called
 /// `connect` serves a client's connection, unless [`on_own_thread`](StreamStack::on_own_thread)
 /// gave the stack its own thread. All these threads must run a tokio runtime with timers and I/O
-/// enabled. Other threads may use the connections' handles. They need a runtime with timers,
-/// because transfers have deadlines.
+/// enabled. Other threads may use the connections' handles. These threads need a runtime with
+/// timers, because transfers have deadlines.
 pub struct StreamStack<T> {
     transport: Arc<T>,
     paths: Vec<Arc<Path>>,
@@ -33,7 +33,8 @@ pub struct StreamStack<T> {
     config: ConnectionConfig,
 }
 
-/// The simulated network, which produces all kinds of faults from a seed.
+/// A stack over a simulated network, which injects all kinds of faults. A seed determines the
+/// faults.
 ///
 /// A run replays exactly if the configuration's [`Entropy`](crate::Entropy) is also seeded, and if
 /// the stack runs on one current-thread runtime with a paused clock.
@@ -54,8 +55,8 @@ impl StreamStack<Tcp> {
 }
 
 impl StreamStack<Faulty<MemoryNetwork>> {
-    /// Creates a network with `faults` from `seed`. Also returns the switch that controls the
-    /// faults.
+    /// Creates a stack over a simulated network that injects `faults`. `seed` determines when they
+    /// occur. Also returns the control that counts faults, ends them, or injects them on request.
     ///
     /// # Panics
     /// If `config` is inconsistent.
@@ -98,7 +99,7 @@ impl<T: Transport> StreamStack<T> {
 
     /// Makes a separate thread serve the connections of clients. Over some paths, one-sided
     /// transfers progress only while the thread that serves the connection runs. A separate thread
-    /// keeps them going while the user's thread is busy.
+    /// keeps these transfers going while the user's thread is busy.
     ///
     /// # Errors
     /// If the system cannot start another thread.
@@ -132,7 +133,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                         return Err(MessengerError::Unreachable { endpoint: address, reason });
                     }
                     Err(e) => {
-                        tracing::info!(path = path.name, address, error = %e, "not listening on the path")
+                        tracing::info!(path = path.name, address, error = %e, "cannot listen on this path")
                     }
                 }
             }

@@ -1,4 +1,5 @@
-//! Transports: reliable ways to carry a connection's bytes, which may break at any byte.
+//! Transports carry the bytes of a connection, reliably and in order. A transport may break at any
+//! byte.
 //!
 //! [`tcp`] carries a byte stream between machines. [`memory`] carries a byte stream within a
 //! process, and [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries
@@ -30,8 +31,8 @@ pub struct Wire {
     pub road: Road,
     /// The peer's address, for display.
     pub address: String,
-    /// The peer's address. The accepting side divides its limited resources between these
-    /// addresses.
+    /// The peer's address. The accepting side divides its limited resources between the addresses
+    /// of its peers.
     pub peer: PeerAddress,
     /// The identity that the peer claimed in the connect request, if the transport has such a
     /// request. The handshake must state the same identity.
@@ -61,8 +62,8 @@ impl fmt::Debug for Wire {
     }
 }
 
-/// The identity that a client claims in the connect request. With it, a server can choose a
-/// protection domain before it creates an endpoint. The claim is not authenticated.
+/// The identity that a client claims in the connect request. With this identity, a server can
+/// choose a protection domain before it creates an endpoint. The claim is not authenticated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectClaim {
     /// The tenant, at most [`ConnectClaim::MAX_TENANT`] bytes.
@@ -87,7 +88,7 @@ pub trait Transport: Send + Sync + 'static {
 
 /// Accepts transports from clients.
 pub trait Acceptor: Send {
-    /// The address of the acceptor.
+    /// The address at which the acceptor listens.
     fn endpoint(&self) -> String;
 
     /// Waits for the next transport. No transport is lost if the returned future is dropped. Skips

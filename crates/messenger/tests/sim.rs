@@ -1,5 +1,6 @@
 //! The conformance suite over the simulated network, which produces random faults from a seed.
-//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is simulated, so hours take only seconds.
+//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is simulated, so simulated hours take only
+//! seconds.
 
 #![expect(clippy::print_stdout, reason = "the report of a failed test needs the seeds")]
 
@@ -81,7 +82,8 @@ async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
 }
 
 /// While neither side has outstanding work, the pauses between heartbeats grow, and the loss of the
-/// peer is detected late. A side with outstanding work detects it within the usual grace period.
+/// peer is detected late. A side with outstanding work detects the loss within the usual grace
+/// period.
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
     let (rig, _) = rig(SLOW, conformance::seed());
@@ -119,7 +121,7 @@ async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
 
 /// Two runs with the same seed have the same number of faults and the same duration.
 #[test]
-fn the_same_seed_replays_the_same_run() {
+fn the_same_seed_replays_the_same_simulated_run() {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -409,7 +409,7 @@ mod tests {
 
     /// A C program with libfabric 1.17's headers printed these numbers on 64-bit Linux.
     #[test]
-    fn fields_have_the_offsets_of_the_c_headers() {
+    fn structure_fields_have_the_same_offsets_as_in_the_c_headers() {
         assert_eq!(offset_of!(FiInfo, src_addr), 48);
         assert_eq!(offset_of!(FiInfo, handle), 64);
         assert_eq!(offset_of!(FiInfo, tx_attr), 72);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn function_pointers_have_the_offsets_of_the_c_headers() {
+    fn function_pointers_have_the_same_offsets_as_in_the_c_headers() {
         let word = size_of::<usize>();
         assert_eq!(offset_of!(FidOps, control), 3 * word);
         assert_eq!(offset_of!(FabricOps, trywait), 5 * word);

@@ -18,15 +18,16 @@ const BATCH: usize = 16;
 const BATCHES: usize = 16;
 
 /// Returns the queue size to request from the provider. `verbs` (libfabric 1.17) reserves as many
-/// places as an endpoint can post receives. It makes this reservation for each endpoint, as long as
-/// the queue has enough free places. Sends use the remaining places. If no place remains, `verbs`
-/// reports forever that the queue is full.
+/// entries of the queue as an endpoint can post receives. `verbs` makes this reservation for each
+/// endpoint, as long as the queue has enough free entries. Sends use the remaining entries. If no
+/// entry remains, `verbs` reports forever that the queue is full.
 fn size_for(info: &Info, depth: usize) -> usize {
     let set_aside = info.receive_depth();
     if info.provider() != "verbs" || set_aside == 0 {
         return depth;
     }
-    // With many endpoints, one place less than a multiple leaves the most places for sends.
+    // With many endpoints, a size of one entry less than a multiple of the reservation leaves the
+    // most entries for sends.
     (depth + 1).next_multiple_of(set_aside) - 1
 }
 
@@ -76,7 +77,7 @@ impl CompletionQueue {
     /// remain for the next call.
     ///
     /// # Errors
-    /// If the queue has failed. It cannot be used any more.
+    /// If the queue has failed. The queue cannot be used any more.
     pub fn poll(&self, out: &mut Vec<Completion>) -> Result<()> {
         const EMPTY: CqMsgEntry = CqMsgEntry { op_context: std::ptr::null_mut(), flags: 0, len: 0 };
         let queue = self.0.handle.as_ptr();

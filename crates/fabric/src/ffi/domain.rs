@@ -132,21 +132,21 @@ impl Domain {
     ///
     /// The provider `tcp` (libfabric 1.17) has a bug. When a connection ends while the answer to a
     /// read is arriving, the provider frees the operation twice. Two later operations of the domain
-    /// then share its memory, so they are mixed up or never end. So a `tcp` domain counts as
-    /// spoiled after any failed read, and after its endpoint was closed during a read.
+    /// then share the freed memory, so they are mixed up or never end. So a `tcp` domain counts as
+    /// spoiled after any failed read, and after an endpoint was closed during a read.
     #[must_use]
     pub fn is_spoiled(&self) -> bool {
         self.0.spoiled.load(Ordering::Relaxed)
     }
 
-    /// Number of bytes in quarantine. Their regions are closed, but peers may still use the memory.
-    /// Closing endpoints reduces the number.
+    /// Number of bytes of memory in quarantine. The regions of this memory are closed, but peers
+    /// may still use the memory. Closing endpoints reduces the number.
     #[must_use]
     pub fn quarantined_bytes(&self) -> usize {
         self.quarantine().held().map(|memory| memory.span().1).sum()
     }
 
-    /// Records that a read failed, or that its endpoint was closed during the read.
+    /// Records that a read failed, or that an endpoint was closed during a read.
     pub(super) fn read_broken_off(&self) {
         if self.0.fragile {
             self.0.spoiled.store(true, Ordering::Relaxed);

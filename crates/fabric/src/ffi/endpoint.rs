@@ -20,7 +20,7 @@ use crate::{FabricError, GatherBytes, Operation, PostError, RemoteSlice, Result}
 
 /// libfabric's value for "no address", because a connected endpoint has only one peer.
 const CONNECTED_PEER: u64 = u64::MAX;
-/// The same value for receives: a message may come from any peer.
+/// libfabric's value for a receive that accepts a message from any peer.
 pub(super) const ANY_PEER: u64 = u64::MAX;
 
 /// Returns a process-wide unique number for an endpoint or a shared receive queue.
@@ -44,7 +44,8 @@ pub struct EndpointQueues<'a> {
 }
 
 impl<'a> EndpointQueues<'a> {
-    /// Queues for an endpoint with its own receive buffers and a completion for every operation.
+    /// Returns queues for an endpoint that has its own receive buffers and reports a completion for
+    /// every operation.
     #[must_use]
     pub fn new(events: &'a EventQueue, completions: &'a CompletionQueue) -> EndpointQueues<'a> {
         EndpointQueues { events, completions, receives: None, sparse: false }
@@ -76,7 +77,7 @@ pub struct Endpoint {
     /// [`FENCE`] if sends and writes must wait for earlier reads, otherwise 0.
     fence: u64,
     /// Numbers of the operations without a completion that were posted after the last operation
-    /// with one.
+    /// with a completion.
     quiet: Mutex<Vec<u64>>,
     role: EndpointOrigin,
 }
@@ -272,7 +273,7 @@ impl Endpoint {
     }
 
     /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once. No
-    /// completion is reported. The message still occupies a place in the completion queue until it
+    /// completion is reported. The message still occupies an entry of the completion queue until it
     /// has been sent and the queue is polled.
     ///
     /// # Errors
@@ -300,8 +301,8 @@ impl Endpoint {
             data: 0,
         };
         let (object, flags) = (self.handle.as_ptr(), INJECT | COMPLETION | self.fence);
-        // `fi_inject` also occupies a place in the provider's queue, but does not report when the
-        // place is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
+        // `fi_inject` also occupies an entry of the provider's queue, but does not report when the
+        // entry is free again. A `verbs` queue that overruns is lost with all its endpoints. So the
         // message is sent with `fi_sendmsg`, which reports a completion.
         // SAFETY: the endpoint is open, and the message is copied before the call returns.
         let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, flags) };

@@ -88,9 +88,9 @@ impl EventQueue {
     }
 }
 
-/// The entry of an object in its event queue. It must be dropped after the object is closed. By
-/// then, a new object may have the same address. The new object has a registration with another
-/// number, which the drop leaves in place.
+/// The entry of an object in the table of its event queue. It must be dropped after the object is
+/// closed. By then, a new object may have the same address and its own entry in the table. The drop
+/// recognises this entry by its other number, and does not remove it.
 pub(super) struct EventRegistration {
     object: usize,
     serial: u64,
@@ -123,8 +123,8 @@ impl Drop for EventRegistration {
     }
 }
 
-/// An object that is bound to an event queue. The object is closed before the queue removes its
-/// entry.
+/// An object that is bound to an event queue. The object is closed before the queue removes the
+/// object's entry.
 pub(super) struct BoundObject<T> {
     handle: Handle<T>,
     registration: EventRegistration,

@@ -29,7 +29,7 @@ const OF_A_CONNECTION: [i32; 13] = [
     libc::ENOTCONN,
 ];
 
-/// An event of a connection. Tokens name the endpoints.
+/// An event of a connection. A token identifies the endpoint of the event.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FabricEvent {
@@ -53,15 +53,15 @@ pub enum FabricEvent {
     Failed {
         /// Token of the endpoint.
         endpoint: u64,
-        /// The reason.
+        /// The reason of the failure.
         error: FabricError,
         /// The data that the peer sent when it refused the connection. Some providers append zeros.
         data: Vec<u8>,
     },
-    /// A connection could not be established, but the provider does not report which one (`verbs`
-    /// over iWARP). It may be any connection that is being established.
+    /// A connection could not be established, but the provider (`verbs` over iWARP) does not report
+    /// which connection. It may be any connection that is being established.
     SomeFailed {
-        /// The reason.
+        /// The reason of the failure.
         error: FabricError,
     },
 }
@@ -76,7 +76,7 @@ impl EventQueue {
     /// Returns the next event, if there is one.
     ///
     /// # Errors
-    /// If the queue has failed. It cannot be used any more.
+    /// If the queue has failed. The queue cannot be used any more.
     pub fn read(&self) -> Result<Option<FabricEvent>> {
         loop {
             let entry = EqCmEntry { fid: std::ptr::null_mut(), info: std::ptr::null_mut() };

@@ -6,8 +6,8 @@ use super::abi::Fid;
 use super::library;
 
 /// Owns an object of libfabric, and closes the object when dropped. All objects that were created
-/// from it must be closed before. So a struct declares the handle of an object before the handle of
-/// the object's parent.
+/// from this object must be closed first. So a struct declares the handle of an object before the
+/// handle of the object's parent.
 pub(super) struct Handle<T> {
     object: NonNull<T>,
     what: &'static str,
@@ -45,8 +45,8 @@ impl<T> Handle<T> {
     /// `other` must be an open object that outlives this one.
     pub(super) unsafe fn bind(&self, other: *mut Fid, flags: u64) -> crate::Result<()> {
         let fid = self.fid();
-        // SAFETY: the object is open, its table comes from libfabric, and the caller promises
-        // `other`.
+        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees
+        // that `other` is valid.
         library::check("fi_bind", unsafe { ((*(*fid).ops).bind)(fid, other, flags) })
     }
 
@@ -61,8 +61,8 @@ impl<T> Handle<T> {
         argument: *mut std::ffi::c_void,
     ) -> crate::Result<()> {
         let fid = self.fid();
-        // SAFETY: the object is open, its table comes from libfabric, and the caller promises
-        // `argument`.
+        // SAFETY: the object is open, its table comes from libfabric, and the caller guarantees
+        // that `argument` is valid.
         library::check(call, unsafe { ((*(*fid).ops).control)(fid, command, argument) })
     }
 }

@@ -152,7 +152,7 @@ impl Info {
 
     /// Recommended maximum number of endpoints per completion queue. `depth` is the number of
     /// operations that the queue was opened for. With `shared_receive`, the endpoints have no
-    /// receives of their own. `verbs` (libfabric 1.17) reserves places in the queue for the
+    /// receives of their own. `verbs` (libfabric 1.17) reserves entries of the queue for the
     /// receives of each endpoint. `tcp` checks each endpoint whenever the queue is polled, even if
     /// the endpoint is idle.
     #[must_use]
@@ -270,8 +270,8 @@ fn hints(query: &ProviderQuery) -> Result<Info> {
         let domain = (*raw).domain_attr;
         (*domain).mr_mode = MR_LOCAL | MR_VIRT_ADDR | MR_ALLOCATED | MR_PROV_KEY;
         (*domain).threading = THREAD_SAFE;
-        // Without manual progress, `tcp` starts a thread that has no name and whose CPU time is not
-        // accounted.
+        // Without manual progress, `tcp` starts a thread without a name, so Outboard could not
+        // attribute the thread's CPU time.
         (*domain).control_progress = PROGRESS_MANUAL;
         (*domain).data_progress = PROGRESS_MANUAL;
         if query.shared_receive {

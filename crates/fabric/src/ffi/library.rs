@@ -11,8 +11,8 @@ const SONAME: &CStr = c"libfabric.so.1";
 /// cache, peers could access memory even after its region was closed.
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
-/// The functions that are called by name. All other functions are called through the tables of
-/// objects.
+/// The functions that are called by name. All other functions are called through the function
+/// tables of libfabric's objects.
 struct Symbols {
     getinfo: unsafe extern "C" fn(
         u32,
@@ -37,8 +37,8 @@ pub struct Library(());
 
 impl Library {
     /// Disables libfabric's registration cache. A program that may load the library later must call
-    /// this first in `main`. The function sets `FI_MR_CACHE_MAX_COUNT=0` in the environment, from
-    /// which libfabric reads it. The environment may change only while the process has no other
+    /// this first in `main`. The function sets the environment variable `FI_MR_CACHE_MAX_COUNT` to
+    /// 0, which libfabric reads. The environment may change only while the process has no other
     /// thread. If another thread exists, this function does nothing.
     pub fn prepare() {
         if !cache_is_off() && is_only_thread() {
@@ -155,11 +155,13 @@ unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr, version: &CStr) -> 
             "the library has no function {name:?} of version {version:?}"
         )));
     }
-    // SAFETY: the address is not null, has the size of `F`, and is of the type that the caller
-    // promises.
+    // SAFETY: the address is not null, has the size of `F`, and has the type that the caller
+    // guarantees.
     Ok(unsafe { std::mem::transmute_copy(&address) })
 }
 
+/// Returns the functions of the opened library.
+///
 /// # Panics
 /// If the library is not open. The library is open if any object of it exists.
 fn symbols() -> &'static Symbols {
@@ -205,8 +207,8 @@ pub(super) unsafe fn getinfo(
     let mut handlers = None;
     FIRST.call_once(|| handlers = Some(SignalHandlers::keep()));
     let mut list = std::ptr::null_mut();
-    // SAFETY: the strings are terminated or null, the caller promises the hints, and `list` has
-    // room for the result.
+    // SAFETY: the strings are terminated or null, the caller guarantees that `hints` is valid, and
+    // `list` has room for the result.
     let code = unsafe {
         (symbols().getinfo)(API_VERSION, pointer(node), pointer(service), flags, hints, &raw mut list)
     };
@@ -241,5 +243,6 @@ pub(super) unsafe fn fabric(attr: *mut FabricAttr) -> Result<*mut FidFabric> {
 
 /// Converts `text` to a C string. Fails if `text` contains a zero byte.
 pub(super) fn c_string(text: &str) -> Result<CString> {
-    CString::new(text).map_err(|_| FabricError::NoProvider { wanted: format!("named {text:?}") })
+    CString::new(text)
+        .map_err(|_| FabricError::NoProvider { wanted: format!("through a provider named {text:?}") })
 }

@@ -154,8 +154,8 @@ impl ConnectionRequest {
     /// Refuses the request. The peer receives `data`, which can state the reason.
     ///
     /// # Errors
-    /// If `data` is too long; the request is then refused without data. Also if the connection to
-    /// the peer is lost.
+    /// If `data` is too long. The request is then refused without data. Also if the connection to
+    /// the peer is lost before the refusal is sent.
     pub fn refuse(mut self, data: &[u8]) -> Result<()> {
         let max = self.listener.max_private_data()?;
         if data.len() > max {

@@ -16,8 +16,8 @@ const KEY_TRIES: usize = 8;
 
 /// Registered memory. Clones refer to the same region. The region closes when the last clone is
 /// dropped and no operation uses it. If a peer may still be using the memory, the memory stays
-/// mapped until all endpoints that were open at that time are closed. This does not apply if
-/// [`settle`](Self::settle) was called before.
+/// mapped until all endpoints that were open when the region closed are closed. After a call of
+/// [`settle`](Self::settle), the memory is released as soon as the region closes.
 #[derive(Clone)]
 pub struct MemoryRegion(Arc<Inner>);
 
@@ -130,8 +130,8 @@ impl MemoryRegion {
         self.len() == 0
     }
 
-    /// The description that a peer needs to access the region. The description is useless to a peer
-    /// unless the region is registered for remote access.
+    /// The description that a peer needs to access the region. A peer can use the description only
+    /// if the region is registered for remote access.
     #[must_use]
     pub fn remote(&self) -> RemoteRegion {
         let (start, len) = self.0.memory.span();

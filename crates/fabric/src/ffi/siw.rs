@@ -9,15 +9,15 @@ use crate::Result;
 
 /// Whether sends and writes may complete before reads that were posted earlier, so that they need a
 /// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
-/// order of posting. If they do not, it uses memory that it has freed. `siw` completes a send or a
-/// write as soon as the socket has accepted the data, but a read only after the answer has arrived
-/// (`siw_qp_sq_process`).
+/// order of posting. If the operations complete in another order, `verbs` uses memory that it has
+/// freed. `siw` completes a send or a write as soon as the socket has accepted the data, but a read
+/// only after the answer has arrived (`siw_qp_sq_process`).
 pub(super) fn overtakes_reads(info: &Info) -> bool {
     is_siw(info)
 }
 
-/// Avoids a defect that makes the creation of objects fail. The caller must call this before it
-/// creates any object in the device's first domain.
+/// Avoids a defect that makes the creation of objects fail. The caller must call this function
+/// before it creates any object in the device's first domain.
 ///
 /// Each object occupies pages in the process's memory map of the device, from the first free page.
 /// rdma-core takes page [`NO_PLACE`] as a sign that the object has no page (`SIW_INVAL_UOBJ_KEY`).
@@ -40,7 +40,7 @@ pub(super) fn prepare(fabric: &Fabric, info: &Info) {
     }
 }
 
-/// The number of the page that no object must start at.
+/// Number of the page at which no object may start, counted from the start of the memory map.
 const NO_PLACE: usize = 0x90;
 /// Size of a completion entry in a device's queue (`struct siw_cqe`), in bytes.
 const COMPLETION: usize = 32;

@@ -11,7 +11,7 @@ use fabric::{
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
 
-/// The environment variable that makes a test process the peer of another.
+/// The environment variable that makes a test process the peer of another test process.
 const SERVER: &str = "OUTBOARD_TEST_FABRIC_SERVER";
 
 #[test]
@@ -78,7 +78,7 @@ fn receives_beyond_the_queue_depth_are_refused() {
 
 /// The endpoint could fill a queue of this depth with receives alone.
 #[test]
-fn a_queue_has_room_for_sends_even_if_receives_could_fill_it() {
+fn a_completion_queue_has_room_for_sends_even_if_receives_could_fill_it() {
     let Some(mut pair) = Pair::new() else { return };
     let completions = CompletionQueue::open(&pair.client.domain, pair.to_server.receive_depth()).unwrap();
     let queues = EndpointQueues::new(&pair.client.events, &completions);
@@ -105,7 +105,7 @@ fn a_queue_has_room_for_sends_even_if_receives_could_fill_it() {
 /// defect at one page of the map. So the test opens queues of two kinds, at different offsets in
 /// each round.
 #[test]
-fn queues_can_be_opened_at_any_offset_of_the_device_map() {
+fn queues_can_be_opened_at_any_offset_of_the_device_memory_map() {
     let Some(pair) = Pair::with_shared_receives(true) else { return };
     let (info, completions) = (pair.server.domain.info(), &pair.server.completions);
     for others in 0..16 {
@@ -135,7 +135,7 @@ fn a_full_queue_refuses_messages_instead_of_overrunning() {
         });
         posted.count()
     };
-    assert_eq!((injected(&server), injected(&client)), (24, 24), "the receives occupy 40 of 64 places");
+    assert_eq!((injected(&server), injected(&client)), (24, 24), "the receives occupy 40 of 64 entries");
     std::thread::sleep(Duration::from_millis(100));
     for (from, to) in [(&server, Who::Client), (&client, Who::Server)] {
         for i in 0..40 {
@@ -149,7 +149,7 @@ fn a_full_queue_refuses_messages_instead_of_overrunning() {
 }
 
 #[test]
-fn a_refused_peer_receives_the_reason() {
+fn a_refused_peer_receives_the_reason_for_the_refusal() {
     let Some(mut pair) = Pair::new() else { return };
     let endpoint = pair.client_endpoint(5);
     endpoint.establish(b"").unwrap();
@@ -215,13 +215,13 @@ fn only_receives_can_be_posted_before_the_connection_is_established() {
 }
 
 #[test]
-fn memory_of_another_domain_is_refused() {
+fn memory_registered_in_another_domain_is_refused() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, _client) = pair.connect();
     let theirs = pair.client.region(4096, Access::Local);
     let posted = server.receive(theirs.slice(0, 16).unwrap(), 1);
     assert!(matches!(posted, Err(PostError::Failed(FabricError::OtherDomain))), "{posted:?}");
-    // The refused receive occupies no place in the queue: 64 receives still fit.
+    // The refused receive occupies no entry of the queue: 64 receives still fit.
     let ours = pair.server.region(4096, Access::Local);
     assert!((0..64).all(|i| server.receive(ours.slice(0, 16).unwrap(), i).is_ok()));
 }
@@ -279,7 +279,7 @@ fn closing_an_endpoint_closes_the_connection_at_the_peer() {
 fn killing_a_peer_closes_only_its_own_connection() {
     let Some(mut pair) = Pair::new() else { return };
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "connections::peer_that_is_killed", "--nocapture"])
+        .args(["--exact", "connections::helper_process_that_another_test_kills", "--nocapture"])
         .env(SERVER, pair.listener.address().to_string())
         .stdout(Stdio::null())
         .spawn()
@@ -296,7 +296,7 @@ fn killing_a_peer_closes_only_its_own_connection() {
 
 /// Not a test: the process that [`killing_a_peer_closes_only_its_own_connection`] kills.
 #[test]
-fn peer_that_is_killed() {
+fn helper_process_that_another_test_kills() {
     let Ok(address) = std::env::var(SERVER) else { return };
     let target = EndpointAddress::Connect(address.parse().unwrap());
     let library = library().unwrap();

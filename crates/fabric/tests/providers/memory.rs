@@ -21,7 +21,7 @@ fn content(arena: &Arena) -> Vec<u8> {
 }
 
 #[test]
-fn each_side_reads_and_writes_the_memory_of_the_other() {
+fn each_side_reads_and_writes_the_memory_of_the_other_side() {
     let Some(mut pair) = Pair::new() else { return };
     let (server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);
@@ -66,8 +66,8 @@ fn a_message_arrives_after_the_writes_posted_before_it() {
     }
 }
 
-/// `verbs` (libfabric 1.17) relies on this order. If operations complete in another order, it uses
-/// memory that it has freed.
+/// `verbs` (libfabric 1.17) relies on this order. If operations complete in another order, `verbs`
+/// uses memory that it has freed.
 #[test]
 #[ignore = "needs an RDMA device: OUTBOARD_TEST_FABRIC=verbs@ADDRESS"]
 fn operations_over_verbs_complete_in_the_order_of_posting() {
@@ -128,7 +128,7 @@ fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &Mem
 }
 
 #[test]
-fn wrong_keys_and_ranges_are_refused() {
+fn remote_accesses_with_wrong_keys_or_ranges_are_refused() {
     let Some(mut pair) = Pair::new() else { return };
     let good = pair.server.region(LEN, Access::Remote);
     let local_only = pair.server.region(4096, Access::Local);
@@ -184,7 +184,7 @@ fn a_closed_region_is_inaccessible_over_an_open_connection() {
 }
 
 #[test]
-fn an_interrupted_read_spoils_a_tcp_domain() {
+fn after_an_interrupted_read_a_tcp_domain_must_be_reopened() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let ours = pair.server.region(LEN, Access::Remote);

@@ -12,7 +12,7 @@ use fabric::{
 
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Loads the library. If this fails, returns `None` and prints a notice, or panics in CI.
+/// Loads libfabric. If the loading fails, returns `None` and prints a notice, or panics in CI.
 pub fn library() -> Option<Library> {
     match Library::load() {
         Ok(library) => Some(library),

@@ -140,8 +140,8 @@ fn invalid_messages_are_refused_before_they_are_posted() {
 }
 
 /// A client exposes one buffer for reading and one for writing, and the server accesses both. After
-/// the client closes a region, the memory stays in use until the connection ends. This does not
-/// apply to a region for which the server has reported that it is done.
+/// the client closes a region, the memory stays in use until the connection ends. If the client has
+/// settled the region, the memory is released at once.
 #[test]
 fn exposed_memory_is_held_until_no_peer_can_be_using_it() {
     let Some(mut pair) = Pair::new() else { return };

@@ -183,7 +183,10 @@ pub async fn large_transfers_finish_one_after_the_other(rig: &Rig) {
     let small_at = order.iter().position(|(i, _)| *i == LARGE).expect("the small pull ended");
     assert!(small_at < LARGE / 2, "the small pull waited for most large pulls: {order:?}");
     let (_, last_taken) = order.iter().find(|(i, _)| *i < LARGE).expect("a large pull ended");
-    assert!(*last_taken <= 256 << 10, "the last pull sent too early (pull, bytes of the last): {order:?}");
+    assert!(
+        *last_taken <= 256 << 10,
+        "the last pull got data too early (ended pull, bytes for the last pull): {order:?}"
+    );
 
     let rooms: Vec<_> = (0..LARGE).map(|_| Buffer::new(0, &vec![0; data.len()])).collect();
     let sink = |room: &Arc<Buffer>| client.offer_sink(Arc::clone(room) as _, 0).expect("offered");
@@ -269,7 +272,7 @@ pub async fn invalid_uses_of_offers_are_refused(rig: &Rig) {
 /// A descriptor with wrong addresses, keys or checksums of remote memory ends at most the transport
 /// of its connection. The offered data still arrives, no buffer is lost, and other connections
 /// continue.
-pub async fn wrong_descriptions_of_memory_lose_no_data(rig: &Rig) {
+pub async fn wrong_addresses_or_keys_in_a_descriptor_lose_no_data(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     let ((other, _in), (other_server, mut from_other)) = rig.pair(&mut *listener).await;

@@ -80,7 +80,7 @@ pub async fn unread_messages_block_the_sender(rig: &Rig) {
         sent += 1;
         assert!(sent < 2000, "120 MB were accepted although the receiver reads nothing");
     }
-    assert!(sent > 10, "only {sent} messages blocked the sender");
+    assert!(sent > 10, "the sender was blocked after only {sent} messages");
     for i in 0..sent {
         assert_eq!(next_message(&mut *from_client).await.header.as_ref(), i.to_le_bytes());
     }

@@ -141,7 +141,7 @@ pub async fn pushes_survive_broken_transports(rig: &Rig) {
 
 /// A silent peer is detected, and the connection resumes when the peer is back. [`Rig::freeze`]
 /// makes the peer silent.
-pub async fn a_silent_peer_is_detected(rig: &Rig) {
+pub async fn a_silent_peer_is_detected_and_its_connection_resumes(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     client.send(message(b"before")).await.expect("sent");
@@ -157,7 +157,7 @@ pub async fn a_silent_peer_is_detected(rig: &Rig) {
 
 /// Heartbeats keep an idle connection on its transport, and also a connection that is busy with
 /// bulk data.
-pub async fn heartbeats_keep_the_transport(rig: &Rig) {
+pub async fn heartbeats_keep_idle_and_busy_connections_on_their_transport(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
     let idle = tokio::time::timeout(rig.grace * 3, from_server.next()).await;
@@ -177,7 +177,7 @@ pub async fn heartbeats_keep_the_transport(rig: &Rig) {
 }
 
 /// If a server no longer knows a connection, the connection ends on the client's side.
-pub async fn a_restarted_server_ends_the_connection(rig: &Rig) {
+pub async fn a_server_restart_ends_the_connections_of_its_clients(rig: &Rig) {
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
     let ((client, mut from_server), old_server) = rig.pair(&mut *listener).await;
@@ -195,9 +195,9 @@ pub async fn a_restarted_server_ends_the_connection(rig: &Rig) {
     lost(&mut *from_client).await;
 }
 
-/// A closing connection first sends its queued messages. The peer receives them and then the end of
-/// the connection. Later calls fail.
-pub async fn closing_sends_queued_messages_first(rig: &Rig) {
+/// A closing connection first sends its queued messages. The peer receives these messages, and then
+/// the end of the connection. Later calls fail.
+pub async fn closing_a_connection_first_sends_its_queued_messages(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
     for i in 0..50u8 {
@@ -218,7 +218,8 @@ pub async fn closing_sends_queued_messages_first(rig: &Rig) {
     lost(&mut *from_client).await;
 }
 
-/// If a connection is lost during transfers, they fail at once and all buffers are returned.
+/// If a connection is lost during transfers, the transfers fail at once, and all buffers return to
+/// their pool.
 pub async fn a_lost_connection_fails_its_transfers(rig: &Rig) {
     let mut listener = rig.listen().await;
     let ((client, from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
@@ -266,7 +267,7 @@ async fn futures_of<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Outpu
 
 /// A thousand connections (150 on a slow rig), of which ten exist at a time, leave no task in the
 /// runtime.
-pub async fn a_thousand_connections_leave_no_task(rig: &Rig) {
+pub async fn a_thousand_closed_connections_leave_no_task_behind(rig: &Rig) {
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let mut listener = rig.listen().await;
     let before = tasks();

@@ -20,12 +20,12 @@ use crate::{
 pub struct Rig {
     /// The stack of both ends.
     pub stack: Arc<dyn NetworkStack>,
-    /// The address at which to listen. It must be possible to listen there several times.
+    /// The address at which to listen. It must be possible to listen at this address several times.
     pub address: String,
     /// Breaks all transports at once, even in the middle of a frame. Returns their number.
     pub cut: Box<dyn Fn() -> usize>,
-    /// Called with `true`: stops all bytes on all transports. Called with `false`: lets them move
-    /// again.
+    /// Called with `true`: stops all bytes on all transports. Called with `false`: lets the bytes
+    /// move again.
     pub freeze: Box<dyn Fn(bool)>,
     /// The grace period of the stack: [`ConnectionConfig::grace`](crate::ConnectionConfig::grace).
     pub grace: Duration,
@@ -56,7 +56,8 @@ impl Rig {
         let mut client: Option<Ends> = None;
         let mut accepted: Vec<Ends> = Vec::new();
         // On a faulty network, an attempt may fail or its answer may be lost. The server then has a
-        // connection that no client uses, so only the one with the client's number is returned.
+        // connection that no client uses, so only the connection with the client's number is
+        // returned.
         loop {
             let connection = client.as_ref().map(|(client, _)| client.peer().connection);
             let ours = accepted.iter().position(|(server, _)| Some(server.peer().connection) == connection);
@@ -106,7 +107,7 @@ pub fn pool() -> BufferPool {
     BufferPool::new(Arena::anonymous(64 << 20).expect("64 MiB of memory"), 0, 16 << 20)
 }
 
-/// `len` random bytes.
+/// Returns `len` random bytes.
 #[must_use]
 pub fn random_bytes(random: &mut StdRng, len: usize) -> Bytes {
     let mut data = vec![0; len];
@@ -127,7 +128,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Creates a buffer with `data`. The object offset of its first byte modulo 4096 is `phase`.
+    /// Creates a buffer with `data`. `phase` is the offset of its first byte within the object,
+    /// modulo 4096.
     #[must_use]
     pub fn new(phase: u64, data: &[u8]) -> Arc<Buffer> {
         Arc::new(Buffer::slow(phase, data, Duration::ZERO))

@@ -57,7 +57,8 @@ pub(super) struct Batch {
     pub(super) messages: usize,
     /// Number of bulk slots to release once the batch is written.
     pub(super) bulk_slots: usize,
-    /// Signals for callers that wait until their pushed chunk has its place in the send order.
+    /// Notify the callers that wait until the position of their pushed chunk in the send order is
+    /// fixed.
     pub(super) placed: Vec<oneshot::Sender<()>>,
     /// For each frame: the offset of its end, and whether it ends with data that was not copied.
     ends: Vec<(usize, bool)>,
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_has_at_most_the_allowed_number_of_parts() {
+    fn a_packet_consists_of_at_most_the_allowed_number_of_memory_areas() {
         let mut batch = Batch::default();
         for size in [1000, 1000, 0, 1000, 0, 0, 1000, 1000, 1000] {
             let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; size].into()) };

@@ -13,13 +13,13 @@ use crate::transport::ofi::Link;
 use crate::{BulkSink, BulkSource};
 
 /// The source or sink that a user offers to the peer. The number is the phase of the sink: the
-/// object offset of its first byte modulo 4096.
+/// offset of its first byte within the object, modulo 4096.
 pub(super) enum Offered {
     Source(Arc<dyn BulkSource>),
     Sink(Arc<dyn BulkSink>, u16),
 }
 
-/// The part of an offer that the peer can reach by one-sided transfers.
+/// The memory of an offer that the peer can access by one-sided transfers.
 pub(super) struct ExposedOffer {
     /// The registered memory. `None` once the peer's access has ended.
     region: Option<MemoryRegion>,
@@ -54,7 +54,7 @@ impl ExposedOffer {
         };
         let region = link.expose(memory).inspect_err(|e| {
             metrics::counter!("outboard_messenger_not_exposed").increment(1);
-            tracing::debug!(error = %e, "memory cannot be exposed; its data is sent in frames instead");
+            tracing::debug!(error = %e, "an offer's memory cannot be exposed; its data is sent in frames");
         });
         let region = region.ok()?;
         let fabric::RemoteRegion { key, base, len } = region.remote();
@@ -71,7 +71,8 @@ impl ExposedOffer {
         self.remote.transport
     }
 
-    /// Takes the registration of the memory. The peer's access ends when the caller drops it.
+    /// Removes the registration of the memory from the offer, and returns it. The peer's access
+    /// ends when the caller drops the registration.
     pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
         self.region.take()
     }
@@ -112,7 +113,7 @@ impl ExposedOffer {
     }
 
     fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
-        let room = self.room.as_ref().ok_or("the offer is not for writing")?;
+        let room = self.room.as_ref().ok_or("the offer is for pulling only")?;
         check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
         let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {

@@ -1,11 +1,11 @@
 //! Detection of a lost peer.
 //!
 //! A side with outstanding work (an unacknowledged frame, a pull, an offer or a one-sided read)
-//! sends a frame at least once per [`heartbeat`](ConnectionConfig::heartbeat). It treats the peer as
-//! lost after a silence of [`grace`](ConnectionConfig::grace). While neither side has outstanding
-//! work, the pauses between heartbeats double, up to [`rest`](ConnectionConfig::rest), so that an idle
-//! connection costs almost nothing. Each heartbeat announces how long its sender may be silent from
-//! now on.
+//! sends a frame at least once per [`heartbeat`](ConnectionConfig::heartbeat). It treats the peer
+//! as lost after a silence of [`grace`](ConnectionConfig::grace). While neither side has
+//! outstanding work, the pauses between heartbeats double, up to [`rest`](ConnectionConfig::rest),
+//! so that an idle connection uses almost no CPU time or bandwidth. Each heartbeat announces how
+//! long its sender may be silent from now on.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -29,8 +29,8 @@ impl State {
 impl Shared {
     /// Sends a heartbeat when no other frame was sent during a pause. Returns when the transport
     /// has to end: the peer was silent for too long, or the peer may still use memory that only the
-    /// end of the transport can reclaim. Activity of the peer other than heartbeats protects the
-    /// connection's `place` from being reclaimed.
+    /// end of the transport can reclaim. Activity of the peer other than heartbeats protects
+    /// `place`, the connection's slot, from being given to another client.
     pub(super) async fn watch_peer(
         &self,
         link: Option<&Link>,
@@ -104,8 +104,8 @@ impl Shared {
         quiet.min(REST_MAX).saturating_sub(heartbeat)
     }
 
-    /// Sends a heartbeat if no other frame was sent. If `must_know` is true, always sends one,
-    /// because the peer must learn the length of the next pause.
+    /// Sends a heartbeat if no other frame was sent since the last call. If `must_know` is true,
+    /// always sends a heartbeat, because the peer must learn the length of the next pause.
     fn beat(&self, must_know: bool, pause: Duration) {
         let spoke = self.spoke.swap(false, Ordering::Relaxed);
         let mut state = self.lock();

@@ -26,7 +26,7 @@ pub(super) struct Inbound {
     waker: Option<Waker>,
     /// Whether the user has dropped the receiving handle. If so, messages are discarded.
     deaf: bool,
-    /// Maximum credit of the peer, in bytes.
+    /// Maximum credit of the peer beyond the messages that the user has taken, in bytes.
     window: u64,
     /// Credit that the peer has used since the connection began, in bytes.
     used: u64,
@@ -177,7 +177,8 @@ impl Inbound {
         self.reported < self.received
     }
 
-    /// Whether enough was received to acknowledge it now, without waiting for the timer.
+    /// Whether enough data was received to send an acknowledgement now, without waiting for the
+    /// timer.
     pub(super) fn owes_ack_now(&self) -> bool {
         self.unreported_bytes >= ACK_BYTES
     }
@@ -229,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_loss_is_returned_repeatedly_and_unread_events_are_bounded() {
+    fn the_loss_of_a_connection_is_reported_repeatedly_and_queued_events_are_bounded() {
         let mut inbound = Inbound::new(1 << 20);
         for _ in 0..1000 {
             inbound.push_info(ConnectionEvent::Interrupted);

@@ -19,20 +19,21 @@ use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
 
-/// Maximum number of refused offers that this side remembers.
+/// Maximum number of the peer's offers that this side remembers because the peer refused a push to
+/// them.
 const MAX_REFUSED: usize = 64;
 
 /// Maximum number of offers of one connection at a time.
 const MAX_OFFERS: usize = 65_536;
 
-/// If a source takes longer than this to read a chunk, its transfer gives its active place to
+/// If a source takes longer than this to read a chunk, its transfer gives its slot in the line to
 /// another transfer.
 const SOURCE_PATIENCE: Duration = Duration::from_millis(10);
 
 struct Offer {
     what: Offered,
     expires: Instant,
-    /// The part of the offer that the peer can reach by one-sided transfers.
+    /// The memory of the offer that the peer can access by one-sided transfers, if there is any.
     exposed: Option<ExposedOffer>,
 }
 
@@ -41,7 +42,8 @@ struct Offer {
 pub(super) struct Offers {
     active: HashMap<u64, Offer>,
     serving: BTreeMap<u64, AbortHandle>,
-    /// The peer's offers that recently refused pushed data, each with the reason, latest first.
+    /// Offers of the peer to which the peer recently refused a push, each with the peer's reason,
+    /// the latest first.
     refused: VecDeque<(u64, String)>,
 }
 
@@ -139,7 +141,9 @@ impl Shared {
         let state = self.lock();
         Self::check_open(&state)?;
         if state.offers.active.len() >= MAX_OFFERS {
-            return Err(MessengerError::BulkRefused("the connection has too many offers at a time".into()));
+            return Err(MessengerError::BulkRefused(
+                "the connection already has 65536 offers; finish some first".into(),
+            ));
         }
         let link = state.link.clone();
         drop(state);
@@ -188,10 +192,12 @@ impl Shared {
             }
         };
         if state.offers.serving.contains_key(&request.pull) || state.offers.serving.len() >= MAX_PULLS {
-            let wrong = format!("pull {} is a duplicate, or the peer has too many pulls", request.pull);
+            let wrong =
+                format!("pull {} is a duplicate, or the peer has too many active pulls", request.pull);
             return Err(MessengerError::Protocol(wrong));
         }
-        // The task is spawned while the mutex is held, so that its entry exists when the task ends.
+        // The task is spawned while the mutex is held, so that its entry in `serving` exists when
+        // the task ends.
         let serving = crate::spawn(serve(Arc::clone(self), request, source)).abort_handle();
         state.offers.serving.insert(request.pull, serving);
         Ok(())

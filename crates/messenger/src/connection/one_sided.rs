@@ -20,7 +20,8 @@ use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
-/// Maximum length of one read, in bytes. While one read is verified, the next ones are in progress.
+/// Maximum length of one read, in bytes. While the data of one read is verified, the next reads are
+/// in progress.
 const READ_BYTES: u64 = 512 << 10;
 
 /// Maximum number of reads of one pull at a time.
@@ -44,8 +45,8 @@ impl Shared {
             .then(|| format!("{kept} bytes of withdrawn memory can be reclaimed only by a new transport"))
     }
 
-    /// Handles the peer's statement that it has written to a sink. The peer must not change these
-    /// bytes afterwards.
+    /// Handles the peer's statement that it has written to a sink. The peer must not change the
+    /// written bytes afterwards.
     pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), ReadFailure> {
         let place = self
             .lock()
@@ -60,8 +61,8 @@ impl Shared {
             }
         };
         let verified = written.verify(&room);
-        // Release the buffer here, because the caller that finishes the offer must be its only
-        // owner.
+        // Release the buffer here, because the caller that finishes the offer must be the buffer's
+        // only owner.
         drop(room);
         // Damage ends the transport. The peer then sends the data again, in frames.
         verified.map_err(FrameError::Payload)?;
@@ -140,8 +141,8 @@ pub(super) enum NotPulled {
     Lost(MessengerError),
 }
 
-/// Returns the registered region that holds `len` bytes at `offset` of a transfer, and the offset
-/// of these bytes in the region.
+/// Returns the registered region that holds the bytes `offset..offset + len` of an offer, and the
+/// offset of these bytes in the region.
 fn region_of(remote: &RemoteMemory, offset: u64, len: u64) -> Option<(fabric::RemoteRegion, usize)> {
     let (BulkSegment { address, key, len }, start) = remote.find(offset, len)?;
     Some((fabric::RemoteRegion { key, base: address, len }, usize::try_from(start).ok()?))
@@ -171,8 +172,8 @@ struct PullReads<'a> {
 }
 
 impl PullReads<'_> {
-    /// Reads everything, with several reads in progress at a time. When this returns, no read is in
-    /// progress, unless the link has failed.
+    /// Reads all `len` bytes, with several reads in progress at a time. When this returns, no read
+    /// is in progress, unless the link has failed.
     async fn all(&self, len: usize, deadline: Instant) -> Result<(), String> {
         let mut turn = self.shared.turns.turn(self.at.key, len as u64);
         let mut under_way = FuturesUnordered::new();
@@ -197,7 +198,7 @@ impl PullReads<'_> {
 
     async fn one(&self, at: usize, len: usize, deadline: Instant) -> Result<(), String> {
         let (region, offset) = region_of(self.remote, self.at.offset + at as u64, len as u64)
-            .ok_or("no segment holds the data")?;
+            .ok_or("no segment of the descriptor holds the data")?;
         let read = self.link.read(self.landing, at, region, (offset, len), deadline).await;
         read.map_err(|LinkFailed(why)| why)?;
         self.shared.metrics.received_bytes.increment(len as u64);
@@ -209,8 +210,8 @@ impl PullReads<'_> {
     }
 }
 
-/// Length of the next read when `left` bytes remain at `phase`. Every read but the last ends at a
-/// piece boundary.
+/// Length of the next read, which starts at `phase` in its block, when `left` bytes remain. Every
+/// read but the last ends at a piece boundary.
 fn chunk_len(phase: u64, left: u64) -> usize {
     const { assert!(READ_BYTES.is_multiple_of(BLOCK) && READ_BYTES >= MAX_CHUNK as u64) };
     (READ_BYTES - phase).min(left) as usize

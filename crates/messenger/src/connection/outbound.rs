@@ -13,11 +13,11 @@ use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, FrameKind, PullData, Push, Window};
 use crate::{Message, MessengerError};
 
-/// Maximum number of queued control frames. Only a peer that sends requests and does not read the
-/// answers reaches it.
+/// Maximum number of queued control frames. The number is reached only if the peer sends requests
+/// and does not read the answers.
 const MAX_CONTROL_FRAMES: usize = 1024;
 
-/// No more messages are added to a batch of this size, in bytes.
+/// Size of a batch, in bytes, from which no more messages are added to it.
 const BATCH_BYTES: usize = 256 << 10;
 
 /// Maximum number of frames in one batch.
@@ -27,11 +27,12 @@ const BATCH_FRAMES: usize = 128;
 /// returns.
 pub(super) enum Chunk {
     Data(PullData, Payload),
-    /// The sender is notified when the chunk has its place in the send order.
+    /// The channel notifies the caller when the position of the chunk in the send order is fixed.
     Push(Push, Payload, Option<PushDestination>, Option<oneshot::Sender<()>>),
 }
 
-/// The queues in order of priority, and the frames that were sent but not acknowledged.
+/// The queues of outgoing frames, the highest priority first, and the frames that were sent but not
+/// acknowledged.
 pub(super) struct Outbound {
     control: VecDeque<Body>,
     window_wanted: bool,
@@ -42,7 +43,7 @@ pub(super) struct Outbound {
     /// Frames that were sent but not acknowledged. The first has number `acked + 1`.
     unacked: VecDeque<Sequenced>,
     acked: u64,
-    /// How many of `unacked` were written to the current transport.
+    /// Number of frames in `unacked` that were written to the current transport.
     written: usize,
     /// Credit that the peer has granted since the connection began, in bytes.
     granted: u64,
@@ -149,11 +150,13 @@ impl Outbound {
     /// Handles a grant: the peer has granted `granted` bytes of credit since the connection began.
     ///
     /// # Errors
-    /// If the grant exceeds [`MAX_CREDIT_BYTES`].
+    /// If the grant exceeds the issued credit by more than [`MAX_CREDIT_BYTES`].
     pub(super) fn on_granted(&mut self, granted: u64) -> Result<(), MessengerError> {
         self.granted = self.granted.max(granted);
         if self.granted - self.issued > MAX_CREDIT_BYTES {
-            return Err(MessengerError::Protocol(format!("the peer granted {granted} bytes of credit")));
+            return Err(MessengerError::Protocol(format!(
+                "the peer granted {granted} bytes of credit, which exceeds the used credit by more than 2 GiB"
+            )));
         }
         Ok(())
     }

@@ -31,7 +31,7 @@ pub(super) struct PacketReader<'a> {
     link: &'a Link,
     /// The received part of a frame that is longer than a packet.
     partial: BytesMut,
-    /// Full length of this frame, in bytes; 0 if no frame is incomplete.
+    /// Full length of the frame in `partial`, in bytes; 0 if no frame is incomplete.
     expected: usize,
     last_ack: u64,
     freed: Vec<Sequenced>,

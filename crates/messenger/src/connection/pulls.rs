@@ -2,8 +2,8 @@
 //!
 //! A destination buffer belongs to its pull, except while the reader fills it. During that time the
 //! reader owns the buffer, and a caller that cancels the pull only removes the pull's entry. The
-//! reader notices this, stops, and drops the buffer. So memory never returns to its pool while
-//! something may still write to it.
+//! reader notices the missing entry, stops, and drops the buffer. So a buffer never returns to its
+//! memory pool while the reader may still write to it.
 
 use std::collections::BTreeMap;
 
@@ -27,9 +27,9 @@ struct Pull {
     /// Number of times that damaged data arrived and was requested again.
     attempt: u64,
     offer: u64,
-    /// First byte within the offer.
+    /// Offset of the first byte within the offer.
     start: u64,
-    /// Object offset of the first byte modulo 4096.
+    /// Offset of the first byte within the object, modulo 4096.
     phase: u64,
     len: usize,
     filled: usize,
@@ -91,8 +91,8 @@ impl Pulls {
         (id + pull.attempt == on_wire).then_some((id, pull))
     }
 
-    /// Takes the buffer for `data`, whose payload has `len` bytes at `phase`. `None` if the pull
-    /// was cancelled.
+    /// Takes the buffer for `data`, whose payload has `len` bytes and starts at `phase` in its
+    /// block. `None` if the pull was cancelled.
     ///
     /// # Errors
     /// If the data is not the next part of the pull.
@@ -109,9 +109,9 @@ impl Pulls {
         let whole_pieces = end == pull.len || (pull.phase + end as u64).is_multiple_of(BLOCK);
         let fits = data.offset == pull.start + at as u64 && end <= pull.len && len > 0;
         if !fits || u64::from(phase) != object_phase || !whole_pieces {
-            let range = format!("{}+{len} of pull {}", data.offset, data.pull);
+            let range = format!("bytes {}+{len} of pull {}", data.offset, data.pull);
             return Err(MessengerError::Protocol(format!(
-                "the peer sent data for {range}, which is not the next part"
+                "the peer sent data for {range}, which is not the next part of the pull"
             )));
         }
         let dest = pull.dest.take();
@@ -140,7 +140,8 @@ impl Pull {
 }
 
 impl Shared {
-    /// See [`Pulls::take_dest`].
+    /// Takes the buffer for `data` from its pull, as [`Pulls::take_dest`] does. The buffer returns
+    /// to the pull when the result is dropped.
     pub(super) fn take_dest<'a>(
         &'a self,
         data: &PullData,
@@ -156,7 +157,7 @@ impl Shared {
         self.lock().pulls.active.contains_key(&pull)
     }
 
-    /// Handles the peer's refusal: it will send no more data of the pull.
+    /// Handles the refusal of a pull: the peer will send no more data of the pull.
     pub(super) fn on_pull_refused(&self, refused: PullRefused) {
         let mut state = self.lock();
         let id = state.pulls.find(refused.pull).map(|(id, _)| id);
@@ -172,7 +173,8 @@ impl Shared {
         }
     }
 
-    /// Cancels a pull. Its buffer returns to its pool as soon as the reader no longer writes to it.
+    /// Cancels a pull. The buffer of the pull returns to its memory pool as soon as the reader no
+    /// longer writes to the buffer.
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };
@@ -208,7 +210,7 @@ impl PullBuffer<'_> {
         &mut dest[at..at + len]
     }
 
-    /// Records that the part was filled with correct data, whose pieces have these checksums.
+    /// Records that the part was filled with correct data, whose pieces have the given checksums.
     pub(super) fn finish(mut self, checksums: &[u32]) {
         let mut state = self.shared.lock();
         let Some(pull) = state.pulls.active.get_mut(&self.filling.pull) else { return drop(state) };

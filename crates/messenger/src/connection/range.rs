@@ -9,14 +9,14 @@ use crate::{MessengerError, Result};
 /// A range of one of the peer's offers.
 pub(super) struct OfferRange {
     pub(super) key: u64,
-    /// First byte within the offer.
+    /// Offset of the first byte within the offer.
     pub(super) offset: u64,
-    /// Object offset of the first byte modulo 4096.
+    /// Offset of the first byte within the object, modulo 4096.
     pub(super) phase: u64,
 }
 
-/// Checks a descriptor that the connection's peer created, and returns the place of its bytes
-/// `offset..offset + len` in the peer's offer.
+/// Checks a descriptor that the connection's peer created. Returns the position of the descriptor's
+/// bytes `offset..offset + len` in the peer's offer.
 pub(super) fn locate(
     descriptor: &BulkDescriptor,
     wanted: BulkDirection,
@@ -59,8 +59,8 @@ pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Resul
     Ok(())
 }
 
-/// Length of the next chunk when `left` bytes remain at `phase`. Every chunk but the last ends at a
-/// piece boundary.
+/// Length of the next chunk, which starts at `phase` in its block, when `left` bytes remain. Every
+/// chunk but the last ends at a piece boundary.
 pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
     (MAX_CHUNK as u64 - phase).min(left) as usize
 }

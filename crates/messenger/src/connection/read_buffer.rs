@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_is_reused_when_all_its_parts_are_dropped() {
+    fn a_memory_block_is_reused_when_all_its_parts_are_dropped() {
         let mut buffer = ReadBuffer::new();
         let mut places = std::collections::HashSet::new();
         for _ in 0..50 {
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_still_in_use_are_never_overwritten() {
+    fn parts_of_a_block_that_are_still_in_use_are_never_overwritten() {
         let mut buffer = ReadBuffer::new();
         let mut kept = Vec::new();
         for i in 0..50u8 {
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_read_size_adapts_to_the_received_amount() {
+    fn the_read_size_adapts_to_the_received_amount_of_data() {
         let mut buffer = ReadBuffer::new();
         for _ in 0..10 {
             buffer.make_room(40);

@@ -1,7 +1,7 @@
 //! The receiving side of a stream transport: decodes frames, and passes each frame to the part of
 //! the connection that handles it.
 //!
-//! Small frames are parts of one read buffer. The payload of bulk data is read from the transport
+//! Small frames are slices of one read buffer. The payload of bulk data is read from the transport
 //! directly into its destination. After a bulk frame, the reader reads only a few bytes ahead,
 //! because payload bytes in the read buffer would have to be copied.
 
@@ -25,13 +25,14 @@ use crate::{Message, MessengerError};
 /// already holds them.
 const READ_AHEAD_MAX: usize = 16 << 10;
 
-/// Number of bytes to read ahead after a bulk frame, which is enough for the head of the next one.
+/// Number of bytes to read ahead after a bulk frame, which is enough for the head of the next
+/// frame.
 const BULK_AHEAD: usize = 512;
 
 /// Number of bytes after which the reader yields to the connection's writer and to other tasks.
 const TURN: usize = 512 << 10;
 
-/// Maximum size of one read when unwanted data is discarded, in bytes.
+/// Maximum size of one read when the data of a cancelled pull is discarded, in bytes.
 const DISCARD: usize = 64 << 10;
 
 /// The reason why reading ended.

@@ -22,14 +22,14 @@ use crate::{ConnectionEvent, MessengerError};
 /// Time that a closing connection has to send its queued frames.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
-/// Time that a closing connection has if another connection needs its place. It suffices to tell
-/// the peer the reason.
+/// Time that a closing connection has to send its queued frames if another connection needs its
+/// slot. The time suffices to tell the peer the reason.
 const RECLAIM_TIME: Duration = Duration::from_millis(100);
 
 /// How long an acknowledgement waits for another frame that can carry it.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
-/// A transport that ended sooner than this and delivered no new frame counts as a failed attempt,
+/// A transport that ended within this time and delivered no new frame counts as a failed attempt,
 /// which lengthens the backoff.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 
@@ -184,7 +184,7 @@ impl TransportSupply {
         }
     }
 
-    /// The connection's place in its listener's registry.
+    /// The connection's slot in its listener's registry.
     fn registration(&self) -> Option<Arc<RegistryPlace>> {
         match self {
             TransportSupply::Client(_) => None,
@@ -194,7 +194,7 @@ impl TransportSupply {
 
     /// Waits for a replacement of the current transport. On a server, the client may resume before
     /// the server notices that the transport broke. On a client, a better transport may be found
-    /// while it uses the base transport.
+    /// while the connection uses the base transport.
     async fn replaced(&mut self, is_base: bool) -> TransportEnd {
         match self {
             TransportSupply::Client(dialer) => {

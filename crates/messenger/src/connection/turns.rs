@@ -3,11 +3,11 @@
 //! All transfers share one connection. If large transfers alternated chunk by chunk, transfers that
 //! begin together would also end together. The drive would then be idle while the network is busy,
 //! and the network would be idle while the drive is busy. So transfers wait in a queue, called a
-//! line, ordered by the age of their offers. Two transfers of a line are active at a time, so that
-//! requests finish one by one.
-//! Small, middle and large transfers have a line each. The three lines alternate chunk by chunk, so
-//! that a small transfer does not wait for large ones, and a large transfer does not wait for many
-//! small ones.
+//! line. A line is ordered by the seniority of the offers: the offer whose first transfer joined
+//! the line earliest comes first. Two transfers of a line are active at a time, so that requests
+//! finish one by one. Small, middle and large transfers have a line each. The three lines alternate
+//! chunk by chunk, so that a small transfer does not wait for large ones, and a large transfer does
+//! not wait for many small ones.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,14 +23,14 @@ const MIDDLE_MAX_BYTES: u64 = 1 << 20;
 /// is not idle between them.
 const AT_A_TIME: usize = 2;
 
-/// An active transfer that has sent this many bytes returns to its line.
+/// Number of bytes after which an active transfer returns to its line.
 const TURN_BYTES: u64 = 4 << 20;
 
-/// After a line has sent this many bytes for an offer, the offer counts as new. So a large offer
-/// cannot keep its place ahead of all others.
+/// After a line has sent this many bytes for an offer, the offer loses its seniority and counts as
+/// new. So a large offer cannot stay ahead of all others.
 const YOUTH_BYTES: u64 = 16 << 20;
 
-/// Maximum number of offers whose age a line remembers. A forgotten offer counts as new.
+/// Maximum number of offers whose seniority a line remembers. A forgotten offer counts as new.
 const KNOWN_OFFERS: usize = 512;
 
 /// Error: the connection has ended.
@@ -54,8 +54,8 @@ impl TransferTurns {
         [&self.small, &self.middle, &self.large].into_iter().for_each(Line::close);
     }
 
-    /// Creates the turn of a transfer of `len` bytes from or to `offer`. The transfer does not wait
-    /// in its line before [`TransferTurn::take`].
+    /// Creates the turn of a transfer of `len` bytes from or to `offer`. The transfer joins its
+    /// line at the first call of [`TransferTurn::take`].
     pub(super) fn turn(&self, offer: u64, len: u64) -> TransferTurn<'_> {
         let line = match len {
             _ if len <= MAX_CHUNK as u64 => &self.small,
@@ -66,12 +66,13 @@ impl TransferTurns {
     }
 }
 
-/// The right of one transfer to send. The transfer may send only while it has an active place.
+/// The right of one transfer to send chunks. The transfer may send only while it holds one of the
+/// slots of its line.
 pub(super) struct TransferTurn<'a> {
     line: &'a Line,
     offer: u64,
     place: Option<TransferPermit<'a>>,
-    /// Bytes sent since the transfer took its place.
+    /// Number of bytes sent since the transfer got its slot.
     sent: u64,
 }
 
@@ -82,7 +83,8 @@ impl TransferTurn<'_> {
     /// If the connection has ended.
     pub(super) async fn take(&mut self, len: usize) -> Result<(), Over> {
         if self.place.is_none() || self.sent >= TURN_BYTES {
-            // Join the line before leaving the place, so that the oldest offer keeps its place.
+            // Join the line before giving up the slot, so that the most senior offer gets its slot
+            // back.
             let candidate = self.line.join(self.offer)?;
             self.leave();
             self.place = Some(candidate.enter().await?);
@@ -93,7 +95,7 @@ impl TransferTurn<'_> {
         Ok(())
     }
 
-    /// Gives up the active place, so that another transfer becomes active.
+    /// Gives up the slot, so that another transfer becomes active.
     pub(super) fn leave(&mut self) {
         self.place = None;
     }
@@ -102,14 +104,14 @@ impl TransferTurn<'_> {
 /// The transfers of one size class.
 struct Line(Mutex<TransferWaiters>);
 
-/// The order of waiting transfers: the age of the offer, then the order of arrival.
+/// The order of waiting transfers: the seniority of the offer, then the order of arrival.
 type Rank = (u64, u64);
 
 struct TransferWaiters {
     closed: bool,
     free: usize,
     waiting: BTreeMap<Rank, oneshot::Sender<()>>,
-    /// The latest offer comes first.
+    /// The offers that the line remembers, the latest first.
     offers: VecDeque<OfferProgress>,
     /// The last number given to an offer or to a waiting transfer.
     last: u64,
@@ -127,7 +129,7 @@ impl TransferWaiters {
         self.last
     }
 
-    /// The age of an offer; a smaller number is older.
+    /// The seniority of an offer. The smaller the number, the more senior the offer.
     fn age(&mut self, key: u64) -> u64 {
         let known = self.offers.iter().position(|o| o.key == key);
         if let Some(at) = known {
@@ -148,12 +150,12 @@ impl TransferWaiters {
         }
     }
 
-    /// Gives free places to the next transfers in line.
+    /// Gives free slots to the next transfers in line.
     fn admit(&mut self) {
         while self.free > 0
             && let Some((_, waiter)) = self.waiting.pop_first()
         {
-            // If the waiting transfer was cancelled, the place stays free for the next one.
+            // If the waiting transfer was cancelled, the slot stays free for the next transfer.
             if waiter.send(()).is_ok() {
                 self.free -= 1;
             }
@@ -191,7 +193,7 @@ impl Line {
     }
 }
 
-/// A waiting transfer. If it is dropped after it was admitted, its place passes to the next
+/// A waiting transfer. If it is dropped after it was admitted, its slot passes to the next
 /// transfer.
 struct Candidate<'a> {
     line: &'a Line,
@@ -220,7 +222,7 @@ impl Drop for Candidate<'_> {
     }
 }
 
-/// One of the active places of a line.
+/// One of the slots of a line, each of which lets one transfer be active.
 struct TransferPermit<'a>(&'a Line);
 
 impl Drop for TransferPermit<'_> {
@@ -255,7 +257,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn two_transfers_per_size_class_are_active_and_classes_do_not_block_others() {
+    async fn each_size_class_has_two_active_transfers_and_blocks_no_other_class() {
         let turns = TransferTurns::new();
         for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
             let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
@@ -268,12 +270,12 @@ mod tests {
             first.take(CHUNK).await.expect("the line is open");
             assert!(!goes(&turns, 3, len).await, "a transfer stays active until its end");
             drop(first);
-            assert!(goes(&turns, 3, len).await, "a place is free");
+            assert!(goes(&turns, 3, len).await, "a slot is free");
         }
     }
 
     #[tokio::test]
-    async fn a_transfer_of_an_older_offer_is_admitted_before_earlier_arrivals() {
+    async fn a_transfer_of_a_senior_offer_starts_before_transfers_that_waited_longer() {
         let turns = TransferTurns::new();
         let (old, other) = two_that_go(&turns).await;
         let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_offer_keeps_its_age_until_it_has_sent_16_mib() {
+    async fn an_offer_keeps_its_seniority_until_its_transfers_have_sent_16_mib() {
         let turns = TransferTurns::new();
         let (mut long, mut other, mut next) =
             (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn cancelled_transfers_free_their_places_and_stop_waiting() {
+    async fn cancelled_transfers_free_their_slots_and_stop_waiting() {
         let turns = TransferTurns::new();
         let (first, second) = two_that_go(&turns).await;
         for offer in 10..20 {

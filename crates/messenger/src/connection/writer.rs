@@ -52,7 +52,8 @@ impl Shared {
         }
     }
 
-    /// Handles a batch that is about to be written: its frames have their place in the send order.
+    /// Handles a batch that is about to be written: the position of its frames in the send order is
+    /// fixed.
     pub(super) fn on_gathered(&self, batch: &mut Batch) -> SlotGuard<'_> {
         self.metrics.sent_messages.increment(batch.messages as u64);
         self.metrics.queue_depth.decrement(batch.messages as f64);

@@ -1,11 +1,12 @@
-//! The bodies of frames: the content of each kind, encoded with `postcard`.
+//! The header parts of frame bodies: one struct per kind of frame, encoded with `postcard`. The
+//! rest of a body consists of the payload's checksums.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::{FrameError, FrameKind};
 
-/// A client's first frame.
+/// Content of a client's first frame, which opens a new connection or resumes an existing one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Minimum and maximum protocol version that the client supports.
@@ -17,7 +18,7 @@ pub struct Hello {
     /// A random number that identifies this attempt. The answer repeats it. Over libfabric, it
     /// equals the nonce of the connect request.
     pub nonce: [u8; 16],
-    /// Maximum length of a message's header and payload that the client accepts, in bytes.
+    /// Maximum lengths of a message's header and of its payload that the client accepts, in bytes.
     pub limits: (u32, u32),
     /// Credit granted to the server since the connection began, in bytes.
     pub granted: u64,
@@ -25,7 +26,8 @@ pub struct Hello {
     pub resume: Option<Resume>,
 }
 
-/// The identity, proof and state of a connection to resume.
+/// The connection that a client resumes, the secret that permits this, and the number of the last
+/// frame that the client has received.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
     /// Number of the connection.
@@ -49,7 +51,7 @@ pub struct Welcome {
     pub connection: u128,
     /// The secret that the client must present to resume the connection.
     pub secret: [u8; 16],
-    /// Maximum length of a message's header and payload, and of a bulk transfer, that the server
+    /// Maximum lengths of a message's header, of its payload and of a bulk transfer that the server
     /// accepts, in bytes.
     pub limits: (u32, u32, u64),
     /// Credit granted to the client since the connection began, in bytes.
@@ -75,8 +77,8 @@ pub struct PathOffer {
 pub enum RejectCode {
     /// The two sides have no common version, or a value in the [`Hello`] is not allowed.
     Incompatible,
-    /// The server has reached its maximum number of connections, and the client's address has its
-    /// fair share of them.
+    /// The server has reached its maximum number of connections, and the client's address already
+    /// holds its fair share of them.
     Full,
     /// The connection to resume does not exist, or the secret is wrong.
     UnknownConnection,
@@ -85,9 +87,9 @@ pub enum RejectCode {
 /// The server's answer to a [`Hello`] that it does not accept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reject {
-    /// The reason, for programs.
+    /// The reason, as a code for programs.
     pub code: RejectCode,
-    /// The reason, for people.
+    /// The reason, as text for people.
     pub reason: String,
 }
 
@@ -96,8 +98,7 @@ pub struct Reject {
 pub struct Window {
     /// Credit granted to the receiver of the frame since the connection began, in bytes.
     pub granted: u64,
-    /// How long the sender may be silent while neither side has anything outstanding, in
-    /// milliseconds.
+    /// How long the sender may be silent while neither side has outstanding work, in milliseconds.
     pub quiet_ms: u32,
 }
 
@@ -108,9 +109,9 @@ pub struct PullRequest {
     pub pull: u64,
     /// Key of the offer.
     pub offer: u64,
-    /// First byte within the offer.
+    /// Offset of the first requested byte within the offer.
     pub offset: u64,
-    /// Number of bytes.
+    /// Number of requested bytes.
     pub len: u64,
 }
 
@@ -121,7 +122,7 @@ pub struct PullCancel {
     pub pull: u64,
 }
 
-/// The cause of a refusal.
+/// The cause of a refused pull.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The offer does not exist or was withdrawn, or the range is not inside it.
@@ -135,9 +136,9 @@ pub enum Refusal {
 pub struct PullRefused {
     /// Number of the pull.
     pub pull: u64,
-    /// The cause of the refusal, for programs.
+    /// The cause of the refusal, as a code for programs.
     pub refusal: Refusal,
-    /// The reason, for people; at most 100 characters.
+    /// The reason, as text for people; at most 100 characters.
     pub reason: String,
 }
 
@@ -146,7 +147,7 @@ pub struct PullRefused {
 pub struct PullData {
     /// Number of the pull.
     pub pull: u64,
-    /// First byte, within the offer.
+    /// Offset of the payload's first byte within the offer.
     pub offset: u64,
 }
 
@@ -155,20 +156,21 @@ pub struct PullData {
 pub struct Push {
     /// Key of the offer.
     pub offer: u64,
-    /// First byte, within the offer.
+    /// Offset of the payload's first byte within the offer.
     pub offset: u64,
 }
 
-/// The range that a one-sided transfer has written.
+/// The range of a sink that the sender of the frame has written by a one-sided transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wrote {
     /// Key of the offer.
     pub offer: u64,
-    /// First byte, within the offer.
+    /// Offset of the first written byte within the offer.
     pub offset: u64,
-    /// Number of bytes, at most the maximum payload of a [`FrameKind::Push`] frame: 256 KiB.
+    /// Number of written bytes, at most 256 KiB (the maximum payload of a [`FrameKind::Push`]
+    /// frame).
     pub len: u32,
-    /// Checksums of the pieces, 4 bytes each, little endian.
+    /// Checksums of the pieces of the written data, 4 bytes each, little endian.
     pub checksums: Vec<u8>,
 }
 
@@ -177,18 +179,19 @@ pub struct Wrote {
 pub struct PushRefused {
     /// Key of the offer.
     pub offer: u64,
-    /// The reason, for people.
+    /// The reason, as text for people.
     pub reason: String,
 }
 
 /// Ends the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
-    /// The reason, for people; at most 100 characters.
+    /// The reason, as text for people; at most 100 characters.
     pub reason: String,
 }
 
-/// A frame's header part.
+/// The decoded header part of a frame: the fields of a control frame, the destination of bulk data,
+/// or the header of a user's message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each variant is the struct of the same name")]
 pub enum Body {

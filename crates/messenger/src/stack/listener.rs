@@ -1,5 +1,5 @@
-//! The server's side: accepts transports and performs handshakes. Each transport begins a new
-//! connection or resumes an existing one.
+//! The server side of a network stack: accepts transports and performs handshakes. Each transport
+//! begins a new connection or resumes an existing one.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,11 +32,11 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Minimum time between two warnings that transports cannot be accepted.
 const WARNING_PAUSE: Duration = Duration::from_secs(10);
 
-/// A connection that was silent for this long loses its place to a new connection from the same
-/// address, if all places are taken.
+/// If all connection slots are taken, a connection that was silent for this long loses its slot to
+/// a new connection from the same address.
 const CONNECTION_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A listener over a byte stream transport.
+/// A listener on the base transport and on the stack's paths.
 pub(super) struct StreamListener {
     endpoint: String,
     paths: Vec<PathOffer>,
@@ -50,7 +50,7 @@ struct Reception {
     features: u64,
     config: ConnectionConfig,
     registry: Arc<Registry>,
-    /// The other transports of the listener.
+    /// The paths on which the listener also accepts transports.
     paths: Vec<PathOffer>,
     accepted: mpsc::Sender<Result<Ends>>,
     admissions: Arc<Admissions>,
@@ -64,7 +64,7 @@ struct Handshakes {
     tasks: HashMap<u64, AbortHandle>,
 }
 
-/// The place of a handshake. Dropping it releases the place.
+/// The slot that a handshake holds. Dropping this value frees the slot.
 struct HandshakePlace<'a>(&'a Reception, u64);
 
 impl Drop for HandshakePlace<'_> {
@@ -84,8 +84,8 @@ struct Registry {
 struct ConnectionTable {
     entries: HashMap<u128, RegistryEntry>,
     places: Budget<u128>,
-    /// Places of detached connections. A detached connection holds one of these in addition to its
-    /// own place.
+    /// Slots of detached connections. A detached connection holds one of these slots in addition to
+    /// its slot in `places`.
     detached: Budget<u128>,
 }
 
@@ -95,7 +95,7 @@ struct RegistryEntry {
     shared: Weak<Shared>,
 }
 
-/// The place of a connection in its listener's registry. Dropping it releases the place.
+/// The slot of a connection in its listener's registry. Dropping this value frees the slot.
 pub(crate) struct RegistryPlace {
     registry: Weak<Registry>,
     connection: u128,
@@ -104,8 +104,8 @@ pub(crate) struct RegistryPlace {
 }
 
 impl ConnectionTable {
-    /// Removes a connection that has lost its place. The caller must [reclaim](Shared::reclaim) it
-    /// after releasing the mutex.
+    /// Removes a connection from the table and returns it. If it has lost its slot to another
+    /// client, the caller must [close](Shared::reclaim) it after releasing the mutex.
     fn forget(&mut self, connection: u128) -> Option<Arc<Shared>> {
         self.places.remove(connection);
         self.detached.remove(connection);
@@ -119,7 +119,8 @@ impl Registry {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends `victim`, a connection that has lost its place, if there is one.
+    /// Closes `victim`, a connection that has lost its slot because of `shortage`. Does nothing for
+    /// `None`.
     fn reclaim(&self, victim: Option<Arc<Shared>>, shortage: Shortage) {
         if let Some(victim) = victim {
             self.admissions.add_reclaimed(shortage, 1);
@@ -127,7 +128,7 @@ impl Registry {
             tracing::debug!(
                 address = peer.address,
                 ?shortage,
-                "a connection loses its place to another client"
+                "a connection loses its slot to another client"
             );
             victim.reclaim();
         }
@@ -154,8 +155,9 @@ impl Registry {
         Some((resumptions, RegistryPlace { registry, connection, peer, held }))
     }
 
-    /// Finds the connection to resume, if the secret is right. Returns the channel for its new
-    /// transport. A wrong secret gives the same result as an unknown connection.
+    /// Finds the connection to resume, if the secret is right. Returns the channel that passes the
+    /// new transport to the connection. A wrong secret gives the same result as an unknown
+    /// connection.
     fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
         let connections = self.lock();
         let entry = connections.entries.get(&resume.connection)?;
@@ -163,7 +165,8 @@ impl Registry {
         (differs == 0).then(|| entry.resume.clone())
     }
 
-    /// Ends a connection to free its file descriptor. Returns whether such a connection existed.
+    /// Ends a connection to free its file descriptor. Returns `false` if no connection can be
+    /// ended.
     fn shed(&self) -> bool {
         let mut connections = self.lock();
         let victim = connections.places.shed(Instant::now().into_std());
@@ -186,7 +189,9 @@ impl RegistryPlace {
         let Ok(victim) = admitted else {
             drop(connections);
             registry.admissions.add_refused(Shortage::Detached, 1);
-            return Err(MessengerError::ConnectionLost("too many connections wait for their clients".into()));
+            return Err(MessengerError::ConnectionLost(
+                "too many connections already wait for their clients".into(),
+            ));
         };
         self.held.store(true, Ordering::Relaxed);
         connections.places.left(self.connection, now);
@@ -208,7 +213,7 @@ impl RegistryPlace {
     }
 
     /// Records activity of the peer beyond heartbeats, which protects the connection from losing
-    /// its place.
+    /// its slot to another client.
     pub(crate) fn heard(&self) {
         if let Some(registry) = self.registry.upgrade() {
             registry.lock().places.heard(self.connection, Instant::now().into_std());
@@ -226,8 +231,9 @@ impl Drop for RegistryPlace {
 }
 
 impl StreamListener {
-    /// Accepts connections over `acceptor`, the base transport. Clients may also resume connections
-    /// over `others`, each of which has the name of its path.
+    /// Accepts connections over `acceptor`, which belongs to the base transport. Clients may also
+    /// resume connections over `others`: the acceptors of the stack's paths, each with the name of
+    /// its path.
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
@@ -299,8 +305,8 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
         match acceptor.accept().await {
             Ok(wire) => {
                 reception.begin(wire);
-                // Cancelled handshakes must release their descriptors before the next handshake
-                // takes one.
+                // Cancelled handshakes must close their file descriptors before the next handshake
+                // opens one.
                 tokio::task::yield_now().await;
             }
             Err(e) => {
@@ -329,7 +335,8 @@ impl Reception {
         self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a handshake in a new task. It may replace another handshake.
+    /// Begins a handshake in a new task. If all handshake slots are taken, it replaces another
+    /// handshake or is refused.
     fn begin(self: &Arc<Self>, wire: Wire) {
         let mut handshakes = self.handshakes();
         handshakes.last += 1;
@@ -351,7 +358,8 @@ impl Reception {
         handshakes.tasks.insert(id, task.abort_handle());
     }
 
-    /// Cancels a handshake, or else ends a connection, to free a file descriptor.
+    /// Frees a file descriptor: cancels a handshake, or ends a connection if no handshake can be
+    /// cancelled.
     fn shed(&self) {
         self.admissions.add_refused(Shortage::Descriptors, 1);
         let mut handshakes = self.handshakes();
@@ -375,8 +383,8 @@ impl Reception {
             Ok(HandshakeOutcome::Resume(connection, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
-                // If another transport already waits for the connection, this one is dropped, and
-                // its client tries again.
+                // If another transport already waits for the connection, the new transport is
+                // dropped, and the client tries again.
                 let _ = connection.try_send(resumption);
             }
             Err(why) => {
@@ -405,7 +413,8 @@ impl Reception {
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_connections();
-            let reason = format!("all {max} connections are in use, and this address has its fair share");
+            let reason =
+                format!("all {max} connections are in use, and this client's address has its fair share");
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
         };
         handshake::write(wire, &welcome).await.map_err(|e| MessengerError::Unreachable {

@@ -1,10 +1,10 @@
-//! A transport with faults from a seed: delays, stalls, breaks in the middle of a frame, flipped
-//! bits.
+//! A transport that injects random faults: delays, stalls, breaks in the middle of a frame, and
+//! flipped bits. A seed determines the faults.
 //!
 //! Every byte between a client and its server passes through a pump. The pump divides the stream
 //! into random pieces and may delay, stall, damage or end it. Each stream has its own delays, so
 //! streams overtake each other. On tokio's paused clock and over [`super::memory::MemoryNetwork`],
-//! nothing depends on the machine, so a seed replays a run.
+//! nothing depends on the machine, so the same seed repeats a run exactly.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -80,7 +80,7 @@ pub struct FaultControl {
     /// Number of injected faults of each kind.
     pub counts: StreamFaultCounts,
     faults: StreamFaults,
-    /// Whether random faults have ended.
+    /// Whether random faults have been switched off.
     quiet: AtomicBool,
     /// Number of calls of [`FaultControl::cut`]. A change breaks all streams.
     cuts: watch::Sender<u64>,
@@ -117,7 +117,7 @@ impl FaultControl {
     }
 }
 
-/// A transport whose streams, dialled by clients, suffer [`StreamFaults`].
+/// A transport that injects [`StreamFaults`] into the streams that clients dial.
 #[derive(Clone)]
 pub struct Faulty<T> {
     inner: T,

@@ -68,7 +68,7 @@ impl Acceptor for MemoryAcceptor {
     }
 }
 
-/// One end of a stream in memory.
+/// Creates a [`Wire`] over one end of a stream in memory.
 pub(super) fn wire(stream: DuplexStream, address: &str) -> Wire {
     let (reader, writer) = split(stream);
     Wire::stream(Box::new(reader), Box::new(writer), address.to_owned())

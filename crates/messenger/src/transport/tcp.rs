@@ -87,8 +87,8 @@ impl Acceptor for TcpAcceptor {
     }
 }
 
-/// Whether the error of an `accept` concerns only the accepted stream: a network error of the new
-/// socket, as in accept(2).
+/// Whether an error of accept(2) concerns only the new socket, so that the listener can go on to
+/// the next one.
 fn ended_early(e: &io::Error) -> bool {
     use io::ErrorKind::{
         ConnectionAborted, ConnectionReset, HostUnreachable, NetworkDown, NetworkUnreachable,
@@ -102,7 +102,8 @@ fn wire(stream: TcpStream, peer: SocketAddr) -> io::Result<Wire> {
     let socket = socket2::SockRef::from(&stream);
     socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
     if peer.ip() == stream.local_addr()?.ip() {
-        // If the system refuses, its own choice stays in force, which is only slower.
+        // If the system refuses `reno`, its default congestion control stays in force, which is
+        // only slower.
         let _ = socket.set_tcp_congestion(LOOPBACK_CONGESTION_CONTROL);
     }
     let address = peer.to_string();

@@ -372,7 +372,7 @@ async fn packets_with_a_wrong_token_are_dropped() {
 
 /// The client states one tenant in the connect request and another tenant in the Hello.
 #[tokio::test]
-async fn a_hello_that_differs_from_the_connect_request_is_rejected() {
+async fn a_hello_frame_that_differs_from_the_connect_request_is_rejected() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
@@ -389,7 +389,7 @@ async fn a_hello_that_differs_from_the_connect_request_is_rejected() {
 /// polling, a read of this memory never ends. The server's buffer still returns to its pool, and
 /// other clients do not wait.
 #[tokio::test]
-async fn a_stalled_pull_returns_its_buffer() {
+async fn a_pull_from_a_stalled_client_returns_its_buffer() {
     let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let (tell, told) = std::sync::mpsc::channel();

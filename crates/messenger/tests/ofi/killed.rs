@@ -125,7 +125,7 @@ fn tell(line: &str) {
 /// A client is killed while the server reads its memory. The reads fail, their buffers return to
 /// the pool, no link is left, and the server serves the next client.
 #[tokio::test]
-async fn a_client_killed_while_its_memory_is_read_leaves_no_buffer_and_no_link() {
+async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
     let Some((stack, control)) = stack() else { return };
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     let pool = conformance::pool();
@@ -165,10 +165,10 @@ async fn a_client_killed_while_its_memory_is_read_leaves_no_buffer_and_no_link()
     assert_eq!(control.cut(), 0, "no link is left");
 }
 
-/// A server is killed while it reads a client's memory. The client detects this, and gets its
-/// memory back.
+/// A server is killed while it reads a client's memory. The client detects the loss of the server,
+/// and gets its memory back.
 #[tokio::test]
-async fn a_server_killed_while_it_reads_leaves_no_link_at_its_client() {
+async fn a_server_killed_while_it_reads_client_memory_leaves_no_link_at_the_client() {
     let Some((stack, control)) = stack() else { return };
     for _ in 0..ROUNDS {
         let mut other = Other::start("server");

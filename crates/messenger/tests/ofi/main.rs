@@ -29,7 +29,7 @@ fn patience(provider: &str) -> (Duration, Duration) {
     (grace / 6, grace)
 }
 
-/// Loads libfabric. If it is missing, prints this and returns `None`, or panics in CI.
+/// Loads libfabric. If the loading fails, returns `None` and prints a notice, or panics in CI.
 fn load(config: OfiConfig) -> Option<Ofi> {
     match Ofi::new(config) {
         Ok(ofi) => Some(ofi),
@@ -45,7 +45,7 @@ fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
     patient_rig(receive_queue, 1)
 }
 
-/// Creates a rig whose grace period is `times` as long as usual.
+/// Creates a rig whose grace period is the usual one multiplied by `times`.
 fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);

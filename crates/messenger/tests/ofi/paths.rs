@@ -48,7 +48,8 @@ impl Network {
     }
 }
 
-/// Waits until the connection uses a link if `one_sided` is true, and otherwise until it does not.
+/// Waits until the connection uses a link if `one_sided` is true, and otherwise until it uses no
+/// link.
 async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
     let reached = async {
         while connection.limits().one_sided != one_sided {
@@ -131,7 +132,7 @@ async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required()
 
 /// A path on which no data arrives counts as failed, like a path that breaks.
 #[tokio::test]
-async fn a_silent_path_cools_down_and_is_then_used_again() {
+async fn a_silent_path_is_avoided_during_its_cool_down_and_then_used_again() {
     let Some(network) = network(false) else { return };
     let (_listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
@@ -148,7 +149,7 @@ async fn a_silent_path_cools_down_and_is_then_used_again() {
 /// Queues that have failed are opened again on both sides. Connections continue, and return to the
 /// link.
 #[tokio::test]
-async fn failed_queues_are_opened_again() {
+async fn failed_event_and_completion_queues_are_reopened() {
     let Some(network) = network(false) else { return };
     let (mut listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
@@ -171,7 +172,7 @@ async fn failed_queues_are_opened_again() {
 /// sent in frames. The environment variable `OUTBOARD_TEST_MEMLOCK` says that this process has a
 /// low limit on locked memory.
 #[tokio::test]
-async fn memory_that_cannot_be_registered_costs_only_the_link() {
+async fn connections_without_registered_memory_fall_back_to_tcp_or_frames() {
     let Some(network) = network(false) else { return };
     if std::env::var_os("OUTBOARD_TEST_MEMLOCK").is_none() {
         let (_listener, mut client, mut server) = network.pair().await;

@@ -12,8 +12,8 @@ use tokio::time::timeout;
 const CROWD: &str = "127.0.0.1";
 const OTHER: &str = "127.0.0.2";
 
-/// Handshakes and detached connections that time out later than the test. So only a budget can free
-/// their places.
+/// Creates a configuration in which handshakes and detached connections time out only after the end
+/// of the test. So only a budget can free their slots.
 fn config() -> ConnectionConfig {
     ConnectionConfig { handshake_timeout: 6 * PATIENCE, hold: 6 * PATIENCE, ..ConnectionConfig::default() }
 }
@@ -51,12 +51,12 @@ async fn silent_handshakes_of_one_address_do_not_block_another_address() {
     }
     let (_raw, _, _ends) = connection(OTHER, &mut *listener).await;
     let (_raw, _, _ends) = connection(CROWD, &mut *listener).await;
-    // The longest-silent handshakes lost their places.
+    // The longest-silent handshakes lost their slots.
     timeout(PATIENCE, silent[0].closed()).await.expect("the oldest handshake is ended");
 }
 
 #[tokio::test]
-async fn the_longest_silent_connections_lose_their_places_to_another_address() {
+async fn the_longest_silent_connections_lose_their_slots_to_another_address() {
     let mut listener = listen(ConnectionConfig { max_connections: 4, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..4 {
@@ -85,7 +85,7 @@ async fn the_longest_silent_connections_lose_their_places_to_another_address() {
 }
 
 #[tokio::test]
-async fn a_detached_connection_loses_its_place_to_another_address() {
+async fn a_detached_connection_loses_its_slot_to_another_address() {
     let mut listener = listen(ConnectionConfig { max_held: 2, ..config() }).await;
     let mut crowd = Vec::new();
     for _ in 0..2 {
@@ -104,15 +104,15 @@ async fn a_detached_connection_loses_its_place_to_another_address() {
     lost(&mut *crowd[0].1).await;
 }
 
-/// Runs itself again as the listener, in a process with a low limit on open files and a
+/// The test runs itself again as the listener, in a process with a low limit on open files and a
 /// configuration that expects a high limit.
 #[tokio::test]
-async fn a_listener_without_descriptors_ends_silent_peers_and_continues() {
+async fn a_listener_without_free_descriptors_disconnects_silent_peers_and_continues() {
     const STARVING: &str = "OUTBOARD_TEST_STARVING";
     if std::env::var_os(STARVING).is_some() {
         return starve().await;
     }
-    let this = "crowd::a_listener_without_descriptors_ends_silent_peers_and_continues";
+    let this = "crowd::a_listener_without_free_descriptors_disconnects_silent_peers_and_continues";
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", this, "--nocapture"])
         .env(STARVING, "1")

@@ -1,5 +1,5 @@
-//! Peers that send false data, stall, or guess keys. Each peer loses its own connection with a
-//! typed error, and affects nothing else.
+//! Peers that send false data, stall, or guess keys. The attacked side ends the connection of this
+//! peer with a typed error. No other connection is affected.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ fn message(text: &str) -> Body {
 }
 
 #[tokio::test]
-async fn every_flipped_bit_of_a_hello_is_detected() {
+async fn every_flipped_bit_in_a_hello_frame_is_detected() {
     let mut victim = Victim::new().await;
     let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
     for bit in 0..good.len() * 8 {
@@ -60,7 +60,7 @@ async fn a_flipped_bit_of_a_message_breaks_only_the_transport() {
 }
 
 #[tokio::test]
-async fn a_connection_whose_transports_all_deliver_damage_is_ended() {
+async fn a_connection_ends_after_many_transports_deliver_damaged_frames() {
     let mut victim = Victim::new().await;
     let (mut raw, welcome, mut ends) = victim.attack().await;
     let resume = Resume { connection: welcome.connection, secret: welcome.secret, received: 0 };
@@ -147,7 +147,7 @@ async fn violations_of_the_protocol_end_the_connection() {
 }
 
 #[tokio::test]
-async fn messages_beyond_the_credit_end_the_connection() {
+async fn messages_without_credit_end_the_connection() {
     let mut victim = Victim::new().await;
     let (mut raw, welcome, mut ends) = victim.attack().await;
     let payload = Payload::compute(0, vec![1; 60_000].into());
@@ -198,7 +198,7 @@ async fn pulls_of_ranges_that_are_not_offered_are_refused() {
 }
 
 #[tokio::test]
-async fn endless_requests_of_a_peer_that_reads_no_answers_end_the_connection() {
+async fn a_connection_ends_if_its_peer_sends_requests_but_reads_no_answers() {
     let mut victim = Victim::new().await;
     let (mut raw, _, mut ends) = victim.attack().await;
     let request = PullRequest { pull: 1, offer: 1, offset: 0, len: 1 };
@@ -217,7 +217,7 @@ async fn endless_requests_of_a_peer_that_reads_no_answers_end_the_connection() {
 }
 
 #[tokio::test]
-async fn unrequested_data_is_dropped_or_refused_or_ends_the_connection() {
+async fn data_for_unknown_transfers_is_rejected_and_misplaced_data_ends_the_connection() {
     let mut victim = Victim::new().await;
     let (mut raw, _, ends) = victim.attack().await;
     let data = Payload::compute(0, vec![1; 5000].into());
@@ -335,7 +335,7 @@ async fn a_connection_is_resumed_only_with_its_secret() {
 }
 
 #[tokio::test]
-async fn hellos_with_unsupported_values_are_rejected() {
+async fn hello_frames_with_unsupported_values_are_rejected() {
     let mut victim = Victim::new().await;
     let bad = [
         outboard_messenger::frame::Hello { versions: (3, 9), ..hello(None) },
@@ -356,7 +356,7 @@ async fn hellos_with_unsupported_values_are_rejected() {
 }
 
 #[tokio::test]
-async fn invalid_answers_of_a_server_give_the_client_typed_errors() {
+async fn a_client_reports_typed_errors_for_invalid_answers_of_a_server() {
     let config =
         ConnectionConfig { handshake_timeout: Duration::from_millis(100), ..ConnectionConfig::default() };
     let stack = TcpStack::new(config);
@@ -410,7 +410,7 @@ async fn invalid_answers_of_a_server_give_the_client_typed_errors() {
 }
 
 #[tokio::test]
-async fn a_peer_that_grants_much_credit_and_reads_nothing_costs_bounded_memory() {
+async fn the_send_queue_for_a_peer_that_reads_nothing_is_bounded_despite_large_credit() {
     let mut victim = Victim::new().await;
     let (mut raw, _, mut ends) = victim.attack().await;
     raw.write(&bytes(&Body::Window(Window { granted: 1 << 30, quiet_ms: 0 }), 0, 0, &Payload::default()))

@@ -32,7 +32,7 @@ async fn pair(stack: &TcpStack) -> (Ends, Ends) {
 }
 
 #[tokio::test]
-async fn an_expired_offer_is_refused() {
+async fn a_pull_from_an_expired_offer_is_refused() {
     let (client, server) = pair(&TcpStack::new(quick())).await;
     let source = client.0.offer_source(Arc::new(Zeros(10))).unwrap();
     let pool = conformance::pool();
@@ -68,7 +68,7 @@ async fn a_listener_limits_its_connections_and_its_detached_connections() {
     kept.0.close().await;
     drop((kept, lost_at_once));
     sleep(Duration::from_millis(50)).await;
-    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("a place is free again");
+    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("a slot is free again");
 }
 
 /// The client runs on another thread. Its runtime ends during a pull, as in a killed process.
@@ -117,7 +117,7 @@ async fn a_client_killed_during_a_pull_ends_only_its_connection() {
 
 /// Three threads send and one thread receives, while a fourth thread serves the connection.
 #[test]
-fn handles_can_be_used_from_other_threads() {
+fn connection_handles_can_be_used_from_other_threads() {
     let (give, take) = std::sync::mpsc::channel();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let config = ConnectionConfig { offer_ttl: PATIENCE, ..quick() };
@@ -180,7 +180,7 @@ fn handles_can_be_used_from_other_threads() {
 /// After its server was killed, the client tries to resume until its timeout. Then the connection
 /// is lost.
 #[tokio::test]
-async fn a_client_whose_server_is_killed_fails_after_its_timeout() {
+async fn a_connection_to_a_killed_server_is_lost_after_the_clients_timeout() {
     let (told, endpoint) = tokio::sync::oneshot::channel();
     let (kill, killed) = std::sync::mpsc::channel::<()>();
     let server = std::thread::spawn(move || {
@@ -224,7 +224,7 @@ impl BulkSource for Liar {
 }
 
 #[tokio::test]
-async fn wrong_checksums_of_a_source_fail_only_its_pull() {
+async fn wrong_checksums_of_a_source_fail_only_the_pull_from_it() {
     let (mut client, server) =
         pair(&TcpStack::new(ConnectionConfig { offer_ttl: PATIENCE, ..quick() })).await;
     let pool = conformance::pool();
@@ -241,10 +241,10 @@ async fn wrong_checksums_of_a_source_fail_only_its_pull() {
 
 /// Counts the file descriptors of the process, so the test runs itself again in a separate process.
 #[test]
-fn a_thousand_connections_leave_no_file_descriptor() {
+fn a_thousand_closed_connections_leave_no_open_file_descriptor() {
     if std::env::var_os("COUNT_DESCRIPTORS").is_none() {
         let program = std::env::current_exe().unwrap();
-        let args = ["--exact", "life::a_thousand_connections_leave_no_file_descriptor"];
+        let args = ["--exact", "life::a_thousand_closed_connections_leave_no_open_file_descriptor"];
         let status = std::process::Command::new(program).args(args).env("COUNT_DESCRIPTORS", "1").status();
         assert!(status.unwrap().success());
         return;
@@ -263,7 +263,7 @@ fn a_thousand_connections_leave_no_file_descriptor() {
             slow: false,
             seed: 0,
         };
-        conformance::a_thousand_connections_leave_no_task(&rig).await;
+        conformance::a_thousand_closed_connections_leave_no_task_behind(&rig).await;
         sleep(Duration::from_millis(50)).await;
         // The runtime opens a few descriptors when it is first used, for example its signal pipe.
         assert!(descriptors() <= with_runtime + 4, "{with_runtime} before, {} after", descriptors());

@@ -30,7 +30,8 @@ impl Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
-    /// Takes a buffer. Returns `None` if all are in use or the system has no memory for more.
+    /// Takes a buffer. Returns `None` if all buffers are in use and the pool cannot grow, because
+    /// it has reached its maximum size or the system lacks memory.
     pub(super) fn take(&self) -> Option<ArenaBuf> {
         let mut state = self.lock();
         let State { chunks, last } = &mut *state;
@@ -43,7 +44,7 @@ impl Buffers {
         if chunks.len() == self.max_chunks {
             return None;
         }
-        // Small pages, because the packets of idle connections use only a part of each buffer.
+        // Use small pages, because the packets of idle connections use only a part of each buffer.
         let arena = Arena::by_pages(CHUNK_BYTES);
         let arena = arena.inspect_err(|e| tracing::warn!("cannot allocate memory for packets: {e}")).ok()?;
         let chunk = BufferPool::new(arena, 0, PACKET_BYTES);

@@ -18,8 +18,8 @@ use super::link::{Link, Watcher};
 use super::port::Port;
 use crate::transport::{ConnectClaim, Road, Wire};
 
-/// Maximum number of links that are being accepted at a time. When all places are taken, a new link
-/// replaces the oldest one of its own address, or of an address above its fair share.
+/// Maximum number of links that are being accepted at a time. At this limit, a new link replaces
+/// the oldest link of its own address, or of an address that holds more than its fair share.
 const SETTLING_MAX: usize = 256;
 
 /// Time after which a link that is still being accepted is dropped.
@@ -45,7 +45,7 @@ struct State {
     ports: HashMap<(String, String), Vec<Weak<Port<Link>>>>,
     /// Links that are not connected yet.
     settling: HashMap<u64, Settling>,
-    /// Places of the links in `settling` that this side accepts.
+    /// Slots of the links in `settling` that this side accepts.
     accepting: Budget<u64>,
     /// Connected links.
     links: HashMap<u64, Weak<Link>>,
@@ -105,7 +105,7 @@ impl Device {
         Arc::<Self>::clone(self)
     }
 
-    /// Whether it can be used for new connections.
+    /// Whether the device can be used for new connections.
     pub(super) fn is_good(&self) -> bool {
         !self.failed.load(Ordering::Relaxed)
     }
@@ -220,8 +220,8 @@ impl Device {
         true
     }
 
-    /// Begins to accept a peer. Its endpoint is created in the domain of the tenant that the peer
-    /// claims to be.
+    /// Begins to accept a peer: creates the peer's endpoint in the protection domain of the tenant
+    /// that the peer claims to be.
     fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
         let claim = decode_claim(request.data())
             .ok_or_else(|| io::Error::other("the connect request is malformed"))?;
@@ -249,10 +249,11 @@ impl Device {
         })
     }
 
-    /// Gives a link a place among the links that are being accepted. The link may replace another.
+    /// Gives a link one of the slots for links that are being accepted. The link may replace
+    /// another link.
     ///
     /// # Errors
-    /// If all places are taken and `peer` holds its fair share of them.
+    /// If all slots are taken, and `peer` may not replace another link.
     fn admit(&self, id: u64, peer: PeerAddress, settling: Settling) -> io::Result<()> {
         let mut state = self.lock();
         let victim = state.accepting.admit(id, peer, settling.since).map_err(io::Error::other)?;
@@ -262,13 +263,13 @@ impl Device {
         if let Some(victim) = victim {
             metrics::counter!("outboard_messenger_connections_reclaimed_total", "reason" => "connecting")
                 .increment(1);
-            victim.fail("its place was needed for another client");
+            victim.fail("its slot was needed for another client");
         }
         Ok(())
     }
 
-    /// Drops links that took too long to be accepted. Returns whether other links are not connected
-    /// yet.
+    /// Drops links that took too long to be accepted. Returns whether links remain that are not
+    /// connected yet.
     fn drop_late(&self) -> bool {
         let mut state = self.lock();
         let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
@@ -316,7 +317,7 @@ impl Device {
     }
 
     /// Fails all links that this side is dialling. Called if the device fails, or if a link fails
-    /// and libfabric does not report which one.
+    /// and libfabric does not report which link it was.
     fn fail_dialed(&self, why: &str) {
         let mut state = self.lock();
         let dialed = |s: &Settling| matches!(s.role, SettlingOrigin::Dialed(_));
@@ -379,7 +380,8 @@ fn encode_claim(claim: &ConnectClaim) -> Vec<u8> {
     [&claim.nonce[..], claim.tenant.as_bytes()].concat()
 }
 
-/// Decodes a claim. Providers may have appended zeros to it.
+/// Decodes the claim in the data of a connect request. The provider may have appended zeros to the
+/// data.
 fn decode_claim(data: &[u8]) -> Option<ConnectClaim> {
     let (nonce, name) = data.split_first_chunk::<16>()?;
     let len = name.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
@@ -425,7 +427,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn padded_claims_are_decoded_and_invalid_claims_are_refused() {
+    fn data_of_a_connect_request_is_decoded_despite_zero_padding_and_refused_if_invalid() {
         for tenant in ["", "a", &"x".repeat(32)] {
             let claim = ConnectClaim { tenant: tenant.to_owned(), nonce: [7; 16] };
             let mut bytes = encode_claim(&claim);

@@ -14,8 +14,8 @@ const LARGEST_BYTES: usize = 16 << 20;
 
 #[derive(Default)]
 pub(super) struct Landings {
-    /// Created at the first request, because servers expose no memory. The inner value is `None` if
-    /// the system had no memory for the pool.
+    /// Created at the first request, because a server exposes no memory and needs no pool. The
+    /// inner value is `None` if the system had no memory for the pool.
     pool: OnceLock<Option<BufferPool>>,
 }
 
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_beyond_the_pool_get_memory_of_their_own() {
+    fn requests_that_do_not_fit_into_the_pool_get_separate_memory() {
         let landings = Landings::default();
         let taken: Vec<ArenaBuf> = (0..6).filter_map(|_| landings.take(LARGEST_BYTES - 1)).collect();
         assert_eq!(taken.len(), 6);

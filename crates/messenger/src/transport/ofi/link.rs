@@ -1,4 +1,5 @@
-//! One connected endpoint: packets, flow-controlled by credits, and one-sided transfers.
+//! One connected endpoint. It carries packets, whose number is limited by credits, and one-sided
+//! transfers.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -22,18 +23,19 @@ use super::reads::RmaReads;
 /// credits to the peer, so the two sides never deadlock.
 const RESERVE: u32 = 1;
 
-/// Maximum number of packets that a peer may send ahead. The window of a link doubles while the
-/// peer uses it up, and halves while few packets arrive.
+/// Maximum window of a link. The window is the number of packets that a peer may send before it
+/// gets further credits. It doubles while the peer uses it up, and halves while few packets arrive.
 const WINDOW_MAX: u32 = 64;
 
-/// Up to this number of packets between two [rests](Link::rest), a link counts as idle: the packets
-/// are heartbeats.
+/// Maximum number of packets with content between two calls of [`rest`](Link::rest) at which a link
+/// still counts as idle, because these packets are heartbeats.
 const LITTLE: u32 = 2;
 
 /// One in this many operations requests a completion.
 const QUIET_OPERATIONS: u32 = 8;
 
-/// Operations that hold this many bytes together also request a completion.
+/// An operation also requests a completion if the operations since the last request hold at least
+/// this many bytes in total.
 const QUIET_BYTES: usize = 32 << 10;
 
 /// Pause before another attempt when the provider's queue is full or no buffer is free.
@@ -42,7 +44,7 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Parts of a packet up to this length, in bytes, are copied into the packet's own buffer.
 const COPY_MAX_BYTES: usize = 512;
 
-/// The device that handles a link's connection events. The link keeps it alive.
+/// The device that handles a link's connection events. The link keeps the device alive.
 pub(super) trait Watcher: Send + Sync {
     /// Reports that a link has ended.
     fn is_less_used(&self);
@@ -54,7 +56,8 @@ pub struct Link {
     id: u64,
     /// The token that packets to this side must carry.
     own_token: u64,
-    /// Number of this transport within its connection. Both sides know it.
+    /// Random number that identifies this transport within its connection. Both sides know the
+    /// number.
     transport_number: u64,
     pub(super) port: Arc<Port<Link>>,
     watcher: Arc<dyn Watcher>,
@@ -76,13 +79,13 @@ struct State {
     reader: Option<Waker>,
     sending: PacketCredits,
     receiving: PacketCredits,
-    /// Number of packets that the peer may send ahead.
+    /// Number of packets that the peer may send before it gets further credits.
     window: u32,
     /// Number of packets with content that arrived since the last [`rest`](Link::rest).
     busy: u32,
     /// Whether the last packet that arrived had content.
     was_content: bool,
-    /// Number of granted packets that the peer knows of.
+    /// The total number of granted packets that this side has told the peer.
     told: u32,
     /// Whether the port will call [`grant`](Link::grant).
     is_due: bool,
@@ -95,9 +98,9 @@ struct State {
 }
 
 impl State {
-    /// Whether to send the peer its new credits although no other packet is sent. After a packet
-    /// that only granted credits, this is true only if the peer cannot send content. Otherwise the
-    /// two sides would exchange packets without content forever.
+    /// Whether to send the peer its new credits in a packet without content. After a packet that
+    /// only granted credits, this is true only if the peer cannot send content. Otherwise the two
+    /// sides would exchange packets without content forever.
     fn owes_credits(&self) -> bool {
         const { assert!(FIRST_GRANT >= RESERVE + 2, "the first grant allows two packets with content") };
         let left = self.told.wrapping_sub(self.receiving.used);
@@ -187,13 +190,14 @@ impl Link {
         }
     }
 
-    /// Sets the token that packets to the peer must carry. The peer states it when the endpoints
-    /// connect.
+    /// Sets the token that packets to the peer must carry. The peer states the token when the
+    /// endpoints connect.
     pub(super) fn set_peer_token(&self, token: u64) {
         self.state().peer_token = token;
     }
 
-    /// Number of this transport within its connection. Both sides know it.
+    /// Random number that identifies this transport within its connection. Both sides know the
+    /// number.
     pub(crate) fn transport_number(&self) -> u64 {
         self.transport_number
     }
@@ -281,7 +285,7 @@ impl Link {
         let used_up = state.receiving.left() <= RESERVE + 1;
         if !state.receiving.take() || !state.sending.on_granted(header.granted) {
             drop(state);
-            self.fail("the peer violated its packet credits");
+            self.fail("the peer sent a packet without credit, or granted invalid credits");
             return 0;
         }
         state.was_content = !content.is_empty();
@@ -362,8 +366,8 @@ impl Link {
             let read = self.state().reads.take(completion.token);
             match (read, &completion.result) {
                 (Some(read), Ok(())) => read.finish(),
-                // The end of the link reports the failure, after the last write to the read's
-                // memory.
+                // Keep the failed read: the end of the link reports the failure, after the last
+                // write to the read's memory.
                 (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),
                 (None, _) => {}
             }
@@ -536,7 +540,7 @@ impl Link {
     }
 
     /// Whether the next operation must request a completion. Operations without a completion keep
-    /// their memory until the next completion, so the amount of this memory is limited.
+    /// their memory until the next completion, so this function limits the amount of this memory.
     pub(super) fn wants_completion(&self, parts: &[GatherBytes]) -> bool {
         let mut state = self.state();
         state.quiet_operations += 1;
@@ -548,7 +552,7 @@ impl Link {
         wants
     }
 
-    /// Posts an operation. Tries again while the provider's queue is full.
+    /// Posts an operation. Retries while the provider's queue is full.
     pub(super) async fn post(
         &self,
         mut operation: impl FnMut(&Endpoint) -> Result<(), PostError>,

@@ -11,18 +11,18 @@
 //!
 //! **Polling.** A port's task polls its completion queue in the same loop that runs the
 //! connections. When the queue is empty, the task continues to poll for a short time, as long as
-//! this finds events. Then it sleeps until the runtime's epoll reports the queue's descriptor. A
-//! packet arrives in a buffer of the pool, and the connection receives it without a copy. Another
-//! buffer replaces the used buffer at once.
+//! this finds events. Then it sleeps until the runtime's epoll reports that the queue's descriptor
+//! is readable. A packet arrives in a buffer of the pool, and the connection receives it without a
+//! copy. Another buffer replaces the used buffer at once.
 //!
 //! **Credits.** A side sends a packet only if the peer has posted a buffer for it. Every packet
 //! grants further credits. The last credit is reserved for packets that only grant credits, so the
 //! two sides never deadlock.
 //!
-//! **Trust.** The connect request names the tenant, so that its endpoint is created in the tenant's
-//! own domain. Packets carry a random token of the connection. A server's memory is registered for
-//! its own use only. Memory that a client exposes is registered for one transfer, with a random key
-//! if the provider permits choosing the key.
+//! **Trust.** The connect request names the tenant, so that the server creates the endpoint in the
+//! tenant's own protection domain. Packets carry a random token of the connection. A server's
+//! memory is registered for its own use only. Memory that a client exposes is registered for one
+//! transfer, with a random key if the provider permits choosing the key.
 //!
 //! **Threads.** All tasks run on the thread that calls [`Transport::bind`] and [`Transport::dial`].
 //! Over `tcp`, bytes move only while these tasks run, so blocking this thread stalls the peers.
@@ -63,7 +63,7 @@ use link::Watcher;
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
 
-/// The owner of receive buffers.
+/// Whether connections share receive buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReceiveQueueKind {
     /// All connections of a domain share receive buffers. If the device supports this, idle
@@ -74,16 +74,16 @@ pub enum ReceiveQueueKind {
     PerConnection,
 }
 
-/// Configuration of the transport.
+/// Configuration of the libfabric transport.
 #[derive(Debug, Clone)]
 pub struct OfiConfig {
     /// The provider, such as `verbs` or `tcp`.
     pub provider: String,
-    /// The owner of receive buffers. If the provider does not support shared buffers, each
-    /// connection gets its own.
+    /// Whether connections share receive buffers. If the provider does not support shared buffers,
+    /// each connection gets its own buffers.
     pub receive_queue: ReceiveQueueKind,
     /// Time for which to poll for events before sleeping. After repeated polls without events, the
-    /// thread sleeps at once most of the time.
+    /// thread mostly sleeps without polling first.
     pub spin: Duration,
     /// Maximum amount of memory for the packets of all connections, in bytes.
     pub packet_memory_bytes: usize,
@@ -144,8 +144,8 @@ impl OfiControl {
         self.refuses_memory.store(refuses, Ordering::Relaxed);
     }
 
-    /// Makes every queue of connection events, or of completions, fail as if it had overrun.
-    /// Returns their number.
+    /// Makes all queues of one kind fail, as if they had overrun: the event queues if `of_events`
+    /// is true, and otherwise the completion queues. Returns the number of failed queues.
     pub fn fail_queues(&self, of_events: bool) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let devices: Vec<Arc<Device>> = devices.iter().filter_map(Weak::upgrade).collect();
@@ -154,7 +154,11 @@ impl OfiControl {
 
     /// Returns an error while [`refuse_memory`](Self::refuse_memory) is in force.
     fn check_memory(&self) -> Result<(), String> {
-        if self.refuses_memory.load(Ordering::Relaxed) { Err("a test refuses memory".into()) } else { Ok(()) }
+        if self.refuses_memory.load(Ordering::Relaxed) {
+            Err("a test refuses to register memory".into())
+        } else {
+            Ok(())
+        }
     }
 
     /// While `frozen` is set, no data moves.
@@ -187,7 +191,7 @@ pub struct Ofi {
 }
 
 impl Ofi {
-    /// Loads libfabric.
+    /// Loads libfabric, and checks that it has the provider.
     ///
     /// # Errors
     /// If libfabric or the provider is missing.
@@ -196,7 +200,10 @@ impl Ofi {
         if library.query(&config.query(EndpointAddress::Any)).is_err() {
             config.receive_queue = ReceiveQueueKind::PerConnection;
             library.query(&config.query(EndpointAddress::Any))?;
-            tracing::info!(provider = config.provider, "the provider has no shared receive queues");
+            tracing::info!(
+                provider = config.provider,
+                "the provider has no shared receive queues; each connection has its own"
+            );
         }
         let control = Arc::new(OfiControl {
             devices: Mutex::default(),
@@ -213,13 +220,13 @@ impl Ofi {
         })
     }
 
-    /// The control that breaks links on request.
+    /// The control with which tests inject faults.
     #[must_use]
     pub fn control(&self) -> Arc<OfiControl> {
         Arc::clone(&self.common.control)
     }
 
-    /// Finds the provider for the first address of `address` that the provider supports.
+    /// Queries libfabric for the first address of `address` that the provider supports.
     async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> EndpointAddress) -> io::Result<Info> {
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for address in tokio::net::lookup_host(address).await? {
@@ -332,7 +339,7 @@ impl Acceptor for OfiAcceptor {
             // The old listener is dropped first, because it occupies the address.
             self.open = None;
             self.reopen()?;
-            Err(io::Error::other("the network device was opened again, because its event queue had failed"))
+            Err(io::Error::other("the network device was reopened, because its event queue had failed"))
         })
     }
 }

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! All integers are little endian. The receiver gave `token` to the sender when the endpoints
-//! connected. It identifies the connection of a packet that arrives in a shared receive queue. It
-//! is random, so that no client can impersonate another. `granted` is the total number of packets
-//! that the receiver of this packet may send on this transport, modulo 2³².
+//! connected. The token identifies the connection of a packet that arrives in a shared receive
+//! queue. The token is random, so that no client can impersonate another client. `granted` is the
+//! total number of packets that the receiver of this packet may send on this transport, modulo 2³².
 
 /// Maximum length of a packet, in bytes. Every receive buffer has this size.
 pub const PACKET_BYTES: usize = 16 << 10;
@@ -21,9 +21,9 @@ pub(super) const HEADER_BYTES: usize = 16;
 /// Maximum length of a packet's content, in bytes.
 pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
 
-/// Payloads of up to this length, in bytes, travel in packets. For longer ones, a one-sided
-/// transfer is cheaper. Such a payload, its message header and the packet header fit into one
-/// packet.
+/// Payloads of up to this length, in bytes, travel in packets. For longer payloads, a one-sided
+/// transfer is faster. A payload of this length, its message header and the packet header fit into
+/// one packet.
 pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
 /// Number of packets that each side may send before it receives a grant. A side whose peer sends
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn encoded_headers_are_decoded_and_short_packets_are_rejected() {
+    fn an_encoded_packet_header_is_decoded_and_a_short_packet_is_rejected() {
         let header = PacketHeader { token: 0x0123_4567_89ab_cdef, granted: u32::MAX };
         assert_eq!(PacketHeader::decode(&header.encode()), Some(header));
         assert_eq!(PacketHeader::decode(&header.encode()[..15]), None);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn credits_wrap_around_and_invalid_grants_are_refused() {
+    fn packet_credits_wrap_around_and_invalid_grants_are_refused() {
         let mut credits = PacketCredits { used: u32::MAX - 1, granted: u32::MAX };
         assert!(credits.take());
         assert!(!credits.take());

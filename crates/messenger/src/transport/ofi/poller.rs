@@ -21,7 +21,8 @@ use super::port::{Port, SHARED_QUEUE};
 const HOPS: usize = 4;
 
 impl Port<Link> {
-    /// Starts the poller of this port on the current runtime. It ends when the last link has ended.
+    /// Starts the poller of this port on the current runtime. The poller ends when the last link
+    /// has ended.
     pub(super) fn start(self: &Arc<Self>) -> std::io::Result<()> {
         let asleep = Descriptor::register(self.completions.clone())?;
         crate::spawn(drive(Arc::downgrade(self), asleep));
@@ -46,7 +47,7 @@ impl Port<Link> {
     /// failed.
     fn poll(&self, completions: &mut Vec<Completion>) -> bool {
         if let Err(e) = self.completions.poll(completions) {
-            tracing::warn!(error = %e, "a completion queue has failed");
+            tracing::warn!(error = %e, "a completion queue of libfabric has failed; its links end");
             self.fail("the completion queue has failed");
             return false;
         }
@@ -78,7 +79,8 @@ impl Port<Link> {
         if let Err(e) = completion.result {
             match own {
                 Some(link) => link.fail(&e.to_string()),
-                // A connection that ends may fail a receive. The other receives stay in the queue.
+                // The end of a connection may make one receive fail. The other receives stay in the
+                // queue.
                 None => tracing::debug!(error = %e, "a shared receive has failed"),
             }
             return;
@@ -105,7 +107,8 @@ impl Port<Link> {
         self.take_packet(&link, header, buf);
     }
 
-    /// Replaces the buffer that a stray packet used up, because a peer has credit for it.
+    /// Posts another buffer after a stray packet (with an unknown token) has used one up, because a
+    /// peer still has credit for the used buffer.
     fn repost_stray(&self) {
         // Without a link, no peer has credit.
         let Some(link) = self.any_link() else { return };
@@ -126,14 +129,15 @@ impl Port<Link> {
             None => {
                 metrics::counter!("outboard_messenger_copied_packets").increment(1);
                 let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
-                // The buffer returns to the pool, from which it replaces itself below. Otherwise
-                // the link would have one receive less from now on.
+                // The buffer returns to the pool, and is taken from the pool and posted again
+                // below. Otherwise the link would have one posted buffer less from now on.
                 drop(buf);
                 copy
             }
         };
         let wanted = link.on_packet(header, content);
-        // One buffer replaces the packet's own buffer.
+        // If the link may not have more posted buffers, post only one, in place of the packet's own
+        // buffer.
         let wanted = if wanted > 1 && !self.may_grow(wanted) { 1 } else { wanted };
         let more = std::iter::from_fn(|| self.common.buffers.take());
         for buf in fresh.into_iter().chain(more).take(wanted as usize) {
@@ -145,7 +149,7 @@ impl Port<Link> {
         }
     }
 
-    /// Grants credits to peers that are due and to which no packet was sent meanwhile.
+    /// Sends the owed credits to peers, unless another packet has carried the credits meanwhile.
     fn return_credits(&self) {
         for link in self.take_due().iter().filter_map(Weak::upgrade) {
             link.grant();
@@ -153,8 +157,8 @@ impl Port<Link> {
     }
 }
 
-/// Yields to the other tasks of this thread. Unlike `tokio::task::yield_now`, this does not make
-/// the runtime ask the system for events each time.
+/// Yields to the other tasks of this thread. Unlike `tokio::task::yield_now`, this function does
+/// not make the runtime ask the system for events at every call.
 async fn let_others_run() {
     let mut has_yielded = false;
     std::future::poll_fn(|cx| {
@@ -172,8 +176,8 @@ async fn let_others_run() {
 type Asleep = AsyncFd<Descriptor<CompletionQueue>>;
 
 /// The poller: takes completions until the queue is empty, and continues to poll for a short time
-/// if this has found completions lately. Then it sleeps until the runtime reports the queue's
-/// descriptor.
+/// if polling has found completions lately. Then the poller sleeps until the runtime reports that
+/// the queue's descriptor is readable.
 async fn drive(port: Weak<Port<Link>>, asleep: Asleep) {
     if let Err(e) = drive_until_over(&port, asleep).await {
         tracing::warn!(error = %e, "cannot wait for a completion queue");

@@ -52,7 +52,7 @@ pub(super) struct Port<L> {
 
 struct State<L> {
     links: HashMap<u64, Weak<L>>,
-    /// Links by the token that packets to them carry.
+    /// Links by the token that packets from their peers carry.
     tokens: HashMap<u64, Weak<L>>,
     /// Buffers in the shared receive queue, by the token with which they were posted.
     posted: HashMap<u64, ArenaBuf>,
@@ -118,7 +118,8 @@ impl<L> Port<L> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a link. Its endpoint has the token `id`, and packets to it carry `own_token`.
+    /// Adds a link. The link's endpoint has the token `id`, and packets from the link's peer carry
+    /// `own_token`.
     pub(super) fn enter(&self, id: u64, own_token: u64, link: &Arc<L>) {
         let mut state = self.lock();
         state.links.insert(id, Arc::downgrade(link));
@@ -135,7 +136,7 @@ impl<L> Port<L> {
         self.lock().tokens.get(&token).and_then(Weak::upgrade)
     }
 
-    /// Any link.
+    /// Returns any link of the port, if one exists.
     pub(super) fn any_link(&self) -> Option<Arc<L>> {
         self.lock().links.values().find_map(Weak::upgrade)
     }
@@ -206,19 +207,20 @@ impl<L> Port<L> {
         state.links.len() < self.links_max && has_receives && self.is_good()
     }
 
-    /// Whether a link may have `more` additional receives posted at a time.
+    /// Whether `more` additional buffers may be posted for a link.
     pub(super) fn may_grow(&self, more: u32) -> bool {
         let most = self.receives_max / SHARES.1 * SHARES.0;
         self.receives.is_none() || self.lock().receives() + more as usize <= most
     }
 
-    /// Records that `link` owes its peer credits. The poller sends them if no other packet does.
+    /// Records that `link` owes its peer credits. The poller sends the credits if no other packet
+    /// carries them before.
     pub(super) fn is_due(&self, link: &Arc<L>) {
         self.lock().due.push(Arc::downgrade(link));
     }
 
     /// Posts one buffer of `region` to the shared queue. If the queue still holds a buffer that was
-    /// posted for a link that has ended, that buffer is used instead.
+    /// posted for a link that has ended, the existing buffer suffices, and `buf` is dropped.
     pub(super) fn post_shared(
         &self,
         queue: &ReceiveQueue,

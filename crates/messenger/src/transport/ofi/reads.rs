@@ -19,7 +19,7 @@ pub(crate) struct LandingBuffer {
     base: usize,
 }
 
-/// A read in progress.
+/// A one-sided read in progress.
 pub(super) struct RmaRead {
     landing: Arc<LandingBuffer>,
     deadline: Instant,
@@ -42,8 +42,8 @@ pub(super) struct RmaReads {
 }
 
 impl RmaReads {
-    /// Registers a read into `landing`, which must end before `deadline`. Its end is reported to
-    /// `done`. Returns the token of the read.
+    /// Registers a read into `landing`. The read must end before `deadline`. The end of the read is
+    /// reported to `done`. Returns the token of the read.
     pub(super) fn begin(
         &mut self,
         landing: Arc<LandingBuffer>,
@@ -80,8 +80,8 @@ impl LandingBuffer {
         Arc::new(LandingBuffer { buf: Some(buf), region: Some(region), base })
     }
 
-    /// The region, and the offset in it of the buffer's byte `at`. Returns `None` if this
-    /// destination is no longer used.
+    /// The region that contains the buffer, and the position of the buffer's byte `at` in this
+    /// region. Returns `None` if this destination is no longer used.
     pub(super) fn place(&self, at: usize) -> Option<(&MemoryRegion, usize)> {
         self.region.as_ref().map(|region| (region, self.base + at))
     }

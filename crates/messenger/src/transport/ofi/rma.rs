@@ -12,7 +12,8 @@ use super::link::{Link, LinkFailed};
 use super::reads::LandingBuffer;
 
 impl Link {
-    /// Makes `buf` a destination of reads. If this fails, returns `buf` and the reason.
+    /// Registers `buf` as a destination of one-sided reads. If the registration fails, returns
+    /// `buf` and the reason.
     pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<LandingBuffer>, (ArenaBuf, String)> {
         let buf = Arc::new(buf);
         let exposes = self.port.domain.info().exposes_local_memory();
@@ -31,9 +32,10 @@ impl Link {
         }
     }
 
-    /// Reads `len` bytes at `offset` of the peer's region `from` to byte `at` of `landing`. If the
-    /// read takes longer than `deadline`, the link becomes [overdue](Self::is_overdue). If the
-    /// returned future is dropped, the link keeps the memory until the read has ended.
+    /// Reads `len` bytes at `offset` of the peer's region `from`, and writes them to `landing` from
+    /// its byte `at` on. If the read has not ended at `deadline`, the link becomes
+    /// [overdue](Self::is_overdue). If the returned future is dropped, the link keeps the memory
+    /// until the read has ended.
     pub(crate) async fn read(
         &self,
         landing: &Arc<LandingBuffer>,
@@ -49,16 +51,17 @@ impl Link {
         let into = region.slice(start, len).map_err(bad)?;
         let (done, finished) = oneshot::channel();
         let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
-        // If the read is not posted, the guard removes it again. This includes the case that this
-        // future is dropped while it waits for room.
+        // The guard removes the read if it was not posted, for example because this future was
+        // dropped while it waited for room in the provider's queue.
         let mut unposted = UnpostedRead { link: Some(self), token };
         self.post(|endpoint| endpoint.read(into, remote, token)).await?;
         unposted.link = None;
         finished.await.map_err(|_| self.failure().unwrap_or(LinkFailed("the connection is closed".into())))
     }
 
-    /// Writes `bytes` at `offset` of the peer's region `to`. The data is in place when a packet
-    /// that is sent later arrives. The memory of `bytes` is kept until the data is sent.
+    /// Writes `bytes` at `offset` of the peer's region `to`. The data is in the peer's memory
+    /// before any packet that is sent later arrives. The memory of `bytes` is kept until the data
+    /// is sent.
     pub(crate) async fn write(
         &self,
         bytes: &Bytes,
@@ -66,7 +69,10 @@ impl Link {
         offset: usize,
     ) -> Result<(), LinkFailed> {
         let remote = to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
-        let region = self.port.region_of(bytes).map_err(|_| LinkFailed("unregistered memory".into()))?;
+        let region = self
+            .port
+            .region_of(bytes)
+            .map_err(|_| LinkFailed("the data is not in registered memory".into()))?;
         let mut parts = vec![GatherBytes { bytes: bytes.clone(), region }];
         let notify = self.wants_completion(&parts);
         self.post(|endpoint| endpoint.write_parts(&mut parts, remote, 0, notify)).await
@@ -125,7 +131,7 @@ struct UnpostedRead<'a> {
 impl Drop for UnpostedRead<'_> {
     fn drop(&mut self) {
         let read = self.link.and_then(|link| link.reads(|reads| reads.take(self.token)));
-        // Release the memory of the read after the mutex.
+        // Release the memory of the read only after the mutex is released.
         drop(read);
     }
 }
