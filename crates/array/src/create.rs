@@ -22,7 +22,7 @@ impl Group {
         let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
         if chosen.len() < needed {
             let detail = format!(
-                "{} needs this number of targets, and the node has no other usable targets",
+                "{} needs this number of targets, and the node has no other usable targets; bring missing targets back",
                 self.redundancy
             );
             let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
@@ -41,7 +41,8 @@ impl Group {
             }
         };
         try_join_all(chosen.iter().map(create)).await?;
-        // Before the first interval, no member can have continued without the others.
+        // No interval has begun yet, so no member can have accepted changes without the other
+        // members.
         self.terms.set_lineage(record);
         Ok(())
     }

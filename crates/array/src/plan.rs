@@ -113,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn plans_cover_the_wanted_ranges_and_read_no_unneeded_fragment(
+        fn read_plans_cover_the_requested_ranges_and_read_no_unneeded_fragment(
             k in 1usize..7, m in 0usize..4, blocks in 1u64..4, size in 1u64..600_000,
             at in 0u64..600_000, len in 1u64..600_000, lost in 0u32..1024,
         ) {

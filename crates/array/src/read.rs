@@ -1,4 +1,4 @@
-//! Reads objects. Reconstructs a fragment from others if it cannot be read.
+//! Reads objects. Reconstructs a fragment that cannot be read from other fragments.
 
 use std::ops::Range;
 
@@ -23,10 +23,10 @@ pub(crate) struct WholeObject<'a> {
     pub(crate) size: u64,
 }
 
-/// Bytes of a fragment.
+/// Bytes that were read from a fragment, with their checksums.
 #[derive(Clone)]
 pub(crate) struct FragmentRead {
-    /// The bytes of the range, up to the fragment's end.
+    /// The bytes of the requested range, up to the fragment's end.
     pub(crate) bytes: Bytes,
     /// Stored checksums, one per block.
     pub(crate) checksums: Vec<u32>,
@@ -59,7 +59,7 @@ impl Group {
         let (bytes, checksums) =
             self.read_range(&interval, WholeObject { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
-            let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
+            let detail = format!("its fragments contain {} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
         }
         (data.data, data.checksums) = (vec![bytes], checksums);
@@ -239,7 +239,7 @@ impl Group {
                     let bytes = part(&read.bytes, plan.over.start - range.start, over);
                     self.filled(bytes, over as u64)
                 }
-                // The plan does not read beyond a fragment's end.
+                // The fragment ends before the range, so the plan does not read it.
                 None => self.coder.zeros(over),
             };
             let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
@@ -265,7 +265,8 @@ impl Group {
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
-    /// Reads a range from the member at a position, and verifies the answer.
+    /// Reads a range of the fragment of the member at a position. Verifies the fragment's length
+    /// and the checksums.
     pub(crate) async fn read_from(
         &self,
         link: &MemberLink,

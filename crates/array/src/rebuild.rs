@@ -1,4 +1,4 @@
-//! Rebuilds a member. A stale member receives the objects that changed while it was away. A blank
+//! Rebuilds a member. A stale member receives the objects that changed while it was absent. A blank
 //! member receives all objects.
 //!
 //! During a rebuild the member takes part in transactions on the objects that it already has. The
@@ -27,7 +27,7 @@ use crate::record::{
     own_object,
 };
 
-/// Pause before a failed rebuild of a group is retried.
+/// Pause before a failed rebuild of a group's member is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
 /// Number of objects that are copied concurrently.
 const OBJECTS: usize = 4;
@@ -64,9 +64,9 @@ impl Group {
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Ends the interval to discard the dirty notes if there are too many of them. If the index of
-    /// a target is full (`index_is_full`), even one note is too many. Members that are away then
-    /// become blank: a rebuild copies everything to them.
+    /// If there are too many dirty notes, ends the interval, so that the next interval discards the
+    /// notes. If the index of a target is full (`index_is_full`), even one note is too many.
+    /// Without the notes, stale members become blank: a rebuild copies everything to them.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild in progress finishes sooner with the notes, so they stay.
@@ -79,7 +79,7 @@ impl Group {
             return;
         }
         if let Some(interval) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was away; a rebuild will copy all objects");
+            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was absent; a rebuild will copy all objects to this member");
             self.drops_notes.set(true);
             self.end_interval(&interval);
         }
@@ -121,7 +121,8 @@ impl Group {
         }
         let moves = is_full && self.spare(&interval.record).is_some();
         if outcome.is_err() && (moves || self.rebuilding.borrow().is_some()) {
-            // Calls in progress on the member must end before the group treats it as absent.
+            // The member takes part in transactions that are in progress. Only a new interval may
+            // treat it as absent.
             self.end_interval(&interval);
         }
         outcome
@@ -167,10 +168,12 @@ impl Group {
     fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = interval.record.members[position].target;
         let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
-        found.ok_or_else(|| StoreError::Disconnected("the target of the member is not available".into()))
+        found.ok_or_else(|| {
+            StoreError::Disconnected("the target of the member to rebuild is not available".into())
+        })
     }
 
-    /// Reads the group's records on a member that was away. Returns `None` if it has no records.
+    /// Reads the group's records on a stale member. Returns `None` if the member has no records.
     async fn own_entries(&self, link: &MemberLink) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
         match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
             Ok(entries) => Ok(Some(entries)),
@@ -179,8 +182,8 @@ impl Group {
         }
     }
 
-    /// Removes the old records and undo objects of a member. Returns the objects whose content may
-    /// differ from the other members.
+    /// Removes the old records and undo objects of a member. Returns the objects whose content on
+    /// this member may differ from their content on the other members.
     async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for (key, value) in &own {
@@ -193,8 +196,8 @@ impl Group {
             }
         }
         missing.retain(|oid| !(self.is_internal)(oid));
-        // If the rebuild is interrupted, the dirty notes keep the information from the member's
-        // intents.
+        // Write dirty notes for these objects. If the rebuild is interrupted, the notes replace the
+        // member's intents, which are removed next.
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
@@ -282,7 +285,8 @@ impl RebuildRun<'_> {
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
         let record = GroupRecord { term: group.terms.next(false), members };
-        // The next interval removes notes that no member needs any more.
+        // If other members still need dirty notes, the rebuilt member must have the notes, too. The
+        // next interval removes notes that no member needs any more.
         if record.needs_notes() {
             let dirty = group.intents.borrow().dirty().clone();
             group.note_dirty(&self.link, dirty.iter()).await?;

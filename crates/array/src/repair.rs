@@ -1,4 +1,5 @@
-//! Repairs damaged fragments.
+//! Repairs damaged fragments: replaces them by fragments that are reconstructed from the other
+//! members.
 
 use store::ObjectId;
 
@@ -6,7 +7,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 
 impl Group {
-    /// Replaces a fragment that could not be read.
+    /// Replaces a fragment that could not be read by a reconstructed one.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;

@@ -18,7 +18,8 @@ impl Group {
             |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
         let undone: BTreeSet<u64> = intents.filter(partial).collect();
         // Roll back the newest transaction first. The peer never had this transaction, and has
-        // already rolled back all newer ones, so the peer's metadata is in the old state.
+        // already rolled back all newer transactions. The peer's metadata is therefore the metadata
+        // before this transaction.
         for &number in undone.iter().rev() {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {

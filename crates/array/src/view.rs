@@ -11,7 +11,7 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupEntry, GroupRecord, Intent, own_object};
 
-/// A target's records of a group.
+/// The records that one target stores about a group.
 #[derive(Clone)]
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
