@@ -11,7 +11,7 @@ use bytes::Bytes;
 /// Size of a block, in bytes: the unit of checksums, of allocation on a drive and of copy-on-write.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// [`BLOCK_SIZE`] in the type of object offsets.
+/// [`BLOCK_SIZE`] as a `u64`, the type of object offsets.
 pub const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// CRC-32C of a block of zeros.
@@ -31,7 +31,8 @@ pub fn crc32c_of<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u32 {
     digest.finalize() as u32
 }
 
-/// The CRC-32C of `a` followed by `b`, from the checksum of each and the length of `b` in bytes.
+/// Returns the CRC-32C of the bytes `a` followed by the bytes `b`. `crc_a` and `crc_b` are the
+/// checksums of `a` and `b`, and `len_b` is the length of `b` in bytes.
 #[must_use]
 pub fn crc32c_concat(crc_a: u32, crc_b: u32, len_b: u64) -> u32 {
     crc_fast::checksum_combine(crc_fast::CrcAlgorithm::Crc32Iscsi, u64::from(crc_a), u64::from(crc_b), len_b)
@@ -241,7 +242,7 @@ mod tests {
         }
 
         #[test]
-        fn pieces_cover_exactly_the_payload(offset in 0u64..20_000, len in 0u64..20_000) {
+        fn the_pieces_of_a_payload_cover_it_exactly(offset in 0u64..20_000, len in 0u64..20_000) {
             let lengths: Vec<usize> = piece_lengths(offset, len).collect();
             prop_assert_eq!(lengths.len() as u64, piece_count(offset, len));
             prop_assert_eq!(lengths.iter().sum::<usize>() as u64, len);

@@ -59,7 +59,7 @@ pub enum ThreadClass {
 }
 
 impl ThreadClass {
-    /// Every class, in order.
+    /// All classes, in the order of their declaration.
     pub const ALL: [ThreadClass; 10] = [
         ThreadClass::Messenger,
         ThreadClass::Osd,

@@ -36,8 +36,8 @@ pub enum AdminRequest {
         /// `true` for out of use, `false` for back into use.
         out: bool,
     },
-    /// Replaces a target: gives its number to a new target, which the node uses from its next
-    /// start.
+    /// Replaces a target: gives the target's number to a new target. The node uses the new target
+    /// from its next start on.
     TargetReplace {
         /// Number of the target.
         index: u32,

@@ -49,7 +49,7 @@ pub enum Error {
         detail: String,
     },
     /// A size or count exceeds its limit.
-    #[error("{what} is {size}, but the maximum is {limit}; split it")]
+    #[error("{what} is {size}, but the maximum is {limit}; reduce it, or use several smaller requests")]
     TooLarge {
         /// Name of the size or count.
         what: String,
@@ -153,9 +153,9 @@ pub enum Error {
         /// Size in the object's record.
         recorded: u64,
     },
-    /// The OSD does not resume the session that the client presented. On this connection, it
+    /// The OSD does not resume the session that the client presented. On this connection, the OSD
     /// executed no request of the session.
-    #[error("session {session} is refused: {why}; open a new one")]
+    #[error("session {session} is refused: {why}; open a new session")]
     SessionRefused {
         /// The session.
         session: SessionId,
@@ -171,7 +171,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether a retry of the same request may succeed.
+    /// Returns true if a retry of the same request may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Error::Unavailable(_) | Error::TransferFailed(_) | Error::NoSession(_))

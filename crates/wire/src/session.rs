@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// Id of a client's session with a node. Each session has its own request numbers. The OSD creates
 /// the session when a client first connects. When the client reconnects, even after a restart of
-/// the OSD, it presents the id again.
+/// the OSD, the client presents the id again.
 ///
 /// The bits are, from the highest to the lowest: 48 bits for the *generation* of the OSD, 32 bits
 /// for the *number* of the session within the generation, and 48 random bits. Ids are ordered by
@@ -29,8 +29,8 @@ impl SessionId {
     }
 
     /// Returns the generation in which the session was created:
-    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of starts of the OSD
-    /// before that.
+    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of earlier starts of the
+    /// OSD.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64
@@ -95,7 +95,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn session_ids_contain_and_are_ordered_by_generation_and_number(
+        fn session_ids_are_ordered_by_their_generation_and_number(
             (a, b) in (0u64..1 << 48, 0u64..1 << 48), numbers: (u32, u32), random: (u64, u64),
         ) {
             let (first, second) = (SessionId::new(a, numbers.0, random.0), SessionId::new(b, numbers.1, random.1));
