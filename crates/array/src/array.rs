@@ -106,7 +106,7 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         StoreRequest::Collections => vec![group.cid.clone()].into(),
         // Space is counted per target, so a group reports zero.
         StoreRequest::Space => Space::default().into(),
-        // The owner of the targets unmounts them, so nothing happens here.
+        // The owner of the targets unmounts them, so the array does nothing.
         StoreRequest::Umount => StoreReply::Done,
     })
 }

@@ -2,10 +2,10 @@
 //! (in this process), or on the DPU's accelerator.
 //!
 //! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
-//! parity, only the data moves to host memory. If the DPU's cores compute it, data and parity move
-//! to host memory together. If a coding place fails, another one takes over. After several
-//! failures, the thread of the caller computes the parity itself. While there are coding tasks, the
-//! dispatcher samples the host's load ten times per second.
+//! parity, only the data moves to host memory. If the DPU's cores compute the parity, data and
+//! parity move to host memory together. If a coding place fails, another coding place takes over.
+//! After several failures, the thread of the caller computes the parity itself. While there are
+//! coding tasks, the dispatcher samples the host's load ten times per second.
 //!
 //! The scheduler is not used for small changes or for reconstructing fragments. The bytes for both
 //! are already in this process, so it codes them directly.
@@ -51,8 +51,8 @@ const ON_THE_WAY: usize = 3;
 pub struct CodingConfig {
     /// Initial coding mode.
     pub mode: CodingMode,
-    /// The part of the DPU that computes parity. `None` if the node has no DPU; then the host's
-    /// processor computes all parity.
+    /// The part of the DPU that computes parity. `None` if the node has no DPU; in this case, the
+    /// host's processor computes all parity.
     pub offload: Option<CodingOffload>,
     /// Number of coding threads on the DPU's cores.
     pub threads: usize,
@@ -71,8 +71,8 @@ pub struct CodingConfig {
 /// Location of the stores that receive the stripes.
 #[derive(Clone)]
 pub enum StripesAt {
-    /// The stores are in this process, with these coding engines. `None` selects the minimal set of
-    /// engines.
+    /// The stores are in this process, with these coding engines. `None` selects the default
+    /// engines: one thread on the host's processor.
     Here(Option<Arc<Engines>>),
     /// The stores are called through this interface.
     There(Arc<dyn StripeStores>),
@@ -104,7 +104,7 @@ pub(crate) struct StripeBatch {
     /// For each fragment: the UUID of its target, and the id of its stage on this target. `None`
     /// for a fragment that is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
-    /// Byte offset in each stage.
+    /// Offset of the range in each stage, in bytes.
     pub(crate) offset: u64,
     /// The bytes of each data fragment. All fragments are cut at the same offsets, into pieces of
     /// equal length.

@@ -11,8 +11,8 @@ use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_record, own_object};
 
 impl Group {
-    /// Creates the group on the node's targets. The first usable targets of `ranked` become its
-    /// members.
+    /// Creates the group on the node's targets. `ranked` contains indices of targets, in the order
+    /// of preference. The first usable targets in this order become the members.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if there are too few usable targets.

@@ -1,7 +1,8 @@
 //! [`Group`]: the state of a placement group, and which members take part in requests on an object.
 //!
-//! Other modules carry out the group's work. State that follows rules of its own has its own type:
-//! [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`], [`Damaged`].
+//! Other modules implement the operations of the group. State that follows rules of its own has its
+//! own type: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
+//! [`Damaged`].
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -95,7 +96,7 @@ pub struct Group {
     /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
-    /// Number of reads of mirrored objects so far. It selects the copy for the next read.
+    /// Number of reads of mirrored objects so far. This number selects the copy for the next read.
     pub(crate) copies_read: Cell<usize>,
 }
 

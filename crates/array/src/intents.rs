@@ -12,7 +12,7 @@ pub(crate) type UndoObjects = Vec<Vec<usize>>;
 /// The intents of an interval.
 #[derive(Default)]
 pub(crate) struct Intents {
-    /// Number of the interval.
+    /// Number of the interval that these intents belong to.
     interval: u64,
     /// Number of the next transaction.
     next: u64,
@@ -114,8 +114,8 @@ impl Intents {
         self.dirty.retain(|oid| !dirty.contains(oid));
     }
 
-    /// Records that only some members may have a transaction. It stays in progress until the next
-    /// interval rolls it back.
+    /// Records that only some members may have a transaction. The transaction stays in progress
+    /// until the next interval rolls it back.
     pub(crate) fn left_open(&mut self, trims: Option<u64>) {
         self.trim_ended(trims);
     }

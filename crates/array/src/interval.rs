@@ -1,5 +1,5 @@
-//! [`Interval`]: a period in which the same members of a group take part. [`Intervals`] keeps track
-//! of a group's current interval.
+//! [`Interval`]: a period in which the same members of a group take part in transactions.
+//! [`Intervals`] keeps track of a group's current interval.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -15,11 +15,10 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, Standing};
 
-/// After a failed attempt to open an interval, the pause before the next attempt with the same
-/// targets.
+/// Pause after a failed attempt to open an interval, before the next attempt with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
 
-/// A period in which the same members take part.
+/// A period in which the same members of a group take part in transactions.
 pub struct Interval {
     /// See [`Group::number`](crate::Group::number).
     pub(crate) number: u64,
@@ -93,12 +92,14 @@ impl Intervals {
         self.ended.get()
     }
 
-    /// Counts an interval as ended.
+    /// Counts one more interval as ended. This changes the result of
+    /// [`Group::number`](crate::Group::number).
     pub(crate) fn end(&self) {
         self.ended.set(self.ended.get() + 1);
     }
 
-    /// Locks the opening of intervals and the distribution of membership records.
+    /// Prevents other tasks from opening intervals or distributing membership records, until the
+    /// returned guard is dropped.
     pub(crate) async fn lock(&self) -> MutexGuard<'_, ()> {
         self.opening.lock().await
     }

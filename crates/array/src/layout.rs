@@ -32,9 +32,9 @@ pub(crate) struct StripeLayout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct UnitRange {
     pub(crate) fragment: usize,
-    /// Offset in the fragment.
+    /// Offset of the first byte in the fragment.
     pub(crate) at: u64,
-    /// Offset in the object.
+    /// Offset of the first byte in the object.
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }

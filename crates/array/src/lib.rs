@@ -1,10 +1,10 @@
 //! Stores a placement group's objects redundantly on several targets, so that the group survives
 //! the loss of some targets.
 //!
-//! Each placement group of a redundant pool has one [`Array`]. An array is a store of one
-//! collection. It keeps one fragment of each object in the store of each member of the group.
-//! Callers use an array like any other store. The incarnation of an array changes when a member
-//! fails or returns. The modules, from the top down:
+//! Each placement group of a redundant pool has one [`Array`]. An array is an object store with a
+//! single collection. It keeps one fragment of each object in the store of each member of the
+//! group. Callers use an array like any other store. The incarnation of an array changes when a
+//! member fails or returns. The modules, from the top down:
 //!
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
@@ -17,10 +17,11 @@
 //! - `open`: begins an interval. `view` reads what a target stores about the group, `members` finds
 //!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
 //!   deletes the data of former members. `create` creates a group.
-//! - `group`: the state of a group. `interval`: a period in which the same members take part.
-//!   `intents`: transactions in progress. `terms`: the terms of the membership records.
-//!   `rebuilding`: a member that is being rebuilt. `objects`: the lock and the size of each object.
-//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members and timeouts.
+//! - `group`: the state of a group. `interval`: a period in which the same members take part in
+//!   transactions. `intents`: transactions in progress. `terms`: the numbers (*terms*) of the
+//!   membership records. `rebuilding`: a member that is being rebuilt. `objects`: the lock and the
+//!   size of each object. `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on
+//!   members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.

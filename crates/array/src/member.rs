@@ -36,7 +36,7 @@ pub trait Member {
     /// Why the target is unusable; `None` if it is usable.
     fn failure(&self) -> Option<String>;
 
-    /// Reports an error that indicates a failure of the target.
+    /// Marks the target as failed, because of the error `e`.
     fn fail(&self, e: &StoreError);
 
     /// Reports that the target has not answered a call on the collection `cid` for the time

@@ -1,12 +1,13 @@
-//! Membership: decides which members continue, and records the state of the other members.
+//! Membership: decides which members continue to serve the group, and records the state of the
+//! other members.
 //!
 //! Each new membership record has a higher term than all records that were ever proposed. This
 //! matters because a member may have stored a proposed record that the other members lack. When
-//! that member returns, its record must not count as the newest one. Sometimes the members can
-//! continue only because an operator has declared other members lost. The lost members may have
-//! stored newer records. In this case, the term advances by a step so large that no lost member can
-//! have stored such a high term. If a lost member returns nevertheless, the group ignores its data,
-//! and a rebuild copies everything to it.
+//! that member returns, its record must not count as the newest one. Sometimes the available
+//! members can continue only because an operator has declared other members lost. The lost members
+//! may have stored newer records. In this case, the term advances by a step so large that no lost
+//! member can have stored such a high term. If a lost member returns nevertheless, the group
+//! ignores its data, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
 
@@ -54,8 +55,8 @@ impl Group {
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
         let known = self.terms.lineage();
         let newer = known.as_ref().filter(|last| last.term > record.term);
-        // Members that may have continued without the available members: in the last interval, or
-        // before this process opened its first interval.
+        // Members that may have accepted changes without the available members: either in the last
+        // interval, or before this process opened its first interval.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -141,8 +142,8 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force in two steps. First all members store it as a proposal. When all
-    /// members have the proposal, they store it as their membership record.
+    /// Puts a record in force in two steps. First all members store the record as a proposal. When
+    /// all members have the proposal, they store the record as their membership record.
     pub(crate) async fn put_in_force(
         &self,
         record: &GroupRecord,

@@ -2,12 +2,13 @@
 //! sync have the same transactions.
 //!
 //! The membership record with the highest term is valid: the array acknowledges no change before
-//! all members in sync have stored the current record. The available members in sync continue. If
-//! other members are missing, the available members first store a record that lists the missing
-//! members as stale. They store this record as a proposal, and as their membership record once all
-//! of them have the proposal. The array keeps a transaction that every member in sync has. A
-//! transaction that only some members have was never acknowledged, so the array rolls it back. The
-//! intents name all objects that may need a rollback, so the array does not scan the objects.
+//! all members in sync have stored the current record. The available members in sync form the new
+//! interval. If other members are missing, the available members first store a record that lists
+//! the missing members as stale. They store this record as a proposal, and as their membership
+//! record once all of them have the proposal. The array keeps a transaction that every member in
+//! sync has. A transaction that only some members have was never acknowledged, so the array rolls
+//! it back. The intents name all objects that may need a rollback, so the array does not scan the
+//! objects.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -28,8 +29,8 @@ use crate::task::spawn;
 use crate::view::{MemberView, Views};
 
 impl Group {
-    /// Returns the interval with the given number. Opens the interval if necessary. Opening first
-    /// keeps or rolls back each transaction of earlier intervals.
+    /// Returns the interval with the given number. Opens the interval if necessary. Before an
+    /// interval is opened, each transaction of earlier intervals is either kept or rolled back.
     ///
     /// # Errors
     /// [`StoreError::Disconnected`] if the interval has ended; other errors if the interval cannot
@@ -147,8 +148,8 @@ impl Group {
                 }
                 looks.extend(slow.iter().map(|target| self.look(Rc::clone(target))));
                 waiting.append(&mut slow);
-                // Targets that stalled together usually answer again together, so wait a little
-                // longer.
+                // Targets that stalled together usually answer again at the same time, so wait a
+                // little longer for the other targets.
                 wait_until = now + self.calls.member_timeout / 10;
             }
             tokio::select! {

@@ -33,8 +33,8 @@ impl OverlayRange {
         self.offset + self.len
     }
 
-    /// Returns the part of the range that lies within `range`. The two must overlap, and `range`
-    /// must start at a block boundary.
+    /// Returns the part of the range that lies within `range`. The two ranges must overlap, and
+    /// `range` must start at a block boundary.
     pub(crate) fn part(&self, range: Range<u64>) -> OverlayRange {
         let (from, to) = (range.start.max(self.offset), range.end.min(self.end()));
         let skip = from - self.offset;
@@ -69,7 +69,8 @@ pub(crate) struct Overlay {
     pub(crate) before: u64,
     /// Size of the object after the changes, in bytes.
     pub(crate) size: u64,
-    /// Smallest size of the object during the changes. None of the old bytes beyond it remain.
+    /// Smallest size of the object during the changes. None of the old bytes beyond this size
+    /// remain.
     pub(crate) low: u64,
     extents: BTreeMap<u64, OverlayRange>,
 }
@@ -92,7 +93,7 @@ impl Overlay {
         self.extents.range(first..range.end.max(first)).map(|(_, e)| e).filter(move |e| e.end() > from)
     }
 
-    /// Returns true if nothing changes.
+    /// Returns true if neither the data nor the size of the object changes.
     pub(crate) fn is_unchanged(&self) -> bool {
         self.extents.is_empty() && self.size == self.before && self.low == self.before
     }
@@ -178,7 +179,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Removes new content from a range.
+    /// Discards the new content of a range, because a later change of the same transaction replaces
+    /// it.
     fn cut(&mut self, range: Range<u64>) -> store::Result<()> {
         let met: Vec<u64> = self.in_range(range.clone()).map(|e| e.offset).collect();
         for start in met {
@@ -224,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_old_data_with_the_overlay_equals_the_data_of_a_model(before in 0..SPACE, steps in steps()) {
+        fn applying_an_overlay_to_the_old_data_gives_the_data_of_a_model(before in 0..SPACE, steps in steps()) {
             let old: Vec<u8> = (0..before).map(|i| (i % 250) as u8 + 1).collect();
             let (mut model, mut overlay) = (old.clone(), Overlay::new(before));
             for step in steps {

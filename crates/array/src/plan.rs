@@ -1,5 +1,5 @@
-//! Plans which fragments to read. The plan reads each fragment at most once. If a wanted fragment
-//! must be reconstructed, the plan uses exactly `k` fragments as sources.
+//! Plans which fragments to read. The plan reads each fragment at most once. If a requested
+//! fragment must be reconstructed, the plan uses exactly `k` fragments as sources.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,9 +16,9 @@ pub(crate) type FragmentSpan = (usize, Range<u64>);
 /// The ranges to read, and the fragments to reconstruct from them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ReadPlan {
-    /// The range to read of each fragment.
+    /// The fragments to read, and the range to read of each fragment.
     pub(crate) reads: BTreeMap<usize, Range<u64>>,
-    /// Wanted fragments that must be reconstructed.
+    /// Requested fragments that must be reconstructed.
     pub(crate) computed: Vec<usize>,
     /// The fragments used for reconstruction: `k` of them, or one if fragments are copies.
     pub(crate) sources: Vec<usize>,
@@ -28,7 +28,7 @@ pub(crate) struct ReadPlan {
 
 impl ReadPlan {
     /// Plans to read `wanted` from an object of `size` bytes. `wanted` names each fragment at most
-    /// once. `is_there` tells which fragments are readable.
+    /// once. `is_there` returns true if a fragment is readable.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if too few fragments are readable.

@@ -69,7 +69,8 @@ impl Group {
     /// Without the notes, stale members become blank: a rebuild copies everything to them.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
-        // A rebuild in progress finishes sooner with the notes, so they stay.
+        // A rebuild in progress finishes sooner with the notes, so keep the notes until it has
+        // ended.
         let is_due = || self.intents.borrow().dirty().len() > most && self.rebuilding.borrow().is_none();
         if !is_due() {
             return;
@@ -98,8 +99,8 @@ impl Group {
         let interval = self.any_interval().await?;
         let outcome = async {
             if interval.record.members[position].standing == Standing::Blank {
-                // The old data may be large. Remove it before closing the gate, so that clients do
-                // not wait.
+                // The old data may be large. Remove it before `Group::gate` is locked against
+                // transactions, so that clients do not wait.
                 let target = self.member(&interval, position)?;
                 self.wipe_in(&interval, &target).await?;
             }
@@ -154,8 +155,8 @@ impl Group {
         ];
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.calls.apply_to(&link, note.from_reserve()).await?;
-        // Transactions change the owner's metadata object without a lock. Copy it while the gate
-        // keeps transactions out.
+        // Transactions change the owner's metadata object without a lock. Copy this object while
+        // `Group::gate` is locked against transactions.
         self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
@@ -201,7 +202,7 @@ impl Group {
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
-            // The array's own objects sort first.
+            // The array's own objects sort before all other objects.
             let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();

@@ -88,7 +88,8 @@ impl Rebuilding {
 
     /// Moves the cursor to the id `oid`, after all listed objects up to `oid` were copied. More
     /// objects up to `oid` may have been created since the ids were listed. In that case, returns
-    /// those objects and does not move the cursor. The caller copies them and calls again.
+    /// those objects and does not move the cursor. The caller copies these objects and calls this
+    /// method again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
         let MissingObjects::After { cursor, copied_ahead, changed } = &mut self.missing else {
             return Vec::new();

@@ -1,6 +1,6 @@
-//! The records that an array keeps beside the objects of its owner. The records are omap entries of
-//! one object in the group's collection. All members in sync have the same entries, except for the
-//! undo information in the intents.
+//! The records that an array stores for itself, in addition to the objects of its owner. The
+//! records are omap entries of one object in the group's collection. All members in sync have the
+//! same entries, except for the undo information in the intents.
 //!
 //! ```text
 //! e            membership record: term, members and their standings (format byte, then postcard)
@@ -48,9 +48,9 @@ pub(crate) struct MemberRecord {
 /// Membership record of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
-    /// Grows with each change of the members in sync.
+    /// Number of the record, which grows with each change of the members in sync.
     pub(crate) term: u64,
-    /// Members by position.
+    /// The members, in the order of their positions.
     pub(crate) members: Vec<MemberRecord>,
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct Touched {
 /// How a member restores the old data of its fragment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Undo {
-    /// The data has not changed.
+    /// The data has not changed, so there is nothing to restore.
     Unchanged,
     /// The object did not exist: remove it.
     Remove,
@@ -115,7 +115,7 @@ impl Undo {
     }
 }
 
-/// The intent of a transaction.
+/// The intent of a transaction: what the transaction changes, and how a member undoes the changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Intent {
     /// The objects that the transaction changes. The index of an object in this list is part of the
@@ -226,13 +226,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decoding_arbitrary_entries_never_panics(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_arbitrary_record_entries_never_panics(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = GroupEntry::decode(&key, &value);
         }
     }
 
     #[test]
-    fn decoding_returns_the_encoded_entries() {
+    fn decoding_a_record_entry_returns_the_encoded_record() {
         let oid = ObjectId::new("object").unwrap();
         let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
         let record = GroupRecord { term: 3, members: vec![member] };

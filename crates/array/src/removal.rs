@@ -97,8 +97,8 @@ impl Group {
         Ok(())
     }
 
-    /// Removes some of the group's objects from a target, and the collection after the last object.
-    /// Returns true if the target may still store data of the group.
+    /// Removes some of the group's objects from a target or, if the target has no more objects of
+    /// the group, the collection. Returns true if the target may still store data of the group.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
         let link = MemberLink::new(Rc::clone(target));
         match self.calls.answer(&link, self.wipe_step(&**target)).await {

@@ -60,7 +60,7 @@ enum Cover<'a> {
     Nothing,
     /// No new content; the old bytes stay.
     Old,
-    /// One range covers all the rows.
+    /// One range with new content covers all the rows.
     Whole(&'a OverlayRange),
     /// New content covers a part of the rows, or consists of several pieces.
     Part,
@@ -77,7 +77,7 @@ pub(crate) struct ArrayChange<'a> {
 }
 
 impl ArrayChange<'_> {
-    /// Returns the rows whose parity changes, as runs of stripes.
+    /// Returns the stripes and rows whose parity changes, grouped into runs of stripes.
     pub(crate) fn runs(&self) -> Vec<StripeRun> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();

@@ -14,7 +14,7 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::read::WholeObject;
 
-/// Bytes of each fragment that are compared at a time.
+/// Number of bytes of each fragment that a scrub compares at a time.
 const SEGMENT: u64 = 512 << 10;
 
 /// Results of a scrub.
@@ -70,8 +70,8 @@ impl Group {
         let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot list its objects counts as having none. The check of each object
-        // then reports the error.
+        // A member that cannot list its objects counts as a member without objects. The check of
+        // each object then reports the error.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
             return self.list_in(&interval, from, limit).await;

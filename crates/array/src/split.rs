@@ -10,8 +10,8 @@ use crate::overlay::{OverlayContent, OverlayRange};
 use crate::rows::{ArrayChange, Ranges, Split};
 
 impl ArrayChange<'_> {
-    /// Computes the ops of all fragments. `old` reads the current bytes of a fragment, padded with
-    /// zeros, and reconstructs them if necessary.
+    /// Computes the ops that apply the change to all fragments. `old` reads the current bytes of a
+    /// fragment, padded with zeros, and reconstructs them if necessary.
     pub(crate) async fn split(
         &self,
         old: impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,

@@ -167,7 +167,7 @@ impl Group {
         cut
     }
 
-    /// Writes one piece of each fragment to its stage.
+    /// Writes the same range of each fragment to the fragment's stage.
     async fn stage_fragments(
         &self,
         staged: &StagedStripes,

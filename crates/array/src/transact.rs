@@ -90,8 +90,8 @@ impl Group {
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
             // A transaction that creates an object need not check whether the object exists: the
-            // members refuse to create it twice. This works only if the exclusive creation reaches
-            // the members. A removal in the same transaction would cancel the creation.
+            // members refuse to create an object twice. This works only if the exclusive creation
+            // reaches the members. A removal in the same transaction would cancel the creation.
             let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
@@ -129,7 +129,7 @@ impl Group {
     }
 
     /// Assigns a number to the transaction, and builds a transaction for each member. The caller
-    /// must queue them on the members before it awaits anything else.
+    /// must queue these transactions on the members before it awaits anything else.
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();

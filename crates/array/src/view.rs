@@ -16,7 +16,7 @@ use crate::record::{GroupEntry, GroupRecord, Intent, own_object};
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
     pub(crate) record: GroupRecord,
-    /// Highest term in the target's membership record and proposal.
+    /// The highest term of the target's membership record and proposal.
     pub(crate) heard: u64,
     pub(crate) trimmed: u64,
     pub(crate) intents: BTreeMap<u64, Intent>,

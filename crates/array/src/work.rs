@@ -15,8 +15,8 @@ use crate::rows::Split;
 /// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
-    /// Lock of the object. `None` if only the omap of the object changes; then the object is not
-    /// locked.
+    /// Lock of the object. `None` if only the omap of the object changes; in this case, the object
+    /// is not locked.
     pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
     /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
