@@ -1,9 +1,9 @@
 //! [`Buddy`]: the bookkeeping of a buddy allocator, which knows offsets and sizes but has no
 //! memory.
 //!
-//! [`crate::pool::BufferPool`] uses it for memory of its own process. The host–DPU channel uses it
-//! for memory of its peer, which this process never maps. Blocks are naturally aligned, and merging
-//! bounds fragmentation.
+//! [`crate::pool::BufferPool`] uses this bookkeeping for memory of its own process. The host–DPU
+//! channel uses it for memory of the peer, which this process never maps. Blocks are naturally
+//! aligned, and merging bounds fragmentation.
 
 use std::collections::BTreeSet;
 

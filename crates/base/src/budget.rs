@@ -413,7 +413,7 @@ mod tests {
         assert_eq!(
             budget.admit(12, B, clock.at(22)),
             Ok(Some(11)),
-            "holder 11 is disconnected, so a newcomer at its own address may take its slot"
+            "holder 11 is disconnected, so a newcomer at the same address may take its slot"
         );
     }
 

@@ -64,7 +64,7 @@ pub enum Action {
     Kill,
 }
 
-/// The sites, their names, and the actions possible at each.
+/// The sites, their names, and the actions that are possible at each site.
 const SITES: [(Site, &str, &[&str]); 9] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),

@@ -1,4 +1,5 @@
-//! Offload health: decides whether to use an accelerator, and when to try it again after a failure.
+//! Offload health: decides whether to use an accelerator, and when to try the accelerator again
+//! after a failure.
 //!
 //! One state machine serves every kind of offload, for example a DMA engine or a coding engine:
 //!
@@ -76,8 +77,8 @@ pub struct OffloadHealth {
 }
 
 impl OffloadHealth {
-    /// Starts in the active state. `name` labels the metrics. `cool_down` is the pause after a
-    /// failure.
+    /// Creates the state machine in the active state. `name` labels the metrics. `cool_down` is the
+    /// pause after a failure.
     #[must_use]
     pub fn new(name: &'static str, cool_down: Duration) -> OffloadHealth {
         let report = HealthReport {

@@ -1,4 +1,4 @@
-//! Memory that processes share, that drives access, or that (emulated) DMA writes.
+//! Memory that processes share, that drives access, or that real or emulated DMA accesses.
 //!
 //! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps, too.
 //! An [`ArenaBuf`] is a buffer with exclusive use of a range of an arena. [`DeviceMemory`] is
@@ -16,7 +16,7 @@
 //! slice at any time. Code therefore never reads control structures (ring entries, headers) in
 //! place: [`Arena::copy_out`] copies them once, and the code validates and uses the copy. Code
 //! reads payload in place, but only as uninterpreted bytes. Memory safety never depends on payload,
-//! and checksums detect its changes.
+//! and checksums detect changes of payload.
 
 mod concurrent;
 mod device;
@@ -88,7 +88,7 @@ pub struct Arena {
     mapping: Mapping,
 }
 
-/// A handle to an arena that only records a registration of the memory with a kernel or a device.
+/// A handle to an arena that only records a registration of the memory with the kernel or a device.
 #[derive(Debug)]
 pub struct ArenaRegistration {
     arena: Arc<Arena>,
@@ -264,8 +264,9 @@ impl Arena {
         arena
     }
 
-    /// Returns the arena of this process that contains all of `bytes`, if there is one. Devices use
-    /// it to find the memory of data that they send, because data is passed as [`bytes::Bytes`].
+    /// Returns the arena of this process that contains all of `bytes`, if there is one. The code of
+    /// a device uses this function to find the memory of data to send, because callers pass data as
+    /// [`bytes::Bytes`].
     #[must_use]
     pub fn containing(bytes: &[u8]) -> Option<Arc<Arena>> {
         let start = bytes.as_ptr() as usize;
@@ -621,7 +622,7 @@ mod tests {
         );
         assert!(
             Arena::anonymous(4096).unwrap().for_device(0..4096).is_err(),
-            "private memory has one mapping"
+            "private memory cannot be mapped a second time"
         );
     }
 

@@ -21,7 +21,7 @@ pub const MIN_BUFFER: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// No buffer of this pool can ever be that large.
+    /// The requested size exceeds the largest buffer of the pool.
     #[error(
         "a buffer of {wanted} bytes exceeds the largest buffer of this pool, {largest} bytes; split the request"
     )]
@@ -49,7 +49,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct State {
-    /// Offsets are counted from `origin`.
+    /// The free ranges. Their offsets are counted from `origin`.
     free: Buddy,
     waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
     low_water_bytes: usize,
@@ -209,7 +209,7 @@ impl BufferPool {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock and the lists are half changed.
+        // No panic can leave the lists half changed, so ignore that the lock is poisoned.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -58,8 +58,8 @@ impl ProcessUsage {
         let mut by_class: BTreeMap<String, Usage> = BTreeMap::new();
         let mut threads = Usage::default();
         for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
-            // A thread may end between the listing and the reading; then only the total CPU time of
-            // the process includes it.
+            // A thread may end after it was listed and before its usage is read. In this case, only
+            // the total CPU time of the process includes the thread.
             let Ok(usage) = entry.and_then(|e| Ok((thread_class(&e.path())?, thread_usage(&e.path())?)))
             else {
                 continue;

@@ -34,7 +34,7 @@ impl<T, F: FnOnce(T) + Unpin> Future for Reclaim<T, F> {
 
 impl<T, F: FnOnce(T)> Drop for Reclaim<T, F> {
     fn drop(&mut self) {
-        // From here on, sending fails.
+        // From here on, the sender cannot send a reply.
         self.answer.close();
         if let (Ok(answer), Some(give_back)) = (self.answer.try_recv(), self.give_back.take()) {
             give_back(answer);

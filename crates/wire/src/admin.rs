@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, ScrubStatus};
 
-/// An operator's request.
+/// A request of an operator, which administers the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum AdminRequest {

@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_requests_and_replies_from_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode_head(&bytes);
             let _ = decode_reply(&bytes);
             if let Ok(RequestBody::Object(ObjectRequest::Mutate(mutate))) = decode_body(&bytes) {

@@ -62,7 +62,7 @@ pub enum Error {
     #[error("bad request: {0}; use a client of the same version as the node")]
     BadRequest(String),
     /// The data did not arrive, or arrived damaged.
-    #[error("the data could not be transferred: {0}; send it again")]
+    #[error("the data could not be transferred: {0}; send the request again")]
     TransferFailed(String),
     /// A target is full. Objects can still be removed.
     #[error(
@@ -104,8 +104,8 @@ pub enum Error {
          whether to send a new request"
     )]
     RequestExpired,
-    /// The store is unreachable. The request may or may not take effect. Send it again *as a
-    /// retry*, with the same request number, to learn the outcome.
+    /// The store is unreachable. The request may or may not take effect. Send the request again *as
+    /// a retry*, with the same request number, to learn the outcome.
     #[error("the store is not available: {0}; retry")]
     Unavailable(String),
     /// A target refuses changes after a failure.

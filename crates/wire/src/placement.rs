@@ -1,10 +1,10 @@
 //! Maps an object to its target: name → hash → placement group → target.
 //!
-//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. The low bits
-//! of the hash select the placement group, so doubling the number of groups of a pool splits each
-//! group in two. A group's target is the target with the highest random weight (rendezvous
-//! hashing). Adding or removing a target therefore moves only the groups that the target gains or
-//! loses.
+//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. For a part of
+//! a striped object, the hash also covers the part's id. The low bits of the hash select the
+//! placement group, so doubling the number of groups of a pool splits each group in two. A group's
+//! target is the target with the highest random weight (rendezvous hashing). Adding or removing a
+//! target therefore moves only the groups that the target gains or loses.
 
 use uuid::Uuid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};

@@ -246,7 +246,7 @@ pub enum QueryOp {
     /// Queries a page of omap entries, ordered by key. The page begins with the first key that is
     /// at least `from`.
     OmapRange {
-        /// First key.
+        /// Lowest key of the range.
         from: Bytes,
         /// End of the key range, exclusive; `None` for no end.
         to: Option<Bytes>,

@@ -56,7 +56,8 @@ impl fmt::Debug for SessionId {
 }
 
 /// Id of an upload of a striped object: a session, and a number that the client chose. The
-/// collector keeps the upload's parts as long as the session is connected.
+/// collector (the background task that removes orphans) keeps the upload's parts as long as the
+/// session is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct UploadId {
     /// Session of the client that uploads the object.

@@ -27,7 +27,7 @@ pub struct Space {
     pub total: u64,
     /// Free bytes of the data area.
     pub free: u64,
-    /// Bytes of stages: data on the drive that no transaction names yet.
+    /// Bytes of stages: data on the drive that no transaction refers to yet.
     pub staged: u64,
     /// Number of free extents in the data area.
     pub free_extents: u64,
@@ -253,7 +253,7 @@ pub struct CodingSent {
 }
 
 impl CodingSent {
-    /// Returns the number of tasks for all reasons.
+    /// Returns the number of tasks, summed over all reasons.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.mode + self.busy + self.cool_down + self.probe + self.explore
