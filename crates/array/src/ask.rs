@@ -171,8 +171,8 @@ impl Group {
     }
 
     /// Chooses the error to report if too few fragments are readable. If one of the targets
-    /// `unreadable` fails a probe but may recover, returns a temporary error. Otherwise only single
-    /// blocks are unreadable, so returns `e`.
+    /// `unreadable` fails a probe but may recover, returns a temporary error. Otherwise returns
+    /// `e`.
     pub(crate) async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.calls.member_timeout, link.target.fails());

@@ -147,7 +147,11 @@ impl Calls {
         let hopeful = self.targets.iter().filter(|t| t.is_hopeful());
         let tried: Vec<String> = hopeful
             .map(|t| {
-                format!("target {} failed but may recover ({})", t.uuid(), t.failure().unwrap_or_default())
+                format!(
+                    "target {} is not usable now, but may recover ({})",
+                    t.uuid(),
+                    t.failure().unwrap_or_default()
+                )
             })
             .collect();
         if tried.is_empty() {

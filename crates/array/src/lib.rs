@@ -32,14 +32,14 @@
 //! **Consistency.** Each transaction has a number. Every member stores the transaction's intent
 //! under this number: a record of what the transaction changes, and of how to undo it. The array
 //! acknowledges a transaction after every member in sync has committed it. If only some members
-//! have committed a transaction, the array rolls it back: those members restore the old data from
-//! their undo objects, which are copies of the overwritten data. The membership record names the
-//! members in sync, and has a term. Before the array continues without a member, all remaining
-//! members in sync store a new record. The new record no longer lists the missing member as in
-//! sync. Only one transaction at a time changes an object. The metadata objects of the array's
-//! owner (the osd) are an exception: several transactions may change their omap entries
-//! concurrently. Each of these entries is either written by a single transaction, or has a value
-//! that only grows. See `docs/adr/0012`.
+//! have committed a transaction, the array rolls it back: the members that have committed it
+//! restore the old data from their undo objects, which are copies of the overwritten data. The
+//! membership record names the members in sync, and has a term. Before the array continues without
+//! a member, all remaining members in sync store a new record. The new record no longer lists the
+//! missing member as in sync. Only one transaction at a time changes an object. The metadata
+//! objects of the array's owner (the osd) are an exception: several transactions may change their
+//! omap entries concurrently. Each of these entries is either written by a single transaction, or
+//! has a value that only grows. See `docs/adr/0012`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
 //! during the call of [`submit`](store::Submit::submit). The rest of the request runs in its own

@@ -5,9 +5,9 @@
 //! matters because a member may have stored a proposed record that the other members lack. When
 //! that member returns, its record must not count as the newest one. Sometimes the available
 //! members can continue only because an operator has declared other members lost. The lost members
-//! may have stored newer records. In this case, the term advances by a step so large that no lost
-//! member can have stored such a high term. If a lost member returns nevertheless, the group
-//! ignores its data, and a rebuild copies everything to it.
+//! may have stored newer records. In this case, the term advances by a step so large that the new
+//! term exceeds every term that a lost member can have stored. If a lost member returns
+//! nevertheless, the group ignores its data, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
 

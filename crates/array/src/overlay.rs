@@ -180,7 +180,7 @@ impl Overlay {
     }
 
     /// Discards the new content of a range, because a later change of the same transaction replaces
-    /// it.
+    /// or cuts off the range.
     fn cut(&mut self, range: Range<u64>) -> store::Result<()> {
         let met: Vec<u64> = self.in_range(range.clone()).map(|e| e.offset).collect();
         for start in met {

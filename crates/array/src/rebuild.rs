@@ -59,7 +59,8 @@ impl Group {
         let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
-        // Start after the last member whose rebuild failed, so that it does not block the others.
+        // Start after the last member whose rebuild failed, so that this member does not block the
+        // rebuilds of the other members.
         let next = self.rebuild_next.get();
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }

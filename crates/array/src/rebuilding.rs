@@ -25,8 +25,8 @@ pub(crate) enum MissingObjects {
         cursor: Option<ObjectId>,
         /// Objects beyond the cursor that the member already has.
         copied_ahead: BTreeSet<ObjectId>,
-        /// Objects beyond the cursor that changed while the member lacked them. If such an object
-        /// is new, the current page of listed ids may not contain it.
+        /// Objects beyond the cursor that changed while the member lacked them. If one of these
+        /// objects is new, the current page of listed ids may not contain it.
         changed: BTreeSet<ObjectId>,
     },
 }
@@ -88,7 +88,7 @@ impl Rebuilding {
 
     /// Moves the cursor to the id `oid`, after all listed objects up to `oid` were copied. More
     /// objects up to `oid` may have been created since the ids were listed. In that case, returns
-    /// those objects and does not move the cursor. The caller copies these objects and calls this
+    /// the new objects and does not move the cursor. The caller copies these objects and calls this
     /// method again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
         let MissingObjects::After { cursor, copied_ahead, changed } = &mut self.missing else {

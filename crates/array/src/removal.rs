@@ -72,8 +72,8 @@ impl Group {
     /// for requests in progress first.
     ///
     /// # Errors
-    /// If a target refuses to remove the data. A target that fails causes no error; it is marked as
-    /// failed.
+    /// If a target refuses to remove the data, or does not answer. A target that fails causes no
+    /// error; it is marked as failed.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.intervals.lock().await;

@@ -195,7 +195,7 @@ impl Payload {
     /// Compares every piece with its checksum.
     ///
     /// # Errors
-    /// If a piece does not match its checksum; the error describes the first such piece. The offset
+    /// If a piece does not match its checksum; the error describes the first mismatch. The offset
     /// in the error is relative to the start of the payload's first block.
     pub fn verify(&self) -> Result<(), ChecksumMismatch> {
         verify_pieces(self.phase(), &self.data, &self.checksums)
@@ -205,7 +205,7 @@ impl Payload {
 /// Compares every piece of `data`, a payload at object offset `offset`, with its checksum.
 ///
 /// # Errors
-/// If a piece does not match its checksum; the error describes the first such piece. A missing
+/// If a piece does not match its checksum; the error describes the first mismatch. A missing
 /// checksum counts as zero.
 pub fn verify_pieces(offset: u64, data: &[u8], checksums: &[u32]) -> Result<(), ChecksumMismatch> {
     let mut rest = data;

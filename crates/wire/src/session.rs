@@ -17,7 +17,7 @@ pub struct SessionId(pub u128);
 impl SessionId {
     /// The first generation. Ids from older versions of the node start with a time in milliseconds
     /// since 1970 instead of a generation. Until the year 6429, this time is below the first
-    /// generation, so these ids are ordered before all others.
+    /// generation, so these ids are ordered before all ids that contain a generation.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
     /// Creates the id of a session from its generation, its number and random bits. Only the lower
