@@ -173,7 +173,7 @@ impl Group {
     }
 
     /// Returns true if the group has any dirty note, because an object changed while a member was
-    /// absent.
+    /// unavailable.
     pub fn has_notes(&self) -> bool {
         !self.intents.borrow().dirty().is_empty()
     }

@@ -21,7 +21,7 @@ pub(crate) struct Intents {
     done: BTreeMap<u64, UndoObjects>,
     /// True while a transaction that trims intents is in progress.
     trimming: bool,
-    /// Objects that have dirty notes, because they changed while a member was absent.
+    /// Objects that have dirty notes, because they changed while a member was unavailable.
     dirty: BTreeSet<ObjectId>,
 }
 
@@ -71,7 +71,7 @@ impl Intents {
         self.done.range(..=through).map(|(number, undo_objects)| (*number, undo_objects))
     }
 
-    /// Objects that have dirty notes, because they changed while a member was absent.
+    /// Objects that have dirty notes, because they changed while a member was unavailable.
     pub(crate) fn dirty(&self) -> &BTreeSet<ObjectId> {
         &self.dirty
     }

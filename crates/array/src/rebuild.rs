@@ -1,5 +1,5 @@
-//! Rebuilds a member. A stale member receives the objects that changed while it was absent. A blank
-//! member receives all objects.
+//! Rebuilds a member. A stale member receives the objects that changed while it was unavailable. A
+//! blank member receives all objects.
 //!
 //! During a rebuild the member takes part in transactions on the objects that it already has. The
 //! member is in sync when it has all objects, and every member has stored a membership record that
@@ -81,7 +81,7 @@ impl Group {
             return;
         }
         if let Some(interval) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was absent; a rebuild will copy all objects to this member");
+            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was unavailable; a rebuild will copy all objects to this member");
             self.drops_notes.set(true);
             self.end_interval(&interval);
         }
@@ -124,7 +124,7 @@ impl Group {
         let moves = is_full && self.spare(&interval.record).is_some();
         if outcome.is_err() && (moves || self.rebuilding.borrow().is_some()) {
             // The member takes part in transactions that are in progress. Only a new interval may
-            // treat it as absent.
+            // exclude it from transactions.
             self.end_interval(&interval);
         }
         outcome

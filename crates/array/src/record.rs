@@ -7,7 +7,7 @@
 //! p            proposed membership record, in force when all members listed as in sync have it
 //! t            number up to which all transactions are settled (8 bytes)
 //! i number     intent of transaction `number`: what it changes, and how to undo that (postcard)
-//! d object     dirty note: the object `object` changed while a member was absent
+//! d object     dirty note: the object `object` changed while a member was unavailable
 //! ```
 //!
 //! A transaction copies the data that it overwrites to an undo object. The undo object stays until
@@ -32,7 +32,7 @@ pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 pub(crate) enum Standing {
     /// The member has every acknowledged change.
     InSync,
-    /// The member was absent. It lacks only changes of objects with dirty notes.
+    /// The member was unavailable. It lacks only changes of objects with dirty notes.
     Stale,
     /// The member's content is unknown. A rebuild copies everything.
     Blank,

@@ -18,7 +18,7 @@ pub(crate) struct StagedStripes {
     pub(crate) len: u64,
     /// Number of the interval in which the stage was created.
     pub(crate) interval: u64,
-    /// The stage of each member, by position. `None` if the member is absent, or if the stage
+    /// The stage of each member, by position. `None` if the member is unavailable, or if the stage
     /// contains no whole stripe.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
     /// The bytes after the last whole stripe. `None` until the client has sent them.
