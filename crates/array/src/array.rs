@@ -1,4 +1,4 @@
-//! [`Array`]: a placement group over several targets as one store.
+//! [`Array`]: the object store that keeps a placement group on several targets.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -20,13 +20,14 @@ use crate::member_link::MemberLink;
 use crate::record::SIZE_XATTR;
 use crate::task::spawn;
 
-/// Time without a new transaction after which the array trims the remaining intents.
+/// If no new transaction starts for this long, the array removes the remaining intents.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
 
 /// The future of an [`Array`]'s reply.
 pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
 
-/// A placement group with redundancy, as one store over its members. A clone is another handle to the same group.
+/// An object store that keeps one placement group redundantly on its members. A clone is another
+/// handle to the same group.
 #[derive(Clone)]
 pub struct Array(Rc<Group>);
 
@@ -39,8 +40,8 @@ impl Array {
 }
 
 /// Runs the rest of a request in its own task, and returns a future of the reply. The caller may
-/// stop polling this future while a client receives data, or drop it. The task then still releases
-/// the object's lock, so that other requests for the object do not wait.
+/// drop this future, or may stop polling it while a client receives data. In both cases, the task
+/// releases the object's lock, so that other requests for the object do not wait.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),
@@ -50,11 +51,11 @@ fn detached(task: ArrayFuture) -> ArrayFuture {
 }
 
 fn ended() -> StoreError {
-    StoreError::Disconnected("the task that executes the request ended without a reply".into())
+    StoreError::Disconnected("the task that executed the request ended without a reply".into())
 }
 
-/// Polls a request once, so that requests queue for their locks in the order of the calls. Returns
-/// the reply if it is ready, or else the pending request.
+/// Polls a request once, so that requests queue for their locks in the order in which they were
+/// submitted. Returns the reply if it is ready, or else the pending request.
 fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
     match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(reply) => Ok(reply),
@@ -103,14 +104,15 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         }
         StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
         StoreRequest::Collections => vec![group.cid.clone()].into(),
-        // Space is counted per target, so a group reports none.
+        // Space is counted per target, so a group reports zero.
         StoreRequest::Space => Space::default().into(),
-        // The owner of the targets unmounts them, so nothing happens here.
+        // The owner of the targets unmounts them, so the array does nothing.
         StoreRequest::Umount => StoreReply::Done,
     })
 }
 
-/// Answers a metadata query about an object, which any member with the object can answer.
+/// Answers a metadata query about an object. All members have the same metadata, so any member that
+/// has the object can answer.
 async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Result<StoreReply> {
     let Some(oid) = query.oid() else {
         return Err(StoreError::InvalidArgument("this metadata query names no object".into()));
@@ -125,20 +127,20 @@ async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Resul
     Ok(reply)
 }
 
-/// Repairs damaged fragments in the background.
+/// Starts a background task for each damaged fragment, which repairs the fragment.
 fn repair_damaged(group: &Rc<Group>) {
     for (oid, position) in group.damaged.take() {
         let group = Rc::clone(group);
         spawn(async move {
             if let Err(e) = group.repair(&oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment; the next scrub tries again");
+                tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment; the next scrub tries to repair it again");
             }
         });
     }
 }
 
-/// Trims the remaining intents and undo objects when no new transaction has started for
-/// `TRIM_IDLE`. Until then, the next transaction would trim them.
+/// Removes the remaining intents and undo objects after `TRIM_IDLE` without a new transaction. A
+/// new transaction would remove them itself.
 fn trim_when_idle(group: &Rc<Group>) {
     if group.trim_scheduled.replace(true) {
         return;
@@ -153,7 +155,7 @@ fn trim_when_idle(group: &Rc<Group>) {
             if seen.replace(next) == Some(next) {
                 group.trim_scheduled.set(false);
                 if let Err(e) = group.trim().await {
-                    tracing::debug!(error = %e, "cannot trim the intents now; the next transaction trims them");
+                    tracing::debug!(error = %e, "cannot remove the intents of finished transactions now; the next transaction removes them");
                 }
                 return;
             }
@@ -194,8 +196,8 @@ impl Submit for Array {
 }
 
 impl Array {
-    /// Creates a stage. Releases the stage if the caller has dropped its future before the stage is
-    /// ready.
+    /// Runs a task that creates a stage. Releases the stage if the caller drops the returned future
+    /// before the stage is ready.
     fn staging(&self, task: ArrayFuture) -> ArrayFuture {
         let (reply, made) = oneshot::channel();
         let group = Rc::clone(&self.0);

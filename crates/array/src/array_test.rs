@@ -89,7 +89,7 @@ fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
     Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset: 0, source })
 }
 
-/// A client receives data slowly, so the read is not polled for a while.
+/// Simulates a client that receives data slowly: its read is not polled for a while.
 #[tokio::test]
 async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
     let within = |what| async move { tokio::time::timeout(Duration::from_secs(20), what).await };
@@ -132,7 +132,7 @@ async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
         let read = array.read(&cid, &oid, 0, 8192, None);
         let mut written = array.queue_transaction(put(&cid, &oid, 2));
         let early = tokio::time::timeout(Duration::from_millis(50), &mut written).await;
-        assert!(early.is_err(), "the write waits for the read before it");
+        assert!(early.is_err(), "the write waits for the earlier read");
         hold(false);
         within(written).await.expect("the write completes although the read is not polled").unwrap();
         assert_eq!(read.await.unwrap().contiguous(), vec![1; 8192], "the read precedes the write");

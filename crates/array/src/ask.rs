@@ -12,7 +12,8 @@ use crate::objects::Known;
 use crate::record::{SIZE_XATTR, is_own, own_object};
 
 impl Group {
-    /// Sends a query about an object's metadata, in the interval with the given number.
+    /// Asks any member a question about an object's metadata, in the interval with the given
+    /// number.
     pub(crate) async fn ask_in<T>(
         &self,
         number: u64,
@@ -25,8 +26,8 @@ impl Group {
         self.ask(&interval, oid, question).await
     }
 
-    /// Asks any member that has the object. If the member answers that the object does not exist, a
-    /// second member must confirm it: the first member may have lost the object.
+    /// Asks any member a question about an object. If the member answers that the object does not
+    /// exist, a second member must confirm this answer: the first member may have lost the object.
     pub(crate) async fn ask<T>(
         &self,
         interval: &Interval,
@@ -49,7 +50,7 @@ impl Group {
         }
     }
 
-    /// Asks the members in turn until one of them can read the requested data.
+    /// Asks the members one after another, until one of them can read the requested data.
     pub(crate) async fn ask_one_of<T>(
         &self,
         links: &[Option<MemberLink>],
@@ -70,7 +71,7 @@ impl Group {
             }
         }
         let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
-        // If only one member failed, the caller asks another member next.
+        // If only one member cannot read its data, the caller may still ask other members.
         if unreadable.len() < 2 {
             return Err(e);
         }
@@ -103,8 +104,11 @@ impl Group {
         members: &mut [Option<MemberLink>],
         oid: &ObjectId,
     ) -> store::Result<Option<u64>> {
-        let mut asked =
-            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "no member is available".into() });
+        let mut asked = Err(StoreError::TooFewTargets {
+            there: 0,
+            needed: 1,
+            detail: "no member is available; bring missing targets back".into(),
+        });
         for member in members {
             let Some(link) = member else { continue };
             let asked_for = link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR);
@@ -120,7 +124,7 @@ impl Group {
         asked
     }
 
-    /// Returns the size of an object, and the space that it occupies on all members.
+    /// Returns the size of an object, and the space that it occupies on all members together.
     pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
         let interval = self.interval(number).await?;
         let locked = self.objects.exclusive(oid).await;
@@ -134,8 +138,8 @@ impl Group {
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 
-    /// Lists object ids, without the array's own objects. The flag is true if more objects may
-    /// follow.
+    /// Lists up to `limit` object ids from `from` on, without the array's own objects. The returned
+    /// flag is true if more objects may follow.
     pub(crate) async fn list_in(
         &self,
         interval: &Interval,
@@ -166,8 +170,9 @@ impl Group {
         }
     }
 
-    /// Returns `e`, the error that too few fragments are readable. But if a whole target has
-    /// failed, and not only single blocks, and the target may recover, returns a temporary error.
+    /// Chooses the error to report if too few fragments are readable. If one of the targets
+    /// `unreadable` fails a probe but may recover, returns a temporary error. Otherwise returns
+    /// `e`.
     pub(crate) async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.calls.member_timeout, link.target.fails());
@@ -194,12 +199,12 @@ fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<
         Ok(bytes) => match bytes[..].try_into() {
             Ok(size) => Ok(Some(u64::from_be_bytes(size))),
             Err(_) => {
-                let detail = "the xattr with its size has not 8 bytes".into();
+                let detail = "the xattr that stores the object's size is not 8 bytes long".into();
                 Err(StoreError::Corrupt { what: format!("object {oid}"), detail })
             }
         },
         Err(StoreError::NoSuchObject(_)) => Ok(None),
-        // The object was created by a change of its omap alone.
+        // The object was created by a change of its omap alone, so it has no xattr with a size.
         Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
         Err(e) => Err(e),
     }

@@ -1,9 +1,9 @@
 //! Calls on members: how long a group waits for an answer, and when it continues without a member.
 //!
 //! A member that has not answered within the timeout is slow. The group continues without a slow
-//! member only if enough other members in sync answer a probe at that time. If the whole host is
-//! stalled, no member answers, and all calls wait. A call on a member that the group needs fails
-//! after the group's patience. The caller may retry it.
+//! member only if enough other members in sync answer a probe. If the whole host is stalled, no
+//! member answers, and all calls wait. A call on a member without which the group cannot continue
+//! fails after the timeout `patience`. The caller may retry it.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 
-/// Omap entries read per call.
+/// Number of omap entries read per call.
 const PAGE: usize = 1024;
 
 /// State that a group needs for calls on its members.
@@ -27,13 +27,14 @@ pub(crate) struct Calls {
     cid: CollectionId,
     /// All targets of the node.
     targets: Rc<Vec<Rc<dyn Member>>>,
-    /// Number of members that the group needs.
+    /// Minimum number of members with which the group can continue.
     needed: usize,
     /// Time after which a member that has not answered is slow.
     pub(crate) member_timeout: Duration,
-    /// Time that a call waits for a member that the group needs.
+    /// Timeout of a call on a member without which the group cannot continue.
     pub(crate) patience: Duration,
-    /// Members in sync of the current interval, or of the interval that is being opened.
+    /// The members that are in sync in the current interval, or in the interval that is being
+    /// opened.
     in_sync: RefCell<Vec<Rc<dyn Member>>>,
 }
 
@@ -48,7 +49,7 @@ impl Calls {
         Calls { cid, targets, needed, member_timeout, patience, in_sync: RefCell::default() }
     }
 
-    /// Sets the members in sync.
+    /// Replaces the list of members in sync.
     pub(crate) fn set_in_sync(&self, members: Vec<Rc<dyn Member>>) {
         *self.in_sync.borrow_mut() = members;
     }
@@ -57,8 +58,9 @@ impl Calls {
     ///
     /// # Errors
     /// The member's error, or [`StoreError::Disconnected`] if the group continues without the
-    /// member or has run out of patience. After [`StoreError::Disconnected`] the call may still
-    /// take effect, but only before all transactions that are queued later in the same collection.
+    /// member or the timeout `patience` expires. After [`StoreError::Disconnected`], the call may
+    /// still take effect. If it does, it takes effect before all transactions that are queued later
+    /// on the member for the same collection.
     pub(crate) async fn answer<T>(
         &self,
         link: &MemberLink,
@@ -85,15 +87,15 @@ impl Calls {
         }
     }
 
-    /// Executes a transaction on one member. Any error other than a refusal marks the member's
-    /// target as failed.
+    /// Executes a transaction on one member. Any error other than a refusal or a lost connection
+    /// marks the member's target as failed.
     pub(crate) async fn apply_to(&self, link: &MemberLink, transaction: Transaction) -> store::Result<()> {
         let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
         self.answer(link, queued).await.map_err(|e| link.classified(e))
     }
 
-    /// Reads all omap entries of an object with keys from `from` on and, if `to` is set, before
-    /// `to`.
+    /// Reads all omap entries of an object whose keys are at least `from` and, if `to` is set, less
+    /// than `to`.
     pub(crate) async fn all_entries(
         &self,
         link: &MemberLink,
@@ -136,15 +138,21 @@ impl Calls {
         }
     }
 
-    /// Turns an error about too few targets into a temporary one if some targets may become usable
-    /// again.
+    /// Converts a [`StoreError::TooFewTargets`] to a temporary error if some targets may become
+    /// usable again. Returns other errors unchanged.
     pub(crate) fn unless_hopeful(&self, e: StoreError) -> StoreError {
         if !matches!(e, StoreError::TooFewTargets { .. }) {
             return e;
         }
         let hopeful = self.targets.iter().filter(|t| t.is_hopeful());
         let tried: Vec<String> = hopeful
-            .map(|t| format!("target {} will be tried again ({})", t.uuid(), t.failure().unwrap_or_default()))
+            .map(|t| {
+                format!(
+                    "target {} is not usable now, but may recover ({})",
+                    t.uuid(),
+                    t.failure().unwrap_or_default()
+                )
+            })
             .collect();
         if tried.is_empty() {
             return e;
@@ -155,5 +163,5 @@ impl Calls {
 
 /// The error of a call on a member that does not answer.
 fn gone_slow(target: &dyn Member, waited: Duration) -> StoreError {
-    StoreError::Disconnected(format!("target {} has not answered in {waited:?}", target.uuid()))
+    StoreError::Disconnected(format!("target {} has not answered within {waited:?}", target.uuid()))
 }

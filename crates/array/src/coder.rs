@@ -1,4 +1,4 @@
-//! Computes parity, and reconstructs fragments from others.
+//! [`Coder`]: computes parity, and reconstructs fragments from other fragments.
 
 use std::ops::Range;
 
@@ -16,14 +16,15 @@ const ZEROS: usize = 64 << 10;
 /// Computes parity, and reconstructs fragments from other fragments.
 pub(crate) struct Coder {
     layout: StripeLayout,
-    /// `None` if fragments are copies.
+    /// The erasure code; `None` in a mirror, whose fragments are copies.
     code: Option<ec::Code>,
     pool: BufferPool,
 }
 
 impl Coder {
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if there is no code with these numbers of fragments.
+    /// [`StoreError::InvalidArgument`] if no erasure code exists for these numbers of data and
+    /// parity fragments.
     pub(crate) fn new(layout: StripeLayout, pool: BufferPool) -> store::Result<Coder> {
         let code = match layout.is_mirror() {
             true => None,
@@ -36,7 +37,7 @@ impl Coder {
     }
 
     /// Allocates a buffer from the pool, or from the heap if the pool is exhausted. It never waits
-    /// for pool memory: a caller that already holds pool memory could wait forever.
+    /// for pool memory, because a caller that already holds pool memory could wait forever.
     pub(crate) fn buffer(&self, len: usize) -> Buffer {
         match self.pool.try_alloc(len) {
             Ok(Some(buf)) => Buffer::Arena(buf),
@@ -68,8 +69,9 @@ impl Coder {
         self.code()?.encode(&units, &mut parity).map_err(refused)
     }
 
-    /// Computes the parity of whole stripes and the checksums of the parity blocks. `units`
-    /// contains the units of all stripes in order. All units have the same length.
+    /// Computes the parity of whole stripes. Returns the checksums of the blocks of each parity
+    /// fragment. `units` contains the units of all stripes in order. All units have the same
+    /// length.
     pub(crate) fn encode_units(
         &self,
         units: &[Bytes],
@@ -83,8 +85,8 @@ impl Coder {
         Ok(checksums)
     }
 
-    /// Updates parity after the data of fragment `column` has changed by `delta` (XOR of old and
-    /// new data).
+    /// Updates the range `out` of each parity buffer after the data of fragment `column` has
+    /// changed by `delta` (XOR of old and new data).
     pub(crate) fn update(
         &self,
         column: usize,
@@ -97,8 +99,8 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Reconstructs the fragments `wanted` from the `k` fragments `sources`, or from one copy.
-    /// `bytes` contains the bytes of each source, all of the same length.
+    /// Reconstructs the fragments `wanted` from the `k` fragments `sources` or, in a mirror, from
+    /// one copy. `bytes` contains the bytes of each source, all of the same length.
     pub(crate) fn recover(
         &self,
         sources: &[usize],
@@ -114,7 +116,7 @@ impl Coder {
         Ok(buffers.into_iter().map(Buffer::freeze).collect())
     }
 
-    /// The code; `None` if fragments are copies.
+    /// The erasure code; `None` in a mirror, whose fragments are copies.
     pub(crate) fn parity_code(&self) -> Option<&ec::Code> {
         self.code.as_ref()
     }

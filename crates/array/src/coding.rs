@@ -2,13 +2,13 @@
 //! (in this process), or on the DPU's accelerator.
 //!
 //! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
-//! parity, only the data moves to host memory. If the DPU's cores compute it, data and parity move
-//! to host memory together. If a coding place fails, another one takes over. After several
-//! failures, the thread of the caller computes the parity itself. While there are coding tasks, the
-//! dispatcher samples the host's load ten times per second.
+//! parity, only the data moves to host memory. If the DPU's cores compute the parity, data and
+//! parity move to host memory together. If a coding place fails, another coding place takes over.
+//! After several failures, the thread of the caller computes the parity itself. While there are
+//! coding tasks, the dispatcher samples the host's load ten times per second.
 //!
-//! The scheduler is not used for small changes or for reconstructing fragments. Their bytes are
-//! already in this process, which computes them directly.
+//! The scheduler is not used for small changes or for reconstructing fragments. The bytes for both
+//! are already in this process, so it codes them directly.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -42,8 +42,8 @@ const WATCH: Duration = Duration::from_millis(100);
 const WATCH_IDLE: Duration = Duration::from_secs(1);
 /// Number of failed attempts after which the thread of the caller computes the parity itself.
 const ATTEMPTS: usize = 4;
-/// Maximum number of tasks whose data is in transit to the host's processor, beyond the tasks that
-/// it is executing.
+/// Maximum number of tasks whose data is in transit to the host's processor, in addition to the
+/// tasks that the processor is executing.
 const ON_THE_WAY: usize = 3;
 
 /// Configuration of a [`CodingDispatcher`].
@@ -51,14 +51,14 @@ const ON_THE_WAY: usize = 3;
 pub struct CodingConfig {
     /// Initial coding mode.
     pub mode: CodingMode,
-    /// The part of the DPU that computes parity. `None` if the node has no DPU; then the host's
-    /// processor computes all parity.
+    /// The part of the DPU that computes parity. `None` if the node has no DPU; in this case, the
+    /// host's processor computes all parity.
     pub offload: Option<CodingOffload>,
     /// Number of coding threads on the DPU's cores.
     pub threads: usize,
     /// Number of coding threads on the host's processor.
     pub host_threads: usize,
-    /// Maximum number of waiting tasks.
+    /// Maximum number of tasks that wait for a coding place.
     pub queue: usize,
     /// Time for which a coding place is not used after a failure.
     pub cool_down: Duration,
@@ -71,8 +71,8 @@ pub struct CodingConfig {
 /// Location of the stores that receive the stripes.
 #[derive(Clone)]
 pub enum StripesAt {
-    /// The stores are in this process, with these coding engines. `None` selects the minimal set of
-    /// engines.
+    /// The stores are in this process, with these coding engines. `None` selects the default
+    /// engines: one thread on the host's processor.
     Here(Option<Arc<Engines>>),
     /// The stores are called through this interface.
     There(Arc<dyn StripeStores>),
@@ -99,17 +99,17 @@ impl Default for CodingConfig {
     }
 }
 
-/// One piece of each fragment of an object that is being staged.
+/// The same range of each fragment of an object, to be written to the fragments' stages.
 pub(crate) struct StripeBatch {
-    /// For each fragment: the UUID of its target, and its stage there. `None` for a fragment that
-    /// is not written.
+    /// For each fragment: the UUID of its target, and the id of its stage on this target. `None`
+    /// for a fragment that is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
-    /// Byte offset in each stage.
+    /// Offset of the range in each stage, in bytes.
     pub(crate) offset: u64,
-    /// The bytes of each data fragment. All fragments are cut at the same places, into pieces of
+    /// The bytes of each data fragment. All fragments are cut at the same offsets, into pieces of
     /// equal length.
     pub(crate) data: Vec<FragmentBytes>,
-    /// The code that computes parity; `None` if the other fragments are copies.
+    /// The erasure code that computes parity; `None` in a mirror, whose fragments are copies.
     pub(crate) code: Option<Code>,
 }
 
@@ -127,9 +127,10 @@ pub struct CodingDispatcher {
 }
 
 impl CodingDispatcher {
+    /// Starts the scheduler, and the coding threads on the DPU's cores.
+    ///
     /// # Errors
     /// If the system cannot create another thread.
-    /// Starts the scheduler, and the coding threads on the DPU's cores.
     pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,
@@ -139,7 +140,7 @@ impl CodingDispatcher {
         let queue = config.queue.max(1);
         let options = SoftwareOptions { threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
         let software = software::start(SoftwareOptions { faults: config.faults.clone(), ..options })?;
-        // Without a DPU, the host is the only choice.
+        // Without a DPU, the host's processor is the only coding place.
         let mode = if config.offload.is_some() { config.mode } else { CodingMode::LatencySensitive };
         let offload = match config.offload {
             Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
@@ -170,10 +171,10 @@ impl CodingDispatcher {
         self.stores.max_bytes()
     }
 
-    /// Changes the mode.
+    /// Changes the coding mode.
     ///
     /// # Errors
-    /// If the mode needs a DPU and the node has none.
+    /// If the mode needs a DPU, but the node has no DPU.
     pub fn set_mode(&self, mode: CodingMode) -> wire::Result<()> {
         if self.offload.is_none() && mode != CodingMode::LatencySensitive {
             let why = "this node has no DPU that could compute parity, because its placement is host; configure coding.offload = \"accelerator\"";
@@ -306,7 +307,7 @@ impl CodingDispatcher {
         self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 
-    /// Reports the state of coding for display.
+    /// Returns the state of the scheduler and of the coding places, for display.
     pub fn status(&self) -> CodingStatus {
         let snapshot = self.scheduler.snapshot();
         let load = self.load.borrow();
@@ -347,7 +348,7 @@ impl StripeBatch {
     }
 }
 
-/// The error that too many tasks wait. The caller may retry.
+/// The error of a coding task that was refused because too many tasks wait. The caller may retry.
 fn busy(e: &TaskRefused) -> StripeError {
     StripeError::Store(StoreError::Disconnected(e.to_string()))
 }
@@ -356,7 +357,8 @@ fn pieces(data: &[FragmentBytes]) -> Vec<Vec<Bytes>> {
     data.iter().map(|fragment| fragment.pieces.clone()).collect()
 }
 
-/// Computes the parity of fragments whose pieces are cut at the same places, with equal lengths.
+/// Computes the parity of data fragments that are cut at the same offsets, into pieces of equal
+/// length.
 fn encode(
     code: &Code,
     data: &[Vec<Bytes>],

@@ -36,8 +36,8 @@ impl Group {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
-                // A member that cannot even answer this query cannot receive data. The others
-                // continue without it if they can.
+                // A member that cannot even answer this query cannot receive data. The other
+                // members continue without this member if they can.
                 if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
                     link.target.fail(&e);
                 }
@@ -53,8 +53,8 @@ impl Group {
         let whole = WholeObject { oid, size };
         let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
         match put {
-            // On a full member, remove the old fragment first. It is not needed, because the member
-            // is not in sync.
+            // The member is full, so remove its old fragment first. The old fragment is not needed,
+            // because the member is not in sync.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
@@ -150,8 +150,8 @@ impl Group {
                 let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
                 let mut set =
                     Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-                // The owner's metadata object may use the reserve; otherwise a full member could
-                // never be rebuilt.
+                // The copy of the owner's metadata object may use the reserve; otherwise a full
+                // member could never be rebuilt.
                 set.uses_reserve = *oid == self.meta;
                 self.calls.apply_to(link, set).await?;
             }

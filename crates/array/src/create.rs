@@ -11,8 +11,8 @@ use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_record, own_object};
 
 impl Group {
-    /// Creates the group on the node's targets. The first usable targets of `ranked` become its
-    /// members.
+    /// Creates the group on the node's targets. `ranked` contains indices of targets, in the order
+    /// of preference. The first usable targets in this order become the members.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if there are too few usable targets.
@@ -22,7 +22,7 @@ impl Group {
         let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
         if chosen.len() < needed {
             let detail = format!(
-                "{} needs this number of targets, and the node has no other usable targets",
+                "{} needs this number of targets, and the node has no other usable targets; bring missing targets back",
                 self.redundancy
             );
             let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
@@ -41,7 +41,8 @@ impl Group {
             }
         };
         try_join_all(chosen.iter().map(create)).await?;
-        // Before the first interval, no member can have continued without the others.
+        // No interval has begun yet, so no member can have accepted changes without the other
+        // members.
         self.terms.set_lineage(record);
         Ok(())
     }

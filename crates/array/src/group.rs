@@ -1,7 +1,8 @@
 //! [`Group`]: the state of a placement group, and which members take part in requests on an object.
 //!
-//! Other modules carry out the group's work. State with rules of its own has its own type:
-//! [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`], [`Damaged`].
+//! Other modules implement the operations of the group. State that follows rules of its own has its
+//! own type: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
+//! [`Damaged`].
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -35,11 +36,11 @@ pub struct GroupOptions {
     /// Pool id and group number, which determine the ranking of targets
     /// ([`wire::placement::ranked`]).
     pub place: (u32, u32),
-    /// The owner's metadata object in this group. Its omap has records about all objects, so a
-    /// rebuild copies it first.
+    /// The object in which the array's owner (the osd) keeps metadata about this group. Its omap
+    /// has records about all objects, so a rebuild copies it first.
     pub meta: ObjectId,
-    /// Returns true if an object is one of the owner's metadata objects. Transactions change these
-    /// objects without a lock.
+    /// Returns true if an object is one of the metadata objects of the array's owner. Transactions
+    /// change these objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
     /// Redundancy scheme of the group.
     pub redundancy: Redundancy,
@@ -47,11 +48,13 @@ pub struct GroupOptions {
     pub targets: Rc<Vec<Rc<dyn Member>>>,
     /// Memory for parity and staged data.
     pub staging: BufferPool,
-    /// Time after which the group continues without a member that has not answered, if it can.
+    /// Time after which the group continues without a member that has not answered a call, if the
+    /// other members suffice.
     pub member_timeout: Duration,
-    /// Time that a call waits for a member that the group needs.
+    /// Timeout of a call on a member without which the group cannot continue.
     pub patience: Duration,
-    /// Maximum number of objects with dirty notes. If there are more, stale members become blank.
+    /// Maximum number of objects with dirty notes. If more objects have dirty notes, stale members
+    /// become blank.
     pub dirty_max: usize,
     /// Computes parity and writes stripes to the targets.
     pub coding: Rc<CodingDispatcher>,
@@ -81,8 +84,9 @@ pub struct Group {
     /// Targets that had too little free space for the rebuild of a member. The group prefers other
     /// targets as replacements.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
-    /// Transactions hold this lock for reading. The group holds it for writing during steps that
-    /// must not overlap transactions, such as the admission of a member.
+    /// Each transaction holds this lock for reading while it runs. The group holds the lock for
+    /// writing during steps that must not overlap transactions, for example the admission of a
+    /// member.
     pub(crate) gate: RwLock<()>,
     pub(crate) intents: RefCell<Intents>,
     pub(crate) objects: Objects,
@@ -92,15 +96,16 @@ pub struct Group {
     /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
-    /// Number of reads of mirrored objects so far. It selects the copy for the next read.
+    /// Number of reads of mirrored objects so far. This number selects the copy for the next read.
     pub(crate) copies_read: Cell<usize>,
 }
 
 impl Group {
+    /// Creates the state of a group. The group has no open interval yet.
+    ///
     /// # Errors
     /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy scheme
     /// is invalid.
-    /// Creates the state of a group. No interval is open yet.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = StripeLayout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
@@ -132,18 +137,19 @@ impl Group {
         })
     }
 
-    /// The [`place`](GroupOptions::place) from the options.
+    /// Pool id and group number (see [`GroupOptions::place`]).
     pub fn place(&self) -> (u32, u32) {
         self.place
     }
 
-    /// Number of members that the group needs.
+    /// Minimum number of members with which the group can continue.
     pub fn needed(&self) -> usize {
         self.layout.k
     }
 
-    /// Number of the current interval. It changes when the incarnation of a store changes, when a
-    /// target fails or returns, and when it is possible that only some members have a transaction.
+    /// Number of the current interval. The number changes when the incarnation of a store changes,
+    /// when a target fails or returns, and when the group itself ends the interval. For example,
+    /// the group ends the interval if only some members may have committed a transaction.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().incarnation() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
@@ -155,22 +161,24 @@ impl Group {
         self.last_interval().filter(|interval| interval.number == number)
     }
 
-    /// The current interval, or the last one if it has ended.
+    /// The newest interval, which may have ended.
     pub fn last_interval(&self) -> Option<Rc<Interval>> {
         self.intervals.latest()
     }
 
-    /// Returns true if a target is a member in sync of the current interval.
+    /// Returns true if the group has a current interval, and a target is one of its members in
+    /// sync.
     pub fn is_in_sync_on(&self, target: &Uuid) -> bool {
         self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid() == *target))
     }
 
-    /// Returns true if there is any dirty note: if any object changed while a member was away.
+    /// Returns true if the group has any dirty note, because an object changed while a member was
+    /// unavailable.
     pub fn has_notes(&self) -> bool {
         !self.intents.borrow().dirty().is_empty()
     }
 
-    /// Total length in bytes of the ids of all dirty objects.
+    /// Total length in bytes of the ids of all objects with dirty notes.
     pub fn notes_bytes(&self) -> u64 {
         self.intents.borrow().dirty().iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
@@ -183,7 +191,7 @@ impl Group {
         }
     }
 
-    /// Ends an interval in which it is possible that only some members have a transaction.
+    /// Ends an interval, if it is still the current one. The next request opens a new interval.
     pub(crate) fn end_interval(&self, interval: &Interval) {
         if self.still(interval).is_ok() {
             self.intervals.end();

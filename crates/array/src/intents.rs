@@ -1,5 +1,5 @@
 //! [`Intents`]: the transactions of a group that are in progress, and the finished transactions
-//! whose intents must be trimmed.
+//! whose intents must be removed (*trimmed*).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,16 +12,16 @@ pub(crate) type UndoObjects = Vec<Vec<usize>>;
 /// The intents of an interval.
 #[derive(Default)]
 pub(crate) struct Intents {
-    /// Number of the interval.
+    /// Number of the interval that these intents belong to.
     interval: u64,
     /// Number of the next transaction.
     next: u64,
     under_way: BTreeSet<u64>,
-    /// Finished transactions that are not trimmed yet.
+    /// Finished transactions whose intents are not trimmed yet.
     done: BTreeMap<u64, UndoObjects>,
     /// True while a transaction that trims intents is in progress.
     trimming: bool,
-    /// Objects that changed while a member was away.
+    /// Objects that have dirty notes, because they changed while a member was unavailable.
     dirty: BTreeSet<ObjectId>,
 }
 
@@ -56,27 +56,27 @@ impl Intents {
         self.under_way.first().copied().unwrap_or(self.next).saturating_sub(1)
     }
 
-    /// Returns true if there is nothing to trim.
+    /// Returns true if no finished transaction has an intent that must be trimmed.
     pub(crate) fn is_trimmed(&self) -> bool {
         self.done.is_empty()
     }
 
-    /// Total number of undo objects on all members that are not trimmed yet.
+    /// Number of undo objects that are not removed yet, summed over all members.
     pub(crate) fn undo_objects(&self) -> usize {
         self.done.values().flatten().map(Vec::len).sum()
     }
 
-    /// Finished transactions up to `through` that are not trimmed yet.
+    /// Finished transactions up to number `through` whose intents are not trimmed yet.
     pub(crate) fn done_through(&self, through: u64) -> impl Iterator<Item = (u64, &UndoObjects)> {
         self.done.range(..=through).map(|(number, undo_objects)| (*number, undo_objects))
     }
 
-    /// Objects that changed while a member was away.
+    /// Objects that have dirty notes, because they changed while a member was unavailable.
     pub(crate) fn dirty(&self) -> &BTreeSet<ObjectId> {
         &self.dirty
     }
 
-    /// Notes objects as dirty.
+    /// Records that objects have dirty notes.
     pub(crate) fn note_dirty(&mut self, oids: impl IntoIterator<Item = ObjectId>) {
         self.dirty.extend(oids);
     }
@@ -94,7 +94,8 @@ impl Intents {
         (number, trims)
     }
 
-    /// Records that every member has committed a transaction, which trimmed intents up to `trims`.
+    /// Records that every member has committed a transaction. The transaction has trimmed the
+    /// intents up to number `trims`.
     pub(crate) fn committed(&mut self, number: u64, undo_objects: UndoObjects, trims: Option<u64>) {
         self.trim_ended(trims);
         self.under_way.remove(&number);
@@ -113,8 +114,8 @@ impl Intents {
         self.dirty.retain(|oid| !dirty.contains(oid));
     }
 
-    /// Records that only some members may have a transaction. It stays in progress until the next
-    /// interval rolls it back.
+    /// Records that only some members may have a transaction. The transaction stays in progress
+    /// until the next interval rolls it back.
     pub(crate) fn left_open(&mut self, trims: Option<u64>) {
         self.trim_ended(trims);
     }

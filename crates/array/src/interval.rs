@@ -1,5 +1,5 @@
-//! [`Interval`]: a period in which the same members of a group take part. [`Intervals`] keeps track
-//! of a group's current interval.
+//! [`Interval`]: a period in which the same members of a group take part in transactions.
+//! [`Intervals`] keeps track of a group's current interval.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -15,20 +15,19 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, Standing};
 
-/// After a failed attempt to open an interval, the pause before the next attempt with the same
-/// targets.
+/// Pause after a failed attempt to open an interval, before the next attempt with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
 
-/// A period in which the same members take part.
+/// A period in which the same members of a group take part in transactions.
 pub struct Interval {
     /// See [`Group::number`](crate::Group::number).
     pub(crate) number: u64,
-    /// Members in sync, by position.
+    /// Members in sync, by position. `None` for a member that is not in sync.
     pub(crate) links: Vec<Option<MemberLink>>,
     pub(crate) record: GroupRecord,
     /// Numbers of the transactions that were rolled back when the interval began.
     pub(crate) undone: BTreeSet<u64>,
-    /// Targets that store data of the group that is no longer needed.
+    /// Targets that are not members, but still store data of the group that is no longer needed.
     pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }
 
@@ -56,9 +55,9 @@ impl Interval {
     }
 }
 
-/// Why the next interval could not be opened.
+/// A failed attempt to open the next interval.
 struct OpeningFailure {
-    /// Number of the interval.
+    /// Number of the interval that could not be opened.
     number: u64,
     /// Time before which the group does not try to open the interval again.
     until: Instant,
@@ -68,7 +67,7 @@ struct OpeningFailure {
 /// The intervals of a group.
 #[derive(Default)]
 pub(crate) struct Intervals {
-    /// The current interval, or the last one if it has ended.
+    /// The newest interval, which may have ended.
     latest: RefCell<Option<Rc<Interval>>>,
     /// Number of intervals that ended by a call of [`Intervals::end`].
     ended: Cell<u64>,
@@ -79,7 +78,7 @@ pub(crate) struct Intervals {
 }
 
 impl Intervals {
-    /// The current interval, or the last one if it has ended.
+    /// The newest interval, which may have ended.
     pub(crate) fn latest(&self) -> Option<Rc<Interval>> {
         self.latest.borrow().clone()
     }
@@ -88,28 +87,31 @@ impl Intervals {
         *self.latest.borrow_mut() = Some(Rc::new(interval));
     }
 
-    /// Number of intervals that ended because possibly only some members had a transaction.
+    /// Number of intervals that the group itself has ended, by calls of [`Intervals::end`].
     pub(crate) fn ended(&self) -> u64 {
         self.ended.get()
     }
 
-    /// Counts an interval as ended.
+    /// Counts one more interval as ended. This changes the result of
+    /// [`Group::number`](crate::Group::number).
     pub(crate) fn end(&self) {
         self.ended.set(self.ended.get() + 1);
     }
 
-    /// Locks the opening of intervals and the distribution of membership records.
+    /// Prevents other tasks from opening intervals or distributing membership records, until the
+    /// returned guard is dropped.
     pub(crate) async fn lock(&self) -> MutexGuard<'_, ()> {
         self.opening.lock().await
     }
 
-    /// Records that opening an interval failed.
+    /// Records that interval `number` could not be opened, and why.
     pub(crate) fn refuse(&self, number: u64, why: String) {
         let until = Instant::now() + REFUSED_FOR;
         *self.refusal.borrow_mut() = Some(OpeningFailure { number, until, why });
     }
 
-    /// Returns the error of a recent failed attempt to open the interval.
+    /// Returns the error of a recent failed attempt to open interval `number`. Returns `None` if
+    /// the caller may try to open it.
     pub(crate) fn refusal(&self, number: u64) -> Option<StoreError> {
         let refusal = self.refusal.borrow();
         let refusal = refusal.as_ref().filter(|r| r.number == number && Instant::now() < r.until)?;
@@ -127,7 +129,7 @@ impl Intervals {
     }
 }
 
-/// The error that an interval has ended.
+/// The error of a request whose interval has ended.
 pub(crate) fn over(number: u64) -> StoreError {
     StoreError::Disconnected(format!("interval {number} of the group has ended"))
 }

@@ -32,9 +32,9 @@ pub(crate) struct StripeLayout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct UnitRange {
     pub(crate) fragment: usize,
-    /// Offset in the fragment.
+    /// Offset of the first byte in the fragment.
     pub(crate) at: u64,
-    /// Offset in the object.
+    /// Offset of the first byte in the object.
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
@@ -72,7 +72,7 @@ impl StripeLayout {
         offset / self.stripe()
     }
 
-    /// Length of a fragment of an object of `size` bytes.
+    /// Length in bytes of a fragment of an object that has `size` bytes.
     pub(crate) fn fragment_size(&self, fragment: usize, size: u64) -> u64 {
         let unit_index = if fragment < self.k { fragment as u64 } else { 0 };
         let rest = size % self.stripe();
@@ -101,8 +101,8 @@ impl StripeLayout {
         })
     }
 
-    /// For each data fragment, returns the range from its first to its last byte within a range of
-    /// the object. The result is `None` for a fragment without bytes in the range.
+    /// For each data fragment, returns the range of the fragment that stores bytes of a range of
+    /// the object. Returns `None` for a fragment that stores no bytes of the object's range.
     pub(crate) fn spans(&self, offset: u64, len: u64) -> Vec<Option<Range<u64>>> {
         let end = offset + len;
         let span = |fragment| {
@@ -130,7 +130,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn locate_maps_each_byte_to_a_unique_place(layout in layouts(), offset in 0u64..1_000_000) {
+        fn each_object_byte_maps_to_a_unique_fragment_and_offset(layout in layouts(), offset in 0u64..1_000_000) {
             let (fragment, at) = layout.locate(offset);
             prop_assert!(fragment < layout.k);
             let back = at / layout.unit * layout.stripe() + fragment as u64 * layout.unit + at % layout.unit;
@@ -138,7 +138,7 @@ mod tests {
         }
 
         #[test]
-        fn the_size_of_a_fragment_matches_its_pieces(layout in layouts(), size in 0u64..300_000) {
+        fn fragment_size_equals_the_end_of_the_fragments_last_piece(layout in layouts(), size in 0u64..300_000) {
             let mut sizes = vec![0; layout.k];
             for piece in layout.pieces(0, size) {
                 sizes[piece.fragment] = piece.at + piece.len;
@@ -151,7 +151,7 @@ mod tests {
         }
 
         #[test]
-        fn spans_cover_exactly_the_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
+        fn the_span_of_each_fragment_covers_exactly_its_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
             let mut spans: Vec<Option<Range<u64>>> = vec![None; layout.k];
             for piece in layout.pieces(offset, len) {
                 let span = spans[piece.fragment].get_or_insert(piece.at..piece.at);

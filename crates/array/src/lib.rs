@@ -1,25 +1,27 @@
 //! Stores a placement group's objects redundantly on several targets, so that the group survives
 //! the loss of some targets.
 //!
-//! Each placement group of a redundant pool has one [`Array`]. An array is a store of one
-//! collection. It keeps one fragment of each object in the store of each member of the group.
-//! Callers use an array like any other store. The incarnation of an array changes when a member
-//! fails or returns. The modules, from the top down:
+//! Each placement group of a redundant pool has one [`Array`]. An array is an object store with a
+//! single collection. It keeps one fragment of each object in the store of each member of the
+//! group. Callers use an array like any other store. The incarnation of an array changes when a
+//! member fails or returns. The modules, from the top down:
 //!
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
 //!   that a transaction makes to one object. `staging` writes large data before its transaction.
-//! - `rebuild` brings members back in sync, `scrub` compares members, `repair` replaces a damaged
-//!   fragment. `rebuild` and `repair` use `copy`, which copies an object to a member.
-//! - `read`: reads and verifies data. `plan` chooses which fragments to read if one is lost. `ask`
-//!   sends metadata queries that any member can answer.
+//! - `rebuild` brings members back in sync, `scrub` compares the fragments of all members, `repair`
+//!   replaces a damaged fragment. `rebuild` and `repair` use `copy`, which copies an object to a
+//!   member.
+//! - `read`: reads and verifies data. `plan` chooses which fragments to read if a fragment is
+//!   missing. `ask` sends metadata queries that any member can answer.
 //! - `open`: begins an interval. `view` reads what a target stores about the group, `members` finds
 //!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
 //!   deletes the data of former members. `create` creates a group.
-//! - `group`: the state of a group. `interval`: a period in which the same members take part.
-//!   `intents`: transactions in progress. `terms`: the terms of the membership records.
-//!   `rebuilding`: a member that is being rebuilt. `objects`: the lock and the size of each object.
-//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members and timeouts.
+//! - `group`: the state of a group. `interval`: a period in which the same members take part in
+//!   transactions. `intents`: transactions in progress. `terms`: the numbers (*terms*) of the
+//!   membership records. `rebuilding`: a member that is being rebuilt. `objects`: the lock and the
+//!   size of each object. `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on
+//!   members and timeouts.
 //! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.
@@ -28,14 +30,16 @@
 //!   `pace`: limits the speed of background work.
 //!
 //! **Consistency.** Each transaction has a number. Every member stores the transaction's intent
-//! under this number. The array acknowledges a transaction after every member in sync has committed
-//! it. If only some members have committed a transaction, the array rolls it back: those members
-//! restore the old data from their undo objects. The membership record names the members in sync,
-//! and has a term. Before the array continues without a member, all remaining members in sync store
-//! a new record that no longer lists that member as in sync. Only one transaction at a time changes
-//! an object. The metadata objects of the array's owner (the osd) are an exception: several
-//! transactions may change their omap entries concurrently. Each of these entries is either written
-//! by a single transaction, or has a value that only grows. See `docs/adr/0012`.
+//! under this number: a record of what the transaction changes, and of how to undo it. The array
+//! acknowledges a transaction after every member in sync has committed it. If only some members
+//! have committed a transaction, the array rolls it back: the members that have committed it
+//! restore the old data from their undo objects, which are copies of the overwritten data. The
+//! membership record names the members in sync, and has a term. Before the array continues without
+//! a member, all remaining members in sync store a new record. The new record no longer lists the
+//! missing member as in sync. Only one transaction at a time changes an object. The metadata
+//! objects of the array's owner (the osd) are an exception: several transactions may change their
+//! omap entries concurrently. Each of these entries is either written by a single transaction, or
+//! has a value that only grows. See `docs/adr/0012`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
 //! during the call of [`submit`](store::Submit::submit). The rest of the request runs in its own

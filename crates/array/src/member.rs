@@ -17,17 +17,17 @@ pub trait Member {
     /// The target's store.
     fn store(&self) -> &Arc<dyn ObjectStore>;
 
-    /// A counter that changes whenever groups may start using the target, or must stop using it.
+    /// A counter that changes whenever the target becomes usable or unusable.
     fn generation(&self) -> u64;
 
     /// Returns true if groups may use the target.
     fn is_usable(&self) -> bool;
 
-    /// Returns true if the operator has taken the target out.
+    /// Returns true if the operator has taken the target out of use.
     fn is_out(&self) -> bool;
 
-    /// Returns true if the target is slow. A group waits for a slow target only if it needs the
-    /// target.
+    /// Returns true if the target is slow: a call on it was not answered in time. A group waits for
+    /// a slow target only if the group cannot work without it.
     fn is_slow(&self) -> bool;
 
     /// Returns true if the target may become usable again before clients give up.
@@ -36,19 +36,21 @@ pub trait Member {
     /// Why the target is unusable; `None` if it is usable.
     fn failure(&self) -> Option<String>;
 
-    /// Reports an error that indicates a failure of the target.
+    /// Marks the target as failed, because of the error `e`.
     fn fail(&self, e: &StoreError);
 
-    /// Reports that the target has not answered a call in a collection for `waited`.
+    /// Reports that the target has not answered a call on the collection `cid` for the time
+    /// `waited`.
     fn overdue(&self, cid: &CollectionId, waited: Duration);
 
-    /// Sends a probe and reports any error. Returns true if the probe failed.
+    /// Sends a probe to the target. Returns true if the probe fails. An error of the probe may also
+    /// mark the target as failed.
     fn fails(&self) -> LocalBoxFuture<'_, bool>;
 
-    /// Resolves when the target is slow: immediately, or as soon as it becomes slow.
+    /// Resolves immediately if the target is slow, or else as soon as it becomes slow.
     fn until_slow(&self) -> LocalBoxFuture<'_, ()>;
 
-    /// Sends a probe. Resolves when the target has answered it. If the probe fails, the future
-    /// never resolves.
+    /// Sends a probe to the target. Resolves when the target has answered a probe that was sent
+    /// after this call. If the target never answers, the future never resolves.
     fn answers(self: Rc<Self>) -> LocalBoxFuture<'static, ()>;
 }

@@ -14,19 +14,22 @@ pub(crate) struct MemberLink {
 }
 
 impl MemberLink {
-    /// Links to a target in the current incarnation of its store.
+    /// Creates a link to a target in the current incarnation of its store.
     pub(crate) fn new(target: Rc<dyn Member>) -> MemberLink {
         let incarnation = target.store().incarnation();
         MemberLink { target, incarnation }
     }
 
-    /// Fails if the target's store has changed its incarnation. In that case the store may have
-    /// executed the call again, and its answer may come from data that is not durable.
+    /// Fails if the incarnation of the target's store has changed since this link was created. In
+    /// that case, the store may have executed an earlier call twice, and the answer to that call
+    /// may show data that was not durable.
     pub(crate) fn still(&self) -> store::Result<()> {
         if self.target.store().incarnation() == self.incarnation {
             return Ok(());
         }
-        Err(StoreError::Disconnected("the incarnation of the target's store has changed".into()))
+        Err(StoreError::Disconnected(
+            "the target's store began a new incarnation, so its answer may be outdated".into(),
+        ))
     }
 
     /// The error that an object's fragment on this target is corrupt.
@@ -34,9 +37,9 @@ impl MemberLink {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
-    /// Classifies an error of a call on this member. A refusal and a lost connection stay
-    /// unchanged. Any other error means that the target has failed. Then the interval ends, and the
-    /// caller retries without the target.
+    /// Classifies an error of a call on this member. Returns a refusal or a lost connection
+    /// unchanged. Any other error means that the target has failed. In that case, the interval
+    /// ends, and the caller retries without the target.
     pub(crate) fn classified(&self, e: StoreError) -> StoreError {
         if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
             return e;

@@ -1,11 +1,13 @@
-//! Membership: decides which members continue, and records the state of the other members.
+//! Membership: decides which members continue to serve the group, and records the state of the
+//! other members.
 //!
-//! Each new record has a higher term than all records that were ever proposed. This matters because
-//! a member may have stored a proposed record that the other members lack. When that member
-//! returns, its record must not count as the newest one. Sometimes the members can continue only
-//! because an operator has declared others lost. The lost members may know newer records. Therefore
-//! the term then advances by a step that the lost members cannot have reached. If a lost member
-//! returns nevertheless, its data is ignored, and a rebuild copies everything to it.
+//! Each new membership record has a higher term than all records that were ever proposed. This
+//! matters because a member may have stored a proposed record that the other members lack. When
+//! that member returns, its record must not count as the newest one. Sometimes the available
+//! members can continue only because an operator has declared other members lost. The lost members
+//! may have stored newer records. In this case, the term advances by a step so large that the new
+//! term exceeds every term that a lost member can have stored. If a lost member returns
+//! nevertheless, the group ignores its data, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
 
@@ -22,8 +24,8 @@ use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal
 use crate::view::MemberView;
 
 impl Group {
-    /// Returns the available members in sync, by position. The flag is true if they are current
-    /// only because an operator has declared other members lost.
+    /// Returns the available members in sync, by position. The returned flag is true if these
+    /// members count as current only because an operator has declared other members lost.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if too few members are available, or if missing members may
@@ -53,8 +55,8 @@ impl Group {
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
         let known = self.terms.lineage();
         let newer = known.as_ref().filter(|last| last.term > record.term);
-        // Members that may have continued without the available members: in the last interval, or
-        // before this process opened the first one.
+        // Members that may have accepted changes without the available members: either in the last
+        // interval, or before this process opened its first interval.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -65,18 +67,18 @@ impl Group {
         let away = ahead.iter().filter(|uuid| !self.is_written_off(uuid)).count();
         if newer.is_some() && away >= needed {
             let detail = format!(
-                "the available members lack acknowledged changes; bring back {needed} of {}, or take them out if they are lost",
+                "the available members lack acknowledged changes; bring back {needed} of the targets {}, or take these targets out if they are lost",
                 list(&ahead)
             );
             return Err(StoreError::TooFewTargets { there: 0, needed, detail });
         }
         if there < needed {
-            let detail = format!("bring back one of {}", list(&missing));
+            let detail = format!("bring back one of the targets {}", list(&missing));
             return Err(StoreError::TooFewTargets { there, needed, detail });
         }
         if away >= needed {
             let detail = format!(
-                "these missing members may have acknowledged changes without the available ones: {}; bring them back, or take them out if they are lost",
+                "these missing targets may have acknowledged changes that the available targets lack: {}; bring them back, or take them out if they are lost",
                 list(&ahead)
             );
             return Err(StoreError::TooFewTargets { there, needed: there + 1, detail });
@@ -89,7 +91,8 @@ impl Group {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
-    /// Makes the members agree on a membership record. Returns the record and the dirty objects.
+    /// Makes the members agree on a membership record. Returns the record, and the objects that
+    /// have dirty notes.
     pub(crate) async fn agree(
         &self,
         old: GroupRecord,
@@ -105,7 +108,7 @@ impl Group {
                 member.standing = Standing::Blank;
             } else if view.is_none() && member.standing == Standing::InSync {
                 member.standing = Standing::Stale;
-                // The intents name every object whose last change the member may lack.
+                // The intents name every object whose last change the missing member may lack.
                 let intents = there().flat_map(|view| view.intents.values());
                 dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
             }
@@ -125,12 +128,13 @@ impl Group {
         let has_it = |view: &MemberView| view.record == record && (view.dirty == dirty || !needs_notes);
         if on_word || self.terms.highest() > record.term || !there().all(has_it) {
             record.term = self.terms.next(on_word);
-            // Write the notes before the record: an unnecessary note is harmless.
+            // Write the dirty notes before the record, in case a crash separates the two writes: an
+            // unnecessary note is harmless, but a missing note is not.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
             self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
             let (in_sync, of) = (record.in_sync().count(), record.members.len());
-            tracing::info!(cid = %self.cid, term = record.term, in_sync, of, on_word, "the group's members have changed");
+            tracing::info!(cid = %self.cid, term = record.term, in_sync, of, on_word, "the group has a new membership record");
         }
         if !needs_notes {
             try_join_all(there().map(|view| self.forget_dirty(&view.link, &view.dirty))).await?;
@@ -138,8 +142,8 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force in two steps. First all members store it as a proposal. When all
-    /// members have the proposal, they store it as their membership record.
+    /// Puts a record in force in two steps. First all members store the record as a proposal. When
+    /// all members have the proposal, they store the record as their membership record.
     pub(crate) async fn put_in_force(
         &self,
         record: &GroupRecord,
@@ -160,7 +164,7 @@ impl Group {
         try_join_all(links.iter().map(|link| self.calls.apply_to(link, note.clone()))).await.map(drop)
     }
 
-    /// Writes dirty notes for any number of objects on a member.
+    /// Writes to a member a dirty note for each of the objects `oids`.
     pub(crate) async fn note_dirty(
         &self,
         link: &MemberLink,
@@ -175,7 +179,7 @@ impl Group {
         Ok(())
     }
 
-    /// Removes dirty notes from a member.
+    /// Removes the dirty notes of the objects `oids` from a member.
     async fn forget_dirty(&self, link: &MemberLink, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
         let mut keys = oids.iter().map(key_dirty).peekable();
         while keys.peek().is_some() {
@@ -185,8 +189,9 @@ impl Group {
         Ok(())
     }
 
-    /// Replaces some members with targets that are not members yet. It replaces a member that is
-    /// not in sync if its target is out, has left the node, or had no space for the blank member.
+    /// Replaces unsuitable members in `record` with targets that are not members yet. A member is
+    /// unsuitable if it is not in sync and its target is out of use, has left the node, or had too
+    /// little space for the rebuild of this member.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];
@@ -198,8 +203,8 @@ impl Group {
                 continue;
             }
             let spare = self.spare(record).or_else(|| {
-                // Reconsider the targets that had no space. They are no better than a member that
-                // is replaced only because it has no space either.
+                // Reconsider the targets that had too little space. If the member itself is
+                // replaced only for lack of space, these targets are no better.
                 self.no_room.borrow_mut().clear();
                 self.spare(record).filter(|_| !is_full)
             });
@@ -209,7 +214,8 @@ impl Group {
         }
     }
 
-    /// Returns the highest-ranked target that is not a member and that may have free space.
+    /// Returns the highest-ranked usable target that is not a member, without the targets that had
+    /// too little space.
     pub(crate) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
         let no_room = self.no_room.borrow();
         let taken = |t: &dyn Member| record.members.iter().any(|m| m.target == t.uuid());

@@ -16,7 +16,8 @@ const OBJECTS_MAX: usize = 4096;
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     /// Number of the interval in which the size was read, and the size (`None` if the object does
-    /// not exist). A request that holds only a shared lock may set it, too.
+    /// not exist). Requests that hold only a shared lock on the object may set this pair, so a
+    /// mutex protects it.
     size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 
@@ -31,7 +32,8 @@ impl Known {
         *self.lock() = Some((interval.number, size));
     }
 
-    /// Discards the size after a failure. The next request reads it again.
+    /// Discards the cached size after a failure. The next request asks the members for the size
+    /// again.
     pub(crate) fn forget(&self) {
         *self.lock() = None;
     }
@@ -41,7 +43,7 @@ impl Known {
     }
 }
 
-/// The locks of a group's objects.
+/// The lock and the cached size of each of a group's objects.
 #[derive(Default)]
 pub(crate) struct Objects(RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>);
 
@@ -62,7 +64,7 @@ impl Objects {
             return Arc::clone(known);
         }
         if objects.len() >= OBJECTS_MAX {
-            // Evicts half of the unreferenced entries.
+            // Evict half of the entries that no request uses.
             let mut keep = false;
             objects.retain(|_, entry| {
                 keep = !keep;

@@ -1,12 +1,13 @@
-//! Opens an interval: reads the records of all targets, and brings the members in sync to one
-//! state.
+//! Opens an interval: reads the group's records on all targets, and makes sure that all members in
+//! sync have the same transactions.
 //!
-//! The membership record with the highest term is valid, because no change can have been
-//! acknowledged without it. The available members in sync continue. If other members are missing,
-//! the available ones first record durably that the missing members are stale. They store this as a
-//! proposal, and as the membership record when all have the proposal. A transaction stays if every
-//! member in sync has it. A transaction that only some members have was never acknowledged, and is
-//! rolled back. The intents name all objects that may be affected, so opening does not search for
+//! The membership record with the highest term is valid: the array acknowledges no change before
+//! all members in sync have stored the current record. The available members in sync form the new
+//! interval. If other members are missing, the available members first store a record that lists
+//! the missing members as stale. They store this record as a proposal, and as their membership
+//! record once all of them have the proposal. The array keeps a transaction that every member in
+//! sync has. A transaction that only some members have was never acknowledged, so the array rolls
+//! it back. The intents name all objects that may need a rollback, so the array does not scan the
 //! objects.
 
 use std::cell::RefCell;
@@ -28,19 +29,20 @@ use crate::task::spawn;
 use crate::view::{MemberView, Views};
 
 impl Group {
-    /// Returns the interval with the given number. Opens it if necessary, which first settles all
-    /// transactions of earlier intervals.
+    /// Returns the interval with the given number. Opens the interval if necessary. Before an
+    /// interval is opened, each transaction of earlier intervals is either kept or rolled back.
     ///
     /// # Errors
-    /// [`StoreError::Disconnected`] if the interval has ended; other errors if it cannot be opened.
+    /// [`StoreError::Disconnected`] if the interval has ended; other errors if the interval cannot
+    /// be opened.
     pub(crate) async fn interval(&self, number: u64) -> store::Result<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return if interval.number == number { Ok(interval) } else { Err(over(number)) };
         }
         let _one_at_a_time = self.intervals.lock().await;
         if self.current().is_none() {
-            // Many requests may wait for the same member. After a failed attempt, they all fail
-            // with the error of that attempt.
+            // Many requests may wait here to open the same interval. After a failed attempt, all of
+            // them fail with the error of this attempt.
             if let Some(e) = self.intervals.refusal(self.number()) {
                 return Err(e);
             }
@@ -58,7 +60,7 @@ impl Group {
     }
 
     /// Returns the current interval, or opens a new one. Tries several times, because members may
-    /// fail during the attempt.
+    /// fail during an attempt.
     pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
         let mut last = over(0);
         for _ in 0..self.layout.fragments() + 2 {
@@ -70,9 +72,10 @@ impl Group {
         Err(last)
     }
 
-    /// Returns the current interval, or opens a new one in a task and waits for it up to
-    /// `patience`. The task continues after that time. A group has only one opening task at a time.
-    /// Returns `None` if no interval is open yet.
+    /// Returns the current interval, or starts a task that opens a new one. Waits for this task for
+    /// at most `patience`; the task continues after this timeout. A group has only one opening task
+    /// at a time. Returns `None` if no interval is open by the end of the wait, or if another task
+    /// is already opening one.
     pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return Some(interval);
@@ -115,8 +118,8 @@ impl Group {
         Ok(Interval { number, links, record, undone, leftovers })
     }
 
-    /// Reads what the targets store about the group. Asks slow targets only if too few other
-    /// targets have answered.
+    /// Reads the group's records on the targets. Asks slow targets only if too few other targets
+    /// have answered.
     async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());
@@ -138,15 +141,15 @@ impl Group {
                 if slow.is_empty() && now >= began + self.calls.patience {
                     let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
                     let why = format!(
-                        "too few targets answered in {:?}; no answer from {silent}",
+                        "too few targets answered within {:?}; no answer from the targets {silent}",
                         self.calls.patience
                     );
                     return Err(StoreError::Disconnected(why));
                 }
                 looks.extend(slow.iter().map(|target| self.look(Rc::clone(target))));
                 waiting.append(&mut slow);
-                // Targets that stalled together usually answer again together, so wait a little
-                // longer.
+                // Targets that stalled together usually answer again at the same time, so wait a
+                // little longer for the other targets.
                 wait_until = now + self.calls.member_timeout / 10;
             }
             tokio::select! {
@@ -160,14 +163,15 @@ impl Group {
         Ok(found)
     }
 
-    /// Returns the valid membership record and the available members in sync. The flag is true if
-    /// these members are current only because an operator has declared other members lost.
+    /// Returns the valid membership record and the available members in sync. The returned flag is
+    /// true if these members count as current only because an operator has declared other members
+    /// lost.
     fn judge_views(
         &self,
         views: &[MemberView],
     ) -> store::Result<(GroupRecord, Vec<Option<MemberView>>, bool)> {
         let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.term).cloned() else {
-            let detail = "no available target stores data of the group".into();
+            let detail = "no available target stores data of the group; bring missing targets back".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
         };
         let (members, on_word) = self.members(&record, views)?;
@@ -175,7 +179,7 @@ impl Group {
     }
 }
 
-/// Returns the intents that remain when an interval begins.
+/// Returns the intents of earlier intervals that remain when an interval begins.
 fn intents_of(
     interval: u64,
     members: &[Option<MemberView>],

@@ -1,5 +1,5 @@
-//! [`Overlay`]: the changes of an object's data in a transaction, before their division into
-//! fragments.
+//! [`Overlay`]: the changes that a transaction makes to an object's data, before the array divides
+//! them into fragments.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,10 +13,10 @@ use crate::stage::StagedStripes;
 /// New content of a range.
 #[derive(Clone)]
 pub(crate) enum OverlayContent {
-    /// New bytes from the start of the range. They end at a block boundary or at the object's end.
+    /// New bytes for the whole range. The range ends at a block boundary or at the object's end.
     Bytes(Payload),
     Zeros,
-    /// Whole stripes that the members have already staged, from this offset of the stage.
+    /// Whole stripes that the members have already staged. They begin at this offset of the stage.
     Staged(Rc<StagedStripes>, u64),
 }
 
@@ -33,8 +33,8 @@ impl OverlayRange {
         self.offset + self.len
     }
 
-    /// Returns the part of the range that lies within `range`. The two must overlap, and `range`
-    /// must start at a block boundary.
+    /// Returns the part of the range that lies within `range`. The two ranges must overlap, and
+    /// `range` must start at a block boundary.
     pub(crate) fn part(&self, range: Range<u64>) -> OverlayRange {
         let (from, to) = (range.start.max(self.offset), range.end.min(self.end()));
         let skip = from - self.offset;
@@ -47,8 +47,8 @@ impl OverlayRange {
     }
 }
 
-/// Returns bytes `from..from + len` of a payload that starts at a block. `from` must be a multiple
-/// of the block size.
+/// Returns the bytes `from..from + len` of a payload that starts at a block boundary. `from` must
+/// be a multiple of the block size.
 pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
     let data = payload.data().slice(from as usize..(from + len) as usize);
     let first = (from / BLOCK) as usize;
@@ -59,16 +59,18 @@ pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
     if last > 0 && from + len < payload.len() as u64 {
         checksums[count - 1] = block::crc32c(&data[data.len() - last..]);
     }
-    Payload::from_parts(0, data, checksums).expect("as many checksums as pieces")
+    Payload::from_parts(0, data, checksums).expect("there is one checksum per piece")
 }
 
-/// The changes of an object's data in a transaction, before their division into fragments.
+/// The changes that a transaction makes to an object's data, before the array divides them into
+/// fragments.
 pub(crate) struct Overlay {
     /// Size of the object before the changes, in bytes.
     pub(crate) before: u64,
     /// Size of the object after the changes, in bytes.
     pub(crate) size: u64,
-    /// Smallest size of the object during the changes. None of the old bytes beyond it remain.
+    /// Smallest size of the object during the changes. None of the old bytes beyond this size
+    /// remain.
     pub(crate) low: u64,
     extents: BTreeMap<u64, OverlayRange>,
 }
@@ -78,8 +80,8 @@ impl Overlay {
         Overlay { before, size: before, low: before, extents: BTreeMap::new() }
     }
 
-    /// Ranges with new content, in order, without overlaps. A range that was cut off counts as
-    /// zeros.
+    /// Ranges with new content, in the order of their offsets, without overlaps. A range that a
+    /// truncation removed counts as zeros.
     pub(crate) fn extents(&self) -> impl Iterator<Item = &OverlayRange> {
         self.extents.values()
     }
@@ -91,7 +93,7 @@ impl Overlay {
         self.extents.range(first..range.end.max(first)).map(|(_, e)| e).filter(move |e| e.end() > from)
     }
 
-    /// Returns true if nothing changes.
+    /// Returns true if neither the data nor the size of the object changes.
     pub(crate) fn is_unchanged(&self) -> bool {
         self.extents.is_empty() && self.size == self.before && self.low == self.before
     }
@@ -99,8 +101,8 @@ impl Overlay {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if the offset is not a multiple of the block size. The same
-    /// error if the bytes end within a block and before the object's end.
+    /// [`StoreError::InvalidArgument`] if the offset is not a multiple of the block size, or if the
+    /// bytes end in the middle of a block and before the object's end.
     pub(crate) fn write(&mut self, offset: u64, payload: Payload) -> store::Result<()> {
         let len = payload.len() as u64;
         self.check(offset, len)?;
@@ -124,7 +126,7 @@ impl Overlay {
         self.put(OverlayRange { offset, len, content: OverlayContent::Staged(Rc::clone(stage), at) })
     }
 
-    /// Makes a range zero. Extends the object if the range ends beyond the object's end.
+    /// Sets a range to zeros. Extends the object if the range ends beyond the object's end.
     ///
     /// # Errors
     /// Like [`Overlay::write`].
@@ -177,7 +179,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Removes new content from a range.
+    /// Discards the new content of a range, because a later change of the same transaction replaces
+    /// or cuts off the range.
     fn cut(&mut self, range: Range<u64>) -> store::Result<()> {
         let met: Vec<u64> = self.in_range(range.clone()).map(|e| e.offset).collect();
         for start in met {
@@ -195,7 +198,7 @@ impl Overlay {
 }
 
 fn refused(what: &str) -> StoreError {
-    StoreError::InvalidArgument(format!("{what}: this is not supported on several targets"))
+    StoreError::InvalidArgument(format!("{what}: this is not supported in a pool with redundancy"))
 }
 
 #[cfg(test)]
@@ -223,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_overlay_over_the_old_data_equals_a_model_of_the_steps(before in 0..SPACE, steps in steps()) {
+        fn applying_an_overlay_to_the_old_data_gives_the_data_of_a_model(before in 0..SPACE, steps in steps()) {
             let old: Vec<u8> = (0..before).map(|i| (i % 250) as u8 + 1).collect();
             let (mut model, mut overlay) = (old.clone(), Overlay::new(before));
             for step in steps {

@@ -56,7 +56,8 @@ impl Pace {
         self.0.last_request.set(Some(Instant::now()));
     }
 
-    /// Waits as long as the limits require after a step that moved `bytes` in time `took`.
+    /// After a step that moved `bytes` bytes in the time `took`, waits as long as the limits
+    /// require.
     pub async fn after(&self, bytes: u64, took: Duration) {
         let rate_changed = self.0.rate_changed.notified();
         let pause = self.due(bytes, took, Instant::now());
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn work_is_limited_to_its_rate_and_to_its_share_beside_clients() {
+    async fn background_work_is_limited_to_a_rate_and_to_a_share_of_the_time() {
         let pace = Pace::new(1000, 25);
         let began = Instant::now();
         for _ in 0..4 {
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_new_rate_applies_to_work_that_already_waits() {
+    async fn a_new_rate_applies_to_background_work_that_already_waits() {
         let pace = Pace::new(1, 100);
         let began = Instant::now();
         let faster = async {

@@ -1,10 +1,10 @@
 //! Computes the parity of a changed object.
 //!
 //! If a change replaces stripes completely, their parity and its checksums are computed from the
-//! new data in one pass. Otherwise old bytes must be read first. The array chooses the way that
-//! reads less. Either it reads the replaced bytes and the old parity, and updates the parity by the
-//! difference. Or it reads the unchanged units of the affected rows, and computes the parity from
-//! all units.
+//! new data in one pass. Otherwise the array must read old bytes first. It chooses the one of two
+//! methods that reads fewer bytes. Either it reads the replaced bytes and the old parity, and
+//! updates the parity by the difference between old and new bytes. Or it reads the unchanged units
+//! of the affected rows, and computes the parity from all units.
 
 use std::ops::Range;
 
@@ -157,7 +157,8 @@ impl ArrayChange<'_> {
         Ok(())
     }
 
-    /// Reads the rows of the wanted units of a stripe. The result is `None` for the other units.
+    /// Reads the rows of each unit of a stripe for which `wanted` is true. The result is `None` for
+    /// the other units.
     async fn read_units(
         &self,
         stripe: u64,

@@ -1,5 +1,5 @@
-//! Plans which fragments to read. The plan reads each fragment at most once. If a wanted fragment
-//! must be reconstructed, the plan uses exactly `k` fragments as sources.
+//! Plans which fragments to read. The plan reads each fragment at most once. If a requested
+//! fragment must be reconstructed, the plan uses exactly `k` fragments as sources.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,9 +16,9 @@ pub(crate) type FragmentSpan = (usize, Range<u64>);
 /// The ranges to read, and the fragments to reconstruct from them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ReadPlan {
-    /// The range to read of each fragment.
+    /// The fragments to read, and the range to read of each fragment.
     pub(crate) reads: BTreeMap<usize, Range<u64>>,
-    /// Wanted fragments that must be reconstructed.
+    /// Requested fragments that must be reconstructed.
     pub(crate) computed: Vec<usize>,
     /// The fragments used for reconstruction: `k` of them, or one if fragments are copies.
     pub(crate) sources: Vec<usize>,
@@ -28,7 +28,7 @@ pub(crate) struct ReadPlan {
 
 impl ReadPlan {
     /// Plans to read `wanted` from an object of `size` bytes. `wanted` names each fragment at most
-    /// once. `is_there` tells which fragments are readable.
+    /// once. `is_there` returns true if a fragment is readable.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if too few fragments are readable.
@@ -113,7 +113,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn plans_cover_the_wanted_ranges_and_read_no_unneeded_fragment(
+        fn read_plans_cover_the_requested_ranges_and_read_no_unneeded_fragment(
             k in 1usize..7, m in 0usize..4, blocks in 1u64..4, size in 1u64..600_000,
             at in 0u64..600_000, len in 1u64..600_000, lost in 0u32..1024,
         ) {

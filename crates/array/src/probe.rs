@@ -12,7 +12,8 @@ use crate::layout::StripeLayout;
 use crate::overlay::Overlay;
 use crate::rows::ArrayChange;
 
-/// Divides new objects into fragments, as the osd does when data and transaction arrive together.
+/// Divides new objects into fragments, as the osd does with data that is part of its transaction
+/// instead of being staged.
 pub struct NewObjects {
     layout: StripeLayout,
     coder: Coder,
@@ -32,7 +33,8 @@ impl NewObjects {
         Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.fragments()] })
     }
 
-    /// Returns, for each fragment, the ops that create an object with these bytes.
+    /// Divides a new object that contains these bytes. Returns, for each fragment, the ops that
+    /// create the fragment.
     ///
     /// # Errors
     /// If the parity cannot be computed.
@@ -75,10 +77,10 @@ mod tests {
     }
 
     proptest! {
-        /// The parity matches the code and has correct checksums, also if the last stripe is
-        /// partial.
+        /// The parity equals the parity that the erasure code computes, and its checksums are
+        /// correct, even if the last stripe is partial.
         #[test]
-        fn new_objects_have_the_parity_of_the_code(
+        fn parity_fragments_of_new_objects_match_the_erasure_code(
             (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),
             len in 1usize..400_000,
             salt: u8,

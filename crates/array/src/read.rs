@@ -1,4 +1,4 @@
-//! Reads objects. Reconstructs a fragment from others if it cannot be read.
+//! Reads objects. If a fragment cannot be read, reconstructs it from other fragments.
 
 use std::ops::Range;
 
@@ -23,10 +23,10 @@ pub(crate) struct WholeObject<'a> {
     pub(crate) size: u64,
 }
 
-/// Bytes of a fragment.
+/// Bytes that were read from a fragment, with their checksums.
 #[derive(Clone)]
 pub(crate) struct FragmentRead {
-    /// The bytes of the range, up to the fragment's end.
+    /// The bytes of the requested range, up to the fragment's end.
     pub(crate) bytes: Bytes,
     /// Stored checksums, one per block.
     pub(crate) checksums: Vec<u32>,
@@ -46,7 +46,8 @@ impl Group {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
         let interval = self.interval(number).await?;
-        // This lock is held until all fragments are read, so that they all show the same version.
+        // This lock is held until all fragments are read, so that all fragments belong to the same
+        // version of the object.
         let held = self.objects.shared(oid).await;
         let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
@@ -59,7 +60,7 @@ impl Group {
         let (bytes, checksums) =
             self.read_range(&interval, WholeObject { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
-            let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
+            let detail = format!("its fragments contain {} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
         }
         (data.data, data.checksums) = (vec![bytes], checksums);
@@ -95,7 +96,8 @@ impl Group {
         Ok(self.assemble(range, &fragments, dest))
     }
 
-    /// Chooses the copy to read next, in turn, so that the drives of all members share the load.
+    /// Chooses the copy to read next. The available copies take turns, so that the drives of all
+    /// members share the load.
     fn next_copy(&self, links: &[Option<MemberLink>]) -> usize {
         let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
         let turn = self.copies_read.get();
@@ -168,9 +170,9 @@ impl Group {
         Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
     }
 
-    /// Reads ranges of fragments according to a [`ReadPlan`], and returns them in the order of
-    /// `wanted`. Reconstructs fragments that cannot be read. `dest` is used only if `wanted` has a
-    /// single entry.
+    /// Reads ranges of fragments according to a [`ReadPlan`], and returns the ranges in the order
+    /// of `wanted`. Reconstructs fragments that cannot be read. `dest` is used only if `wanted` has
+    /// a single entry.
     async fn read_fragments(
         &self,
         mut links: Vec<Option<MemberLink>>,
@@ -223,7 +225,7 @@ impl Group {
         }
     }
 
-    /// Extracts the wanted ranges from the data that was read, and reconstructs the ranges that
+    /// Extracts the requested ranges from the data that was read, and reconstructs the ranges that
     /// could not be read.
     fn take_wanted(
         &self,
@@ -239,7 +241,7 @@ impl Group {
                     let bytes = part(&read.bytes, plan.over.start - range.start, over);
                     self.filled(bytes, over as u64)
                 }
-                // The plan does not read beyond a fragment's end.
+                // The fragment ends before the range, so the plan does not read it.
                 None => self.coder.zeros(over),
             };
             let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
@@ -259,13 +261,14 @@ impl Group {
             let checksums = read.checksums.iter().skip(first).take(bytes.len().div_ceil(BLOCK_SIZE));
             Some(FragmentRead { checksums: checksums.copied().collect(), bytes })
         };
-        // The plan reads or reconstructs every wanted range.
+        // The plan reads or reconstructs every requested range.
         let missing =
             || StoreError::Io("a planned fragment was not read; this is a bug, please report it".into());
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
-    /// Reads a range from the member at a position, and verifies the answer.
+    /// Reads a range of the fragment of the member at a position. Verifies the fragment's length
+    /// and the checksums.
     pub(crate) async fn read_from(
         &self,
         link: &MemberLink,

@@ -1,5 +1,5 @@
-//! Rebuilds a member. A stale member receives the objects that changed while it was away. A blank
-//! member receives all objects.
+//! Rebuilds a member. A stale member receives the objects that changed while it was unavailable. A
+//! blank member receives all objects.
 //!
 //! During a rebuild the member takes part in transactions on the objects that it already has. The
 //! member is in sync when it has all objects, and every member has stored a membership record that
@@ -27,7 +27,7 @@ use crate::record::{
     own_object,
 };
 
-/// Pause before a failed rebuild of a group is retried.
+/// Pause before a failed rebuild of a group's member is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
 /// Number of objects that are copied concurrently.
 const OBJECTS: usize = 4;
@@ -59,17 +59,19 @@ impl Group {
         let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
-        // Start after the last member whose rebuild failed, so that it does not block the others.
+        // Start after the last member whose rebuild failed, so that this member does not block the
+        // rebuilds of the other members.
         let next = self.rebuild_next.get();
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Ends the interval to discard the dirty notes if there are too many of them. If the index of
-    /// a target is full (`index_is_full`), even one note is too many. Members that are away then
-    /// become blank: a rebuild copies everything to them.
+    /// If there are too many dirty notes, ends the interval, so that the next interval discards the
+    /// notes. If the index of a target is full (`index_is_full`), even one note is too many.
+    /// Without the notes, stale members become blank: a rebuild copies everything to them.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
-        // A rebuild in progress finishes sooner with the notes, so they stay.
+        // A rebuild in progress finishes sooner with the notes, so keep the notes until it has
+        // ended.
         let is_due = || self.intents.borrow().dirty().len() > most && self.rebuilding.borrow().is_none();
         if !is_due() {
             return;
@@ -79,7 +81,7 @@ impl Group {
             return;
         }
         if let Some(interval) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was away; a rebuild will copy all objects");
+            tracing::warn!(cid = %self.cid, limit = most, "too many objects changed while a member was unavailable; a rebuild will copy all objects to this member");
             self.drops_notes.set(true);
             self.end_interval(&interval);
         }
@@ -98,8 +100,8 @@ impl Group {
         let interval = self.any_interval().await?;
         let outcome = async {
             if interval.record.members[position].standing == Standing::Blank {
-                // The old data may be large. Remove it before closing the gate, so that clients do
-                // not wait.
+                // The old data may be large. Remove it before `Group::gate` is locked against
+                // transactions, so that clients do not wait.
                 let target = self.member(&interval, position)?;
                 self.wipe_in(&interval, &target).await?;
             }
@@ -121,7 +123,8 @@ impl Group {
         }
         let moves = is_full && self.spare(&interval.record).is_some();
         if outcome.is_err() && (moves || self.rebuilding.borrow().is_some()) {
-            // Calls in progress on the member must end before the group treats it as absent.
+            // The member takes part in transactions that are in progress. Only a new interval may
+            // exclude it from transactions.
             self.end_interval(&interval);
         }
         outcome
@@ -153,8 +156,8 @@ impl Group {
         ];
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.calls.apply_to(&link, note.from_reserve()).await?;
-        // Transactions change the owner's metadata object without a lock. Copy it while the gate
-        // keeps transactions out.
+        // Transactions change the owner's metadata object without a lock. Copy this object while
+        // `Group::gate` is locked against transactions.
         self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
@@ -167,10 +170,12 @@ impl Group {
     fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = interval.record.members[position].target;
         let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
-        found.ok_or_else(|| StoreError::Disconnected("the target of the member is not available".into()))
+        found.ok_or_else(|| {
+            StoreError::Disconnected("the target of the member to rebuild is not available".into())
+        })
     }
 
-    /// Reads the group's records on a member that was away. Returns `None` if it has no records.
+    /// Reads the group's records on a stale member. Returns `None` if the member has no records.
     async fn own_entries(&self, link: &MemberLink) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
         match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
             Ok(entries) => Ok(Some(entries)),
@@ -179,8 +184,8 @@ impl Group {
         }
     }
 
-    /// Removes the old records and undo objects of a member. Returns the objects whose content may
-    /// differ from the other members.
+    /// Removes the old records and undo objects of a member. Returns the objects whose content on
+    /// this member may differ from their content on the other members.
     async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for (key, value) in &own {
@@ -193,12 +198,12 @@ impl Group {
             }
         }
         missing.retain(|oid| !(self.is_internal)(oid));
-        // If the rebuild is interrupted, the dirty notes keep the information from the member's
-        // intents.
+        // Write dirty notes for these objects. If the rebuild is interrupted, the notes replace the
+        // member's intents, which are removed next.
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
-            // The array's own objects sort first.
+            // The array's own objects sort before all other objects.
             let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
@@ -282,7 +287,8 @@ impl RebuildRun<'_> {
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
         let record = GroupRecord { term: group.terms.next(false), members };
-        // The next interval removes notes that no member needs any more.
+        // If other members still need dirty notes, the rebuilt member must have the notes, too. The
+        // next interval removes notes that no member needs any more.
         if record.needs_notes() {
             let dirty = group.intents.borrow().dirty().clone();
             group.note_dirty(&self.link, dirty.iter()).await?;

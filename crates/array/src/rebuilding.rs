@@ -9,7 +9,7 @@ use crate::member_link::MemberLink;
 /// A member that is being rebuilt.
 pub(crate) struct Rebuilding {
     pub(crate) position: usize,
-    /// Number of the interval.
+    /// Number of the interval in which the rebuild runs.
     pub(crate) interval: u64,
     pub(crate) link: MemberLink,
     missing: MissingObjects,
@@ -25,8 +25,8 @@ pub(crate) enum MissingObjects {
         cursor: Option<ObjectId>,
         /// Objects beyond the cursor that the member already has.
         copied_ahead: BTreeSet<ObjectId>,
-        /// Objects beyond the cursor that changed without the member. The current page of listed
-        /// ids may lack them if they are new.
+        /// Objects beyond the cursor that changed while the member lacked them. If one of these
+        /// objects is new, the current page of listed ids may not contain it.
         changed: BTreeSet<ObjectId>,
     },
 }
@@ -86,9 +86,10 @@ impl Rebuilding {
         }
     }
 
-    /// Moves the cursor to an id, after all listed objects up to it were copied. Objects up to the
-    /// id may have been created since they were listed. In that case, returns those objects and
-    /// does not move the cursor. The caller copies them and calls again.
+    /// Moves the cursor to the id `oid`, after all listed objects up to `oid` were copied. More
+    /// objects up to `oid` may have been created since the ids were listed. In that case, returns
+    /// the new objects and does not move the cursor. The caller copies these objects and calls this
+    /// method again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
         let MissingObjects::After { cursor, copied_ahead, changed } = &mut self.missing else {
             return Vec::new();

@@ -1,13 +1,13 @@
-//! The records that an array keeps beside the objects of its owner. The records are omap entries of
-//! one object in the group's collection. All members in sync have the same entries, except for the
-//! undo information in the intents.
+//! The records that an array stores for itself, in addition to the objects of its owner. The
+//! records are omap entries of one object in the group's collection. All members in sync have the
+//! same entries, except for the undo information in the intents.
 //!
 //! ```text
 //! e            membership record: term, members and their standings (format byte, then postcard)
 //! p            proposed membership record, in force when all members listed as in sync have it
 //! t            number up to which all transactions are settled (8 bytes)
 //! i number     intent of transaction `number`: what it changes, and how to undo that (postcard)
-//! d object     dirty note: the object `object` changed while a member was away
+//! d object     dirty note: the object `object` changed while a member was unavailable
 //! ```
 //!
 //! A transaction copies the data that it overwrites to an undo object. The undo object stays until
@@ -32,7 +32,7 @@ pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 pub(crate) enum Standing {
     /// The member has every acknowledged change.
     InSync,
-    /// The member was away. It lacks only changes of objects with dirty notes.
+    /// The member was unavailable. It lacks only changes of objects with dirty notes.
     Stale,
     /// The member's content is unknown. A rebuild copies everything.
     Blank,
@@ -48,9 +48,9 @@ pub(crate) struct MemberRecord {
 /// Membership record of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
-    /// Grows with each change of the members in sync.
+    /// Number of the record, which grows with each change of the members in sync.
     pub(crate) term: u64,
-    /// Members by position.
+    /// The members, in the order of their positions.
     pub(crate) members: Vec<MemberRecord>,
 }
 
@@ -67,7 +67,7 @@ impl GroupRecord {
 
     /// Encodes the record for storage.
     pub(crate) fn encode(&self) -> Bytes {
-        // Growing a vector cannot fail, and the type is plain data.
+        // Encoding cannot fail: the output grows as needed, and the type is plain data.
         postcard::to_extend(self, vec![FORMAT]).expect("plain data can be encoded").into()
     }
 
@@ -92,12 +92,12 @@ pub(crate) struct Touched {
 /// How a member restores the old data of its fragment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Undo {
-    /// The data has not changed.
+    /// The data has not changed, so there is nothing to restore.
     Unchanged,
     /// The object did not exist: remove it.
     Remove,
-    /// The old object was moved to the undo object: move it back. A new object may have taken its
-    /// place.
+    /// The old object was renamed to the undo object: rename it back. If a new object has the old
+    /// id by now, remove the new object first.
     Return,
     /// The undo object contains these ranges (offset, length) of the old data, at the same offsets.
     /// The old fragment was `size` bytes long.
@@ -115,7 +115,7 @@ impl Undo {
     }
 }
 
-/// The intent of a transaction.
+/// The intent of a transaction: what the transaction changes, and how a member undoes the changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Intent {
     /// The objects that the transaction changes. The index of an object in this list is part of the
@@ -137,7 +137,8 @@ pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
     fixed(id.to_vec())
 }
 
-/// Returns true if an object is one of the array's own: the records or an undo object.
+/// Returns true if an object is one of the array's own: the object with the records, or an undo
+/// object.
 pub(crate) fn is_own(oid: &ObjectId) -> bool {
     oid.as_bytes().starts_with(OWN)
 }
@@ -165,12 +166,12 @@ pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
     [b"d", &oid.as_bytes()[..]].concat().into()
 }
 
-/// The op that removes all entries except dirty notes.
+/// The op that removes all of the array's records except the dirty notes.
 pub(crate) fn forget_all_but_dirty() -> Op {
     Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"e"), to: Bytes::from_static(b"\xff") }
 }
 
-/// A decoded entry of the omap.
+/// One of the array's records, decoded from its omap entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum GroupEntry {
     Record(GroupRecord),
@@ -181,7 +182,7 @@ pub(crate) enum GroupEntry {
 }
 
 impl GroupEntry {
-    /// Decodes an entry.
+    /// Decodes a record from the key and the value of its omap entry.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if the entry is invalid.
@@ -206,7 +207,7 @@ impl GroupEntry {
 
 /// Encodes a value for storage.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Bytes {
-    // Growing a vector cannot fail, and the types are plain data.
+    // Encoding cannot fail: the output grows as needed, and the types are plain data.
     postcard::to_allocvec(value).expect("plain data can be encoded").into()
 }
 
@@ -225,13 +226,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decoding_arbitrary_entries_never_panics(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_arbitrary_record_entries_never_panics(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = GroupEntry::decode(&key, &value);
         }
     }
 
     #[test]
-    fn decoding_returns_the_encoded_entries() {
+    fn decoding_a_record_entry_returns_the_encoded_record() {
         let oid = ObjectId::new("object").unwrap();
         let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
         let record = GroupRecord { term: 3, members: vec![member] };

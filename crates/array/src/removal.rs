@@ -72,8 +72,8 @@ impl Group {
     /// for requests in progress first.
     ///
     /// # Errors
-    /// If a target cannot remove the data. A target that fails is not an error; it is marked as
-    /// failed.
+    /// If a target refuses to remove the data, or does not answer. A target that fails causes no
+    /// error; it is marked as failed.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.intervals.lock().await;
@@ -97,8 +97,8 @@ impl Group {
         Ok(())
     }
 
-    /// Removes some of the group's objects from a target, and the collection after the last object.
-    /// Returns true if there may be more.
+    /// Removes some of the group's objects from a target or, if the target has no more objects of
+    /// the group, the collection. Returns true if the target may still store data of the group.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
         let link = MemberLink::new(Rc::clone(target));
         match self.calls.answer(&link, self.wipe_step(&**target)).await {

@@ -1,4 +1,5 @@
-//! Repairs damaged fragments.
+//! Repairs damaged fragments: reconstructs each fragment from the other members, and writes it to
+//! its member.
 
 use store::ObjectId;
 
@@ -6,7 +7,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 
 impl Group {
-    /// Replaces a fragment that could not be read.
+    /// Reconstructs a fragment that could not be read, and writes it to its member.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;

@@ -37,7 +37,8 @@ pub(crate) struct StripeRun {
     pub(crate) rows: Range<u64>,
     /// True if the change replaces these rows completely, and each unit's new bytes are contiguous.
     pub(crate) new: bool,
-    /// True if all data becomes zero. Then the parity becomes zero, too, and `new` has no meaning.
+    /// True if all data of these stripes becomes zero. In that case, the parity becomes zero, too,
+    /// and `new` has no meaning.
     pub(crate) zeros: bool,
 }
 
@@ -59,7 +60,7 @@ enum Cover<'a> {
     Nothing,
     /// No new content; the old bytes stay.
     Old,
-    /// One range covers all the rows.
+    /// One range with new content covers all the rows.
     Whole(&'a OverlayRange),
     /// New content covers a part of the rows, or consists of several pieces.
     Part,
@@ -76,7 +77,7 @@ pub(crate) struct ArrayChange<'a> {
 }
 
 impl ArrayChange<'_> {
-    /// Returns the rows whose parity changes, as runs of stripes.
+    /// Returns the stripes and rows whose parity changes, grouped into runs of stripes.
     pub(crate) fn runs(&self) -> Vec<StripeRun> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
@@ -121,7 +122,8 @@ impl ArrayChange<'_> {
         runs
     }
 
-    /// Returns the stripes among the first `stripes` that an extent makes zero completely.
+    /// Returns the stripes that an extent fills completely with zeros, considering only the first
+    /// `stripes` stripes of the object.
     fn zeroed_stripes(&self, extent: &OverlayRange, stripes: u64) -> Range<u64> {
         if !matches!(extent.content, OverlayContent::Zeros) {
             return 0..0;
@@ -131,7 +133,7 @@ impl ArrayChange<'_> {
     }
 
     /// Returns true if a stripe can join the run of the stripes before it. All stripes of a run
-    /// must be replaced completely, and all of them must be staged or none.
+    /// must be replaced completely, and either all of them or none of them must be staged.
     fn joins(&self, run: &StripeRun, rows: &Range<u64>, stripe: u64) -> bool {
         let full = 0..self.layout.unit;
         run.rows == full
@@ -199,11 +201,11 @@ impl ArrayChange<'_> {
         at < end
     }
 
-    /// Makes a range of a fragment zero.
+    /// Appends an op that sets a range of a fragment to zeros.
     pub(crate) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
         split.overwritten[fragment].push((range.start, range.end - range.start));
-        // An earlier op truncates the object to its lowest size, so the bytes beyond that size are
-        // already zeros.
+        // An earlier op truncates the fragment to its smallest size, so the bytes beyond that size
+        // are already zeros.
         let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
         if range.start < end {
             let (oid, offset) = (self.oid.clone(), range.start);

@@ -14,7 +14,7 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::read::WholeObject;
 
-/// Bytes of each fragment that are compared at a time.
+/// Number of bytes of each fragment that a scrub compares at a time.
 const SEGMENT: u64 = 512 << 10;
 
 /// Results of a scrub.
@@ -38,7 +38,7 @@ pub struct Findings {
 }
 
 impl Findings {
-    /// Adds the numbers of `other` to these numbers.
+    /// Adds the numbers in `other` to the numbers in `self`.
     pub fn add(&mut self, other: &Findings) {
         self.objects += other.objects;
         self.bytes += other.bytes;
@@ -59,8 +59,8 @@ struct ScrubFinding {
 }
 
 impl Group {
-    /// Lists objects from `from` on that at least one member has, in order. The flag is true if
-    /// there are more.
+    /// Lists the objects that at least one member has, from `from` on, in the order of their ids.
+    /// The returned flag is true if more objects follow.
     pub async fn scrub_page(
         &self,
         from: Option<ObjectId>,
@@ -70,8 +70,8 @@ impl Group {
         let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot list its objects counts as having none. The check of each object
-        // then reports the error.
+        // A member that cannot list its objects counts as a member without objects. The check of
+        // each object then reports the error.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
             return self.list_in(&interval, from, limit).await;
@@ -101,7 +101,7 @@ impl Group {
         for position in verdict.damaged {
             match self.repair(oid, position).await {
                 Ok(()) => findings.repaired += 1,
-                Err(e) => tracing::warn!(%oid, position, error = %e, "a fragment could not be repaired"),
+                Err(e) => tracing::warn!(%oid, position, error = %e, "cannot repair a damaged fragment"),
             }
         }
         Ok(findings)
@@ -175,7 +175,8 @@ impl Group {
                 Err(e) => verdict.damage(oid, position, e)?,
             }
         }
-        // Reconstruct each further fragment from the first k, and compare it with the stored bytes.
+        // Reconstruct each further fragment from the first k readable fragments, and compare the
+        // result with the stored bytes.
         let present: Vec<usize> = (0..fragments.len()).filter(|&i| fragments[i].is_some()).collect();
         if present.len() <= self.layout.k {
             return Ok(());

@@ -10,8 +10,8 @@ use crate::overlay::{OverlayContent, OverlayRange};
 use crate::rows::{ArrayChange, Ranges, Split};
 
 impl ArrayChange<'_> {
-    /// Computes the ops of all fragments. `old` reads the current bytes of a fragment, padded with
-    /// zeros, and reconstructs them if necessary.
+    /// Computes the ops that apply the change to all fragments. `old` reads the current bytes of a
+    /// fragment, padded with zeros, and reconstructs them if necessary.
     pub(crate) async fn split(
         &self,
         old: impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
@@ -39,7 +39,8 @@ impl ArrayChange<'_> {
         Ok(split)
     }
 
-    /// Appends the ops of the data fragments. In a mirror, appends the ops of one `copy`.
+    /// Appends the ops that apply `extent` to the data fragments or, in a mirror, to the fragment
+    /// `copy`.
     fn data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
         if matches!(extent.content, OverlayContent::Zeros) {
             return self.zeroed_data(extent, copy, split);
@@ -72,7 +73,8 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Sets the final length of the fragment, and sorts the ranges that are overwritten.
+    /// Appends an op that sets the final length of the fragment, if the earlier ops do not. Sorts
+    /// and merges the ranges that are overwritten.
     fn finish(&self, fragment: usize, split: &mut Split) {
         let size_at = |size| self.layout.fragment_size(fragment, size);
         let (before, after) = (size_at(self.overlay.before), size_at(self.overlay.size));

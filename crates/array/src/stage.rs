@@ -1,4 +1,4 @@
-//! Staged data: stored on the members, but not yet named by a transaction.
+//! Staged data: data that the members have stored, but that no transaction refers to yet.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -18,8 +18,8 @@ pub(crate) struct StagedStripes {
     pub(crate) len: u64,
     /// Number of the interval in which the stage was created.
     pub(crate) interval: u64,
-    /// The stage of each member, by position. `None` if the member is away, or if there are no
-    /// whole stripes.
+    /// The stage of each member, by position. `None` if the member is unavailable, or if the stage
+    /// contains no whole stripe.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
     /// The bytes after the last whole stripe. `None` until the client has sent them.
     pub(crate) tail: RefCell<Option<Payload>>,
@@ -37,7 +37,7 @@ impl Drop for FragmentStage {
     }
 }
 
-/// The staged data of a group.
+/// All stages of a group, by id.
 #[derive(Default)]
 pub(crate) struct Stages {
     by_id: RefCell<HashMap<StageId, Rc<StagedStripes>>>,

@@ -55,7 +55,7 @@ impl Group {
         Ok(staged)
     }
 
-    /// Writes bytes to a stage: whole stripes, or bytes up to the stage's end.
+    /// Writes bytes to a stage: either whole stripes, or all bytes up to the stage's end.
     pub(crate) async fn stage_write(
         &self,
         stage: StageId,
@@ -145,7 +145,7 @@ impl Group {
         Ok(())
     }
 
-    /// Maximum number of bytes of a fragment in one staging call, in whole blocks.
+    /// Maximum number of bytes of one fragment in a staging call; a multiple of the block size.
     fn most_per_fragment(&self) -> usize {
         let most = self.coding.max_bytes() / self.layout.fragments();
         (most - most % BLOCK as usize).max(BLOCK as usize)
@@ -167,7 +167,7 @@ impl Group {
         cut
     }
 
-    /// Writes one piece of each fragment to its stage.
+    /// Writes the same range of each fragment to the fragment's stage.
     async fn stage_fragments(
         &self,
         staged: &StagedStripes,
@@ -200,7 +200,7 @@ impl Group {
     }
 
     /// Waits for the member timeout, and then checks which member does not answer. Resolves when
-    /// the group continues without that member, or has run out of patience.
+    /// the group continues without that member, or when the timeout `patience` expires.
     async fn find_stalled(&self, staged: &StagedStripes) -> StoreError {
         let began = Instant::now();
         tokio::time::sleep(self.calls.member_timeout).await;
@@ -214,12 +214,14 @@ impl Group {
         if let Some(found) = found {
             return found;
         }
-        // All members answer, so the stripes may be finished soon.
+        // All members answer, so the write of the stripes may finish soon.
         tokio::time::sleep_until(began + self.calls.patience).await;
-        StoreError::Disconnected("the stripes of a stage were not written in time".into())
+        StoreError::Disconnected(
+            "the targets answer, but they did not write the staged stripes in time".into(),
+        )
     }
 
-    /// Adds staged bytes to the object's changes.
+    /// Adds staged bytes to the changes of an object.
     pub(crate) fn write_staged(
         &self,
         interval: &Interval,
@@ -232,7 +234,7 @@ impl Group {
         if staged.interval != interval.number {
             return Err(over(staged.interval));
         }
-        // A member that returned after the data was staged does not have it.
+        // A member that returned after the data was staged does not have the staged data.
         if staged.full > 0
             && live.iter().zip(&staged.fragments).any(|(l, fragment)| l.is_some() && fragment.is_none())
         {
@@ -242,7 +244,7 @@ impl Group {
         let aligned = mirror || (offset.is_multiple_of(self.layout.stripe()) && at == 0);
         if !aligned || at + len > staged.len {
             let what = format!(
-                "cannot write {len} staged bytes from {at} on to offset {offset}: they are not whole stripes"
+                "cannot write {len} bytes from offset {at} of a stage to offset {offset} of an object: they are not whole stripes of the stage"
             );
             return Err(StoreError::InvalidArgument(what));
         }
@@ -257,7 +259,7 @@ impl Group {
         let tail = staged.tail.borrow().clone().filter(|_| whole == staged.full);
         let Some(tail) = tail else {
             let what = format!(
-                "cannot write {len} bytes of a stage of {} bytes: some of them are missing",
+                "cannot write {len} bytes of a stage of {} bytes: some of these bytes were not staged",
                 staged.len
             );
             return Err(StoreError::InvalidArgument(what));

@@ -3,8 +3,8 @@
 use base::thread::ThreadClass;
 use tokio::task::JoinHandle;
 
-/// Starts a task on this thread. The thread also serves connections, so its CPU time is accounted
-/// by task class.
+/// Starts a task on this thread. The thread also serves connections, so the task's CPU time is
+/// charged to the class `osd`.
 pub(crate) fn spawn<F: Future<Output: 'static> + 'static>(task: F) -> JoinHandle<F::Output> {
     tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
 }

@@ -26,7 +26,7 @@ impl Terms {
         self.highest.get()
     }
 
-    /// Notes a term that a member has stored or that is being proposed.
+    /// Records a term that a member has stored or that is being proposed.
     pub(crate) fn heard_of(&self, term: u64) {
         self.highest.set(self.highest.get().max(term));
     }

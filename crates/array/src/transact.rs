@@ -18,12 +18,12 @@ use crate::rows::{ArrayChange, Split};
 use crate::undo::copy_ranges;
 use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 
-/// The transactions for the members, by position.
+/// A transaction of the array, prepared as one transaction for each member.
 struct Prepared {
     number: u64,
     transactions: Vec<Option<(MemberLink, Transaction)>>,
     undo_objects: UndoObjects,
-    /// Intents up to this number are trimmed by the transaction.
+    /// The transaction removes the intents up to this number.
     trims: Option<u64>,
     /// Objects for which the transaction writes dirty notes.
     dirty: Vec<ObjectId>,
@@ -55,7 +55,7 @@ impl Group {
         self.commit(&interval, prepared, &mut work).await
     }
 
-    /// Trims the intents and undo objects of finished transactions.
+    /// Removes the intents and undo objects of finished transactions.
     pub async fn trim(&self) -> store::Result<()> {
         if self.intents.borrow().is_trimmed() {
             return Ok(());
@@ -67,7 +67,7 @@ impl Group {
         self.commit(&interval, prepared, &mut []).await
     }
 
-    /// Total number of undo objects on all members that are not trimmed yet.
+    /// Number of undo objects that are not removed yet, summed over all members.
     pub fn undo_objects(&self) -> usize {
         self.intents.borrow().undo_objects()
     }
@@ -90,8 +90,8 @@ impl Group {
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
             // A transaction that creates an object need not check whether the object exists: the
-            // members refuse to create it twice. This works only if the exclusive creation reaches
-            // the members. A removal in the same transaction would cancel the creation.
+            // members refuse to create an object twice. This works only if the exclusive creation
+            // reaches the members. A removal in the same transaction would cancel the creation.
             let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
@@ -129,7 +129,7 @@ impl Group {
     }
 
     /// Assigns a number to the transaction, and builds a transaction for each member. The caller
-    /// must queue them on the members before it awaits anything else.
+    /// must queue these transactions on the members before it awaits anything else.
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();
@@ -164,8 +164,8 @@ impl Group {
         Prepared { number, transactions, undo_objects, trims, dirty }
     }
 
-    /// Appends the ops of one member. Returns the intent, and the indices of the objects that have
-    /// an undo object.
+    /// Appends the ops that the member at `position` executes. Returns the intent, and the indices
+    /// of the objects that have an undo object.
     fn member_ops(
         &self,
         work: &[ObjectEdit],
@@ -236,7 +236,8 @@ impl Group {
         match failed {
             TransactionFailure::Nowhere(e)
             | TransactionFailure::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
-            // The next interval rolls the transaction back. Until then, its failure is not certain.
+            // The next interval normally rolls the transaction back. Until it has done so, the
+            // failure is not certain.
             TransactionFailure::Somewhere(e) => {
                 let next = self.any_interval().await?;
                 if next.undone.contains(&number) { Err(e) } else { Err(over(interval.number)) }
@@ -244,8 +245,8 @@ impl Group {
         }
     }
 
-    /// Queues the transactions on all members before it waits for any of them. So every member
-    /// receives all transactions in the same order.
+    /// Queues the transactions on all members before it waits for any answer. Every member
+    /// therefore receives all transactions in the same order.
     async fn send(
         &self,
         transactions: Vec<Option<(MemberLink, Transaction)>>,
@@ -262,7 +263,7 @@ impl Group {
         join_all(outcomes).await
     }
 
-    /// Determines the outcome of a transaction from the members' outcomes.
+    /// Determines the outcome of a transaction of the array from the answers of the members.
     fn judge(
         &self,
         interval: &Interval,
@@ -294,7 +295,7 @@ impl Group {
     }
 }
 
-/// Applies all ops in order to the objects' edits.
+/// Applies each op of a transaction, in order, to the edit of the op's object.
 fn apply(
     group: &Group,
     transaction: &Transaction,
@@ -309,7 +310,7 @@ fn apply(
     Ok(())
 }
 
-/// The ops that remove intents and undo objects that are no longer needed.
+/// Appends the ops that remove the intents up to number `through`, and their undo objects.
 fn trim_ops(intents: &Intents, position: usize, through: u64, ops: &mut Vec<Op>) {
     let oid = own_object();
     ops.push(Op::OmapRemoveRange { oid, from: key_intent(0), to: key_intent(through + 1) });

@@ -10,15 +10,17 @@ use crate::record::{Intent, Touched, Undo, key_intent, own_object, undo_object};
 use crate::view::MemberView;
 
 impl Group {
-    /// Rolls back transactions that only some members have. Returns their numbers.
+    /// Rolls back all transactions that only some members have. Returns the numbers of these
+    /// transactions.
     pub(crate) async fn take_back(&self, members: &[Option<MemberView>]) -> store::Result<BTreeSet<u64>> {
         let trimmed = members.iter().flatten().map(|v| v.trimmed).max().unwrap_or(0);
         let intents = members.iter().flatten().flat_map(|v| v.intents.keys().copied());
         let partial =
             |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
         let undone: BTreeSet<u64> = intents.filter(partial).collect();
-        // Roll back the newest transaction first. The peer never had this transaction, and has
-        // already rolled back all newer ones, so the peer's metadata is in the old state.
+        // Roll back the newest transaction first. The member `peer` never had this transaction, and
+        // has already rolled back all newer transactions. Its metadata is therefore the metadata
+        // before this transaction.
         for &number in undone.iter().rev() {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {

@@ -11,12 +11,12 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupEntry, GroupRecord, Intent, own_object};
 
-/// A target's records of a group.
+/// The records that one target stores about a group.
 #[derive(Clone)]
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
     pub(crate) record: GroupRecord,
-    /// Highest term in the target's membership record and proposal.
+    /// The highest term of the target's membership record and proposal.
     pub(crate) heard: u64,
     pub(crate) trimmed: u64,
     pub(crate) intents: BTreeMap<u64, Intent>,

@@ -15,14 +15,14 @@ use crate::rows::Split;
 /// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
-    /// Lock of the object. `None` if only the omap of the object changes; then the object is not
-    /// locked.
+    /// Lock of the object. `None` if only the omap of the object changes; in this case, the object
+    /// is not locked.
     pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
     /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
     pub(crate) exists: bool,
     pub(crate) exclusive: bool,
-    /// True if the old object moves to the undo object.
+    /// True if the old object is renamed to the undo object.
     pub(crate) moved: bool,
     pub(crate) overlay: Overlay,
     /// Ops on xattrs and omap.
@@ -60,7 +60,7 @@ impl ObjectEdit {
         }
     }
 
-    /// Applies an op to the object.
+    /// Adds an op to the changes of the object.
     pub(crate) fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
         match op {
             Op::CreateExclusive { .. } if self.exists => {
@@ -113,7 +113,7 @@ impl ObjectEdit {
         Ok(())
     }
 
-    /// Returns how a member undoes the changes.
+    /// Returns how the member at a position undoes the changes.
     pub(crate) fn undo(&self, group: &Group, position: usize) -> Undo {
         match self.was {
             _ if self.guard.is_none() => Undo::Unchanged,
@@ -164,12 +164,12 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
     }
 }
 
-/// Returns true if an op changes only omap entries. Several transactions may apply these ops
-/// concurrently to a metadata object of the array's owner.
+/// Returns true if an op changes only omap entries. Several transactions may concurrently apply ops
+/// of this kind to a metadata object of the array's owner.
 pub(crate) fn is_omap_only(op: &Op) -> bool {
     matches!(op, Op::OmapSet { .. } | Op::OmapRemove { .. } | Op::OmapRemoveRange { .. })
 }
 
 pub(crate) fn impossible(op: &Op) -> StoreError {
-    StoreError::InvalidArgument(format!("{op:?}: this is not supported on several targets"))
+    StoreError::InvalidArgument(format!("{op:?}: this is not supported in a pool with redundancy"))
 }

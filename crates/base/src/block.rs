@@ -11,7 +11,7 @@ use bytes::Bytes;
 /// Size of a block, in bytes: the unit of checksums, of allocation on a drive and of copy-on-write.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// [`BLOCK_SIZE`] in the type of object offsets.
+/// [`BLOCK_SIZE`] as a `u64`, the type of object offsets.
 pub const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// CRC-32C of a block of zeros.
@@ -31,7 +31,8 @@ pub fn crc32c_of<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u32 {
     digest.finalize() as u32
 }
 
-/// The CRC-32C of `a` followed by `b`, from the checksum of each and the length of `b` in bytes.
+/// Returns the CRC-32C of the bytes `a` followed by the bytes `b`. `crc_a` and `crc_b` are the
+/// checksums of `a` and `b`, and `len_b` is the length of `b` in bytes.
 #[must_use]
 pub fn crc32c_concat(crc_a: u32, crc_b: u32, len_b: u64) -> u32 {
     crc_fast::checksum_combine(crc_fast::CrcAlgorithm::Crc32Iscsi, u64::from(crc_a), u64::from(crc_b), len_b)
@@ -59,7 +60,7 @@ pub const fn align_down(offset: u64) -> u64 {
     offset - offset % BLOCK
 }
 
-/// `offset` rounded up to a multiple of the block size, or `None` if that overflows.
+/// `offset` rounded up to a multiple of the block size, or `None` if the result overflows.
 #[must_use]
 pub const fn align_up(offset: u64) -> Option<u64> {
     offset.checked_next_multiple_of(BLOCK)
@@ -102,7 +103,7 @@ pub fn piece_checksums(offset: u64, data: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// A piece whose content does not have the checksum that came with it.
+/// Error: the content of a piece does not match the checksum that came with the piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("checksum mismatch at offset {offset}: expected {expected:#010x}, found {found:#010x}")]
 pub struct ChecksumMismatch {
@@ -114,7 +115,8 @@ pub struct ChecksumMismatch {
     pub found: u32,
 }
 
-/// Bytes at an object offset with the checksum of each piece; see the [module](self) documentation.
+/// Bytes that belong at an object offset, with the checksum of each piece; see the [module](self)
+/// documentation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Payload {
     data: Bytes,
@@ -122,7 +124,7 @@ pub struct Payload {
     phase: u16,
 }
 
-/// A payload whose checksum list does not have one entry per piece.
+/// Error: the number of checksums of a payload differs from the number of its pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a payload of {len} bytes at offset {offset} has {expected} pieces, but came with {found} checksums")]
 pub struct PieceCountMismatch {
@@ -193,8 +195,8 @@ impl Payload {
     /// Compares every piece with its checksum.
     ///
     /// # Errors
-    /// The first piece that does not match its checksum. The offset in the error is relative to the
-    /// start of the payload's first block.
+    /// If a piece does not match its checksum; the error describes the first mismatch. The offset
+    /// in the error is relative to the start of the payload's first block.
     pub fn verify(&self) -> Result<(), ChecksumMismatch> {
         verify_pieces(self.phase(), &self.data, &self.checksums)
     }
@@ -203,7 +205,8 @@ impl Payload {
 /// Compares every piece of `data`, a payload at object offset `offset`, with its checksum.
 ///
 /// # Errors
-/// The first piece that does not match its checksum. A missing checksum counts as zero.
+/// If a piece does not match its checksum; the error describes the first mismatch. A missing
+/// checksum counts as zero.
 pub fn verify_pieces(offset: u64, data: &[u8], checksums: &[u32]) -> Result<(), ChecksumMismatch> {
     let mut rest = data;
     let mut at = offset;
@@ -241,7 +244,7 @@ mod tests {
         }
 
         #[test]
-        fn pieces_cover_exactly_the_payload(offset in 0u64..20_000, len in 0u64..20_000) {
+        fn the_pieces_of_a_payload_cover_it_exactly(offset in 0u64..20_000, len in 0u64..20_000) {
             let lengths: Vec<usize> = piece_lengths(offset, len).collect();
             prop_assert_eq!(lengths.len() as u64, piece_count(offset, len));
             prop_assert_eq!(lengths.iter().sum::<usize>() as u64, len);
@@ -251,7 +254,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_detected(offset in 0u64..9_000, mut data in proptest::collection::vec(any::<u8>(), 1..9_000), bit: usize) {
+        fn verification_detects_a_flipped_bit_in_a_payload(offset in 0u64..9_000, mut data in proptest::collection::vec(any::<u8>(), 1..9_000), bit: usize) {
             let checksums = piece_checksums(offset, &data);
             prop_assert!(verify_pieces(offset, &data, &checksums).is_ok());
             let bit = bit % (data.len() * 8);

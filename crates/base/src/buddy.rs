@@ -1,12 +1,13 @@
-//! Bookkeeping of a buddy allocator: offsets and sizes only, no memory.
+//! [`Buddy`]: the bookkeeping of a buddy allocator, which knows offsets and sizes but has no
+//! memory.
 //!
-//! [`crate::pool::BufferPool`] uses it for memory of its own process. The host–DPU channel uses it
-//! for memory of the other side, which it never maps. Blocks are naturally aligned, and merging
-//! bounds fragmentation.
+//! [`crate::pool::BufferPool`] uses this bookkeeping for memory of its own process. The host–DPU
+//! channel uses it for memory of the peer, which this process never maps. Blocks are naturally
+//! aligned, and merging bounds fragmentation.
 
 use std::collections::BTreeSet;
 
-/// The free blocks of a region that consists of `count << orders` blocks of the smallest size.
+/// The free blocks of a region. The region consists of whole blocks of the largest size.
 #[derive(Debug)]
 pub struct Buddy {
     /// `free[k]`: offsets of free blocks of `smallest << k` bytes.
@@ -16,8 +17,8 @@ pub struct Buddy {
 }
 
 impl Buddy {
-    /// Creates the bookkeeping for as many blocks of `largest` bytes as fit into `len`. All are
-    /// free.
+    /// Creates the bookkeeping for as many blocks of `largest` bytes as fit into `len` bytes. All
+    /// blocks are free.
     ///
     /// # Panics
     /// If `smallest` or `largest` is not a power of two, `largest` is less than `smallest`, or
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_split_and_merge() {
+    fn blocks_are_split_on_demand_and_merged_when_freed() {
         let mut buddy = Buddy::new(64 << 10, 4 << 10, 32 << 10);
         let (small, large) = (buddy.order_of(1).unwrap(), buddy.order_of(20_000).unwrap());
         assert_eq!(buddy.order_of(32_769), None);

@@ -1,41 +1,43 @@
-//! Divides a limited number of places (handshakes, connections, descriptors) fairly between peer
-//! addresses.
+//! [`Budget`]: divides a limited number of slots (for handshakes, connections or descriptors)
+//! fairly between peer addresses.
 //!
-//! While places are free, a [`Budget`] assigns any number of them to an address. When all places
-//! are taken, a newcomer takes the place of another holder. Two cases exist:
+//! While slots are free, a [`Budget`] assigns any number of slots to an address. When all slots are
+//! taken, a newcomer can only take the slot of another holder. The budget has a timeout
+//! (`patience`) after which a disconnected or silent holder may lose its slot. Two cases exist:
 //!
 //! 1. The newcomer's address already holds its fair share (the limit divided by the number of
-//!    addresses). The first holder in this order loses its place: a disconnected holder at the
-//!    same address; any holder that has been disconnected for longer than the budget's
-//!    patience; a holder at the same address that has been silent for longer than the patience. If
-//!    there is no such holder, the budget refuses the newcomer.
+//!    addresses). The first existing holder in this list loses its slot: a disconnected holder at
+//!    the same address; any holder that has been disconnected for the timeout; a holder at the same
+//!    address that has been silent for the timeout. If there is no holder of these three kinds, the
+//!    budget refuses the newcomer.
 //!
-//! 2. The newcomer's address holds less than its share. The first holder in this order loses its
-//!    place: any holder that has been disconnected for longer than the budget's patience; a
-//!    disconnected holder at an address above its share; the longest-silent holder at an address
-//!    above its share. The budget never refuses this newcomer.
+//! 2. The newcomer's address holds less than its fair share. The first existing holder in this list
+//!    loses its slot: any holder that has been disconnected for the timeout; a disconnected holder
+//!    at an address above its share; the longest-silent holder at an address above its share. In
+//!    this case, the budget never refuses the newcomer.
 //!
-//! So an address that opens many connections loses them to other addresses, and cannot keep other
-//! addresses out.
+//! So an address that opens many connections loses some of their slots to other addresses, and
+//! cannot keep other addresses out.
 //!
-//! A budget has no I/O and no clock. The caller passes the time, closes the holder that
+//! A budget does no I/O and reads no clock. The caller passes the time, closes the holder that
 //! [`admit`](Budget::admit) names, and serializes the calls.
 //!
-//! While places are free, a call takes constant time. The first call that reclaims a place sorts
-//! the holders. The budget keeps this order until half of those holders have left. Meanwhile a call
-//! takes time logarithmic in the number of places. A call that reclaims a place also visits each
-//! distinct number of places per address: at most `sqrt(2 * limit)` numbers.
+//! While slots are free, a call takes constant time. The first call that reclaims a slot sorts the
+//! holders. The budget keeps the sorted order until more than half of the sorted holders have left.
+//! Meanwhile a call takes time logarithmic in the number of slots. A call that reclaims a slot also
+//! visits one list for each distinct number of slots that an address holds: at most `sqrt(2 *
+//! limit)` lists.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Descriptors reserved for files other than connections: of the store, the log, the admin ports
-/// and DMA engines.
+/// Number of file descriptors reserved for other files than connections: the files of the store,
+/// the log, the admin ports and the DMA engines.
 const DESCRIPTORS_KEPT: usize = 128;
 
-/// Minimum number of connections, even if the limit on descriptors is lower.
+/// Minimum result of [`spare_descriptors`], even if the limit on descriptors is lower.
 const DESCRIPTORS_MIN: usize = 16;
 
 /// A peer's address at the precision that budgets use: an IPv4 address, or the /64 prefix of an
@@ -63,43 +65,44 @@ impl From<IpAddr> for PeerAddress {
     }
 }
 
-/// Error: all places are taken, and the newcomer's address holds its fair share.
+/// Error: all slots are taken, and the newcomer's address holds its fair share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("all {limit} places are taken, and this address holds its fair share of {share}")]
+#[error("all {limit} slots are taken, and this address holds its fair share of {share} slots")]
 pub struct Full {
-    /// Total number of places.
+    /// Total number of slots.
     pub limit: usize,
-    /// Fair share of each address at this time.
+    /// Fair share of each address at this time, in slots.
     pub share: usize,
 }
 
-/// Connection state of a holder's peer. Absent holders lose their places first.
+/// Connection state of a holder's peer. Holders with absent peers lose their slots first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum HolderPresence {
-    /// The peer has disconnected, but may reconnect and use its place again.
+    /// The peer has disconnected, but may reconnect and use its slot again.
     Absent,
     Present,
 }
 
-/// Order of the places of one address. The first place is reclaimed first.
+/// Sort key of the holders of one address. The slot of the first holder is reclaimed first.
 type ReclaimRank<I> = (HolderPresence, Instant, I);
 
-/// A fixed number of places, divided fairly between peer addresses. Holders have ids of type `I`.
+/// A fixed number of slots, divided fairly between peer addresses. Each taken slot has a holder,
+/// with an id of type `I`.
 #[derive(Debug)]
 pub struct Budget<I> {
     limit: usize,
     patience: Duration,
     holders: HashMap<I, Holder>,
-    /// Reclaim order of the holders; `None` while no place needs to be reclaimed.
+    /// Reclaim order of the holders; `None` while no slot needs to be reclaimed.
     order: Option<ReclaimOrder<I>>,
 }
 
-/// The holder of a place.
+/// The holder of a slot.
 #[derive(Debug, Clone, Copy)]
 struct Holder {
     peer: PeerAddress,
     standing: HolderPresence,
-    /// When the budget last heard the holder, or when the holder left.
+    /// Time of the holder's last sign of life or, if the holder is absent, of its disconnect.
     since: Instant,
 }
 
@@ -110,32 +113,34 @@ impl Holder {
 }
 
 impl<I: Copy + Ord + Hash> Budget<I> {
-    /// Creates a budget of `limit` places, at least one. `patience` is the time for which a holder
+    /// Creates a budget of `limit` slots, at least one. `patience` is the time for which a holder
     /// must be disconnected or silent before a newcomer whose address has its fair share can take
-    /// its place.
+    /// the holder's slot.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
         Budget { limit: limit.max(1), patience, holders: HashMap::new(), order: None }
     }
 
-    /// Returns the total number of places.
+    /// Returns the total number of slots.
     #[must_use]
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Returns the number of places taken.
+    /// Returns the number of slots taken.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.holders.len()
     }
 
-    /// Assigns a place to the holder `id` at the address `peer`. Returns the holder that lost its
-    /// place to `id`, if any. The caller must close that holder, and need not
-    /// [remove](Budget::remove) it. An id that already has a place keeps it and counts as heard.
+    /// Assigns a slot to the holder `id` at the address `peer`. Returns the holder that lost its
+    /// slot to `id`, if any. The caller must close that holder, and need not
+    /// [remove](Budget::remove) it. If `id` already has a slot, it keeps the slot, and the call
+    /// counts as a sign of life.
     ///
     /// # Errors
-    /// If every place is taken and the address has its fair share.
+    /// If every slot is taken, the address has its fair share, and no holder may lose its slot to
+    /// the newcomer.
     pub fn admit(&mut self, id: I, peer: PeerAddress, now: Instant) -> Result<Option<I>, Full> {
         if self.holders.contains_key(&id) {
             self.heard(id, now);
@@ -146,11 +151,11 @@ impl<I: Copy + Ord + Hash> Budget<I> {
             self.remove(victim);
         }
         self.put(id, Holder { peer, standing: HolderPresence::Present, since: now });
-        assert!(self.holders.len() <= self.limit, "a budget never has more holders than places");
+        assert!(self.holders.len() <= self.limit, "a budget never has more holders than slots");
         Ok(victim)
     }
 
-    /// Returns the holder that loses its place to a newcomer.
+    /// Returns the holder that loses its slot to a newcomer at the address `peer`.
     fn victim_of(&mut self, peer: PeerAddress, now: Instant) -> Result<I, Full> {
         let (limit, patience) = (self.limit, self.patience);
         let order = self.order();
@@ -158,7 +163,8 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         let victim = match order.first_at(peer, share) {
             Some((HolderPresence::Absent, _, id)) => Some(id),
             Some(own) => order.long_gone(now, patience).or_else(|| expendable(&own, now, patience)),
-            // If no address is above its share, there are more addresses than places.
+            // If no address is above its share, there are more addresses than slots. In this case,
+            // the longest-silent holder of all addresses loses its slot.
             None => order
                 .long_gone(now, patience)
                 .or_else(|| order.longest_silent(share + 1).map(|(.., id)| id))
@@ -167,10 +173,11 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         victim.ok_or(Full { limit, share })
     }
 
-    /// Reclaims one place because fewer connections are possible than expected. Returns the holder
-    /// that lost its place, if any. The longest-silent holder at an address with more places than
-    /// the average loses its place. If all addresses hold the same number, only a holder that has
-    /// been disconnected or silent for the budget's patience loses its place.
+    /// Reclaims one slot, because the process cannot open as many connections as the limit allows.
+    /// Returns the holder that lost its slot, if any. The holder is the longest-silent one at an
+    /// address that holds more slots than the average. If all addresses hold the same number of
+    /// slots, a holder loses its slot only if it is disconnected, or has been silent for the time
+    /// `patience`.
     pub fn shed(&mut self, now: Instant) -> Option<I> {
         let (taken, patience) = (self.holders.len(), self.patience);
         let order = self.order();
@@ -182,18 +189,18 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         Some(victim)
     }
 
-    /// Records that the holder was heard, which delays the loss of its place.
+    /// Records a sign of life of the holder, which delays the loss of its slot.
     pub fn heard(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Present, now);
     }
 
-    /// Records that the holder has disconnected. It may reconnect, but loses its place before
-    /// connected holders do.
+    /// Records that the holder has disconnected. It may reconnect, but loses its slot before
+    /// connected holders lose theirs.
     pub fn left(&mut self, id: I, now: Instant) {
         self.change(id, HolderPresence::Absent, now);
     }
 
-    /// Frees the place of `id`. Does nothing if `id` has no place.
+    /// Frees the slot of `id`. Does nothing if `id` has no slot.
     pub fn remove(&mut self, id: I) {
         self.take(id);
         if self.order.as_ref().is_some_and(|order| self.holders.len() < order.begun_with / 2) {
@@ -232,9 +239,9 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 struct ReclaimOrder<I> {
     /// Number of holders when the order was built.
     begun_with: usize,
-    /// The holders by address. Every address has at least one place.
+    /// The holders by address. Every listed address has at least one slot.
     peers: BTreeMap<PeerAddress, BTreeSet<ReclaimRank<I>>>,
-    /// The first holder of every address, grouped by the address's number of places.
+    /// The first holder of every address, grouped by the number of slots that the address holds.
     firsts: BTreeMap<usize, BTreeSet<(ReclaimRank<I>, PeerAddress)>>,
     /// The disconnected holders, ordered by the time of the disconnect.
     gone: BTreeSet<(Instant, I)>,
@@ -270,7 +277,7 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         });
     }
 
-    /// Changes the places of an address, and updates its entry among the first holders.
+    /// Changes the holders of an address, and updates the address's entry in `firsts`.
     fn change_places(&mut self, peer: PeerAddress, change: impl FnOnce(&mut BTreeSet<ReclaimRank<I>>)) {
         let places = self.peers.entry(peer).or_default();
         if let Some(first) = places.first()
@@ -292,30 +299,31 @@ impl<I: Copy + Ord> ReclaimOrder<I> {
         }
     }
 
-    /// Number of addresses, including `peer`.
+    /// Number of addresses that hold slots, including `peer`.
     fn peers_with(&self, peer: PeerAddress) -> usize {
         self.peers.len() + usize::from(!self.peers.contains_key(&peer))
     }
 
-    /// Returns the first holder at an address, if the address holds at least `least` places.
+    /// Returns the first holder at an address, if the address holds at least `least` slots.
     fn first_at(&self, peer: PeerAddress, least: usize) -> Option<ReclaimRank<I>> {
         self.peers.get(&peer).filter(|own| own.len() >= least).and_then(BTreeSet::first).copied()
     }
 
-    /// Returns the first holder in reclaim order among the addresses with at least `least` places.
+    /// Returns the first holder in reclaim order among the addresses with at least `least` slots.
     fn longest_silent(&self, least: usize) -> Option<ReclaimRank<I>> {
         let firsts = self.firsts.range(least..).filter_map(|(_, firsts)| firsts.first());
         firsts.map(|(turn, _)| *turn).min()
     }
 
-    /// Returns the holder disconnected for the longest time, if that is at least the patience.
+    /// Returns the holder that has been disconnected for the longest time, if this time is at least
+    /// `patience`.
     fn long_gone(&self, now: Instant, patience: Duration) -> Option<I> {
         let (since, id) = self.gone.first()?;
         (now.saturating_duration_since(*since) >= patience).then_some(*id)
     }
 }
 
-/// Returns the holder's id if a newcomer at the same address may take its place.
+/// Returns the holder's id if a newcomer at the same address may take the holder's slot.
 fn expendable<I: Copy>(
     (standing, since, id): &ReclaimRank<I>,
     now: Instant,
@@ -325,8 +333,8 @@ fn expendable<I: Copy>(
     (*standing == HolderPresence::Absent || has_waited).then_some(*id)
 }
 
-/// Returns how many more connections this process can open: its soft limit on descriptors, less the
-/// open descriptors, less a reserve for other files. Call it after all other files have been
+/// Returns how many more connections this process can open: its soft limit on descriptors, minus
+/// the open descriptors, minus a reserve for other files. Call it after all other files have been
 /// opened.
 #[must_use]
 pub fn spare_descriptors() -> usize {
@@ -357,17 +365,18 @@ mod tests {
         }
     }
 
-    /// Fills a budget with the ids from 0 on at address `A`, heard in this order, one second apart.
+    /// Creates a budget and fills all its slots with holders at address `A`. The holder with id n
+    /// shows its last sign of life at second n.
     fn full(limit: u64, patience: Duration) -> (Budget<u64>, Clock) {
         let (mut budget, clock) = (Budget::new(limit as usize, patience), Clock(Instant::now()));
         for id in 0..limit {
-            assert_eq!(budget.admit(id, A, clock.at(id)), Ok(None), "one address may hold all places");
+            assert_eq!(budget.admit(id, A, clock.at(id)), Ok(None), "one address may hold all slots");
         }
         (budget, clock)
     }
 
     #[test]
-    fn addresses_are_told_apart_by_ipv4_address_or_ipv6_network() {
+    fn peer_addresses_differ_by_ipv4_address_or_ipv6_network() {
         let peer = |text: &str| PeerAddress::from(text.parse::<IpAddr>().unwrap());
         assert_ne!(peer("127.0.0.1"), peer("127.0.0.2"));
         assert_eq!(peer("::ffff:192.0.2.1"), peer("192.0.2.1"));
@@ -376,24 +385,24 @@ mod tests {
     }
 
     #[test]
-    fn newcomer_gets_place_of_longest_silent_until_shares_are_fair() {
+    fn a_newcomer_takes_the_slot_of_the_longest_silent_holder_until_shares_are_fair() {
         let (mut budget, clock) = full(4, NEVER);
         budget.heard(0, clock.at(10));
         assert_eq!(budget.admit(10, B, clock.at(11)), Ok(Some(1)));
         assert_eq!(budget.admit(11, B, clock.at(12)), Ok(Some(2)));
         assert_eq!(budget.admit(12, B, clock.at(13)), Err(Full { limit: 4, share: 2 }));
-        // Address A and address B both hold more than a third, so a third address replaces a
-        // holder.
+        // Address A and address B both hold more than a third of the slots, so the newcomer at a
+        // third address replaces a holder.
         assert_eq!(budget.admit(20, C, clock.at(14)), Ok(Some(3)));
         assert_eq!(budget.admit(21, C, clock.at(14)), Err(Full { limit: 4, share: 1 }));
-        // After the holder at the third address has left, a place is free.
+        // After the removal of the holder at the third address, a slot is free.
         budget.remove(20);
         assert_eq!(budget.admit(4, A, clock.at(15)), Ok(None));
         assert_eq!(budget.taken(), 4);
     }
 
     #[test]
-    fn disconnected_holders_lose_their_places_before_connected_ones() {
+    fn disconnected_holders_lose_their_slots_before_connected_holders() {
         let (mut budget, clock) = full(4, NEVER);
         budget.left(3, clock.at(10));
         budget.left(2, clock.at(11));
@@ -404,18 +413,18 @@ mod tests {
         assert_eq!(
             budget.admit(12, B, clock.at(22)),
             Ok(Some(11)),
-            "holder 11 is disconnected, so its own address may take its place"
+            "holder 11 is disconnected, so a newcomer at the same address may take its slot"
         );
     }
 
     #[test]
-    fn a_holder_disconnected_for_long_loses_its_place_first() {
+    fn a_holder_disconnected_for_the_timeout_loses_its_slot_first() {
         let patience = Duration::from_secs(10);
         let (mut budget, clock) = full(3, patience);
         budget.remove(2);
         budget.admit(10, B, clock.at(3)).unwrap();
         budget.left(10, clock.at(4));
-        // Holder 10 has been disconnected for less than the patience, and its address is not above
+        // Holder 10 has been disconnected for less than the timeout, and its address is not above
         // its share.
         assert_eq!(budget.admit(11, A, clock.at(9)), Err(Full { limit: 3, share: 1 }));
         assert_eq!(
@@ -426,19 +435,19 @@ mod tests {
         assert_eq!(
             budget.admit(12, A, clock.at(14)),
             Ok(Some(10)),
-            "any address may replace a holder that has been disconnected for the patience"
+            "a newcomer at any address may replace a holder that has been disconnected for the timeout"
         );
         budget.left(11, clock.at(15));
         budget.heard(11, clock.at(16));
         assert_eq!(
             budget.admit(13, B, clock.at(30)),
             Ok(Some(1)),
-            "holder 11 has reconnected, so it keeps its place"
+            "holder 11 has reconnected, so it keeps its slot"
         );
     }
 
     #[test]
-    fn places_of_the_same_address_are_reclaimed_only_after_the_patience() {
+    fn a_newcomer_replaces_a_connected_holder_of_its_own_address_only_after_the_timeout() {
         let (mut budget, clock) = full(3, Duration::from_secs(10));
         assert_eq!(budget.admit(10, A, clock.at(9)), Err(Full { limit: 3, share: 3 }));
         assert_eq!(budget.admit(10, A, clock.at(10)), Ok(Some(0)));
@@ -447,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn with_more_addresses_than_places_the_longest_silent_is_replaced() {
+    fn with_more_addresses_than_slots_the_longest_silent_holder_is_replaced() {
         let (mut budget, clock) = (Budget::new(2, NEVER), Clock(Instant::now()));
         for (id, expected) in [(0, None), (1, None), (2, Some(0)), (3, Some(1))] {
             let peer = PeerAddress::V6([id as u8; 8]);
@@ -456,19 +465,19 @@ mod tests {
     }
 
     #[test]
-    fn shed_reclaims_from_the_address_with_most_places_and_spares_active_ones() {
+    fn shed_reclaims_a_slot_of_the_address_with_most_slots_and_spares_active_holders() {
         let (mut budget, clock) = full(3, Duration::from_secs(10));
         budget.remove(2);
         budget.admit(10, B, clock.at(0)).unwrap();
         assert_eq!(
             budget.shed(clock.at(5)),
             Some(0),
-            "A holds more places, although B has been silent for longer"
+            "A holds more slots, although B has been silent for longer"
         );
         assert_eq!(
             budget.shed(clock.at(5)),
             None,
-            "both hold one place, and neither has been silent for long"
+            "both addresses hold one slot, and neither has been silent for the timeout"
         );
         assert_eq!(budget.shed(clock.at(11)), Some(10), "holder 10 has been silent for the longest time");
         assert_eq!(budget.shed(clock.at(11)), Some(1));
@@ -476,9 +485,9 @@ mod tests {
     }
 
     #[test]
-    fn the_reclaim_order_exists_only_while_places_are_reclaimed() {
+    fn the_reclaim_order_exists_only_while_slots_are_reclaimed() {
         let (mut budget, clock) = full(8, NEVER);
-        assert!(budget.order.is_none(), "places were free");
+        assert!(budget.order.is_none(), "slots were free");
         budget.admit(10, B, clock.at(10)).unwrap();
         for id in 1..4 {
             budget.remove(id);
@@ -494,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn spare_descriptors_leave_a_reserve() {
+    fn spare_descriptors_exclude_a_reserve_for_other_files() {
         let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap();
         let spare = spare_descriptors();
         assert!(spare >= DESCRIPTORS_MIN);
@@ -537,7 +546,7 @@ mod tests {
                                         || addresses.len() > limit
                                         || is_long_gone(gone)
                                 );
-                                prop_assert!(gone.is_some() || !has_long_gone, "a connected holder lost its place");
+                                prop_assert!(gone.is_some() || !has_long_gone, "a connected holder lost its slot");
                                 model.remove(&victim);
                             }
                         }

@@ -1,8 +1,8 @@
 //! Fault injection: which failures are injected, where and how often.
 //!
-//! It is part of ordinary builds, and off until a fault is armed by the configuration or a debug
-//! command. Armed faults are visible: in the log when they are armed and each time they fire, in
-//! `outboard status`, and in the metric `outboard_faults_fired`. A fault is written as
+//! Fault injection is part of ordinary builds, and off until the configuration or a debug command
+//! arms a fault. Armed faults are visible: in the log when they are armed and each time they fire,
+//! in `outboard status`, and in the metric `outboard_faults_fired`. A fault is written as
 //! `SITE=ACTION`, with options after commas:
 //!
 //! ```text
@@ -21,7 +21,7 @@ use rand::{Rng, SeedableRng};
 
 /// Maximum number of faults that can be armed at a time.
 const MAX_ARMED: usize = 64;
-/// Default delay of a stalled transfer.
+/// Default delay of a stalled operation.
 const LATE: Duration = Duration::from_millis(500);
 
 /// A place in the code where a fault can be injected.
@@ -31,13 +31,13 @@ pub enum Site {
     DmaTransfer,
     /// The doorbell that the engine rings on the host.
     DmaDoorbell,
-    /// The device of an engine that reaches its peer over a network. Checked once per turn of the
-    /// engine's thread.
+    /// The device of a DMA engine that reaches its peer over a network. Checked once per iteration
+    /// of the loop of the engine's thread.
     DmaDevice,
     /// The doorbell that the store rings on the DPU.
     StoreDoorbell,
     /// The device through which the store's process offers memory over a network. Checked once per
-    /// turn of its thread.
+    /// iteration of the loop of the device's thread.
     StoreDevice,
     /// A call that the store's process receives.
     StoreCall,
@@ -54,17 +54,17 @@ pub enum Site {
 pub enum Action {
     /// The operation fails and reports the error.
     Fail,
-    /// The operation succeeds, but this much later.
+    /// The operation succeeds, but only after this delay.
     Stall(Duration),
     /// One byte of the operation's result is wrong.
     Corrupt,
-    /// The operation silently does not happen.
+    /// The operation is silently skipped.
     Drop,
     /// The process is killed.
     Kill,
 }
 
-/// The sites, their names, and the actions possible at each.
+/// The sites, their names, and the actions that are possible at each site.
 const SITES: [(Site, &str, &[&str]); 9] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
@@ -106,17 +106,17 @@ pub struct Fault {
     pub site: Site,
     /// The action.
     pub action: Action,
-    /// Number of occasions at the site that pass before the fault can fire.
+    /// Number of times that the code reaches the site before the fault can fire.
     pub after: u64,
     /// Maximum number of times that the fault fires; `None` for no limit.
     pub count: Option<u64>,
-    /// Probability that the fault fires at an occasion, 0 to 1.
+    /// Probability that the fault fires when the code reaches the site, 0 to 1.
     pub probability: f64,
-    /// Seed of the random numbers.
+    /// Seed of the random numbers that decide whether the fault fires.
     pub seed: u64,
 }
 
-/// Why a fault cannot be armed.
+/// Why a fault cannot be parsed or armed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill, ec.offload=fail|stall, drive.write=fail"
@@ -220,8 +220,8 @@ struct Shared {
     slots: Mutex<Vec<FaultSlot>>,
 }
 
-/// The armed faults of a process or a test. Clones share them. While no fault is armed, a check
-/// costs one load.
+/// The armed faults of a process or a test. Clones share the same faults. While no fault is armed,
+/// a check costs one atomic load.
 #[derive(Clone, Default)]
 pub struct Faults(Arc<Shared>);
 
@@ -275,8 +275,8 @@ impl Faults {
         self.lock().iter().filter(|s| s.fault.site == site).map(|s| s.fired).sum()
     }
 
-    /// Counts an occasion at a site, and returns the action to inject if an armed fault fires. Does
-    /// not return if the action is [`Action::Kill`].
+    /// Records that the code has reached a site. Returns the action to inject if an armed fault
+    /// fires. Does not return if the action is [`Action::Kill`].
     #[must_use]
     pub fn hit(&self, site: Site) -> Option<Action> {
         if !self.any() {
@@ -311,7 +311,7 @@ impl FaultSlot {
 
 /// Kills the process as a crash would: no destructor runs, and nothing is flushed.
 fn kill() -> ! {
-    // The signal cannot be refused; abort only satisfies the type.
+    // The signal cannot be refused; the call of abort only satisfies the return type.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort()
 }
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parsed_faults_have_the_same_text_and_invalid_text_is_refused() {
+    fn a_parsed_fault_has_its_original_text_and_invalid_text_is_refused() {
         for text in [
             "dma.transfer=fail",
             "dma.transfer=stall,late=20ms,after=3",
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_fires_after_the_given_occasions_and_at_most_count_times() {
+    fn a_fault_skips_the_first_hits_and_fires_at_most_count_times() {
         let faults = Faults::default();
         assert_eq!(faults.hit(Site::DmaTransfer), None);
         faults.arm("dma.transfer=fail,after=2,count=2".parse().unwrap()).unwrap();
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_with_the_same_seed_fire_at_the_same_occasions() {
+    fn faults_with_the_same_seed_fire_at_the_same_hits() {
         let run = |seed| {
             let faults = Faults::default();
             faults.arm(format!("dma.transfer=fail,probability=0.3,seed={seed}").parse().unwrap()).unwrap();

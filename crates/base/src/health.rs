@@ -1,4 +1,5 @@
-//! Offload health: decides whether to use an accelerator, and when to try it again after a failure.
+//! Offload health: decides whether to use an accelerator, and when to try the accelerator again
+//! after a failure.
 //!
 //! One state machine serves every kind of offload, for example a DMA engine or a coding engine:
 //!
@@ -12,9 +13,10 @@
 //!                             the probe succeeded
 //! ```
 //!
-//! While the offload is not active, the work is done without it. The failure flag and the cool-down
-//! come from DoCeph, section 4. The probe is one small piece of work. Its result decides whether
-//! the offload is used again. The caller passes the time, so that tests need not wait.
+//! While the offload is not active, the caller does the work without it. The failure flag and the
+//! cool-down come from the paper about DoCeph, section 4. The probe is one small piece of work. Its
+//! result decides whether the offload is used again. The caller passes the current time, so that
+//! tests need not wait.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -75,8 +77,8 @@ pub struct OffloadHealth {
 }
 
 impl OffloadHealth {
-    /// Starts in the active state. `name` labels the metrics. `cool_down` is the pause after a
-    /// failure.
+    /// Creates the state machine in the active state. `name` labels the metrics. `cool_down` is the
+    /// pause after a failure.
     #[must_use]
     pub fn new(name: &'static str, cool_down: Duration) -> OffloadHealth {
         let report = HealthReport {
@@ -117,7 +119,7 @@ impl OffloadHealth {
         report.failures += 1;
         report.last_failure = Some(why.to_owned());
         self.enter(&mut report, HealthState::CoolingDown(now + self.cool_down));
-        tracing::warn!(offload = self.name, cool_down = ?self.cool_down, "offload failed; continuing without it: {why}");
+        tracing::warn!(offload = self.name, cool_down = ?self.cool_down, "the offload failed; continuing without it during its cool-down: {why}");
         true
     }
 
@@ -152,18 +154,19 @@ impl OffloadHealth {
             Ok(()) => {
                 report.recoveries += 1;
                 self.enter(&mut report, HealthState::Active);
-                tracing::warn!(offload = self.name, "offload works again");
+                tracing::warn!(offload = self.name, "the offload works again");
             }
             Err(why) => {
                 report.failed_probes += 1;
                 report.last_failure = Some(why.to_owned());
                 self.enter(&mut report, HealthState::CoolingDown(now + self.cool_down));
-                tracing::warn!(offload = self.name, "offload still fails: {why}");
+                tracing::warn!(offload = self.name, "the offload still fails: {why}");
             }
         }
     }
 
-    /// Makes the offload active because the device or peer that it depends on was replaced.
+    /// Makes the offload active without a probe, because the device or peer that it depends on was
+    /// replaced.
     pub fn renewed(&self) {
         let mut report = self.lock();
         if report.state != HealthState::Active {
@@ -183,7 +186,7 @@ mod tests {
         let is_active = || health.report().state == HealthState::Active;
         assert!(is_active() && health.probe_at().is_none());
         assert!(health.failed("a transfer failed", start));
-        assert!(!health.failed("another one", start), "the offload has already failed");
+        assert!(!health.failed("another transfer failed", start), "the offload has already failed");
         assert!(!is_active());
         assert_eq!(health.probe_at(), Some(start + Duration::from_secs(2)));
         assert!(!health.begin_probe(start + Duration::from_secs(1)), "too early");

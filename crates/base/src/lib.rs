@@ -1,9 +1,9 @@
 //! The foundation of all other crates: shared memory and buffer pools, block checksums, thread
 //! classes, CPU time accounting, latency phases, the health of offloads, fault injection, budgets
-//! of peer addresses, replies that survive a cancelled caller, and adaptive polling.
+//! per peer address, the release of reservations of cancelled callers, and adaptive polling.
 //!
 //! This crate does not depend on objects, networks or drives. `unsafe` code is in [`mem`], which
-//! maps memory, and in [`pool`], which hands out ranges of it.
+//! maps memory, and in [`pool`], which hands out ranges of mapped memory.
 
 pub mod block;
 pub mod buddy;

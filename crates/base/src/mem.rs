@@ -1,11 +1,11 @@
-//! Memory that processes share, that drives access, or that (emulated) DMA writes.
+//! Memory that processes share, that drives access, or that real or emulated DMA accesses.
 //!
 //! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps, too.
-//! An [`ArenaBuf`] is the exclusive use of a range of an arena. [`DeviceMemory`] is another mapping
-//! of the same bytes, for an emulated device. `unsafe` code is needed for four things: `mmap`
-//! itself, slices of mapped memory, copies of bytes that others may be writing, and the promise
-//! that two `ArenaBuf`s never overlap. The caller of `Arena::carve` keeps that promise (in this
-//! crate: [`crate::pool`]).
+//! An [`ArenaBuf`] is a buffer with exclusive use of a range of an arena. [`DeviceMemory`] is
+//! another mapping of the same bytes, for an emulated device. `unsafe` code is needed for four
+//! things: `mmap` itself, slices of mapped memory, copies of bytes that other threads or processes
+//! may be writing, and the promise that two `ArenaBuf`s never overlap. The caller of `Arena::carve`
+//! keeps that promise (in this crate: [`crate::pool`]).
 //!
 //! **Huge pages.** The cost of direct I/O grows with the number of pages. Shared memory uses 2 MiB
 //! pages that the administrator has set aside, if enough are free. Otherwise it uses ordinary
@@ -16,7 +16,7 @@
 //! slice at any time. Code therefore never reads control structures (ring entries, headers) in
 //! place: [`Arena::copy_out`] copies them once, and the code validates and uses the copy. Code
 //! reads payload in place, but only as uninterpreted bytes. Memory safety never depends on payload,
-//! and checksums detect its changes.
+//! and checksums detect changes of payload.
 
 mod concurrent;
 mod device;
@@ -42,7 +42,8 @@ use uses::Uses;
 /// `f_type` of the file system of huge pages, statfs(2).
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Number of attempts to gather pages that were in use, and the pause between them.
+/// Number of attempts to move memory that is in use into huge pages, and the pause between two
+/// attempts.
 const GATHER_ATTEMPTS: u32 = 5;
 const GATHER_PAUSE: Duration = Duration::from_millis(10);
 
@@ -50,7 +51,7 @@ const GATHER_PAUSE: Duration = Duration::from_millis(10);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemError {
-    /// The operating system refused.
+    /// The operating system refused the operation.
     #[error(
         "cannot {action} {len} bytes of memory: {source}; lower the configured buffer sizes or raise the limit"
     )]
@@ -75,10 +76,10 @@ pub enum MemError {
 #[derive(Debug)]
 pub struct Arena {
     base: *mut u8,
-    /// Usable bytes. The mapping may be longer, up to a whole huge page.
+    /// Number of usable bytes. The mapping may be longer: it may end with a whole huge page.
     len: usize,
     fd: Option<OwnedFd>,
-    /// Size in bytes of the huge pages set aside for this memory, if it uses such pages.
+    /// Size of a huge page in bytes, if the memory is in huge pages that were set aside.
     page: Option<usize>,
     /// Number of [`ArenaRegistration`]s of this arena.
     registrations: AtomicUsize,
@@ -87,7 +88,7 @@ pub struct Arena {
     mapping: Mapping,
 }
 
-/// A handle to an arena that only records a registration of the memory with a kernel or a device.
+/// A handle to an arena that only records a registration of the memory with the kernel or a device.
 #[derive(Debug)]
 pub struct ArenaRegistration {
     arena: Arc<Arena>,
@@ -115,8 +116,8 @@ impl ArenaRegistration {
     pub fn is_all_there_is(&self) -> bool {
         // A registration is counted only after its handle was created, and is no longer counted
         // when its handle is dropped. So there are never more counted registrations than handles.
-        // If both numbers are equal and the first one has not changed in between, there is no other
-        // handle.
+        // If the two numbers are equal, and the number of registrations did not change while they
+        // were compared, there is no other handle.
         let registrations = self.arena.registrations.load(Ordering::SeqCst);
         Arc::strong_count(&self.arena) == registrations
             && self.arena.registrations.load(Ordering::SeqCst) == registrations
@@ -148,8 +149,8 @@ impl Arena {
         Ok(Arena::of(mapping, len, None, None))
     }
 
-    /// Allocates `len` bytes of private memory in small pages. Pages that are never touched cost
-    /// nothing.
+    /// Allocates `len` bytes of private memory in small pages. Pages that are never touched use no
+    /// memory.
     ///
     /// # Errors
     /// If the system does not have enough memory.
@@ -173,8 +174,8 @@ impl Arena {
         }
     }
 
-    /// Allocates shared memory in huge pages that were set aside. Returns `None` if too few are
-    /// free, or if `len` is less than one page.
+    /// Allocates shared memory in huge pages that were set aside. Returns `None` if too few huge
+    /// pages are free, or if `len` is less than one huge page.
     fn set_aside(name: &str, len: usize) -> Option<Arc<Arena>> {
         if len < HUGE_PAGE {
             return None;
@@ -184,7 +185,7 @@ impl Arena {
         let fd = rustix::fs::memfd_create(name, flags).ok()?;
         let size = len.checked_next_multiple_of(HUGE_PAGE)? as u64;
         rustix::fs::ftruncate(&fd, size).ok()?;
-        // Allocates the pages now. If one were missing later, touching it would kill the process.
+        // Allocate the pages now. If a page were missing later, touching it would kill the process.
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size).ok()?;
         seal(&fd).ok()?;
         Arena::map(fd, len).ok()
@@ -221,7 +222,8 @@ impl Arena {
         Arena::map(fd, len)
     }
 
-    /// Maps all of a memfd that has `len` bytes, rounded up to whole pages if it is in huge pages.
+    /// Maps all of a memfd. The memfd has `len` bytes, rounded up to whole huge pages if it is in
+    /// huge pages.
     fn map(fd: OwnedFd, len: usize) -> Result<Arc<Arena>, MemError> {
         let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
         let size = len.next_multiple_of(page.unwrap_or(1));
@@ -232,7 +234,7 @@ impl Arena {
         Ok(Arena::of(mapping, len, Some(fd), page))
     }
 
-    /// Maps a part of this memory once more, by a call of `map`. Returns the mapping, and the
+    /// Maps a part of this memory a second time, by a call of `map`. Returns the mapping, and the
     /// offset of the part in the mapping.
     fn map_again(
         &self,
@@ -262,8 +264,9 @@ impl Arena {
         arena
     }
 
-    /// Returns the arena of this process that contains all of `bytes`, if there is one. Devices use
-    /// it to find the memory of data that they send, because data is passed as [`bytes::Bytes`].
+    /// Returns the arena of this process that contains all of `bytes`, if there is one. The code of
+    /// a device uses this function to find the memory of data to send, because callers pass data as
+    /// [`bytes::Bytes`].
     #[must_use]
     pub fn containing(bytes: &[u8]) -> Option<Arc<Arena>> {
         let start = bytes.as_ptr() as usize;
@@ -280,8 +283,9 @@ impl Arena {
     /// Moves the memory into huge pages as far as possible. Returns the number of bytes that are
     /// then in huge pages.
     ///
-    /// The call allocates all pages of the memory. It takes milliseconds per page. Meanwhile other
-    /// threads can use the memory. It retries a page that is in use a few times.
+    /// The call allocates all pages of the memory. It takes milliseconds per huge page. Other
+    /// threads can use the memory during the call. The call retries a huge page that is in use a
+    /// few times.
     pub fn gather(&self) -> usize {
         if self.is_set_aside() {
             return self.len;
@@ -334,8 +338,8 @@ impl Arena {
     }
 
     /// Copies `out.len()` bytes at `offset` out of the arena. This is the only way to read bytes
-    /// that a peer or another thread may be writing. Bytes that changed during the copy are
-    /// arbitrary.
+    /// that a peer or another thread may be writing. Bytes that change during the copy have
+    /// arbitrary values in `out`.
     ///
     /// Returns `false` and copies nothing if the range is not inside the arena, or if one of its
     /// pages belongs to an allocator. After a copy, no allocator can own these pages any more.
@@ -364,7 +368,7 @@ impl Arena {
     }
 
     /// Claims the pages of `len` bytes at `offset` for copies, and returns the address of the
-    /// bytes. Returns `None` if they are not inside the arena, or an allocator owns one of the
+    /// bytes. Returns `None` if the bytes are not inside the arena, or an allocator owns one of the
     /// pages.
     fn copied(&self, offset: usize, len: usize) -> Option<*mut u8> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len)?;
@@ -402,8 +406,8 @@ impl Arena {
 /// Callback that returns a range to its allocator.
 pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
 
-/// Exclusive use of a range of an [`Arena`]. It is writable until it is frozen into shared
-/// [`Bytes`]. The range returns to its allocator when the last user drops it.
+/// A buffer with exclusive use of a range of an [`Arena`]. It is writable until it is frozen into
+/// shared [`Bytes`]. The range returns to its allocator when the last user drops it.
 pub struct ArenaBuf {
     arena: Arc<Arena>,
     offset: usize,
@@ -547,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn registered_memory_is_distinguished_from_memory_in_use() {
+    fn is_all_there_is_returns_true_only_if_all_handles_are_registrations() {
         let arena = Arena::anonymous(4096).unwrap();
         let (one, other) = (ArenaRegistration::new(&arena), ArenaRegistration::new(&arena));
         assert!(!one.is_all_there_is() && !other.is_all_there_is());
@@ -560,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_every_length_and_alignment_are_exact() {
+    fn device_copies_are_exact_for_any_length_and_alignment() {
         const LEN: usize = 256 << 10;
         let (from, to) = (DeviceMemory::private(LEN).unwrap(), DeviceMemory::private(LEN).unwrap());
         let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 + (i >> 8)) as u8).collect();
@@ -618,7 +622,7 @@ mod tests {
         );
         assert!(
             Arena::anonymous(4096).unwrap().for_device(0..4096).is_err(),
-            "private memory has one mapping"
+            "private memory cannot be mapped a second time"
         );
     }
 
@@ -626,7 +630,7 @@ mod tests {
     fn a_peer_can_neither_shrink_memory_nor_offer_memory_that_can_shrink() {
         let ours = Arena::shared("test", 8192).unwrap();
         let fd = ours.share_fd().unwrap().unwrap();
-        assert!(rustix::fs::ftruncate(&fd, 4096).is_err(), "the seal holds");
+        assert!(rustix::fs::ftruncate(&fd, 4096).is_err(), "the seal forbids shrinking");
         let loose = rustix::fs::memfd_create("loose", MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&loose, 8192).unwrap();
         assert!(matches!(Arena::from_peer(loose, 8192), Err(MemError::Refused(_))));
@@ -634,14 +638,14 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_no_memfd_can_have_are_refused() {
+    fn from_peer_refuses_lengths_that_no_memfd_can_have() {
         for len in [0, 1, 8191, usize::MAX, usize::MAX - 4095] {
             let fd = Arena::shared("test", 8192).unwrap().share_fd().unwrap().unwrap();
             assert!(matches!(Arena::from_peer(fd, len), Err(MemError::Refused(_))), "{len}");
         }
     }
 
-    /// Memory that is large enough for huge pages, and does not fill the last of them.
+    /// A memory size that needs three huge pages, and does not fill the last one.
     const LARGE: usize = 2 * HUGE_PAGE + 8192;
 
     fn is_one_memory(ours: &Arc<Arena>, theirs: &Arc<Arena>) {
@@ -654,7 +658,7 @@ mod tests {
         }
         assert!(
             !ours.copy_in(LARGE - 5, b"abcdef"),
-            "the bytes of the last huge page beyond the length are not used"
+            "the bytes of the last huge page beyond the length are not accessible"
         );
         for range in [0..LARGE, 4096..8192, HUGE_PAGE - 4096..2 * HUGE_PAGE + 4096, LARGE - 4096..LARGE] {
             let part = ours.pinned_for_device(range.clone()).unwrap();
@@ -669,7 +673,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs 8 free huge pages: echo 8 > /proc/sys/vm/nr_hugepages"]
-    fn huge_pages_that_are_set_aside_are_used_and_a_peer_maps_them() {
+    fn huge_pages_that_are_set_aside_are_used_and_can_be_mapped_by_a_peer() {
         let ours = Arena::set_aside("test", LARGE).expect("free huge pages");
         assert!(ours.is_set_aside());
         assert_eq!(ours.gather(), LARGE);
@@ -678,7 +682,7 @@ mod tests {
         for wrong in [LARGE - HUGE_PAGE, LARGE + HUGE_PAGE, HUGE_PAGE, 4096] {
             assert!(matches!(Arena::from_peer(fd(), wrong), Err(MemError::Refused(_))), "{wrong}");
         }
-        assert!(rustix::fs::ftruncate(fd(), HUGE_PAGE as u64).is_err(), "the seal holds");
+        assert!(rustix::fs::ftruncate(fd(), HUGE_PAGE as u64).is_err(), "the seal forbids shrinking");
     }
 
     #[test]
@@ -714,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_found_in_their_arena_and_in_no_other() {
+    fn containing_finds_only_the_arena_that_contains_the_bytes() {
         let arenas = [Arena::anonymous(1 << 20).unwrap(), Arena::anonymous(1 << 20).unwrap()];
         for arena in &arenas {
             let pool = BufferPool::new(Arc::clone(arena), 0, 64 << 10);

@@ -1,4 +1,5 @@
-//! Latency phases: the breakdown of DoCeph (section 5.4, Table 3), kept for every request.
+//! Latency phases: the breakdown of a request's time from the paper about DoCeph (section 5.4,
+//! Table 3), measured for every request.
 //!
 //! Code that works for a request records when its work began and ended. At the end, the request's
 //! [`Clock`] turns these intervals, which may overlap, into exclusive times that add up to the
@@ -26,10 +27,10 @@ tokio::task_local! {
     static CURRENT: Clock;
 }
 
-/// A recorded phase of a request. The remaining time is *others*.
+/// A phase of a request that the clock records. The remaining time counts as *others*.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// The store on the host has a call and has not finished it.
+    /// The store on the host has received a call of the request, and has not finished it.
     Host,
     /// Bytes are being transferred between the memories of DPU and host.
     Dma,
@@ -38,11 +39,11 @@ pub enum Phase {
     DmaWait,
 }
 
-/// Records how a request spends its time. Clones are handles to the same request, also on other
-/// threads.
+/// Records how a request spends its time. Clones are handles to the same clock, and may be used on
+/// other threads.
 ///
-/// Memory is bounded: the clock keeps at most 64 disjoint intervals per phase. Beyond that, it
-/// counts the shortest pauses as part of the phase.
+/// Memory is bounded: the clock keeps at most 64 disjoint intervals per phase. If there are more,
+/// it counts the shortest pauses as part of the phase.
 #[derive(Debug, Clone)]
 pub struct Clock(Arc<Inner>);
 

@@ -1,9 +1,9 @@
 //! Allocators over an [`Arena`]: the pool of staging buffers, and ranges that a peer allocates.
 //!
 //! [`BufferPool`] is a buddy allocator, so buffers are naturally aligned and fragmentation is
-//! bounded. A request for more memory than is free waits in turn, which bounds memory use under
-//! load. A [`Lease`] covers memory that the peer allocates. This side only checks that no two uses
-//! overlap.
+//! bounded. A request for more memory than is free waits in a queue, which bounds memory use under
+//! load. A [`Lease`] covers memory that the peer allocates. This process only checks that no two
+//! ranges in use overlap.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,15 +13,18 @@ use tokio::sync::oneshot;
 use crate::buddy::Buddy;
 use crate::mem::{Arena, ArenaBuf};
 
-/// Smallest buffer a pool hands out, in bytes. Requests are rounded up to a power of two.
+/// Size of the smallest buffer of a pool, in bytes. The pool rounds each requested size up to a
+/// power of two.
 pub const MIN_BUFFER: usize = 4096;
 
 /// Why a pool cannot provide a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// No buffer of this pool can ever be that large.
-    #[error("a buffer of {wanted} bytes exceeds this pool's largest of {largest}; split the request")]
+    /// The requested size exceeds the largest buffer of the pool.
+    #[error(
+        "a buffer of {wanted} bytes exceeds the largest buffer of this pool, {largest} bytes; split the request"
+    )]
     TooLarge {
         /// Requested size, in bytes.
         wanted: usize,
@@ -46,7 +49,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct State {
-    /// Offsets are counted from `origin`.
+    /// The free ranges. Their offsets are counted from `origin`.
     free: Buddy,
     waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
     low_water_bytes: usize,
@@ -85,8 +88,8 @@ impl Drop for Grant {
     }
 }
 
-/// A place in the queue of waiters. If a waiter leaves the queue early, the waiters behind it are
-/// served.
+/// A caller's position in the queue for buffers. If the caller is cancelled, the pool serves the
+/// callers behind it.
 struct BufferWaiter<'a> {
     shared: &'a Arc<Shared>,
     grant: oneshot::Receiver<Grant>,
@@ -167,7 +170,7 @@ impl BufferPool {
         Ok(grant.map(|g| g.into_buf(len)))
     }
 
-    /// Returns a buffer of `len` bytes, and waits in turn until one is free. Its content is
+    /// Returns a buffer of `len` bytes. Waits in the queue until a buffer is free. Its content is
     /// arbitrary. Cancel safe.
     ///
     /// # Errors
@@ -206,7 +209,7 @@ impl BufferPool {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock with the lists half changed.
+        // No panic can leave the lists half changed, so ignore that the lock is poisoned.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -222,7 +225,7 @@ impl Shared {
         Self::serve(this, state);
     }
 
-    /// Grants buffers to waiters in turn, while enough memory is free.
+    /// Grants buffers to waiters in the order of the queue, while enough memory is free.
     fn serve(this: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let mut granted = Vec::new();
         while state.has_waiters()
@@ -240,8 +243,8 @@ impl Shared {
     }
 }
 
-/// A region whose ranges a peer allocates. This side refuses ranges outside the region or still in
-/// use.
+/// A region of an arena whose ranges a peer allocates. This process refuses a range that is outside
+/// the region, or that is still in use.
 #[derive(Clone, Debug)]
 pub struct Lease {
     arena: Arc<Arena>,
@@ -257,7 +260,7 @@ pub struct Released(oneshot::Receiver<()>);
 impl Released {
     /// Waits until the last user of the range has dropped it.
     pub async fn wait(self) {
-        // An error means that the sender was dropped, and then the range is free, too.
+        // An error means that the sender was dropped. In this case, the range is free, too.
         let _ = self.0.await;
     }
 }
@@ -267,7 +270,9 @@ impl Released {
 #[non_exhaustive]
 pub enum LeaseError {
     /// The range is empty, overflows, or is not inside the leased region.
-    #[error("range {offset}+{len} is not inside the leased region {origin}+{region}")]
+    #[error(
+        "the range of {len} bytes at offset {offset} is not inside the leased region of {region} bytes at offset {origin}"
+    )]
     Outside {
         /// Offset of the range from the start of the arena, in bytes.
         offset: u64,
@@ -279,7 +284,7 @@ pub enum LeaseError {
         region: usize,
     },
     /// The range overlaps another range that is still in use.
-    #[error("range {offset}+{len} overlaps a range that is still in use")]
+    #[error("the range of {len} bytes at offset {offset} overlaps a range that is still in use")]
     InUse {
         /// Offset of the range from the start of the arena, in bytes.
         offset: u64,
@@ -301,8 +306,8 @@ impl Lease {
     }
 
     /// Claims the exclusive use of a range that a peer named. The returned [`Released`] resolves
-    /// when the range is free again. Do not report the end of a call to the peer before that,
-    /// because the call's memory is still in use.
+    /// when the range is free again. Report the end of a call to the peer only after this, because
+    /// the call's memory is in use until then.
     ///
     /// # Errors
     /// If the range is outside the region, or overlaps a range that is in use.
@@ -370,7 +375,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiters_are_served_in_order_and_a_cancelled_one_leaks_no_memory() {
+    async fn a_pool_serves_waiters_in_order_and_a_cancelled_waiter_leaks_no_memory() {
         let pool = pool(1);
         let held = pool.try_alloc(1 << 16).unwrap().unwrap();
         let mut first = Box::pin(pool.alloc(1 << 16));

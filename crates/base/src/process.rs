@@ -6,7 +6,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-/// CPU time and context switches of a thread, a class or a process since its start.
+/// CPU time and context switches of a thread, a thread class or a process since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Usage {
     /// User and system time, in seconds (the kernel's nanosecond run-time clock).
@@ -19,8 +19,8 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Returns the usage since `earlier`. A thread that ended in between can make a count smaller;
-    /// the result is then zero.
+    /// Returns the usage since `earlier`. A thread that ended in the meantime can make a count
+    /// smaller; in this case, the result is zero.
     #[must_use]
     pub fn since(&self, earlier: &Usage) -> Usage {
         Usage {
@@ -37,20 +37,20 @@ impl Usage {
     }
 }
 
-/// One reading of a process.
+/// The usage of a process at the time of one reading.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProcessUsage {
-    /// Sum over the process. The CPU time includes threads that have ended.
+    /// Sum over all threads of the process. The CPU time includes threads that have ended.
     pub total: Usage,
-    /// Usage of each thread class. The class is the thread's name up to the first dash. `main`
-    /// stands for threads whose name has no dash.
+    /// Usage of each thread class. The class is the thread's name up to the first dash. Threads
+    /// whose names have no dash belong to the class `main`.
     pub by_class: BTreeMap<String, Usage>,
     /// Peak resident memory of the process (`VmHWM`), in bytes.
     pub peak_resident_bytes: u64,
 }
 
 impl ProcessUsage {
-    /// Reads process `pid`.
+    /// Reads the usage of the process `pid`.
     ///
     /// # Errors
     /// If the process does not exist, or this process may not inspect it.
@@ -58,8 +58,8 @@ impl ProcessUsage {
         let mut by_class: BTreeMap<String, Usage> = BTreeMap::new();
         let mut threads = Usage::default();
         for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
-            // A thread may end between the listing and the reading; then only the total CPU time of
-            // the process includes it.
+            // A thread may end after it was listed and before its usage is read. In this case, only
+            // the total CPU time of the process includes the thread.
             let Ok(usage) = entry.and_then(|e| Ok((thread_class(&e.path())?, thread_usage(&e.path())?)))
             else {
                 continue;
@@ -75,7 +75,7 @@ impl ProcessUsage {
         Ok(ProcessUsage { total, by_class, peak_resident_bytes })
     }
 
-    /// Returns the usage since `earlier`. The peak memory is that of the later reading.
+    /// Returns the usage since `earlier`. The peak memory is the value of the later reading.
     #[must_use]
     pub fn since(&self, earlier: &ProcessUsage) -> ProcessUsage {
         let zero = Usage::default();

@@ -1,4 +1,4 @@
-//! A future that returns a reservation if its caller is cancelled.
+//! [`Reclaim`]: a future that returns a reservation if its caller is cancelled.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,9 +8,9 @@ use tokio::sync::oneshot;
 use tokio::sync::oneshot::error::RecvError;
 
 /// Waits for the reply to a call that reserves something, for example space. If the future is
-/// dropped after the reply was sent but before it returned the reply, `give_back` receives the
-/// reply. If the reply is sent after the drop, sending fails, and the sender must release the
-/// reservation.
+/// dropped after the reply was sent, but before the future has returned the reply, `give_back`
+/// receives the reply. If the reply is sent after the future was dropped, sending fails, and the
+/// sender must release the reservation.
 #[derive(Debug)]
 pub struct Reclaim<T, F: FnOnce(T)> {
     answer: oneshot::Receiver<T>,
@@ -34,7 +34,7 @@ impl<T, F: FnOnce(T) + Unpin> Future for Reclaim<T, F> {
 
 impl<T, F: FnOnce(T)> Drop for Reclaim<T, F> {
     fn drop(&mut self) {
-        // From here on, sending fails.
+        // From here on, the sender cannot send a reply.
         self.answer.close();
         if let (Ok(answer), Some(give_back)) = (self.answer.try_recv(), self.give_back.take()) {
             give_back(answer);

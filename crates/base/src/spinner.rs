@@ -1,14 +1,14 @@
-//! Adaptive polling: decides whether to poll once more before sleeping.
+//! [`Spinner`]: adaptive polling, which decides whether to poll before sleeping.
 
 use std::time::{Duration, Instant};
 
-/// Number of failures in a row after which polling stops. From then on, only every [`RETRY`]th
-/// sleep is preceded by polling.
+/// Number of polling periods in a row without work after which polling becomes rare. From then on,
+/// the thread polls only before every [`RETRY`]th sleep.
 const CREDIT_MAX: u32 = 8;
 const RETRY: u32 = 32;
 
-/// Decides whether a thread polls for a short time before it sleeps. It polls as long as polling
-/// finds work.
+/// Decides whether a thread polls for a short time before it sleeps. The thread polls as long as
+/// polling often finds work.
 #[derive(Debug)]
 pub struct Spinner {
     credit: u32,

@@ -1,4 +1,4 @@
-//! Threads named by class, so that CPU time can be accounted per class.
+//! Threads whose names state their class, so that CPU time can be measured per class.
 
 use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind};
@@ -59,7 +59,7 @@ pub enum ThreadClass {
 }
 
 impl ThreadClass {
-    /// Every class, in order.
+    /// All classes, in the order of their declaration.
     pub const ALL: [ThreadClass; 10] = [
         ThreadClass::Messenger,
         ThreadClass::Osd,

@@ -1,9 +1,9 @@
-//! Accounts a thread's time to several classes of work.
+//! Measures how a thread's time divides among several classes of work.
 //!
 //! The thread of an OSD shard runs tasks of connections, of requests and of the channel's driver,
-//! but the kernel reports only one CPU time for it. Each task is therefore [`Booked`] for a class.
-//! The time inside the polls of its future is summed by thread and class. These sums divide the
-//! thread's CPU time among the classes.
+//! but the kernel reports only one CPU time for the whole thread. Each task is therefore booked for
+//! a class (see [`Booked`]). The time inside the polls of its future is summed by thread and class.
+//! These sums divide the thread's CPU time among the classes.
 //!
 //! The division is an estimate. The clock also runs while the kernel preempts the thread, and the
 //! time that the runtime spends between polls belongs to no class.
@@ -28,17 +28,18 @@ thread_local! {
     static BOOK: ThreadBook = ThreadBook::open();
 }
 
-/// The sums of all running threads that have booked work.
+/// The booked times of all running threads that have booked work.
 static PAGES: Mutex<Vec<Weak<BookPage>>> = Mutex::new(Vec::new());
 
-/// The times of one thread.
+/// The booked times of one thread, and its current class of work.
 struct ThreadBook {
     /// The current class of work and its start.
     open: Cell<Option<(ThreadClass, Instant)>>,
     page: Arc<BookPage>,
 }
 
-/// The sums of one thread that other threads may read. Only the thread itself writes them.
+/// The booked times of one thread, by class. Other threads may read them, but only the thread
+/// itself writes them.
 struct BookPage {
     thread: Option<ThreadClass>,
     ns: [AtomicU64; CLASSES],
@@ -53,7 +54,7 @@ pub struct WorkTime([u64; CLASSES]);
 #[must_use = "the work ends when this is dropped"]
 pub struct Entered {
     outer: Option<ThreadClass>,
-    /// Binds the guard to the thread that made it.
+    /// Binds the guard to the thread that created it.
     _local: PhantomData<*const ()>,
 }
 
@@ -88,8 +89,8 @@ pub fn of_this_thread() -> WorkTime {
     })
 }
 
-/// Returns the booked time of all running threads of a class. Work in progress is not counted
-/// before it ends.
+/// Returns the booked time of all running threads of a class. Does not count work that is still in
+/// progress.
 #[must_use]
 pub fn of_threads(class: ThreadClass) -> WorkTime {
     let pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_the_time_of_polls_is_counted() {
+    async fn only_the_time_inside_polls_counts_as_work() {
         let started = Instant::now();
         booked(MSGR, async {
             spin();
@@ -210,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_work_of_a_class_is_visible_to_other_threads() {
+    fn other_threads_can_read_the_booked_time_of_a_class() {
         let before = of_threads(ThreadClass::Dma);
         let (done, wait) = std::sync::mpsc::channel();
         let (end, ended) = std::sync::mpsc::channel::<()>();

@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::{CodingMode, NodeStatus, PoolInfo, Redundancy, ScrubStatus};
 
-/// An operator's request.
+/// A request of an operator, which administers the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum AdminRequest {
@@ -36,8 +36,8 @@ pub enum AdminRequest {
         /// `true` for out of use, `false` for back into use.
         out: bool,
     },
-    /// Replaces a target: gives its number to a new target, which the node uses from its next
-    /// start.
+    /// Replaces a target: gives the target's number to a new target. The node uses the new target
+    /// from its next start on.
     TargetReplace {
         /// Number of the target.
         index: u32,

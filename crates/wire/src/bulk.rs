@@ -17,8 +17,8 @@ pub enum MemoryKind {
 pub enum BulkOwner {
     /// The peer on this connection.
     Peer,
-    /// A third party, named by its fabric address. With it, a gateway can pass on a descriptor of
-    /// an application's memory. The messenger does not support it yet.
+    /// A third party, named by its fabric address. With this variant, a gateway can pass on a
+    /// descriptor of an application's memory. The messenger does not support it yet.
     Fabric(Vec<u8>),
 }
 
@@ -37,8 +37,8 @@ pub struct BulkSegment {
     /// Address within the registered memory: a virtual address or an offset, depending on the
     /// network stack.
     pub address: u64,
-    /// Remote key, which permits access to the memory. On network stacks without keys, the random
-    /// id of the offer.
+    /// Remote key, which permits access to the memory. On network stacks without keys, this field
+    /// contains the random id of the offer.
     pub key: u64,
     /// Length, in bytes.
     pub len: u64,
@@ -57,10 +57,11 @@ pub struct BulkDescriptor {
     /// Direction of the transfer: whether the receiver of the descriptor reads or writes the
     /// memory.
     pub direction: BulkDirection,
-    /// Offset of the first byte within its 4 KiB block of the object (0..4096). Each piece ends at
-    /// a block boundary and has its own checksum, so the offset determines the pieces.
+    /// Offset of the transfer's first byte within its 4 KiB block of the object (0 to 4095). Each
+    /// piece ends at a block boundary and has its own checksum, so the offset determines the
+    /// pieces.
     pub phase: u16,
-    /// Time after which the offer expires, in milliseconds.
+    /// Time after which the offer of the memory expires, in milliseconds.
     pub expires_ms: u32,
     /// Memory ranges for one-sided transfers. If `None`, the data is sent in frames instead.
     pub remote: Option<RemoteMemory>,
@@ -93,9 +94,9 @@ pub struct RemoteMemory {
 }
 
 impl RemoteMemory {
-    /// Returns the segment that contains bytes `offset..offset + len` of the transfer, and the
-    /// position of the first byte in that segment. `None` if no single segment contains all these
-    /// bytes.
+    /// Returns the segment that contains the bytes `offset..offset + len` of the transfer, and the
+    /// offset of the first byte in that segment. Returns `None` if no single segment contains all
+    /// these bytes.
     #[must_use]
     pub fn find(&self, offset: u64, len: u64) -> Option<(BulkSegment, u64)> {
         let mut start = 0u64;

@@ -32,12 +32,12 @@ pub fn encode_reply(reply: &Reply) -> Bytes {
     Bytes::from(encode(reply, Vec::with_capacity(64)))
 }
 
-/// Decodes a request's head from the start of a message's header. Returns the head and the bytes
-/// after it.
+/// Decodes a request's head from the start of a message's header. Returns the head, and the bytes
+/// that follow the head.
 ///
 /// # Errors
-/// If the header does not start with a valid head. The receiver then does not know the request's
-/// number, so it cannot reply.
+/// If the header does not start with a valid head. In this case, the receiver does not know the
+/// request's number, so it cannot reply.
 pub fn decode_head(header: &[u8]) -> Result<(RequestHead, &[u8]), DecodeError> {
     postcard::take_from_bytes(header).map_err(|e| error("request head", &e))
 }
@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_requests_and_replies_from_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode_head(&bytes);
             let _ = decode_reply(&bytes);
             if let Ok(RequestBody::Object(ObjectRequest::Mutate(mutate))) = decode_body(&bytes) {

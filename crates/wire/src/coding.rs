@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Maximum value of each part of a ratio α:β.
 const MAX_PART: u32 = 1000;
 
-/// Where coding tasks run while the host's processor is not busy, as the administrator chose. The
+/// The administrator's choice of where coding tasks run while the host's processor is not busy. The
 /// text forms of a mode are `latency-sensitive`, `async`, `hybrid:α:β` and `hybrid:auto`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -21,7 +21,8 @@ pub enum CodingMode {
     Async,
     /// Tasks run on the host and on the offload, in a fixed ratio.
     Hybrid(CodingRatio),
-    /// Tasks run on the host and on the offload. The ratio follows the load and the measured costs.
+    /// Tasks run on the host and on the offload. The scheduler adapts the ratio to the load and to
+    /// the measured time per task.
     Auto,
 }
 

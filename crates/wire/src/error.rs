@@ -49,7 +49,7 @@ pub enum Error {
         detail: String,
     },
     /// A size or count exceeds its limit.
-    #[error("{what} is {size}, but the maximum is {limit}; split it")]
+    #[error("{what} is {size}, but the maximum is {limit}; reduce it, or use several smaller requests")]
     TooLarge {
         /// Name of the size or count.
         what: String,
@@ -62,7 +62,7 @@ pub enum Error {
     #[error("bad request: {0}; use a client of the same version as the node")]
     BadRequest(String),
     /// The data did not arrive, or arrived damaged.
-    #[error("the data could not be transferred: {0}; send it again")]
+    #[error("the data could not be transferred: {0}; send the request again")]
     TransferFailed(String),
     /// A target is full. Objects can still be removed.
     #[error(
@@ -104,8 +104,8 @@ pub enum Error {
          whether to send a new request"
     )]
     RequestExpired,
-    /// The store is unreachable. The request may or may not take effect. Send it again *as a
-    /// retry*, with the same request number, to learn the outcome.
+    /// The store is unreachable. The request may or may not take effect. Send the request again *as
+    /// a retry*, with the same request number, to learn the outcome.
     #[error("the store is not available: {0}; retry")]
     Unavailable(String),
     /// A target refuses changes after a failure.
@@ -153,9 +153,9 @@ pub enum Error {
         /// Size in the object's record.
         recorded: u64,
     },
-    /// The OSD does not resume the session that the client presented. On this connection, it
+    /// The OSD does not resume the session that the client presented. On this connection, the OSD
     /// executed no request of the session.
-    #[error("session {session} is refused: {why}; open a new one")]
+    #[error("session {session} is refused: {why}; open a new session")]
     SessionRefused {
         /// The session.
         session: SessionId,
@@ -171,7 +171,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether a retry of the same request may succeed.
+    /// Returns true if a retry of the same request may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Error::Unavailable(_) | Error::TransferFailed(_) | Error::NoSession(_))

@@ -1,9 +1,10 @@
 //! The object protocol between a client and an OSD.
 //!
-//! This crate defines names, their placement, requests, replies, errors and their encoding. It
-//! contains only data types and pure functions, and does no I/O. A decoder does not panic on any
-//! input, and allocates only as much memory as the length of the input justifies. The messenger
-//! carries encoded requests and replies in message headers; see `docs/object-protocol.md`.
+//! This crate defines object names, the mapping of names to targets, requests, replies, errors, and
+//! the encoding of requests and replies. It contains only data types and pure functions, and does
+//! no I/O. A decoder does not panic on any input, and allocates memory only in proportion to the
+//! length of the input. The messenger carries encoded requests and replies in message headers; see
+//! `docs/object-protocol.md`.
 
 #![forbid(unsafe_code)]
 

@@ -89,7 +89,7 @@ impl FromStr for PoolName {
     }
 }
 
-/// An object's full name, which is valid: pool, namespace and object name.
+/// A valid full name of an object: pool, namespace and object name.
 ///
 /// ```
 /// let name: wire::ObjectName = "photos:2024/summer/beach.jpg".parse()?;
@@ -198,7 +198,7 @@ pub struct WireName {
 }
 
 impl WireName {
-    /// Checks the name and converts it.
+    /// Checks the name, and converts it to an [`ObjectName`].
     ///
     /// # Errors
     /// If a part is invalid.
@@ -239,7 +239,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn an_invalid_name_is_refused_with_the_reason() {
+    fn an_invalid_object_name_is_refused_with_the_reason() {
         let err = |s: &str| s.parse::<ObjectName>().unwrap_err();
         assert!(matches!(err("pool"), NameError::NoObject(_)));
         assert!(matches!(err("pool/"), NameError::Empty(_)));
@@ -257,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_roundtrip_as_text_and_in_wire_form(s in "[a-z0-9][a-z0-9._-]{0,8}(:[a-z0-9][a-z0-9._-]{0,8})?/[^\0]{1,40}") {
+        fn object_names_roundtrip_as_text_and_in_wire_form(s in "[a-z0-9][a-z0-9._-]{0,8}(:[a-z0-9][a-z0-9._-]{0,8})?/[^\0]{1,40}") {
             let name: ObjectName = s.parse().unwrap();
             prop_assert_eq!(&name.to_string(), &s);
             prop_assert_eq!(name.to_wire().check().unwrap(), name);

@@ -1,9 +1,10 @@
 //! Maps an object to its target: name → hash → placement group → target.
 //!
-//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. The low bits
-//! of the hash select the placement group, so doubling the number of groups splits each group in
-//! two. A group's target is the target with the highest random weight (rendezvous hashing). Adding
-//! or removing a target therefore moves only the groups that the target gains or loses.
+//! The hash is the low half of xxh3-64 over the namespace, a zero byte and the name. For a part of
+//! a striped object, the hash also covers the part's id. The low bits of the hash select the
+//! placement group, so doubling the number of groups of a pool splits each group in two. A group's
+//! target is the target with the highest random weight (rendezvous hashing). Adding or removing a
+//! target therefore moves only the groups that the target gains or loses.
 
 use uuid::Uuid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
@@ -25,15 +26,15 @@ pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
     h.digest() as u32
 }
 
-/// Returns the placement group of a hash in a pool of `pg_count` groups. `pg_count` must be a power
-/// of two.
+/// Returns the number of the placement group that a hash selects in a pool of `pg_count` groups.
+/// `pg_count` must be a power of two.
 #[must_use]
 pub fn group(hash: u32, pg_count: u32) -> u32 {
     debug_assert!(pg_count.is_power_of_two(), "the number of placement groups must be a power of two");
     hash & (pg_count - 1)
 }
 
-/// Returns the index of a placement group's target; `None` if there are no targets.
+/// Returns the index of a placement group's target in `targets`; `None` if there are no targets.
 #[must_use]
 pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     let seed = (u64::from(pool_id) << 32) | u64::from(pg);
@@ -41,8 +42,8 @@ pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     (0..targets.len()).max_by_key(|&i| weight(&targets[i]))
 }
 
-/// Returns the indices of the targets in a placement group's order of preference. The first index
-/// is the one that [`target`] returns.
+/// Returns the indices of all `targets`, in the order in which a placement group prefers the
+/// targets. The first index is the index that [`target`] returns.
 #[must_use]
 pub fn ranked(pool_id: u32, pg: u32, targets: &[Uuid]) -> Vec<usize> {
     let seed = (u64::from(pool_id) << 32) | u64::from(pg);
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_of_names_never_change_and_targets_get_equal_shares() {
+    fn hashes_of_object_names_never_change_and_targets_get_similar_shares() {
         // These values determine where objects are stored. With other values, a node could not find
         // the objects that its drives already contain.
         assert_eq!(hash("", "object", None), 0x6136_2e53);
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_target_moves_only_the_groups_that_it_gains() {
+    fn a_new_target_moves_only_the_placement_groups_that_it_gains() {
         let old: Vec<Uuid> = (1..=3u128).map(Uuid::from_u128).collect();
         let new: Vec<Uuid> = (1..=4u128).map(Uuid::from_u128).collect();
         for pg in 0..512 {

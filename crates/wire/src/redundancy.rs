@@ -75,7 +75,7 @@ impl Redundancy {
         }
     }
 
-    /// Checks a scheme that a client or a user chose.
+    /// Checks a redundancy scheme that a client or a user chose.
     ///
     /// # Errors
     /// If a value is out of range; the error states the valid values.
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schemes_roundtrip_as_text_and_invalid_text_is_refused() {
+    fn redundancy_schemes_roundtrip_as_text_and_invalid_text_is_refused() {
         for text in ["single", "mirror:2", "ec:4+2"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert_eq!(redundancy.to_string(), text);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn schemes_with_values_out_of_range_are_refused() {
+    fn redundancy_schemes_with_values_out_of_range_are_refused() {
         for text in ["mirror:1", "mirror:9", "ec:1+1", "ec:4+0", "ec:200+56", "ec:40+2"] {
             let redundancy: Redundancy = text.parse().unwrap();
             assert!(redundancy.check().is_err(), "{text}");

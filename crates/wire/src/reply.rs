@@ -53,15 +53,16 @@ pub enum ObjectReply {
     Mutated(Mutated),
     /// One answer per query op.
     Queried(Vec<QueryAnswer>),
-    /// The data was written to the read's sink, or is the payload of this message. The data starts
-    /// with the first block of the range. It ends with the last block of the range or at the end of
-    /// the object.
+    /// The data was written to the read's sink, or is the payload of this message. The data
+    /// consists of the whole blocks that contain the range, and ends at the object's end at the
+    /// latest.
     Read {
         /// The object's version.
         version: u64,
         /// The object's size, in bytes.
         object_size: u64,
-        /// Number of bytes sent, including those of the blocks outside the range.
+        /// Number of bytes sent, including the bytes of the first and the last block that are
+        /// outside the range.
         sent: u64,
     },
     /// The object is striped; the client must read its parts.
@@ -75,14 +76,15 @@ pub enum ObjectReply {
     Listed(Listed),
 }
 
-/// Effect of a change.
+/// Effect of a change on its object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mutated {
     /// The object's new version. For a removed object, the version of the removal.
     pub version: u64,
     /// The object's new size, in bytes.
     pub size: u64,
-    /// Offset of the request's last append, in bytes.
+    /// Offset in the object at which the request's last append wrote its bytes; 0 if the request
+    /// has no append.
     pub appended_at: u64,
 }
 

@@ -42,10 +42,10 @@ pub enum RequestBody {
         /// Session to resume; `None` opens a new one.
         session: Option<SessionId>,
     },
-    /// Ends the session: the client sends no more retries and needs no more results. With later
-    /// changes of a placement group, the OSD removes the session's results in that group. It
-    /// refuses a later retry with [`Error::RequestExpired`]. The client does not have to wait for
-    /// the reply.
+    /// Ends the session: the client sends no more retries and needs no more results. When the OSD
+    /// executes later changes in a placement group, it also removes the session's results from that
+    /// group. After this, the OSD refuses a retry with [`Error::RequestExpired`]. The client does
+    /// not have to wait for the reply.
     CloseSession,
     /// Reads or changes objects.
     Object(ObjectRequest),
@@ -89,7 +89,7 @@ pub struct PartId {
 }
 
 /// Composition of a striped object. Part `i` contains the object's bytes from offset `i *
-/// part_size`.
+/// part_size` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The upload that created the parts.
@@ -210,7 +210,8 @@ pub enum Mutation {
     OmapRemoveRange(Bytes, Bytes),
     /// Removes all omap entries.
     OmapClear,
-    /// Makes the object the head of a striped object, and replaces its data.
+    /// Makes the object the head object of a striped object, and replaces the object's data by the
+    /// parts that the manifest describes.
     SetManifest(Manifest),
 }
 
@@ -242,10 +243,10 @@ pub enum QueryOp {
     Xattrs,
     /// Queries omap entries by key. The answer omits keys that do not exist.
     OmapGet(Vec<Bytes>),
-    /// Queries a page of omap entries, ordered by key, that begins with the first key of at least
-    /// `from`.
+    /// Queries a page of omap entries, ordered by key. The page begins with the first key that is
+    /// at least `from`.
     OmapRange {
-        /// First key.
+        /// Lowest key of the range.
         from: Bytes,
         /// End of the key range, exclusive; `None` for no end.
         to: Option<Bytes>,
@@ -274,16 +275,16 @@ pub struct Read {
     pub part: Option<PartId>,
     /// Offset of the first byte.
     pub offset: u64,
-    /// Maximum number of bytes; the read ends at the object's end. The OSD reads more than 2 MiB in
-    /// several steps, and refuses the read with [`Error::Changed`] if the object changes between
-    /// two steps.
+    /// Maximum number of bytes; the read ends at the object's end at the latest. The OSD reads more
+    /// than 2 MiB in several steps, and refuses the read with [`Error::Changed`] if the object
+    /// changes between two steps.
     pub len: u64,
     /// Version that the object must have. If the object has another version, the OSD refuses the
     /// read with [`Error::Changed`].
     pub if_version: Option<u64>,
     /// Memory to which the OSD writes the blocks that cover the range, beginning with the start of
-    /// the first block. If `None`, the reply contains the data. The reply always contains small
-    /// data.
+    /// the first block. If `None`, the reply contains the data. Small data is always sent in the
+    /// reply.
     pub sink: Option<BulkDescriptor>,
 }
 
@@ -303,8 +304,8 @@ pub struct List {
 }
 
 impl Mutate {
-    /// Checks counts and sizes. If the request has bulk data, also checks that exactly one op uses
-    /// it.
+    /// Checks the number of conditions and ops, and the sizes in them. If the request has bulk
+    /// data, also checks that exactly one op uses the data.
     ///
     /// # Errors
     /// The first violated limit.
@@ -327,7 +328,7 @@ impl Mutate {
 }
 
 impl Query {
-    /// Checks counts and sizes.
+    /// Checks the number of conditions and ops, and the sizes in them.
     ///
     /// # Errors
     /// The first violated limit.

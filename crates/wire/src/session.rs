@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// Id of a client's session with a node. Each session has its own request numbers. The OSD creates
 /// the session when a client first connects. When the client reconnects, even after a restart of
-/// the OSD, it presents the id again.
+/// the OSD, the client presents the id again.
 ///
 /// The bits are, from the highest to the lowest: 48 bits for the *generation* of the OSD, 32 bits
 /// for the *number* of the session within the generation, and 48 random bits. Ids are ordered by
@@ -17,7 +17,7 @@ pub struct SessionId(pub u128);
 impl SessionId {
     /// The first generation. Ids from older versions of the node start with a time in milliseconds
     /// since 1970 instead of a generation. Until the year 6429, this time is below the first
-    /// generation, so these ids are ordered before all others.
+    /// generation, so these ids are ordered before all ids that contain a generation.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
     /// Creates the id of a session from its generation, its number and random bits. Only the lower
@@ -29,8 +29,8 @@ impl SessionId {
     }
 
     /// Returns the generation in which the session was created:
-    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of starts of the OSD
-    /// before that.
+    /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of earlier starts of the
+    /// OSD.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64
@@ -56,7 +56,8 @@ impl fmt::Debug for SessionId {
 }
 
 /// Id of an upload of a striped object: a session, and a number that the client chose. The
-/// collector keeps the upload's parts as long as the session is connected.
+/// collector (the background task that removes orphans) keeps the upload's parts as long as the
+/// session is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct UploadId {
     /// Session of the client that uploads the object.
@@ -95,7 +96,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn session_ids_contain_and_are_ordered_by_generation_and_number(
+        fn session_ids_are_ordered_by_their_generation_and_number(
             (a, b) in (0u64..1 << 48, 0u64..1 << 48), numbers: (u32, u32), random: (u64, u64),
         ) {
             let (first, second) = (SessionId::new(a, numbers.0, random.0), SessionId::new(b, numbers.1, random.1));

@@ -62,7 +62,8 @@ impl fmt::Display for CodingOffload {
     }
 }
 
-/// State of an offload's circuit breaker.
+/// State of an offload, which acts as a circuit breaker: after a failure, the offload is not used
+/// for a while.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OffloadState {
     /// The offload is not in use, because memory for it or a path to its device is missing.

@@ -1,4 +1,4 @@
-//! Status of a node, for display to operators and for tools.
+//! The status of a node, which commands show to operators and tools evaluate.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -27,7 +27,7 @@ pub struct Space {
     pub total: u64,
     /// Free bytes of the data area.
     pub free: u64,
-    /// Bytes of stages: data on the drive that no transaction names yet.
+    /// Bytes of stages: data on the drive that no transaction refers to yet.
     pub staged: u64,
     /// Number of free extents in the data area.
     pub free_extents: u64,
@@ -65,7 +65,7 @@ pub struct RebuildStatus {
     pub bytes: u64,
     /// Maximum rate, in bytes per second; 0 for no limit.
     pub rate_limit: u64,
-    /// Reason why a rebuild last had to start again.
+    /// Reason of the last failure of a rebuild. The rebuild was started again after this failure.
     pub last_failure: Option<String>,
 }
 
@@ -103,7 +103,7 @@ pub enum TargetState {
     /// The target is used.
     Up,
     /// The target did not answer in time, and is being probed. Placement groups that cannot work
-    /// without the target wait for it; all others continue without it.
+    /// without the target wait for it; all other groups continue without it.
     Slow,
     /// The target reported an I/O error, and is being probed.
     Failing,
@@ -176,11 +176,11 @@ pub struct OffloadStatus {
     pub last_failure: Option<String>,
     /// Bytes of memory in quarantine, because a late transfer may still access them.
     pub quarantined_bytes: u64,
-    /// Number of bytes that had already arrived when the offload failed, and were not sent again.
-    /// Counted since the OSD attached to the store.
+    /// Number of bytes that had already arrived when the offload failed, and that were therefore
+    /// not sent again. Counted since the OSD attached to the store.
     pub kept_bytes: u64,
-    /// Number of bytes sent over the control socket in place of the offload. Counted since the OSD
-    /// attached to the store.
+    /// Number of bytes sent over the control socket instead of by the offload. Counted since the
+    /// OSD attached to the store.
     pub fallback_bytes: u64,
     /// Faults that a test or operator has armed.
     pub faults: Vec<String>,
@@ -228,9 +228,10 @@ pub struct CodingPlaceStatus {
     pub slots: u64,
     /// Number of tasks sent to the place, by reason.
     pub sent: CodingSent,
-    /// Estimated fixed cost per task, in ns; `None` before the first measurement.
+    /// Estimated fixed time per task, in ns; `None` before the first measurement.
     pub ns_per_task: Option<u64>,
-    /// Estimated additional cost per megabyte (10^6 bytes), in ns.
+    /// Estimated additional time per megabyte (10^6 bytes), in ns; `None` before the first
+    /// measurement.
     pub ns_per_mb: Option<u64>,
     /// Health of the place.
     pub health: CodingHealth,
@@ -243,16 +244,16 @@ pub struct CodingSent {
     pub mode: u64,
     /// Tasks sent because the host was busy.
     pub busy: u64,
-    /// Tasks sent because the other place was in its cool-down.
+    /// Tasks sent because the other coding place was in its cool-down.
     pub cool_down: u64,
     /// Tasks sent to probe whether the place works again.
     pub probe: u64,
-    /// Tasks sent to measure the place's cost.
+    /// Tasks sent to measure the place's time per task.
     pub explore: u64,
 }
 
 impl CodingSent {
-    /// Returns the number of tasks for all reasons.
+    /// Returns the number of tasks, summed over all reasons.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.mode + self.busy + self.cool_down + self.probe + self.explore
@@ -332,7 +333,7 @@ pub struct NodeStatus {
     pub offload: Option<OffloadStatus>,
     /// State of parity computation.
     pub coding: CodingStatus,
-    /// Bytes of staging memory: total, free now, and lowest number ever free.
+    /// Bytes of staging memory: total, free now, and lowest number of free bytes so far.
     pub staging: [u64; 3],
     /// Times of requests, by kind and phase.
     pub times: RequestTimes,

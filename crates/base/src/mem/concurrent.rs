@@ -1,10 +1,10 @@
 //! Copies of bytes that other threads, processes or devices may read and write at the same time.
 //!
-//! An ordinary copy of such bytes is a data race, which the language does not define. These copies
-//! are defined: each byte is read or written individually, as if by a relaxed atomic access. So a
-//! concurrent change can only make the copied bytes arbitrary. They are as fast as `memcpy`,
-//! because they call the `memcpy` of the C library. The call is in inline assembly, so that the
-//! compiler makes no assumptions about the accesses.
+//! An ordinary copy of these bytes is a data race, whose effect the language does not define. The
+//! copies in this module are defined: each byte is read or written individually, as if by a relaxed
+//! atomic access. So a concurrent change can only make the copied bytes arbitrary. The copies are
+//! as fast as `memcpy`, because they call the `memcpy` of the C library. The call is in inline
+//! assembly, so that the compiler makes no assumptions about the accesses.
 
 /// Copies `len` bytes from `src` to `dst`, each as if by a relaxed atomic load and store.
 ///

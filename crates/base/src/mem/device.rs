@@ -1,9 +1,9 @@
 //! Memory as a device accesses it: through addresses that no software uses.
 //!
 //! A device copies bytes at any time after a transfer was posted, regardless of references to the
-//! bytes. The emulated device therefore has its own mapping. To the references of this process, a
-//! change through that mapping looks like a change by another process or by hardware. See the
-//! parent module on memory that another process can write.
+//! bytes. The emulated device therefore has its own mapping. A change through this mapping has the
+//! same effect on references in this process as a change by another process or by hardware. The
+//! documentation of the parent module says how code handles memory that another process can write.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ pub struct DeviceMemory {
 unsafe impl Send for DeviceMemory {}
 
 impl DeviceMemory {
-    /// Allocates `len` bytes of memory that nothing else maps.
+    /// Allocates `len` bytes of memory that no other mapping contains.
     ///
     /// # Errors
     /// If the system does not have enough memory.
@@ -128,7 +128,8 @@ impl Arena {
 }
 
 /// Copies `len` bytes. Long copies bypass the caches, like a DMA engine's writes. The next reader
-/// is a drive or another core, and a cache line that is written completely need not be read first.
+/// of the bytes is a drive or another core, so this core does not need them in its cache. In
+/// addition, the core need not read a cache line before it overwrites the complete line.
 ///
 /// # Safety
 /// As for [`std::ptr::copy`].

@@ -1,9 +1,9 @@
-//! Mappings of memory: addresses and page sizes.
+//! [`Mapping`]: maps memory at addresses that allow huge pages.
 //!
 //! A drive's driver, a page table walk and a registration with the kernel handle memory page by
-//! page. One 2 MiB page costs them a fraction of 512 small pages. Ordinary memory can use huge
-//! pages only if its address and its offset in the memfd agree modulo the huge page size. Every
-//! mapping of at least that size is therefore aligned accordingly.
+//! page. One 2 MiB page costs them a fraction of the time that 512 small pages cost. Ordinary
+//! memory can use huge pages only if its address and its offset in the memfd agree modulo the huge
+//! page size. Every mapping of at least that size is therefore aligned accordingly.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -89,8 +89,8 @@ impl Mapping {
         let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxNoHugepage) };
     }
 
-    /// Moves the bytes of huge page `index` into one huge page. Returns true if they are in one
-    /// huge page afterwards.
+    /// Moves the bytes `index * HUGE_PAGE..(index + 1) * HUGE_PAGE` of the mapping into one huge
+    /// page. Returns true if these bytes are in one huge page afterwards.
     pub(super) fn gather(&self, index: usize) -> bool {
         /// `MADV_COLLAPSE`, since Linux 6.1. It works with all settings for transparent huge pages
         /// except "deny".

@@ -1,4 +1,4 @@
-//! A set of time intervals, stored as disjoint intervals.
+//! [`Union`]: a set of time intervals, stored as disjoint intervals.
 
 /// Maximum number of intervals in a set. If there are more, the set joins neighbouring intervals.
 pub(super) const MAX_SPANS: usize = 64;
@@ -10,7 +10,7 @@ pub(super) struct Span {
     pub(super) end: u64,
 }
 
-/// Intervals in order, which neither overlap nor touch.
+/// A set of time intervals. The stored intervals are in order, and neither overlap nor touch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Union(Vec<Span>);
 
