@@ -1,4 +1,4 @@
-//! Restricts a process to some CPUs.
+//! Restricts a process to the CPUs of its side (host or DPU), or to configured CPUs.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Deserialize;
@@ -12,8 +12,8 @@ const MAX_DPU: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Cpus {
-    /// The CPUs of the process's side. An emulated DPU has the last quarter of the machine's CPUs,
-    /// at least one and at most 16. Its host has the other CPUs.
+    /// The CPUs of the process's side. An emulated DPU has the last quarter of the CPUs that the
+    /// process may use already: at least one and at most 16. Its host has the other CPUs.
     Auto,
     /// All CPUs that the process may use already.
     Any,
@@ -111,7 +111,8 @@ pub fn kept_to() -> std::io::Result<Vec<usize>> {
     Ok(if listed.len() < online { listed } else { Vec::new() })
 }
 
-/// Returns one side's share of a set of CPUs. A single CPU belongs to both sides.
+/// Returns the CPUs of `side` from the set `all`. If `all` contains only one CPU, both sides use
+/// it.
 fn of_side(side: ChannelSide, all: &CpuSet) -> CpuSet {
     let total = all.count() as usize;
     let count = (total / 4).clamp(1, MAX_DPU);

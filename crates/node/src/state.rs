@@ -100,13 +100,13 @@ pub struct Process {
 /// The supervisor's record of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeState {
-    /// Where requests are handled.
+    /// Whether the osd runs on the DPU or on the host.
     pub placement: Placement,
-    /// Address for clients; known after the osd was ready for the first time.
+    /// Address for clients; `None` until the osd is ready for the first time.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
-    /// Whether that engine is emulated.
+    /// Whether the engine between osd and store is emulated.
     pub emulated: bool,
     /// The targets.
     pub targets: Vec<MountedTarget>,
@@ -159,7 +159,7 @@ impl Process {
         self.started_unix_ms = unix_ms();
     }
 
-    /// Returns whether the process is alive. A different process that has reused its pid does not
+    /// Returns whether the process is alive. A different process that has reused the pid does not
     /// count.
     pub fn is_alive(&self) -> bool {
         self.start_ticks.is_some() && start_ticks(self.pid) == self.start_ticks
