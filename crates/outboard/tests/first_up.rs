@@ -28,8 +28,8 @@ impl Place {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        // A shell makes its background jobs ignore these signals. The command would inherit this,
-        // so `env` restores the default actions.
+        // A shell makes its background jobs ignore these signals. The command would inherit this
+        // setting, so `env` restores the default actions.
         let mut command = Command::new("env");
         command.args(["--default-signal=INT,QUIT,HUP", env!("CARGO_BIN_EXE_outboard")]);
         command.args(args).env("OUTBOARD_DIR", self.node());
