@@ -139,9 +139,9 @@ pub struct ChannelSection {
     /// whether DMA is used again.
     #[config(default = "5s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
-    /// Sampling of the payload that arrives by DMA: the store verifies the checksums of one request
-    /// in this number. With 0, the store verifies no requests. After a DMA failure, the store
-    /// verifies each of the next 256 requests, even with 0.
+    /// The store verifies the checksums of the payload that arrived by DMA in every Nth request,
+    /// where N is this value. With 0, the store verifies no requests. After a DMA failure, the
+    /// store verifies each of the next 256 requests, even with 0.
     #[config(default = 64)]
     pub verify_every: u32,
 }

@@ -1,4 +1,4 @@
-//! The debug socket of a role, for faults and tuning while the role runs.
+//! The debug socket of a role: arms faults and tunes the channel while the role runs.
 //!
 //! The debug socket is a UNIX socket in the node's directory, and only the directory's owner can
 //! reach it. Each connection carries one request and one answer, each as one line of JSON.
@@ -117,7 +117,7 @@ pub enum TuneError {
 /// A function that applies a tuning.
 pub type Tune = Box<dyn Fn(ChannelTuning) + Send>;
 
-/// The settings of a role that can change while it runs.
+/// The settings of a role that can change while the role runs.
 #[derive(Clone, Default)]
 pub struct Controls {
     faults: Faults,
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_replaces_an_old_one_and_only_its_owner_can_connect() {
+    fn the_debug_socket_replaces_an_old_socket_and_only_its_owner_can_connect() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("debug");
         for _ in 0..2 {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn valid_tunings_are_applied_and_values_out_of_range_are_refused() {
+    fn valid_channel_tunings_are_applied_and_values_out_of_range_are_refused() {
         let controls = Controls::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let saw = Arc::clone(&seen);

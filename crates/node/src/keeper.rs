@@ -100,7 +100,7 @@ pub struct Keeper {
     spec: RoleSpec,
     /// Pauses and timeouts.
     policy: SuperviseSection,
-    /// Channel for the role's events.
+    /// Channel through which the keeper reports the role's events to the supervisor.
     events: mpsc::Sender<(Role, RoleEvent)>,
     /// The current goal.
     goal: watch::Receiver<Goal>,
@@ -173,8 +173,8 @@ impl Keeper {
         for known in &spec.known_targets {
             command.args(["--known-target".into(), known.to_argument()]);
         }
-        // The allocator keeps freed memory for two seconds, because the role soon needs it again
-        // under load.
+        // The allocator keeps freed memory for two seconds, because a role under load soon needs
+        // this memory again.
         if std::env::var_os(PURGE_DELAY).is_none() {
             command.env(PURGE_DELAY, "2000");
         }
@@ -366,7 +366,7 @@ async fn hang(
                 Some(Announcement::Heartbeat(event_loop)) => watchdog.heard(&event_loop),
                 Some(Announcement::Stopping) => {
                     awake_for(policy.stop_timeout.0).await;
-                    return format!("hung: a signal asked it to stop, but it has not ended after {}", policy.stop_timeout);
+                    return format!("hung: a signal asked the role to stop, but it has not ended after {}", policy.stop_timeout);
                 }
                 Some(Announcement::Hung(reason)) if !watchdog::is_traced(pid) => return format!("hung: {reason}"),
                 Some(_) => {}

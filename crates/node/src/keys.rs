@@ -36,7 +36,7 @@ fn of_section(section: &'static str, meta: &'static Meta) -> Vec<Key> {
                 section,
                 name: field.name,
                 about: field.doc,
-                default: Value::try_from(default).expect("defaults are TOML"),
+                default: Value::try_from(default).expect("every default has a TOML form"),
                 env,
             }),
             FieldKind::Leaf { .. } => unreachable!("every key has a default"),

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_shows_process_metrics_and_bad_requests_do_not_disturb_it() {
+    fn the_metrics_page_is_served_despite_bad_requests_and_silent_connections() {
         let address = serve("127.0.0.1:0").unwrap();
         silent_connections_do_not_keep_a_scraper_out(&address);
         metrics::counter!("outboard_test_things").increment(3);
@@ -360,7 +360,8 @@ mod tests {
         let page = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
         let name = "outboard_metrics_connections_reclaimed_total ";
-        let reclaimed = page.lines().find_map(|line| line.strip_prefix(name)).expect("a count");
+        let reclaimed =
+            page.lines().find_map(|line| line.strip_prefix(name)).expect("the page contains the counter");
         assert!(reclaimed.parse::<u64>().unwrap() > 0, "{page}");
         // The oldest connections were closed.
         let mut rest = String::new();

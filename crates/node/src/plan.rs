@@ -56,7 +56,7 @@ pub enum PlanError {
     /// A target cannot be created or used.
     #[error("target {}: {why}", path.display())]
     Target {
-        /// File or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// The reason, and what to do.
         why: String,
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn configurations_that_cannot_work_are_refused_with_a_remedy() {
+    fn configurations_that_cannot_work_are_refused_and_the_error_states_a_remedy() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let taken = taken.local_addr().unwrap().to_string();
         let elsewhere = [("OUTBOARD_TARGETS", "/nonexistent/0.img:/nonexistent/1.img")];

@@ -37,7 +37,7 @@ pub struct NodeReport {
     pub targets: Vec<TargetReport>,
     /// All pools; empty while the osd does not answer.
     pub pools: Vec<PoolReport>,
-    /// The osd's load, while it answers.
+    /// The osd's load, while the osd answers.
     pub osd: Option<OsdReport>,
     /// Health of the DMA between osd and store, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
@@ -119,7 +119,7 @@ pub struct ProcessReport {
 /// One target. Space is in bytes, and is missing while the target cannot be queried.
 #[derive(Debug, Default, Serialize)]
 pub struct TargetReport {
-    /// File or device, if the command found the node by its directory.
+    /// Path of the target's file or device, if the command found the node by its directory.
     pub path: Option<PathBuf>,
     /// UUID of the target.
     pub uuid: String,

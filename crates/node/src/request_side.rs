@@ -43,7 +43,7 @@ pub enum Stores {
     Behind(StoreEndpoint),
 }
 
-/// What the osd builds on: the stores, staging memory, and the engine that moves payload.
+/// The resources of an osd: its stores, staging memory, and the engine that moves payload.
 struct Backend {
     targets: Targets,
     pool: BufferPool,

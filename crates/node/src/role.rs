@@ -47,9 +47,10 @@ pub struct RoleProcess {
     pub metrics: String,
     /// The settings that can change while the process runs.
     pub controls: Controls,
-    /// The heartbeat for the role's event loops, if a supervisor watches them.
+    /// Sender of heartbeats for the role's event loops; `None` without a supervisor, or if the
+    /// watchdog is switched off.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether a supervisor waits until the role is ready.
+    /// Whether a supervisor started this process.
     is_supervised: bool,
 }
 
@@ -122,7 +123,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
     }
     let config = config_file::load(args.config.as_deref(), |name| std::env::var(name).ok())
         .doing("reading the configuration")?;
-    logging::start(&config.log).doing("starting the log")?;
+    logging::start(&config.log).doing("starting logging")?;
     abort_on_panic();
     raise_descriptor_limit();
     // `ps` and `top` show the main thread's name as the name of the process.
@@ -235,7 +236,7 @@ pub struct StopSignals {
 impl StopSignals {
     /// Handles the signals from now on. Needs a tokio runtime.
     pub fn catch() -> Result<StopSignals> {
-        let catch = |kind| signal(kind).doing("preparing for signals");
+        let catch = |kind| signal(kind).doing("installing the signal handlers");
         Ok(StopSignals {
             signals: [
                 catch(SignalKind::terminate())?,

@@ -16,7 +16,7 @@ pub enum Role {
     Supervisor,
     /// Owns the targets.
     Store,
-    /// Handles requests, over a channel to a store.
+    /// Handles requests, and reaches a store over a channel.
     Osd,
     /// Handles requests and owns the targets: `placement = host`.
     Node,
@@ -66,7 +66,7 @@ impl ProcessState {
 /// A target, as announced by the process that mounted it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountedTarget {
-    /// File or device.
+    /// Path of the target's file or device.
     pub path: PathBuf,
     /// UUID of the target.
     pub uuid: String,
@@ -108,7 +108,7 @@ pub struct NodeState {
     pub engine: Option<String>,
     /// Whether the engine between osd and store is emulated.
     pub emulated: bool,
-    /// The targets.
+    /// The targets that the roles have mounted.
     pub targets: Vec<MountedTarget>,
     /// The processes, the supervisor first.
     pub processes: Vec<Process>,
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_state_is_loaded_again_and_an_invalid_one_is_ignored() {
+    fn a_saved_node_state_can_be_loaded_and_an_invalid_state_file_is_ignored() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(NodeState::load(&dir), None);

@@ -27,7 +27,7 @@ pub enum SuperviseError {
         /// The role's log, which has more details.
         log: std::path::PathBuf,
     },
-    /// The state cannot be recorded.
+    /// The state of the node's processes cannot be recorded.
     #[error(transparent)]
     Dir(#[from] DirError),
     /// A signal stopped the supervisor before the node was up.

@@ -26,7 +26,7 @@ pub enum TargetError {
     /// The store reported an error.
     #[error("target {}: {source}", path.display())]
     Store {
-        /// File or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// The store's error.
         source: StoreError,
@@ -49,7 +49,7 @@ pub enum TargetError {
     /// The operating system refused the action.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
-        /// The file or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
@@ -60,7 +60,7 @@ pub enum TargetError {
 
 /// A target that a role has mounted, or has failed to mount.
 pub struct Mounted {
-    /// File or device.
+    /// Path of the target's file or device.
     pub path: PathBuf,
     /// UUID of the target.
     pub uuid: Uuid,

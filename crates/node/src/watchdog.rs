@@ -94,7 +94,7 @@ impl Checkpoints {
     }
 }
 
-/// Counts the ticks since an operation that requests wait for last made progress.
+/// Counts the ticks without progress of an operation for which requests wait.
 #[derive(Debug, Default)]
 struct Standstill {
     at: Option<u64>,
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loop_counts_as_hung_only_after_all_ticks_without_its_own_heartbeat() {
+    fn an_event_loop_counts_as_hung_only_after_all_ticks_without_its_own_heartbeat() {
         let mut watchdog = Watchdog::new(&["osd-0".to_owned(), "osd-1".to_owned()]);
         for _ in 0..100 {
             watchdog.heard("osd-0");

@@ -352,7 +352,7 @@ fn invalid_flags_and_configurations_are_refused() {
 }
 
 #[test]
-fn a_failed_first_up_does_not_fix_the_number_of_targets() {
+fn after_a_failed_first_up_the_number_of_targets_can_still_be_chosen() {
     let node = Node::new();
     let output = outboard(node.dir.path(), &["up", "--detach", "--target-size", "1"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));

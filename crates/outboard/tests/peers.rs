@@ -16,7 +16,7 @@ use serde_json::Value;
 
 /// Maximum time that a client may take to connect.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Maximum time until the first answer to a new client at the other address. It suffices for a
+/// Maximum time until the first answer to a new client at the address [`OTHER`]. It suffices for a
 /// machine that is busy with other tests. On an idle machine the answer takes less than a second;
 /// the test prints the time.
 const SERVED: Duration = Duration::from_secs(20);
@@ -61,7 +61,7 @@ impl Node {
         command.env("OUTBOARD_DIR", self.dir.path()).env_remove("OUTBOARD_ENDPOINT").output().unwrap()
     }
 
-    /// Runs a command that connects from the other address. Returns its standard output.
+    /// Runs a command that connects from the address [`OTHER`]. Returns its standard output.
     fn ok(&self, args: &[&str]) -> String {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         checked(args, self.run(command.args(["--bind", &OTHER.to_string()]).args(args)))
@@ -117,7 +117,7 @@ async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
     (began.elapsed(), client)
 }
 
-/// Connects a client at the other address, appends to the object `log`, and ends the session.
+/// Connects a client at the address [`OTHER`], appends to the object `log`, and ends the session.
 async fn visit(endpoint: &str) {
     let (_, client) = served(endpoint, OTHER).await;
     client.pool("p").unwrap().object("log").unwrap().append("visit ").await.unwrap();
@@ -130,7 +130,7 @@ fn count(status: &Value, what: &str, reason: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() {
+async fn one_address_cannot_lock_out_other_addresses_with_connections_or_idle_sessions() {
     let files = raise_limit();
     assert!(files >= 6000, "this test needs a hard limit of 6000 open files (ulimit -Hn), not {files}");
     let node = Node::up("dpu", files);
@@ -155,7 +155,7 @@ async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() 
         waits.push(wait);
         others.push(client);
     }
-    println!("clients at the other address were served after {waits:?}");
+    println!("clients at {OTHER} were served after {waits:?}");
     let status = node.status();
     let reclaimed = count(&status, "reclaimed", "connections");
     assert!(reclaimed >= others.len() as u64, "{:#}", status["osd"]["connections"]);

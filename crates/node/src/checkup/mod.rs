@@ -307,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_without_direct_io_is_graded_as_preventing_a_node() {
+    fn a_directory_without_direct_io_gets_the_grade_prevents() {
         let finding = direct_io(Path::new("/proc"));
         assert_eq!(finding.grade, Grade::Prevents, "{finding:?}");
         assert!(finding.remedy.is_some());

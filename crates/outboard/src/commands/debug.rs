@@ -57,9 +57,9 @@ pub enum DebugCommand {
 
 /// Switch mechanisms of the host-DPU channel off, to measure their benefit
 ///
-/// Changes how the osd of a node in dpu placement uses the channel. Mechanisms that no option names
-/// work as configured, so the command without options undoes earlier changes. A restart of the
-/// osd undoes them too. Prints the resulting settings.
+/// Changes how the osd of a node in dpu placement uses the channel. A mechanism without an option
+/// in the command works as configured, so the command without options undoes earlier changes. A
+/// restart of the osd also undoes earlier changes. The command prints the resulting settings.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard debug tune --no-pipeline\n  \
@@ -194,7 +194,8 @@ fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::i
             Ok(answer) => return Ok(answer),
             Err(error) => error,
         };
-        // A socket that was never there belongs to a role that this node does not have.
+        // Only these errors can mean that the role restarts. A socket that does not exist belongs
+        // to a role that this node does not have.
         let restarts = matches!(
             error.kind(),
             ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof

@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_the_first_start_are_kept_in_the_configuration() {
+    fn flags_of_the_first_start_are_stored_in_the_configuration() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };

@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use super::Workload;
 
-/// The osd's time per operation in µs: the mean over the measured window of the sum over all
-/// requests of an operation. The phases add up to the total.
+/// The osd's mean time per operation, in µs. The time of an operation is the sum over all its
+/// requests. The phases add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OpBreakdown {
     /// Requests per operation: one for a write; several for a large read, some of them concurrent.
@@ -52,8 +52,8 @@ impl OsdMeasurement {
         (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
     }
 
-    /// Returns the mean over `ops` operations. `None` if the osd has handled no requests of the
-    /// workload's kind.
+    /// Returns the mean times per operation, over `ops` operations. `None` if the osd has handled
+    /// no requests of the workload's kind.
     pub fn per_op(&self, ops: u64) -> Option<OpBreakdown> {
         let us = |ns: u64| ns as f64 / 1e3 / ops as f64;
         let t = &self.times;

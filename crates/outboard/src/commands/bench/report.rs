@@ -48,7 +48,7 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// The counts of the measured window.
+/// The counts of a measurement.
 pub struct MeasuredCounts<'a> {
     pub seconds: f64,
     pub latency_ns: &'a Histogram<u64>,

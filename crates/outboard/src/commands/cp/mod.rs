@@ -85,7 +85,7 @@ impl PoolPrefix {
         Ok(PoolPrefix { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
     }
 
-    /// Returns the prefix as that of a directory: it is empty, or ends in a slash.
+    /// Returns the prefix in the form of a directory: empty, or with a slash at its end.
     fn directory(&self) -> String {
         match self.prefix.as_str() {
             "" => String::new(),
@@ -129,7 +129,7 @@ impl PathOutcome {
     }
 }
 
-/// Number of consecutive paths after which a copy ends if the node gives no answer for them. Each
+/// A copy ends after this number of consecutive paths for which the node gives no answer. Each
 /// further path would only wait for its own timeout.
 const UNANSWERED_MOST: u64 = 8;
 
