@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_has_one_claim_at_a_time() {
+    fn a_port_can_be_claimed_by_only_one_node_at_a_time() {
         let (first, claim) = choose().unwrap();
         let (second, _) = choose().unwrap();
         assert_ne!(first, second);

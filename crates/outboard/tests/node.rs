@@ -297,7 +297,7 @@ fn commands_wait_until_a_restarting_osd_is_ready() {
 }
 
 #[test]
-fn target_files_outside_the_directory_are_accessible_to_their_owner_only() {
+fn target_files_outside_the_node_directory_are_accessible_to_their_owner_only() {
     use std::os::unix::fs::PermissionsExt;
     let node = Node::new();
     let elsewhere = tempfile::tempdir().unwrap();
