@@ -18,7 +18,7 @@ pub enum Announcement {
     /// The role is ready.
     Ready(Ready),
     /// The role cannot become ready. The text says what failed, why, and what to do. The process
-    /// ends.
+    /// then ends.
     Failed(String),
     /// The event loop with this name is alive. Only a role that is ready sends heartbeats.
     Heartbeat(String),
@@ -39,7 +39,7 @@ pub struct Ready {
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store, if the role uses an engine.
     pub engine: Option<String>,
-    /// Whether that engine is emulated.
+    /// Whether the engine between osd and store is emulated.
     #[serde(default)]
     pub emulated: bool,
     /// The targets that the role has mounted.
@@ -60,7 +60,7 @@ impl Announcement {
     }
 
     /// Writes the announcement as one line with one system call, or drops it if the write would
-    /// block. Requires [`do_not_block`].
+    /// block. The caller must have called [`do_not_block`] before.
     pub fn send_or_drop(&self) {
         let line = serde_json::to_string(self).expect("plain data has a JSON form") + "\n";
         // Ignore the error: a supervisor that does not read does not need the announcement.

@@ -16,8 +16,8 @@ use wire::{CodingOffload, Placement};
 use super::config::Config;
 use super::cpus::{ChannelSide, Cpus, kept_to};
 
-/// Number of bytes to encode when a core's rate is measured. The paper's median size would take
-/// longer and yield the same result.
+/// Number of bytes to encode when a core's rate is measured. The median size in the measurement of
+/// Ryu et al. (see `ec::offload::accelerator`) would take longer and yield the same rate.
 const SAMPLE: usize = 8 << 20;
 
 /// Starts the emulated accelerator, if one is configured, on the CPUs of the DPU's side. Call this
@@ -34,7 +34,8 @@ pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Op
     })
 }
 
-/// Measures how many bytes per second one core encodes with the paper's method.
+/// Measures how many bytes per second one core encodes with 128 data and 32 parity fragments, as in
+/// the measurement of Ryu et al.
 fn host_rate() -> io::Result<f64> {
     let code =
         Geometry::new(128, 32).and_then(|geometry| Ok(Code::new(geometry, KernelChoice::Auto.load()?)));

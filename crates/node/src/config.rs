@@ -19,11 +19,12 @@ use super::units::{ByteSize, OutOfRange, Period};
 
 const MIB: u64 = 1 << 20;
 
-/// The effective configuration: values of the file, the environment and the defaults.
+/// The effective configuration, which combines the environment, the file and the defaults.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Config {
-    /// Processes that handle requests. "dpu": osd and store are two processes joined by the
-    /// host-DPU channel. "host": one process does both; this is the baseline.
+    /// Placement of the osd. "dpu": osd and store are two processes, joined by the host-DPU
+    /// channel. "host": one process contains osd and store; benchmarks use this placement as the
+    /// baseline.
     #[config(default = "dpu")]
     pub placement: Placement,
     /// Address that clients connect to. The first `up` writes it into the file: port 7400, or the
@@ -31,7 +32,7 @@ pub struct Config {
     #[config(default = "127.0.0.1:7400")]
     pub listen: String,
     /// Files or raw block devices, one per target. Paths are relative to the node's directory. The
-    /// list is fixed once the node has started.
+    /// list cannot change after the node's first start.
     #[config(default = [])]
     pub targets: Vec<PathBuf>,
     /// Size of the target files that `up` creates. Existing files and devices keep their size. `up`
@@ -74,14 +75,14 @@ pub struct StoreSection {
     /// use), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
-    /// Memory for index pages, per target.
+    /// Memory for cached pages of the index, per target.
     #[config(default = "32MiB", validate(within(index_cache.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub index_cache: ByteSize,
-    /// Memory for decoded metadata, per target.
+    /// Memory for cached metadata in decoded form, per target.
     #[config(default = "64MiB", validate(within(metadata_cache.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub metadata_cache: ByteSize,
-    /// Memory for bounce buffers, per target. Reads and writes use them if their own memory is
-    /// unsuitable for direct I/O.
+    /// Memory for bounce buffers, per target. Reads and writes use bounce buffers if the memory of
+    /// their data is unsuitable for direct I/O.
     #[config(default = "32MiB", validate(within(buffers.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub buffers: ByteSize,
 }
@@ -98,16 +99,16 @@ pub struct ChannelSection {
     pub requests: usize,
     /// DMA engine that moves payload between osd and store. "shm" is emulated and works on one
     /// machine. "ofi:PROVIDER" uses one-sided transfers of libfabric: "ofi:verbs" needs RDMA,
-    /// "ofi:tcp" works anywhere.
+    /// "ofi:tcp" works on every machine.
     #[config(default = "shm")]
     pub engine: EngineKind,
-    /// Address at which the osd reaches the store with the engine ofi. The network must be trusted.
-    /// The IP address selects the network device.
+    /// Address at which the store accepts the osd's connections of the engine ofi. The network must
+    /// be trusted. The IP address selects the network device.
     #[config(default = "127.0.0.1:0")]
     pub ofi_listen: SocketAddr,
     /// Speed of the emulated engine. "memcpy": as fast as memory can be copied. "bf3-paper": as
-    /// slow as the BlueField-3 that DoCeph measured: each payload chain takes 2.4 ms plus 0.38 ms
-    /// per MB, one chain at a time.
+    /// slow as the BlueField-3 that the authors of DoCeph measured: each payload chain takes 2.4 ms
+    /// plus 0.38 ms per MB, one chain at a time.
     #[config(default = "memcpy")]
     pub profile: EngineProfile,
     /// Maximum length of a DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit
@@ -115,11 +116,11 @@ pub struct ChannelSection {
     #[config(default = "2MiB")]
     pub max_transfer: ByteSize,
     /// Number of DMA queues to use: 1 to 64, at most as many as the engine has. One queue is
-    /// reserved for short requests. With 1, short requests wait for long ones.
+    /// reserved for short requests. With 1, short requests wait for long requests.
     #[config(default = 5)]
     pub queues: usize,
     /// Number of windows of host memory (16MiB each) that stay registered for DMA. With 0, each
-    /// request registers its window anew, like a DPU without such a cache.
+    /// request registers its window anew, like a DPU that caches no registrations.
     #[config(default = 64)]
     pub region_cache: usize,
     /// How long the osd polls for further DMA completions after each completion, in microseconds,
@@ -130,16 +131,17 @@ pub struct ChannelSection {
     /// 10000. Polling uses the host's CPU time.
     #[config(default = 0, validate(*host_poll_us <= 10_000, "must be 0 to 10000"))]
     pub host_poll_us: u64,
-    /// A DMA transfer that takes longer than this has failed. Its request continues over the
-    /// control socket.
+    /// A DMA transfer that takes longer than this counts as failed. The request of the transfer
+    /// continues over the control socket.
     #[config(default = "2s", validate(ms_within(overdue, 10, 600_000), "must be 10ms to 10m"))]
     pub overdue: Period,
-    /// Pause after a DMA failure. Then a small transfer decides whether DMA is used again.
+    /// Time after a DMA failure in which DMA is not used. A small test transfer then decides
+    /// whether DMA is used again.
     #[config(default = "5s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
-    /// The store verifies the checksums of payload that arrives by DMA in one of this many
-    /// requests. 0 verifies none. After a failure the store verifies the next 256 requests in any
-    /// case.
+    /// The store verifies the checksums of the payload that arrived by DMA in every Nth request,
+    /// where N is this value. With 0, the store verifies no requests. After a DMA failure, the
+    /// store verifies each of the next 256 requests, even with 0.
     #[config(default = 64)]
     pub verify_every: u32,
 }
@@ -185,7 +187,7 @@ impl TryFrom<String> for EngineKind {
 pub enum EngineProfile {
     /// As fast as memory can be copied.
     Memcpy,
-    /// As slow as the BlueField-3 that DoCeph measured.
+    /// As slow as the BlueField-3 that the authors of DoCeph measured.
     Bf3Paper,
 }
 
@@ -205,19 +207,19 @@ pub struct OsdSection {
     /// one), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
-    /// Memory for payload between client and store. When it is used up, requests wait. At least
-    /// 8MiB, a multiple of 4MiB.
+    /// Memory for payload between client and store. When this memory is used up, requests wait. At
+    /// least 8MiB, a multiple of 4MiB.
     #[config(default = "128MiB", validate(within(staging.0, 8 * MIB, 1 << 40) && staging.0.is_multiple_of(4 * MIB), "must be 8MiB to 1TiB, a multiple of 4MiB"))]
     pub staging: ByteSize,
-    /// How long a request waits for a store that restarts, or for an unresponsive target that it
-    /// needs. After this time the client is told to retry.
+    /// How long a request waits for a store that restarts, or for an unresponsive target that the
+    /// request needs. After this time, the osd tells the client to retry.
     #[config(default = "30s")]
     pub store_patience: Period,
-    /// Maximum time of one transfer from or to a client.
+    /// Maximum time of one bulk transfer from or to a client.
     #[config(default = "30s")]
     pub transfer_timeout: Period,
-    /// How long a target of a redundant pool may take to answer: 100ms to 10m. After this time the
-    /// other targets continue without it, if enough of them answer.
+    /// How long a target of a redundant pool may take to answer: 100ms to 10m. After this time, the
+    /// pool continues without the target, if enough other targets answer.
     #[config(default = "10s", validate(ms_within(target_timeout, 100, 600_000), "must be 100ms to 10m"))]
     pub target_timeout: Period,
     /// Maximum bytes per second that rebuilds and scrubs move; 0 for no limit. `outboard target
@@ -228,8 +230,8 @@ pub struct OsdSection {
     #[config(default = 25, validate((1..=100).contains(rebuild_share), "must be 1 to 100"))]
     pub rebuild_share: u32,
     /// Maximum number of dirty notes per placement group: 1 to 16777216. A dirty note records that
-    /// an object changed while a target was away. Above the limit, a returning target gets a copy
-    /// of every object.
+    /// an object changed while a target was missing. Above the limit, a returning target gets a
+    /// copy of every object.
     #[config(default = 65536, validate((1..=16_777_216).contains(missed_objects_per_pg), "must be 1 to 16777216"))]
     pub missed_objects_per_pg: usize,
     /// The results of a client's requests expire after the client has changed nothing for this
@@ -252,8 +254,8 @@ pub struct OsdSection {
     #[config(default = 4096, validate((1..=65_536).contains(sessions), "must be 1 to 65536"))]
     pub sessions: usize,
     /// Maximum number of connections whose handshake is incomplete: 1 to 65536; fewer if the limit
-    /// on open files is low. A handshake may take 5 s. At the limit, a new handshake replaces the
-    /// oldest one of an address with more than its fair share.
+    /// on open files is low. A handshake may take up to 5 s. At the limit, a new handshake replaces
+    /// the oldest handshake of an address with more than its fair share.
     #[config(default = 256, validate((1..=65_536).contains(handshakes), "must be 1 to 65536"))]
     pub handshakes: usize,
 }
@@ -262,15 +264,15 @@ pub struct OsdSection {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct CodingSection {
     /// Where the parity of large writes is computed. "latency-sensitive": by the host's processor.
-    /// "async": by the DPU. "hybrid:A:B": of A + B pieces, A by the host and B by the DPU.
-    /// "hybrid:auto": by both, in proportion to their measured cost. While the host is busy, the
-    /// DPU computes the parity in every mode. `outboard ec mode` changes the mode while the node
-    /// runs.
+    /// "async": by the DPU. "hybrid:A:B": of every A + B coding tasks, A by the host and B by the
+    /// DPU. "hybrid:auto": by both, in a ratio that follows the load and the measured speed of
+    /// both. While the host is busy, the DPU computes the parity in every mode. `outboard ec mode`
+    /// changes the mode while the node runs.
     #[config(default = "async")]
     pub mode: CodingMode,
     /// Part of the DPU that computes parity: its cores ("dpu"), or the "accelerator". The
-    /// accelerator emulates the one of a BlueField-3, at its measured speed, and works on host
-    /// memory.
+    /// accelerator is emulated: it has the measured speed of the accelerator of a BlueField-3, and
+    /// works on host memory.
     #[config(default = "dpu")]
     pub offload: CodingOffload,
     /// Number of threads on the DPU's cores that compute parity: 1 to 64.
@@ -279,7 +281,7 @@ pub struct CodingSection {
     /// Number of threads on the host's processor that compute parity: 1 to 64.
     #[config(default = 1, validate((1..=64).contains(host_threads), "must be 1 to 64"))]
     pub host_threads: usize,
-    /// Maximum number of pieces that wait for parity computation: 1 to 65536.
+    /// Maximum number of coding tasks that wait for parity computation: 1 to 65536.
     #[config(default = 1024, validate((1..=65_536).contains(queue), "must be 1 to 65536"))]
     pub queue: usize,
     /// How long a coding place is not used after it has failed: 10ms to 1h.
@@ -340,8 +342,8 @@ pub struct LogSection {
     /// Log format: "text", or "json" with one object per line.
     #[config(default = "text")]
     pub format: LogFormat,
-    /// Maximum size of a role's log file. When the role starts with a larger file, it renames the
-    /// file to *.log.1 and replaces the previous *.log.1.
+    /// Maximum size of a role's log file. If the file is larger when the role starts, the
+    /// supervisor renames it to *.log.1, which replaces the previous *.log.1.
     #[config(default = "16MiB")]
     pub max_size: ByteSize,
 }
@@ -359,8 +361,8 @@ pub enum LogFormat {
 /// Configuration keys of section `metrics`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct MetricsSection {
-    /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses it, and
-    /// the roles use the following ports: store (or node) +1, osd +2.
+    /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses this
+    /// port, and the roles use the next ports: store (or node) +1, osd +2.
     #[config(default = "127.0.0.1:0")]
     pub listen: String,
 }
@@ -374,14 +376,16 @@ pub struct SuperviseSection {
     /// Maximum pause before a restart.
     #[config(default = "5s")]
     pub backoff_max: Period,
-    /// After a role was ready for this long, its next restart begins with backoff_min again.
+    /// After a role has been ready for this long, the pause before its next restart is backoff_min
+    /// again.
     #[config(default = "10s")]
     pub steady_after: Period,
     /// A starting role that shows no progress for this long is killed and counts as dead. The
     /// recovery of a large log counts as progress while the drive answers.
     #[config(default = "120s")]
     pub ready_timeout: Period,
-    /// A role that has not stopped after this time is killed. No acknowledged change is lost.
+    /// Maximum time that a role may take to stop. After this time the role is killed, which loses
+    /// no acknowledged change.
     #[config(default = "30s")]
     pub stop_timeout: Period,
     /// A hung role is killed and restarted. A role hangs if its event loop gives no heartbeat for
@@ -392,7 +396,7 @@ pub struct SuperviseSection {
     pub hung_after: Period,
 }
 
-/// Reason why values are invalid.
+/// Reason why values are out of range, or contradict each other.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotPossible {
     #[error(transparent)]

@@ -40,7 +40,7 @@ pub enum ConfigError {
         path: PathBuf,
         /// The key, with its section.
         key: String,
-        /// A similar key that may be meant.
+        /// The key that the user may have meant, or all known keys.
         hint: String,
     },
     /// A value has the wrong type or is out of range.
@@ -53,8 +53,8 @@ pub enum ConfigError {
     },
 }
 
-/// Reads `file` and overrides its values by the environment `env`. Without a file, the defaults
-/// apply.
+/// Reads `file` and overrides its values by the environment variables that `env` returns. Without a
+/// file, the defaults apply.
 ///
 /// # Errors
 /// If the file is unreadable, is not valid TOML or has an unknown key, or if a value is invalid.
@@ -66,7 +66,7 @@ pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result
 }
 
 /// Parses the text of a file at `path`, which need not exist yet, and overrides its values by the
-/// environment `env`.
+/// environment variables that `env` returns.
 ///
 /// # Errors
 /// The same errors as [`load`].
@@ -161,11 +161,11 @@ pub fn env_of(path: &str) -> Option<String> {
     keys().iter().find(|key| key.path() == path).map(Key::env)
 }
 
-/// Sets a key, outside of all sections, that the text of a configuration file does not set yet.
-/// Returns the new text.
+/// Adds the setting `name = value` to the text of a configuration file that does not set this key
+/// yet. The key must be outside of all sections. Returns the new text.
 pub fn remember(text: &str, name: &str, value: &Value) -> String {
     let (line, default) = (format!("{name} = {value}\n"), format!("# {name} = "));
-    // The generated file contains the key at its place, as a comment.
+    // A generated file contains the key and its default as a comment. Replace this line.
     match text.split_inclusive('\n').position(|l| l.starts_with(&default)) {
         Some(at) => text
             .split_inclusive('\n')
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_overrides_the_file_and_the_file_the_defaults() {
+    fn the_environment_overrides_the_file_and_the_file_overrides_the_defaults() {
         let text = "placement = \"host\"\nlisten = \"127.0.0.1:7\"\n[supervise]\nbackoff_max = \"9s\"\n";
         let env = [
             ("OUTBOARD_LISTEN", "127.0.0.1:8"),
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn remembering_a_key_sets_it_and_changes_nothing_else() {
+    fn remembering_a_key_sets_this_key_and_changes_nothing_else() {
         let listen = Value::String("127.0.0.1:7401".to_owned());
         for text in [generate(&[]), "targets = [\"a\"]\n[log]\nlevel = \"debug\"\n".to_owned(), String::new()]
         {
@@ -318,7 +318,7 @@ mod tests {
     /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key,
     /// and no other rows. With `UPDATE_DOCS=1`, the test writes the rows.
     #[test]
-    fn the_documentation_agrees() {
+    fn the_documentation_lists_every_key_as_declared() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
         let text = std::fs::read_to_string(&path).unwrap();
         let expected: Vec<String> = keys()

@@ -1,4 +1,4 @@
-//! Restricts a process to some CPUs.
+//! Restricts a process to the CPUs of its side (host or DPU), or to configured CPUs.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::Deserialize;
@@ -12,10 +12,10 @@ const MAX_DPU: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Cpus {
-    /// The CPUs of the process's side. An emulated DPU has the last quarter of the machine's CPUs,
-    /// at least one and at most 16. Its host has the other CPUs.
+    /// The CPUs of the process's side. An emulated DPU has the last quarter of the CPUs that the
+    /// process may already use: at least one and at most 16. Its host has the other CPUs.
     Auto,
-    /// All CPUs that the process may use already.
+    /// All CPUs that the process may already use.
     Any,
     /// The listed CPUs.
     These(CpuSet),
@@ -111,7 +111,8 @@ pub fn kept_to() -> std::io::Result<Vec<usize>> {
     Ok(if listed.len() < online { listed } else { Vec::new() })
 }
 
-/// Returns one side's share of a set of CPUs. A single CPU belongs to both sides.
+/// Returns the CPUs of `side` from the set `all`. If `all` contains only one CPU, both sides use
+/// it.
 fn of_side(side: ChannelSide, all: &CpuSet) -> CpuSet {
     let total = all.count() as usize;
     let count = (total / 4).clamp(1, MAX_DPU);
@@ -132,7 +133,9 @@ mod tests {
 
     #[test]
     fn cpu_lists_are_parsed_and_invalid_text_is_refused() {
-        let Cpus::These(set) = Cpus::try_from("1, 4-6".to_owned()).unwrap() else { panic!("a list") };
+        let Cpus::These(set) = Cpus::try_from("1, 4-6".to_owned()).unwrap() else {
+            panic!("expected a list of CPUs")
+        };
         assert_eq!(listed(&set), [1, 4, 5, 6]);
         for text in ["", "x", "3-1", "1,,2", "-1", "0-99999"] {
             assert!(Cpus::try_from(text.to_owned()).is_err(), "{text}");
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_cpus_are_refused_with_a_remedy() {
+    fn absent_cpus_are_refused_and_the_error_states_a_remedy() {
         let allowed = sched_getaffinity(None).unwrap();
         let absent = (0..MAX_CPUS).find(|cpu| !allowed.is_set(*cpu)).unwrap();
         let error = Cpus::try_from(absent.to_string()).unwrap().apply(ChannelSide::Dpu).unwrap_err();

@@ -1,7 +1,7 @@
-//! The debug socket of a role, for faults and tuning while the role runs.
+//! The debug socket of a role: arms faults and tunes the channel while the role runs.
 //!
-//! It is a UNIX socket in the node's directory, and only the directory's owner can reach it. Each
-//! connection carries one request and one answer, each as one line of JSON.
+//! The debug socket is a UNIX socket in the node's directory, and only the directory's owner can
+//! reach it. Each connection carries one request and one answer, each as one line of JSON.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
@@ -19,8 +19,9 @@ use super::units::{ByteSize, OutOfRange, multiple, within};
 
 /// Maximum length of a request, in bytes.
 const MAX_REQUEST: u64 = 16 << 10;
+/// Maximum time for one read or write of the socket.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Pause after a connection could not be accepted.
+/// Pause after a failed attempt to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A request to a role.
@@ -46,10 +47,10 @@ pub struct DebugAnswer {
     /// The armed faults.
     #[serde(default)]
     pub faults: Vec<ArmedFault>,
-    /// Tuning of the channel, if the role is an osd that uses one.
+    /// Current tuning of the channel, if the role is an osd that uses a channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<ChannelTuning>,
-    /// How the osd uses the channel according to the configuration.
+    /// Tuning of the channel in the configuration, if the role is an osd that uses a channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub configured: Option<ChannelTuning>,
     /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
@@ -77,12 +78,12 @@ pub struct ArmedFault {
 pub struct ChannelTuning {
     /// Whether the segments of a request are received, moved and written concurrently.
     pub pipeline: bool,
-    /// Number of windows of host memory that stay open to DMA. With 0, each request negotiates its
-    /// own window.
+    /// Number of host-memory windows that stay registered for DMA. With 0, each request registers
+    /// its own window.
     pub region_cache: usize,
     /// Maximum length of a DMA transfer; the engine's own limit also applies.
     pub max_transfer: ByteSize,
-    /// Number of the engine's queues in use. With 1, short requests wait for long requests.
+    /// Number of DMA queues in use. With 1, short requests wait for long requests.
     pub dma_queues: usize,
     /// How long the osd's side polls for completions before it sleeps, in microseconds.
     pub poll_us: u64,
@@ -106,17 +107,17 @@ impl ChannelTuning {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TuneError {
     /// The role does not use a channel.
-    #[error("this role has nothing to tune; only an osd behind a channel has (placement dpu)")]
+    #[error("this role has nothing to tune; only the osd of a node with placement dpu has a channel to tune")]
     NothingToTune,
     /// A value is not allowed.
-    #[error("{0}; `docs/configuration.md` says what is possible")]
+    #[error("{0}; `docs/configuration.md` lists the valid values")]
     OutOfRange(#[from] OutOfRange),
 }
 
 /// A function that applies a tuning.
 pub type Tune = Box<dyn Fn(ChannelTuning) + Send>;
 
-/// The settings of a role that can change while it runs.
+/// The settings of a role that can change while the role runs.
 #[derive(Clone, Default)]
 pub struct Controls {
     faults: Faults,
@@ -175,7 +176,7 @@ impl Controls {
         let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let tunable = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
         wanted.check()?;
-        tracing::warn!(?wanted, "the channel is tuned");
+        tracing::warn!(?wanted, "the tuning of the channel has changed");
         (tunable.tune)(wanted);
         tunable.current = wanted;
         Ok(())
@@ -198,7 +199,7 @@ impl Controls {
                     }
                     Err(e) => {
                         // The cause, such as a lack of descriptors, may last for a while.
-                        tracing::warn!("nobody can be accepted at the debug socket: {e}");
+                        tracing::warn!("cannot accept a connection at the debug socket: {e}");
                         std::thread::sleep(ACCEPT_PAUSE);
                     }
                 }
@@ -215,7 +216,7 @@ impl Controls {
         let answer = match serde_json::from_str(&line) {
             Ok(request) => self.answer(request),
             Err(e) => DebugAnswer {
-                error: Some(format!("the request means nothing: {e}")),
+                error: Some(format!("the request is not valid: {e}")),
                 ..DebugAnswer::default()
             },
         };
@@ -224,16 +225,16 @@ impl Controls {
     }
 }
 
-/// Listens at `path` and replaces an existing entry. Only the owner can connect at any time: the
-/// socket is created in a directory that only the owner can enter, and is moved after its mode is
-/// set.
+/// Listens at `path` and replaces an existing file. At every moment only the owner can connect: the
+/// socket is created in a directory that only the owner can enter, and is moved to `path` after its
+/// mode is set.
 fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     let private = Path::new(&name);
     let socket = private.join("s");
-    // A process that was killed inside this function leaves these two behind. If they cannot be
-    // removed, the creation of the directory fails.
+    // A process that was killed inside this function leaves the socket and the directory behind. If
+    // they cannot be removed, the creation of the directory fails.
     let _ = std::fs::remove_file(&socket);
     let _ = std::fs::remove_dir(private);
     std::fs::DirBuilder::new().mode(0o700).create(private)?;
@@ -249,14 +250,14 @@ fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
     listener
 }
 
-/// Sends a request to the role that serves `path`.
+/// Sends `request` to the role whose debug socket is at `path`. Returns the role's answer.
 ///
 /// # Errors
 /// If no role answers, or if the answer is invalid. A refused request is not an error here; the
 /// answer reports it.
 pub fn ask(path: &Path, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
-    // The path may be longer than the address of a UNIX socket can be. The path through the
-    // directory's descriptor is short.
+    // `path` may be too long for the address of a UNIX socket. The path through the directory's
+    // descriptor is short.
     let (dir, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let dir = std::fs::File::open(if dir.as_os_str().is_empty() { Path::new(".") } else { dir })?;
     let short = Path::new("/proc/self/fd").join(dir.as_raw_fd().to_string()).join(name);
@@ -297,11 +298,11 @@ mod tests {
         stream.write_all(b"what?\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
-        assert!(answer.contains("means nothing"), "{answer}");
+        assert!(answer.contains("is not valid"), "{answer}");
     }
 
     #[test]
-    fn the_socket_replaces_an_old_one_and_only_its_owner_can_connect() {
+    fn the_debug_socket_replaces_an_old_socket_and_only_its_owner_can_connect() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("debug");
         for _ in 0..2 {
@@ -313,7 +314,7 @@ mod tests {
             Controls::default().serve(&path).unwrap();
             assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
             assert!(ask(&path, &DebugRequest::Show).unwrap().faults.is_empty());
-            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else stays");
+            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary files remain");
         }
         std::fs::create_dir(dir.path().join("debug.new")).unwrap();
         std::fs::write(dir.path().join("debug.new/others"), "").unwrap();
@@ -321,12 +322,12 @@ mod tests {
         assert_eq!(
             refused.kind(),
             std::io::ErrorKind::AlreadyExists,
-            "it could be somebody else's directory"
+            "the directory could belong to another program"
         );
     }
 
     #[test]
-    fn valid_tunings_are_applied_and_values_out_of_range_are_refused() {
+    fn valid_channel_tunings_are_applied_and_values_out_of_range_are_refused() {
         let controls = Controls::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let saw = Arc::clone(&seen);
@@ -354,6 +355,6 @@ mod tests {
             let answer = controls.answer(DebugRequest::Tune(impossible));
             assert!(answer.error.is_some() && answer.tuning == Some(wanted), "{answer:?}");
         }
-        assert_eq!(seen.lock().unwrap().len(), 1, "what was refused is not applied");
+        assert_eq!(seen.lock().unwrap().len(), 1, "a refused tuning is not applied");
     }
 }

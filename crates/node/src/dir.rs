@@ -23,11 +23,12 @@ use rustix::fs::FlockOperation;
 
 use super::config_file;
 
-/// Control socket, relative to the directory. Roles run in the directory, so the path fits into the
-/// 107 bytes of a UNIX socket's address at any depth of the directory.
+/// Path of the control socket, relative to the node's directory. Roles run in this directory, so
+/// the relative path suffices. It fits into the 107 bytes of a UNIX socket's address, however long
+/// the path of the directory is.
 pub const STORE_SOCKET: &str = "run/store.sock";
 
-/// Path of the record of a first `up`, relative to the directory; see [`NodeDir::making`].
+/// Path of the record of a first `up`, relative to the node's directory; see [`NodeDir::making`].
 const MAKING: &str = "run/making.json";
 
 /// Reason why a node's directory cannot be used.
@@ -108,7 +109,8 @@ impl NodeDir {
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
         for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
             let mut builder = std::fs::DirBuilder::new();
-            // A user who can open the control socket or the targets can read and change all data.
+            // Only the owner may enter: a user who can open the control socket or the targets can
+            // read and change all data.
             builder.recursive(true).mode(0o700).create(&folder).map_err(io_error("create", &folder))?;
         }
         NodeDir::at(root)
@@ -234,7 +236,7 @@ impl NodeDir {
 }
 
 /// Takes the lock. A process that only checks for an owner ([`NodeDir::owner`]) holds the lock for
-/// a moment. This function waits about 100 ms for the end of this check.
+/// a moment. This function waits up to about 100 ms for the end of this check.
 fn try_lock(file: &File) -> rustix::io::Result<()> {
     let attempt = || rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive);
     for _ in 0..10 {
@@ -272,7 +274,7 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
         file.sync_all()
     };
     if let Err(e) = write() {
-        // Remove the incomplete file: it occupies space that may be missing elsewhere.
+        // Remove the incomplete file, because it occupies space that other files may need.
         let _ = std::fs::remove_file(&new);
         return Err(io_error("write", &new)(e));
     }
@@ -320,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn replacing_a_file_on_a_full_file_system_keeps_its_content() {
+    fn replacing_a_file_on_a_full_file_system_keeps_the_old_content() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("state.json");
         replace_file(&path, "old").unwrap();

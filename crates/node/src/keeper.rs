@@ -1,5 +1,5 @@
-//! Keeps one role alive: starts its process, waits until the process is ready or dead, pauses, and
-//! starts it again.
+//! Keeps one role alive: starts its process, watches the process until it ends, pauses, and starts
+//! the next process.
 
 use std::ffi::OsString;
 use std::future::pending;
@@ -23,11 +23,11 @@ use super::watchdog::{self, Watchdog, awake_for};
 
 /// Maximum number of queued announcements of a role.
 const ANNOUNCEMENTS: usize = 16;
-/// Environment variable for the allocator: time for which it keeps freed memory, in ms.
+/// Environment variable that tells the allocator (mimalloc) how long to keep freed memory, in ms.
 const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
 
-/// How to start a role. Later starts use the addresses and the targets of the role's last `Ready`
-/// announcement.
+/// Describes how to start a role. Restarts use the addresses and the targets of the role's last
+/// `Ready` announcement.
 #[derive(Debug, Clone)]
 pub struct RoleSpec {
     /// The role.
@@ -82,25 +82,25 @@ pub enum RoleEvent {
     Stopped,
 }
 
-/// The goal of a keeper.
+/// What the supervisor wants a keeper to do with its role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
     /// Keep the role alive.
     Run,
-    /// Ask the role to stop, and wait.
+    /// Ask the role to stop, and wait for its end.
     Stop,
     /// Kill the role.
     Kill,
 }
 
 /// Keeps one role alive until its goal changes. Must run on the supervisor's main thread, because
-/// the kernel ties a child's life to the thread that started it.
+/// the kernel signals a role's process when the thread that started it ends.
 pub struct Keeper {
     /// How to start the role.
     spec: RoleSpec,
     /// Pauses and timeouts.
     policy: SuperviseSection,
-    /// Channel for the role's events.
+    /// Channel through which the keeper reports the role's events to the supervisor.
     events: mpsc::Sender<(Role, RoleEvent)>,
     /// The current goal.
     goal: watch::Receiver<Goal>,
@@ -173,13 +173,13 @@ impl Keeper {
         for known in &spec.known_targets {
             command.args(["--known-target".into(), known.to_argument()]);
         }
-        // The allocator keeps freed memory for two seconds, because the role soon needs it again
-        // under load.
+        // The allocator keeps freed memory for two seconds, because a role under load soon needs
+        // this memory again.
         if std::env::var_os(PURGE_DELAY).is_none() {
             command.env(PURGE_DELAY, "2000");
         }
         // The role has its own process group, so Ctrl-C on the terminal reaches only the
-        // supervisor, which stops roles in order.
+        // supervisor, which stops the roles one after the other.
         command.process_group(0).kill_on_drop(true).current_dir(&spec.dir);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         command.spawn()
@@ -210,7 +210,8 @@ impl Keeper {
                 why = Some(format!("not ready after {ready_timeout} without progress"));
                 let _ = child.start_kill();
             }
-            // The process is ending, or cannot be supervised. Wait for its end.
+            // The process has closed its output: it is ending, or cannot be supervised. Wait for
+            // its end.
             First::Closed => {}
         }
         let policy = self.policy;
@@ -222,7 +223,7 @@ impl Keeper {
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
-                // The time for which the process hung does not count.
+                // Do not count the time for which the process hung.
                 let ready_for = ready_for.saturating_sub(policy.hung_after.0);
                 self.kill_hung(child, reason, ready_for).await
             }
@@ -247,9 +248,9 @@ impl Keeper {
         }
     }
 
-    /// Keeps a role's announcement for the next start. Clients and scrapers then find a restarted
-    /// role at its old addresses. The UUID of a target that fails later is then known, even in the
-    /// node's first run.
+    /// Remembers the addresses and targets that a role announces, for the role's next start.
+    /// Clients and scrapers then find the restarted role at its old addresses. If a target fails
+    /// later, its UUID is known, even in the node's first run.
     fn remember(&mut self, ready: &Ready) {
         if let (Some(listen), Some(endpoint)) = (&mut self.spec.listen, &ready.endpoint) {
             listen.clone_from(endpoint);
@@ -261,7 +262,8 @@ impl Keeper {
         }
     }
 
-    /// Asks the process to stop. Kills it if it takes too long or if the goal is to kill.
+    /// Asks the process to stop. Kills the process if it still runs after `stop_timeout`, or if the
+    /// goal becomes [`Goal::Kill`].
     async fn stop(&mut self, mut child: Child, pid: u32) -> ProcessEnd {
         let killed = async {
             tokio::select! {
@@ -272,7 +274,7 @@ impl Keeper {
                 }
             }
         };
-        // The pid cannot belong to another process before this process was waited for.
+        // The kernel does not reuse the pid before this process was waited for.
         if let Some(pid) = Pid::from_raw(pid as i32) {
             let _ = rustix::process::kill_process(pid, Signal::TERM);
         }
@@ -292,18 +294,18 @@ async fn no_longer_run(goal: &mut watch::Receiver<Goal>) {
     let _ = goal.wait_for(|goal| *goal != Goal::Run).await;
 }
 
-/// The first important event of a role's process.
+/// The event that ends the wait for the readiness of a role's process.
 enum First {
     Ready(Ready),
     Failed(String),
     /// The process has closed its output.
     Closed,
-    /// The process has shown no progress for too long.
+    /// The process has reported no progress for the timeout.
     Nothing,
 }
 
-/// Waits for the first important announcement, as long as the role reports progress. Heartbeats do
-/// not count as progress.
+/// Waits until the role is ready, announces a failure, closes its output, or reports no progress
+/// for `timeout`. Heartbeats do not count as progress.
 async fn first(said: &mut mpsc::Receiver<Announcement>, timeout: Duration) -> First {
     let mut patience = std::pin::pin!(awake_for(timeout));
     loop {
@@ -344,7 +346,7 @@ fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
     said
 }
 
-/// Waits until a role that was ready hangs. Returns the reason.
+/// Waits until a ready role, with the process `pid`, hangs. Returns the reason.
 async fn hang(
     said: &mut mpsc::Receiver<Announcement>,
     loops: &[String],
@@ -364,7 +366,7 @@ async fn hang(
                 Some(Announcement::Heartbeat(event_loop)) => watchdog.heard(&event_loop),
                 Some(Announcement::Stopping) => {
                     awake_for(policy.stop_timeout.0).await;
-                    return format!("hung: it was told to stop, but has not ended after {}", policy.stop_timeout);
+                    return format!("hung: a signal asked the role to stop, but it has not ended after {}", policy.stop_timeout);
                 }
                 Some(Announcement::Hung(reason)) if !watchdog::is_traced(pid) => return format!("hung: {reason}"),
                 Some(_) => {}
@@ -373,7 +375,7 @@ async fn hang(
             _ = ticks.tick() => {
                 let Some(event_loop) = watchdog.tick() else { continue };
                 let excuse = if watchdog::waits_for_drive(pid, &event_loop) {
-                    Some("its thread waits for a drive in the kernel")
+                    Some("the thread of the event loop waits for a drive in the kernel")
                 } else {
                     watchdog::is_traced(pid).then_some("a debugger traces the process")
                 };

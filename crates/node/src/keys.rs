@@ -15,13 +15,13 @@ pub struct Key {
     pub section: &'static str,
     /// Name within the section.
     pub name: &'static str,
-    /// Lines of the description: unit, range, consequence. Each line starts with a space.
+    /// Lines of the key's description: meaning, unit and range. Each line starts with a space.
     pub about: &'static [&'static str],
     default: Value,
     env: Option<&'static str>,
 }
 
-/// Returns all keys, in the order of the file.
+/// Returns all keys, in the order of the generated configuration file.
 pub fn keys() -> &'static [Key] {
     static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| of_section("", &Config::META));
     &KEYS
@@ -36,7 +36,7 @@ fn of_section(section: &'static str, meta: &'static Meta) -> Vec<Key> {
                 section,
                 name: field.name,
                 about: field.doc,
-                default: Value::try_from(default).expect("defaults are TOML"),
+                default: Value::try_from(default).expect("every default has a TOML form"),
                 env,
             }),
             FieldKind::Leaf { .. } => unreachable!("every key has a default"),
@@ -51,8 +51,8 @@ impl Key {
         if self.section.is_empty() { self.name.to_owned() } else { format!("{}.{}", self.section, self.name) }
     }
 
-    /// Returns the environment variable that overrides the file. Its name derives from the path
-    /// unless the declaration names a different variable.
+    /// Returns the name of the environment variable that overrides the key's value in the file. The
+    /// name derives from the key's path unless the key's declaration names another variable.
     pub fn env(&self) -> String {
         let by_path = || format!("OUTBOARD_{}", self.path().replace('.', "_").to_uppercase());
         self.env.map_or_else(by_path, str::to_owned)
@@ -68,7 +68,7 @@ impl Key {
         &self.default
     }
 
-    /// Converts text from the environment to the type of the key's value.
+    /// Converts the text of the key's environment variable to the type of the key's value.
     pub fn parse(&self, text: &str) -> Value {
         match self.default {
             Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),

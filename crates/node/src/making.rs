@@ -1,10 +1,11 @@
 //! The creation of a node by its first `up`: a node is created completely or not at all.
 //!
-//! Before the first `up` writes anything else, it records its plan in `run/making.json`. It writes
-//! the configuration when the targets are complete. It removes the record just before it starts the
-//! role that serves clients. An `up` that finds the record therefore knows that no client has ever
-//! stored anything in this node. It removes the files that the record names, and nothing else, and
-//! starts from the beginning.
+//! Before the first `up` writes anything else, it records its plan in `run/making.json`. When the
+//! targets are complete, the first `up` writes the configuration. It removes the record just before
+//! it starts the role that serves clients. An `up` that finds the record therefore knows that no
+//! client has ever stored anything in this node. This `up` removes the target files that the record
+//! names, the configuration if it is unchanged, and the record of the processes. Then it creates
+//! the node anew.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,19 +21,20 @@ use super::targets::{self, TargetError};
 /// The record of the files that a first `up` creates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Making {
-    /// Text of the configuration.
+    /// Text of the configuration file.
     config: String,
-    /// The new files of targets. Files that existed before are not listed.
+    /// The target files that the first `up` creates. Target files that existed before are not
+    /// listed.
     files: Vec<NewTargetFile>,
 }
 
-/// A target's file that is being created.
+/// A target file that the first `up` creates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct NewTargetFile {
     /// Path relative to the node's directory.
     path: PathBuf,
-    /// UUID of the target in the file. It distinguishes the file from a file that someone else put
-    /// there.
+    /// UUID of the target in the file. It distinguishes the file from a file that another program
+    /// has created at this path.
     uuid: Uuid,
 }
 
@@ -45,9 +47,9 @@ pub enum MakingError {
     /// The node's directory cannot be written.
     #[error(transparent)]
     Dir(#[from] DirError),
-    /// The record is invalid.
+    /// The record cannot be read, or is invalid.
     #[error(
-        "{} does not state which files an interrupted `outboard up` has created ({why}); if that node never ran, remove its directory",
+        "the record {} of an interrupted `outboard up` cannot be read: {why}; if the node has never run, remove its directory",
         path.display()
     )]
     Unknown {
@@ -59,7 +61,8 @@ pub enum MakingError {
 }
 
 impl Making {
-    /// Creates a node that has been [checked](super::plan): its targets, then its configuration.
+    /// Creates the targets and then the configuration file of a node whose plan has been
+    /// [checked](super::plan).
     ///
     /// # Errors
     /// If a part cannot be created. Call [`undo`] to remove the parts that were created.
@@ -88,7 +91,7 @@ impl Making {
     }
 
     /// Reverts [`finish`]: writes the record again, so that the next `up` creates the node anew.
-    /// Only for a node that has served no client.
+    /// Call it only for a node that has served no client.
     ///
     /// # Errors
     /// If the operating system reports an error.
@@ -112,9 +115,8 @@ impl Making {
     }
 }
 
-/// Removes the files of a first `up` that was interrupted. Returns `true` then. Returns `false`,
-/// and does nothing, if the directory has no record of a first `up`. No process may use the
-/// targets.
+/// Removes the files of an interrupted first `up`, and returns `true`. If the directory has no
+/// record of a first `up`, does nothing and returns `false`. No process may use the targets.
 ///
 /// # Errors
 /// If a file cannot be removed.

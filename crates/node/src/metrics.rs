@@ -1,9 +1,9 @@
 //! The Prometheus page of a process: `GET /metrics` over HTTP/1.1.
 //!
-//! One `admin-metrics` thread serves up to `CONNECTIONS` connections concurrently. A request is
-//! at most 8 KiB. Request and answer have a time limit of two seconds each. If all places are
-//! taken, a new connection replaces the oldest connection of an address with more than its fair
-//! share. Silent peers therefore cannot keep a scraper out.
+//! One `admin-metrics` thread serves up to `CONNECTIONS` connections concurrently. A request is at
+//! most 8 KiB. Receiving a request and sending its answer may take two seconds each. At the limit
+//! of connections, a new connection replaces the oldest connection of an address with more than its
+//! fair share. Silent peers therefore cannot keep a scraper out.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -22,13 +22,15 @@ use super::descriptors::FdUsage;
 const CONNECTIONS: usize = 32;
 /// Maximum number of connections to accept before the existing connections are served.
 const ACCEPTED_AT_ONCE: usize = CONNECTIONS;
+/// Maximum length of a request's head, in bytes.
 const REQUEST_BYTES: usize = 8 << 10;
 /// Time limit for receiving a request, and again for sending its answer.
 const REQUEST_TIME: Duration = Duration::from_secs(2);
-/// Pause after a connection could not be accepted, for example because no file descriptor was free.
+/// Pause after a failed attempt to accept a connection, for example because no file descriptor was
+/// free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Time between two aggregations of histogram samples. Without scrapes, samples would accumulate
-/// otherwise.
+/// Time between two aggregations of histogram samples. Without these aggregations, samples would
+/// accumulate while no scraper reads the page.
 const UPKEEP: Duration = Duration::from_secs(5);
 
 /// Installs the recorder of this process and serves its page at `listen`; returns the address.
@@ -100,11 +102,11 @@ struct Exchange {
     deadline: Instant,
 }
 
-/// The state of a connection after its turn.
+/// The state of a connection after [`Exchange::go_on`].
 enum ExchangeState {
     /// The connection waits for its peer.
     Waits,
-    /// The connection is answered or closed.
+    /// The answer was sent, or the peer has closed the connection.
     Over,
 }
 
@@ -191,8 +193,8 @@ impl MetricsServer {
                             self.exchanges.remove(&victim);
                         }
                         Ok(None) => {}
-                        // The budget's patience is zero, so an address can always replace one of
-                        // its own connections.
+                        // The time after which a silent connection may be replaced is zero, so an
+                        // address can always replace one of its own connections.
                         Err(full) => {
                             tracing::debug!(%peer, "refused a metrics connection: {full}");
                             continue;
@@ -295,7 +297,7 @@ fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
     [head, body].concat().into_bytes()
 }
 
-/// Updates the metrics of the process itself.
+/// Updates the metrics of this process: descriptors, CPU time and memory.
 fn record_process() {
     if let Ok(descriptors) = FdUsage::of(std::process::id()) {
         metrics::gauge!("outboard_process_open_fds").set(descriptors.open as f64);
@@ -319,7 +321,8 @@ mod tests {
 
     fn ask(address: &str, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
-        // Shorter than the time that all connections of the test would take one after the other.
+        // This timeout is shorter than the time that all connections of the test would take one
+        // after the other.
         stream.set_read_timeout(Some(CONNECTIONS as u32 * REQUEST_TIME)).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
@@ -328,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_shows_process_metrics_and_bad_requests_do_not_disturb_it() {
+    fn the_metrics_page_is_served_despite_bad_requests_and_silent_connections() {
         let address = serve("127.0.0.1:0").unwrap();
         silent_connections_do_not_keep_a_scraper_out(&address);
         metrics::counter!("outboard_test_things").increment(3);
@@ -345,7 +348,8 @@ mod tests {
         }
     }
 
-    /// Part of the single test, because a process can install its recorder only once.
+    /// This check is a part of the test above, because a process can install its recorder only
+    /// once.
     fn silent_connections_do_not_keep_a_scraper_out(address: &str) {
         let mut crowd: Vec<TcpStream> =
             (0..2 * CONNECTIONS).map(|_| TcpStream::connect(address).unwrap()).collect();
@@ -356,7 +360,8 @@ mod tests {
         let page = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
         let name = "outboard_metrics_connections_reclaimed_total ";
-        let reclaimed = page.lines().find_map(|line| line.strip_prefix(name)).expect("a count");
+        let reclaimed =
+            page.lines().find_map(|line| line.strip_prefix(name)).expect("the page contains the counter");
         assert!(reclaimed.parse::<u64>().unwrap() > 0, "{page}");
         // The oldest connections were closed.
         let mut rest = String::new();

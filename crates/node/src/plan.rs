@@ -1,4 +1,4 @@
-//! Plans a first `up` and checks its preconditions. This module writes nothing.
+//! Plans a first `up` and checks its preconditions. This module changes no files.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use super::units::ByteSize;
 /// metadata.
 const BESIDE_TARGETS: u64 = 16 << 20;
 
-/// A node that can be created.
+/// The checked plan of a node that can be created.
 #[derive(Debug)]
 pub struct Plan {
     /// Configuration of the node.
@@ -36,9 +36,9 @@ pub enum PlanError {
     /// `--targets` contradicts `OUTBOARD_TARGETS`.
     #[error("OUTBOARD_TARGETS names {named} targets, but --targets requests {asked}; leave --targets out")]
     TargetCount {
-        /// Number of targets in the environment variable.
+        /// Number of targets that the environment variable names.
         named: usize,
-        /// Number of targets in the flag.
+        /// Number of targets that the flag requests.
         asked: usize,
     },
     /// The node cannot listen at an address.
@@ -56,7 +56,7 @@ pub enum PlanError {
     /// A target cannot be created or used.
     #[error("target {}: {why}", path.display())]
     Target {
-        /// File or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// The reason, and what to do.
         why: String,
@@ -76,7 +76,7 @@ pub enum PlanError {
     },
 }
 
-/// The choices that the flags of `up` make.
+/// The properties of a new node that the flags of `up` specify.
 #[derive(Debug, Clone, Default)]
 pub struct Chosen {
     /// Number of targets, if the flag was given.
@@ -219,7 +219,7 @@ pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// Returns the address `n` ports after `base`. Port 0 stays 0.
+/// Returns the address `base` with its port increased by `n`. Port 0 stays 0.
 ///
 /// # Errors
 /// If `base` is not an address, or if fewer than `n` ports follow it.
@@ -234,7 +234,7 @@ pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
     Ok(address.to_string())
 }
 
-/// Returns the directory in which a file is to be created, if the directory is writable.
+/// Checks that the directory in which a file is to be created is writable.
 ///
 /// # Errors
 /// If the operating system reports an error.
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_planned_file_contains_the_flags_and_the_chosen_port() {
+    fn a_planned_configuration_file_contains_the_flags_and_the_chosen_port() {
         let made = plan(&with("placement", "host"), &[("OUTBOARD_PLACEMENT", "dpu")]).unwrap();
         assert_eq!(made.config.placement, wire::Placement::Host, "flags override the environment");
         assert_eq!(made.config.targets, ["targets/0.img", "targets/1.img"].map(PathBuf::from));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn configurations_that_cannot_work_are_refused_with_a_remedy() {
+    fn configurations_that_cannot_work_are_refused_and_the_error_states_a_remedy() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let taken = taken.local_addr().unwrap().to_string();
         let elsewhere = [("OUTBOARD_TARGETS", "/nonexistent/0.img:/nonexistent/1.img")];

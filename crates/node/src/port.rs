@@ -8,16 +8,16 @@ use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
 
 /// The first port that a new node tries.
 const DEFAULT_PORT: u16 = 7400;
-/// The last port that a new node tries after `DEFAULT_PORT`. These ports lie outside of the range
-/// that the system uses for outgoing TCP traffic, so a node finds its port free when it starts
-/// again.
+/// The last port that a new node tries after `DEFAULT_PORT`. The ports from `DEFAULT_PORT` to
+/// `LAST_PORT` lie outside of the range that the system uses for outgoing TCP traffic. A node
+/// therefore usually finds its port free when it starts again.
 const LAST_PORT: u16 = 7499;
 
-/// A claim that keeps other starting nodes from taking a port, until it is dropped.
+/// A reservation that keeps other starting nodes from choosing a port, until it is dropped.
 ///
-/// A free port could be taken by another node before the osd listens on it, or while the osd
-/// restarts. The claim is a socket in the abstract namespace. It belongs to the same network
-/// namespace as the port, and it ends with the processes that hold it.
+/// Without a claim, another node could choose the port before the osd listens on it, or while the
+/// osd restarts. The claim is a UNIX socket in the abstract namespace of the same network namespace
+/// as the port. The claim ends when the last process that holds the socket ends.
 #[derive(Debug)]
 pub struct PortClaim {
     socket: UnixDatagram,
@@ -34,14 +34,14 @@ impl PortClaim {
         }
     }
 
-    /// Claims the port of an address; `None` if the address has no port or another node has claimed
-    /// it.
+    /// Claims the port of an address; `None` if the address names no port, or if another node has
+    /// claimed the port.
     pub fn of(listen: &str) -> Option<PortClaim> {
         let port = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
         PortClaim::take(port).ok().flatten()
     }
 
-    /// Makes processes that are started from now on hold the claim too.
+    /// Makes the processes that this process starts from now on inherit the claim.
     ///
     /// # Errors
     /// If the operating system reports an error.
@@ -58,7 +58,8 @@ pub fn check(listen: &str) -> io::Result<TcpListener> {
     TcpListener::bind(listen)
 }
 
-/// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next free port.
+/// Chooses a port of the loopback interface: the first free port from [`DEFAULT_PORT`] to
+/// [`LAST_PORT`], or any free port if all of these are taken.
 ///
 /// # Errors
 /// If no port is free, or if the operating system reports another error.
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_has_one_claim_at_a_time() {
+    fn a_port_can_be_claimed_by_only_one_node_at_a_time() {
         let (first, claim) = choose().unwrap();
         let (second, _) = choose().unwrap();
         assert_ne!(first, second);

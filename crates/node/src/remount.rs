@@ -20,13 +20,14 @@ use super::config::Config;
 use super::targets::{Mounted, mount_options};
 use super::watchdog::Checkpoints;
 
-/// Pause before the first attempt. It doubles with each attempt.
+/// Pause before the first attempt to remount a target. The pause doubles with each attempt.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// Maximum pause. Pause and log replay together must stay below 30 s, the time limit for recovery
-/// after a fault. The pause must not be short: each mount interrupts requests to the role's other
-/// targets, and a bad drive may fail after each mount.
+/// Maximum pause before an attempt. Pause and log replay together must stay below 30 s, the time
+/// limit for recovery after a fault. The pause must not be short: each mount interrupts requests to
+/// the role's other targets, and a bad drive may fail after each mount.
 const PAUSE_MAX: Duration = Duration::from_secs(16);
-/// After this time without a failure, a target starts again with the shortest pause.
+/// If a target works for this time without a failure, its next remount begins with [`PAUSE_MIN`]
+/// again.
 const STEADY: Duration = Duration::from_secs(60);
 
 /// Remounts each of `targets` with `mount` when the target is not mounted or its drive has failed.
@@ -74,11 +75,11 @@ async fn keep<D: Send + 'static>(
                 Err(e) => e.to_string(),
             };
             if why != last {
-                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "the target cannot be mounted anew: {why}");
+                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "the target cannot be remounted: {why}");
                 last = why;
             }
         };
-        tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "the target was mounted anew");
+        tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "the target was remounted");
         metrics::counter!("outboard_store_remounts_total").increment(1);
         session += 1;
         since = Instant::now();
@@ -92,9 +93,9 @@ async fn keep<D: Send + 'static>(
 async fn let_go(target: &mut Mounted) {
     let Ok(store) = &target.store else { return };
     let why = store.failure().await;
-    tracing::error!(target_uuid = %target.uuid, path = %target.path.display(), "the target has failed and will be mounted anew: {why}");
-    // This waits for the requests that the drive still executes. Ignore the error: the log cannot
-    // be written.
+    tracing::error!(target_uuid = %target.uuid, path = %target.path.display(), "the target has failed and will be remounted: {why}");
+    // The call waits for the requests that the drive still executes. Ignore its error: the log of a
+    // failed target cannot be written.
     drop(store.umount().await);
     target.store = Err(AbsentStore::new(why));
 }

@@ -1,5 +1,5 @@
 //! The report of `outboard status`, built from the supervisor's record, `/proc` and the osd's
-//! answer.
+//! answer to a status request.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -14,13 +14,14 @@ use super::descriptors::FdUsage;
 use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
-/// Report of a node. Its JSON form is stable: fields are never removed, but new fields may be
-/// added.
+/// Status report of a node. Its JSON form is stable: fields are never removed, but new fields may
+/// be added.
 #[derive(Debug, Default, Serialize)]
 pub struct NodeReport {
     /// The node's directory, if the command found the node by its directory.
     pub dir: Option<PathBuf>,
-    /// Whether the node's supervisor runs; without a directory, whether the osd answers.
+    /// Whether the node's supervisor runs; if the node's directory is unknown, whether the osd
+    /// answers.
     pub up: bool,
     /// `dpu` or `host`.
     pub placement: Option<Placement>,
@@ -28,7 +29,7 @@ pub struct NodeReport {
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
-    /// Whether that engine emulates missing hardware.
+    /// Whether the engine between osd and store is emulated.
     pub emulated: bool,
     /// All processes.
     pub processes: Vec<ProcessReport>,
@@ -36,9 +37,9 @@ pub struct NodeReport {
     pub targets: Vec<TargetReport>,
     /// All pools; empty while the osd does not answer.
     pub pools: Vec<PoolReport>,
-    /// The osd's load, while it answers.
+    /// The osd's load, while the osd answers.
     pub osd: Option<OsdReport>,
-    /// Health of the offload between osd and store, while the osd answers.
+    /// Health of the DMA between osd and store, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
     /// State of parity computation, while the osd answers.
     pub coding: Option<client::CodingStatus>,
@@ -57,11 +58,11 @@ pub struct RebuildReport {
     pub pool: String,
     /// Number of degraded placement groups in all pools, including this pool.
     pub groups_left: u32,
-    /// Objects rebuilt since the osd's start.
+    /// Number of objects rebuilt since the osd's start.
     pub objects: u64,
-    /// Bytes written by rebuilds since the osd's start.
+    /// Number of bytes that rebuilds have written since the osd's start.
     pub bytes: u64,
-    /// Limit in bytes per second; 0 for no limit.
+    /// Maximum rate of rebuilds and scrubs in bytes per second; 0 for no limit.
     pub rate_limit: u64,
     /// Reason of the last failure after which a rebuild started again, since the osd's start.
     pub last_failure: Option<String>,
@@ -101,7 +102,7 @@ pub struct ProcessReport {
     pub restarts: u64,
     /// How often a process of the role was killed because it hung.
     pub hangs: u64,
-    /// How the previous process ended.
+    /// How the role's previous process ended.
     pub last_exit: Option<String>,
     /// Address of the process's Prometheus metrics.
     pub metrics: Option<String>,
@@ -118,21 +119,21 @@ pub struct ProcessReport {
 /// One target. Space is in bytes, and is missing while the target cannot be queried.
 #[derive(Debug, Default, Serialize)]
 pub struct TargetReport {
-    /// File or device, if the command found the node by its directory.
+    /// Path of the target's file or device, if the command found the node by its directory.
     pub path: Option<PathBuf>,
     /// UUID of the target.
     pub uuid: String,
     /// Number of the target, while the osd answers.
     pub id: Option<usize>,
-    /// `in`, `out`, `failed` or `catching up`, while the osd answers.
+    /// `in`, `out`, `slow`, `failing`, `failed` or `catching up`, while the osd answers.
     pub state: Option<&'static str>,
     /// Why the target cannot be queried.
     pub error: Option<String>,
     /// Space of the target; the keys are missing while the target cannot be queried.
     #[serde(flatten)]
     pub space: Option<Space>,
-    /// Fragmentation of free space, from 0 to 1: 1 minus the ratio of the average free extent's
-    /// length to that of the longest.
+    /// Fragmentation of free space, from 0 to 1: 1 minus the average length of free extents divided
+    /// by the length of the longest free extent.
     pub fragmentation: Option<f64>,
 }
 
@@ -148,16 +149,17 @@ pub fn standing(target: &TargetStatus) -> &'static str {
     }
 }
 
-/// Returns why a target is not used and when the node probes it next. `None` if the target is used.
+/// Returns why a target is not used, and when the node probes the target next. `None` if the target
+/// is used.
 pub fn trouble(target: &TargetStatus) -> Option<String> {
     let why = target.failure.as_ref()?;
     Some(match (target.state, target.next_try_ms) {
-        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; the node is probing it"),
+        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; the node is probing the target"),
         (TargetState::Slow | TargetState::Failing, Some(ms)) => {
-            format!("{why}; the node probes it in {:.1} s", ms as f64 / 1000.0)
+            format!("{why}; the node probes the target again in {:.1} s", ms as f64 / 1000.0)
         }
         _ => format!(
-            "{why}; the node uses it again after its store has mounted it anew, or after `outboard target in`"
+            "{why}; the node uses the target again after the store has remounted it, or after `outboard target in`"
         ),
     })
 }
@@ -244,7 +246,7 @@ pub struct OsdReport {
     pub connections: ConnectionReport,
     /// Number of requests in progress.
     pub requests: u32,
-    /// Staging memory, in bytes.
+    /// Total staging memory, in bytes.
     pub staging_total: u64,
     /// Free staging memory, in bytes.
     pub staging_free: u64,
@@ -252,7 +254,7 @@ pub struct OsdReport {
     pub staging_least_free: u64,
     /// Breakdown of request times since the osd's start.
     pub times: client::RequestTimes,
-    /// CPU time of the osd's thread by class, in ns.
+    /// Time that the osd's thread has spent in tasks, in ns, by class of task.
     pub thread_ns: BTreeMap<String, u64>,
 }
 
@@ -271,7 +273,7 @@ impl OsdReport {
 }
 
 impl NodeReport {
-    /// Creates the report of a node whose address is known, but not its directory.
+    /// Creates the report of a node of which only the address is known, and not the directory.
     pub fn of_endpoint(endpoint: &str) -> NodeReport {
         NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
     }
@@ -284,7 +286,7 @@ impl NodeReport {
             return NodeReport {
                 dir,
                 up,
-                problems: vec!["the node has not been started yet".to_owned()],
+                problems: vec!["the node has not been started yet; start it with `outboard up`".to_owned()],
                 ..NodeReport::default()
             };
         };
@@ -327,13 +329,13 @@ impl NodeReport {
         there.filter(|role| matches!(role, Role::Store | Role::Node)).collect()
     }
 
-    /// Adds an armed fault of a role.
+    /// Adds an armed fault of a role to the report's problems.
     pub fn add_fault(&mut self, role: Role, fault: impl Display) {
         let role = role.as_str();
         self.problems.push(format!("FAULT ARMED in the {role}: {fault}; `outboard debug clear` disarms it"));
     }
 
-    /// Adds the osd's answer.
+    /// Adds the osd's answer to a status request.
     pub fn add_answer(&mut self, answer: client::NodeStatus) {
         self.up = true;
         self.placement = Some(answer.placement);

@@ -1,5 +1,5 @@
-//! The part of a node that handles requests: an OSD over stores in this process, or over an
-//! attachment to a store's process.
+//! The part of a node that handles requests: an osd that uses stores in this process, or stores in
+//! another process through an attachment.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,13 +26,13 @@ use super::config::{self, Config};
 use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
 
-/// Maximum size of a staging buffer, in bytes: two segments of a DMA transfer.
+/// Maximum size of a staging buffer, in bytes: two segments of 2 MiB.
 const LARGEST_BUFFER: usize = 4 << 20;
 
-/// Number of segments of a request that may be received, moved and written concurrently.
+/// Maximum number of segments of one request that are received, moved or written concurrently.
 const SEGMENTS: usize = 3;
 
-/// Targets with their ids.
+/// UUIDs and stores of the targets.
 pub type Targets = Vec<(Uuid, Arc<dyn ObjectStore>)>;
 
 /// Location of the stores.
@@ -43,7 +43,7 @@ pub enum Stores {
     Behind(StoreEndpoint),
 }
 
-/// The stores that the OSD uses, their staging memory, and the engine that moves payload.
+/// The resources of an osd: its stores, staging memory, and the engine that moves payload.
 struct Backend {
     targets: Targets,
     pool: BufferPool,
@@ -51,7 +51,7 @@ struct Backend {
     engine: String,
     emulated: bool,
     stripes: StripesAt,
-    /// The attachment to a store's process. It must exist as long as the OSD runs.
+    /// The attachment to a store's process. It must exist as long as the osd runs.
     attachment: Option<Attachment>,
 }
 
@@ -92,7 +92,7 @@ impl Backend {
         options.memory.layout.data_len = config.channel.window.0;
         options.memory.pool_len = config.osd.staging.0 as usize;
         options.memory.largest_buffer = LARGEST_BUFFER;
-        let attachment = Attachment::connect(endpoint, options).await.doing("joining the store")?;
+        let attachment = Attachment::connect(endpoint, options).await.doing("attaching to the store")?;
         let store = |(index, info): (usize, &channel::TargetInfo)| {
             (Uuid::from_u128(info.uuid), attachment.store(index) as Arc<dyn ObjectStore>)
         };
@@ -222,7 +222,8 @@ pub async fn serve(
             emulated: backend.emulated,
             ..Ready::default()
         });
-        // Ignore the error: the receiver may have been told to stop meanwhile.
+        // Ignore the error: the receiver no longer exists if a signal has stopped the role
+        // meanwhile.
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
     let mut options = config.network.options();

@@ -1,5 +1,5 @@
 //! Sets up the process of every role (configuration, logs, metrics, connection to the supervisor),
-//! and ends it in order.
+//! runs the role, and handles the signals that stop it.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -38,7 +38,7 @@ pub struct RoleArgs {
     pub supervisor: Option<u32>,
 }
 
-/// A role's process after its setup.
+/// The environment that [`run`] sets up for a role: configuration, metrics, controls and heartbeat.
 #[derive(Debug)]
 pub struct RoleProcess {
     /// The configuration of the process.
@@ -47,18 +47,19 @@ pub struct RoleProcess {
     pub metrics: String,
     /// The settings that can change while the process runs.
     pub controls: Controls,
-    /// The heartbeat for the role's event loops, if a supervisor watches them.
+    /// Sender of heartbeats for the role's event loops; `None` without a supervisor, or if the
+    /// watchdog is switched off.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether a supervisor waits until the role is ready.
+    /// Whether a supervisor started this process.
     is_supervised: bool,
 }
 
 impl RoleProcess {
-    /// Reports progress to the supervisor until the returned handle is dropped. Calls of this
-    /// thread to drives count as progress when they return.
+    /// Reports progress to the supervisor until the returned handle is dropped; `None` without a
+    /// supervisor. The role makes progress whenever a call of this thread to a drive returns.
     pub fn report_progress(&self) -> Option<ProgressReport> {
-        // A tick is short, because the supervisor kills the role after `ready_timeout` without
-        // progress.
+        // The interval is much shorter than `ready_timeout`, because the supervisor kills a role
+        // that reports no progress for this time.
         let tick = self.config.supervise.ready_timeout.0 / 8;
         self.is_supervised.then(|| ProgressReport::start(tick, || Announcement::Progress.send_or_drop()))
     }
@@ -122,7 +123,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
     }
     let config = config_file::load(args.config.as_deref(), |name| std::env::var(name).ok())
         .doing("reading the configuration")?;
-    logging::start(&config.log).doing("starting the log")?;
+    logging::start(&config.log).doing("starting logging")?;
     abort_on_panic();
     raise_descriptor_limit();
     // `ps` and `top` show the main thread's name as the name of the process.
@@ -177,9 +178,9 @@ pub fn end_with(supervisor: u32) -> Result<()> {
     Ok(())
 }
 
-/// Reverts [`end_with`].
+/// Reverts [`end_with`]: from now on this process continues when its parent dies.
 pub fn outlive_caller() -> Result<()> {
-    rustix::process::set_parent_process_death_signal(None).doing("leaving the caller")
+    rustix::process::set_parent_process_death_signal(None).doing("detaching from the calling process")
 }
 
 /// Makes a panic on any thread end the process. A role without one of its threads would make
@@ -199,16 +200,18 @@ fn abort_on_panic() {
     }));
 }
 
-/// Raises the soft limit of descriptors to the hard limit. Each transport uses a descriptor, and
-/// the usual soft limit of 1,024 protects only programs that use `select`.
+/// Raises the soft limit of open file descriptors to the hard limit. Each transport uses a
+/// descriptor, and the usual soft limit of 1,024 protects only programs that use `select`.
 pub fn raise_descriptor_limit() {
     let shown = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
     match descriptors::raise_limit() {
         Ok((before, now)) => {
-            tracing::info!(before = shown(before), now = shown(now), "limit of open descriptors");
+            tracing::info!(before = shown(before), now = shown(now), "limit of open file descriptors");
         }
         Err(e) => {
-            tracing::warn!("the limit of open descriptors cannot be raised: {e}; raise it with `ulimit -n`")
+            tracing::warn!(
+                "the limit of open file descriptors cannot be raised: {e}; raise it with `ulimit -n`"
+            )
         }
     }
 }
@@ -233,7 +236,7 @@ pub struct StopSignals {
 impl StopSignals {
     /// Handles the signals from now on. Needs a tokio runtime.
     pub fn catch() -> Result<StopSignals> {
-        let catch = |kind| signal(kind).doing("preparing for signals");
+        let catch = |kind| signal(kind).doing("installing the signal handlers");
         Ok(StopSignals {
             signals: [
                 catch(SignalKind::terminate())?,

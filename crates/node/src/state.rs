@@ -16,7 +16,7 @@ pub enum Role {
     Supervisor,
     /// Owns the targets.
     Store,
-    /// Handles requests, over a channel to a store.
+    /// Handles requests, and reaches a store over a channel.
     Osd,
     /// Handles requests and owns the targets: `placement = host`.
     Node,
@@ -66,7 +66,7 @@ impl ProcessState {
 /// A target, as announced by the process that mounted it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountedTarget {
-    /// File or device.
+    /// Path of the target's file or device.
     pub path: PathBuf,
     /// UUID of the target.
     pub uuid: String,
@@ -100,15 +100,15 @@ pub struct Process {
 /// The supervisor's record of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeState {
-    /// Where requests are handled.
+    /// Whether the osd runs on the DPU or on the host.
     pub placement: Placement,
-    /// Address for clients; known after the osd was ready for the first time.
+    /// Address for clients; `None` until the osd is ready for the first time.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
     pub engine: Option<String>,
-    /// Whether that engine is emulated.
+    /// Whether the engine between osd and store is emulated.
     pub emulated: bool,
-    /// The targets.
+    /// The targets that the roles have mounted.
     pub targets: Vec<MountedTarget>,
     /// The processes, the supervisor first.
     pub processes: Vec<Process>,
@@ -159,7 +159,7 @@ impl Process {
         self.started_unix_ms = unix_ms();
     }
 
-    /// Returns whether the process is alive. A different process that has reused its pid does not
+    /// Returns whether the process is alive. A different process that has reused the pid does not
     /// count.
     pub fn is_alive(&self) -> bool {
         self.start_ticks.is_some() && start_ticks(self.pid) == self.start_ticks
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_saved_state_is_loaded_again_and_an_invalid_one_is_ignored() {
+    fn a_saved_node_state_can_be_loaded_and_an_invalid_state_file_is_ignored() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(NodeState::load(&dir), None);

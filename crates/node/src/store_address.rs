@@ -10,9 +10,9 @@ use proxy::{StoreEndpoint, StoreListener};
 use super::cpus::Cpus;
 
 /// A UNIX socket (`run/store.sock`) or a TCP address (`tcp:10.0.0.7:7401`). With a UNIX socket,
-/// every engine transfers payload by DMA. With TCP, only the engine `ofi` does; with `shm`, all
-/// payload goes through the TCP stream. TCP is not authenticated, so use it only in trusted
-/// networks.
+/// every engine transfers payload by DMA. With TCP, only the engine `ofi` transfers payload by DMA;
+/// the engine `shm` is not used, and all payload goes through the TCP stream. TCP is not
+/// authenticated, so use it only in trusted networks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreAddress {
     /// Path of a UNIX socket.
@@ -43,7 +43,7 @@ impl fmt::Display for StoreAddress {
 
 impl StoreAddress {
     /// Returns the CPUs for the process at one end of this connection. Over TCP, the other end may
-    /// be on a different machine, so the machine's CPUs are not divided.
+    /// be on a different machine, so the two processes do not divide the CPUs of one machine.
     pub fn cpus(&self, configured: Cpus) -> Cpus {
         match (self, configured) {
             (StoreAddress::Tcp(_), Cpus::Auto) => Cpus::Any,

@@ -1,7 +1,8 @@
-//! The supervisor: starts a node's roles in order, keeps them alive, records their state, and stops
-//! them in reverse order.
+//! The supervisor: starts a node's roles one after the other (the store before the osd), restarts
+//! roles that die, records the state of all processes, and stops the roles in reverse order.
 //!
-//! It sleeps until a role or a signal wakes it, so it uses no CPU while the node is at rest.
+//! The supervisor sleeps until a role announces an event, a timer expires or a signal arrives, so
+//! it uses almost no CPU time while the node is idle.
 
 use tokio::sync::{mpsc, watch};
 
@@ -26,7 +27,7 @@ pub enum SuperviseError {
         /// The role's log, which has more details.
         log: std::path::PathBuf,
     },
-    /// The state cannot be recorded.
+    /// The state of the node's processes cannot be recorded.
     #[error(transparent)]
     Dir(#[from] DirError),
     /// A signal stopped the supervisor before the node was up.
@@ -64,7 +65,7 @@ impl Supervisor {
     }
 
     /// Starts `roles` one after the other. Each role must be ready before the next one starts. If a
-    /// role fails, the supervisor stops the roles before it.
+    /// role fails, the supervisor stops this role and all roles that it started before.
     ///
     /// # Errors
     /// If a role fails, or if a signal asks the supervisor to stop.
@@ -121,8 +122,8 @@ impl Supervisor {
         self.stop().await
     }
 
-    /// Stops the roles, the last started first. A second signal kills them. All roles are stopped
-    /// in order even if the state cannot be recorded.
+    /// Stops the roles, the last started first. A signal during the stop kills the role that is
+    /// stopping. All roles are stopped even if the state cannot be recorded.
     async fn stop(&mut self) -> Result<(), SuperviseError> {
         tracing::info!("stopping");
         while let Some(kept) = self.kept.pop() {
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_killed_role_is_restarted_at_its_old_address_and_counted() {
+    async fn a_killed_role_is_restarted_at_its_old_address_and_the_restart_is_counted() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -274,13 +275,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_restarted_role_gets_the_known_targets_of_its_first_process() {
+    async fn a_restarted_role_receives_the_target_uuids_that_its_first_process_announced() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
         let uuid = "0a2bdc3d-0f08-4b99-bf2c-5b493b452076";
         let ready = format!(r#"{{"ready":{{"targets":[{{"path":"targets/0.img","uuid":"{uuid}"}}]}}}}"#);
-        // The first process is ready and dies, the second one dies before it is ready.
+        // The first process becomes ready and then dies. The second process dies before it is
+        // ready.
         let script = format!(
             r#"echo "$*" >> args; case $(wc -l < args) in 1) echo '{ready}'; exit 3;; 2) exit 4;; esac
                echo '{ready}'; exec sleep 1000"#
@@ -299,7 +301,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_role_that_fails_with_its_old_metrics_port_may_choose_another_one() {
+    async fn a_role_that_fails_to_restart_on_its_old_metrics_port_chooses_a_new_port() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_role_that_cannot_start_fails_the_start_and_stops_the_other_roles() {
+    async fn if_one_role_cannot_start_the_supervisor_fails_and_stops_the_other_roles() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -374,7 +376,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| p.ready_timeout = "3s".parse().unwrap());
-        // The recovery takes three times as long as the limit.
+        // The recovery takes three times as long as `ready_timeout`.
         let recover = r#"for i in 1 2 3 4 5 6 7 8 9; do echo '"progress"'; sleep 1; done;"#;
         s.start(vec![scripted(Role::Store, &dir, &format!("{recover} {READY} exec sleep 1000"))])
             .await
@@ -412,7 +414,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn roles_are_stopped_in_order_even_if_the_state_cannot_be_recorded() {
+    async fn roles_are_stopped_in_reverse_order_even_if_the_state_cannot_be_recorded() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
@@ -423,7 +425,10 @@ mod tests {
         s.start(roles.map(|(role, name)| scripted(role, &dir, &script(name))).to_vec()).await.unwrap();
         std::os::unix::fs::symlink("/dev/full", dir.path().join("run/state.new")).unwrap();
         s.stop().await.unwrap();
-        assert!(!dir.path().join("run/state.new").exists(), "the state could not be recorded once");
+        assert!(
+            !dir.path().join("run/state.new").exists(),
+            "the failed attempt to record the state removes state.new"
+        );
         assert_eq!(std::fs::read_to_string(dir.path().join("ended")).unwrap(), "osd\nstore\n");
     }
 

@@ -1,4 +1,4 @@
-//! The targets of a node: created at its first start, mounted by the role that owns them.
+//! Creates the targets of a node at its first start, and mounts them in the role that owns them.
 
 use std::ffi::OsString;
 use std::io;
@@ -26,7 +26,7 @@ pub enum TargetError {
     /// The store reported an error.
     #[error("target {}: {source}", path.display())]
     Store {
-        /// File or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// The store's error.
         source: StoreError,
@@ -49,7 +49,7 @@ pub enum TargetError {
     /// The operating system refused the action.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
-        /// The file or device.
+        /// Path of the target's file or device.
         path: PathBuf,
         /// What was attempted.
         action: &'static str,
@@ -60,7 +60,7 @@ pub enum TargetError {
 
 /// A target that a role has mounted, or has failed to mount.
 pub struct Mounted {
-    /// File or device.
+    /// Path of the target's file or device.
     pub path: PathBuf,
     /// UUID of the target.
     pub uuid: Uuid,
@@ -89,10 +89,11 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
     move |source| TargetError::Io { path, action, source }
 }
 
-/// Creates the missing targets in the configuration of an existing node: files that do not exist,
-/// and, with `format`, devices without a target. Files are created only for a node that has never
-/// run (its `run/state.json` names no targets). Later, a missing file means that a drive is not
-/// mounted, and an empty file must not take its place.
+/// Creates the targets that the configuration of an existing node names and that do not exist:
+/// missing files, and, with `format`, targets on devices without a target. Files are created only
+/// for a node that has never run (its `run/state.json` names no targets). After the first run, a
+/// missing file means that a drive is not mounted, and a new file must not replace the target on
+/// this drive.
 ///
 /// # Errors
 /// If a target cannot be created, or is missing.
@@ -125,8 +126,8 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
     Ok(())
 }
 
-/// Returns whether the node has run with targets. Returns `true` if its record is unreadable, so
-/// that missing targets are not created again.
+/// Returns whether the node has run with targets. Returns `true` if its `run/state.json` is
+/// unreadable, so that missing targets are not created again.
 pub fn has_run(dir: &NodeDir) -> bool {
     dir.state().exists() && NodeState::load(dir).is_none_or(|state| !state.targets.is_empty())
 }
@@ -180,7 +181,7 @@ pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) 
     let options = MkfsOptions { size: Some(config.target_size.0), uuid, ..MkfsOptions::default() };
     let made = mkfs(&unfinished, options, label);
     if made.is_err() {
-        // Remove the incomplete file: it occupies space that may be missing elsewhere.
+        // Remove the incomplete file, because it occupies space that other files may need.
         let _ = std::fs::remove_file(&unfinished);
     }
     made?;
@@ -230,8 +231,8 @@ impl KnownTarget {
         Some(KnownTarget { path: target.path.clone(), uuid: target.uuid.parse().ok()? })
     }
 
-    /// Returns `PATH=UUID` for a role's command line. Unlike the text form, it preserves a path
-    /// that is not UTF-8.
+    /// Returns `PATH=UUID` for a role's command line. The result preserves a path that is not
+    /// UTF-8.
     pub fn to_argument(&self) -> OsString {
         let mut argument = self.path.clone().into_os_string();
         argument.push(format!("={}", self.uuid));
@@ -249,7 +250,8 @@ impl FromStr for KnownTarget {
     }
 }
 
-/// Mounts targets, each with its own thread. Blocks while their logs are replayed.
+/// Mounts targets, and runs each target on its own thread. Blocks while the logs of the targets are
+/// replayed.
 ///
 /// # Errors
 /// If no target can be mounted, or if a target that is not in `known` cannot be mounted. After an
@@ -263,8 +265,8 @@ pub fn mount(
     mount_each(paths, known, config, faults, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
 }
 
-/// Mounts targets and returns the drivers that the caller must run. Blocks while their logs are
-/// replayed.
+/// Mounts targets and returns their drivers, which the caller must run. Blocks while the logs of
+/// the targets are replayed.
 ///
 /// # Errors
 /// The same errors as [`mount`].
@@ -354,7 +356,7 @@ pub fn announced(mounted: &[Mounted]) -> Vec<MountedTarget> {
     mounted.iter().map(|m| MountedTarget { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
 }
 
-/// Unmounts all targets, even if one fails.
+/// Unmounts all targets, even if the unmounting of one fails.
 ///
 /// # Errors
 /// The first target's error.

@@ -26,7 +26,7 @@ pub struct UnitError {
     example: &'static str,
 }
 
-/// Error for a value of a configuration key that is not allowed.
+/// Error for a configuration value that is not allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutOfRange {
     /// The value is too small or too large.

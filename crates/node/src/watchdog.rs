@@ -1,18 +1,18 @@
 //! Detects roles that hang. The event loops of a role send heartbeats, and the watchdog in the
-//! supervisor notices when they are missing.
+//! supervisor notices when heartbeats are missing.
 //!
 //! The event loop that serves requests (`osd-0`, `chan-0`) sends the heartbeat in one of its tasks,
 //! so the heartbeat stops when the loop stops. The heartbeat does not depend on drives: a loop
 //! whose tasks wait for a drive continues to send heartbeats.
 //!
-//! A checkpoint of a target does not run in an event loop, but requests wait for it when the log is
-//! full. Each heartbeat therefore also checks whether requests wait for a checkpoint and whether
-//! the checkpoint makes progress ([`Checkpoints`]). A checkpoint that makes progress, even slowly,
-//! never counts as hung.
+//! A checkpoint of a target does not run in an event loop, but requests wait for the checkpoint
+//! when the log is full. Each heartbeat therefore also checks whether requests wait for a
+//! checkpoint and whether the checkpoint makes progress ([`Checkpoints`]). A checkpoint that makes
+//! progress, even slowly, never counts as hung.
 //!
 //! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a
 //! paused virtual machine, a suspended laptop, a stopped process group) the watchdog does not
-//! count. A pause of the whole node therefore restarts no role.
+//! count. A pause of the whole node therefore causes no restart.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,8 +23,8 @@ use tokio::time::sleep;
 
 use super::announce::Announcement;
 
-/// Number of heartbeats, and of watchdog ticks, in the time after which a silent loop counts as
-/// hung.
+/// Number of heartbeats, and of watchdog ticks, within `supervise.hung_after`, the time after which
+/// a loop without heartbeats counts as hung.
 const TICKS: u32 = 6;
 
 /// Returns the time between two heartbeats, and between two ticks of the watchdog; `None` if the
@@ -40,8 +40,8 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Creates heartbeats for a watchdog with this time limit; `None` if the watchdog is switched
-    /// off.
+    /// Creates the sender of heartbeats for a watchdog with the time limit `hung_after`; `None` if
+    /// the watchdog is switched off.
     pub fn new(hung_after: Duration) -> Option<Heartbeat> {
         tick(hung_after).map(|tick| Heartbeat { tick })
     }
@@ -66,7 +66,8 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Watches the checkpoints of a newly mounted target, in place of its earlier mount.
+    /// Watches the checkpoints of a newly mounted target. The watch of an earlier mount of this
+    /// target ends.
     pub fn add(&self, target: PathBuf, watch: CheckpointWatch) {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         watched.retain(|(earlier, ..)| *earlier != target);
@@ -93,7 +94,7 @@ impl Checkpoints {
     }
 }
 
-/// Counts the ticks since an awaited operation last made progress.
+/// Counts the ticks without progress of an operation for which requests wait.
 #[derive(Debug, Default)]
 struct Standstill {
     at: Option<u64>,
@@ -143,7 +144,7 @@ impl Watchdog {
         for watched in &mut self.loops {
             watched.silent = watched.silent.saturating_add(1);
         }
-        // The first tick may follow a heartbeat immediately.
+        // The first tick may follow a heartbeat immediately, so it does not count.
         self.loops.iter().find(|watched| watched.silent > TICKS).map(|watched| watched.name.clone())
     }
 }
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loop_hangs_only_after_all_ticks_without_its_own_heartbeat() {
+    fn an_event_loop_counts_as_hung_only_after_all_ticks_without_its_own_heartbeat() {
         let mut watchdog = Watchdog::new(&["osd-0".to_owned(), "osd-1".to_owned()]);
         for _ in 0..100 {
             watchdog.heard("osd-0");
@@ -201,9 +202,9 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_hangs_only_if_awaited_and_without_progress_for_all_ticks() {
+    fn a_checkpoint_counts_as_hung_only_if_requests_wait_and_it_makes_no_progress() {
         let mut standstill = Standstill::default();
-        assert!((0..100).all(|n| !standstill.tick(Some(n))), "slow is not hung");
+        assert!((0..100).all(|n| !standstill.tick(Some(n))), "a slow checkpoint does not hang");
         assert!((0..100).all(|_| !standstill.tick(None)), "no request waits");
         assert!((0..TICKS).all(|_| !standstill.tick(Some(100))));
         assert!(standstill.tick(Some(100)));
@@ -211,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn a_role_without_loops_never_hangs() {
+    fn a_role_without_event_loops_never_counts_as_hung() {
         let mut watchdog = Watchdog::new(&[]);
         assert!((0..100).all(|_| watchdog.tick().is_none()));
     }
 
     #[test]
-    fn a_thread_that_sleeps_does_not_wait_for_a_drive() {
+    fn a_sleeping_thread_does_not_count_as_waiting_for_a_drive() {
         let (hold, held) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::Builder::new().name("osd-0".into());
         let thread = thread.spawn(move || held.recv().is_ok()).unwrap();

@@ -26,7 +26,10 @@ pub enum Command {
     Status(commands::status::StatusArgs),
     #[command(subcommand, about = "Create, list and remove pools")]
     Pool(commands::pool::PoolCommand),
-    #[command(subcommand, about = "List targets, take them out and in, replace them")]
+    #[command(
+        subcommand,
+        about = "List targets, take targets out of use and into use again, and replace lost targets"
+    )]
     Target(commands::target::TargetCommand),
     Scrub(commands::scrub::ScrubArgs),
     Put(commands::put::PutArgs),

@@ -206,7 +206,7 @@ fn existing_files_are_overwritten_only_with_force() {
 }
 
 #[test]
-fn fragments_may_lie_in_several_directories_and_files_may_be_pipes() {
+fn fragments_may_lie_in_several_directories_and_input_and_output_may_be_pipes() {
     let dir = Dir::new();
     let data = noise(300_000);
     dir.write("file", &data);

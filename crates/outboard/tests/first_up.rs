@@ -28,8 +28,8 @@ impl Place {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        // A shell makes its background jobs ignore these signals. The command would inherit this,
-        // so `env` restores the default actions.
+        // A shell makes its background jobs ignore these signals. The command would inherit this
+        // setting, so `env` restores the default actions.
         let mut command = Command::new("env");
         command.args(["--default-signal=INT,QUIT,HUP", env!("CARGO_BIN_EXE_outboard")]);
         command.args(args).env("OUTBOARD_DIR", self.node());
@@ -140,7 +140,7 @@ fn said(output: &Output) -> String {
 const POINTS: [&str; 3] = ["targets/0.img.unfinished", "targets/0.img", "outboard.toml"];
 
 #[test]
-fn a_killed_first_up_does_not_affect_the_next_up() {
+fn the_next_up_works_after_the_first_up_was_killed() {
     for point in POINTS {
         let place = Place::new();
         place.interrupt_at(point, Signal::KILL, &[]);
@@ -150,7 +150,7 @@ fn a_killed_first_up_does_not_affect_the_next_up() {
 }
 
 #[test]
-fn a_first_up_interrupted_by_ctrl_c_does_not_affect_the_next_up() {
+fn the_next_up_works_after_ctrl_c_interrupted_the_first_up() {
     for point in POINTS {
         let place = Place::new();
         place.interrupt_at(point, Signal::INT, &[]);
@@ -159,7 +159,7 @@ fn a_first_up_interrupted_by_ctrl_c_does_not_affect_the_next_up() {
 }
 
 #[test]
-fn an_interrupted_up_detach_also_stops_the_node_in_the_background() {
+fn interrupting_up_detach_also_stops_the_node_in_the_background() {
     for signal in [Signal::INT, Signal::KILL] {
         let place = Place::new();
         place.interrupt_at("outboard.toml", signal, &["--detach"]);

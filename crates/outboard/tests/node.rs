@@ -141,7 +141,7 @@ fn metrics_of(process: &Value) -> String {
 }
 
 #[test]
-fn a_node_in_dpu_placement_starts_survives_kills_and_stops() {
+fn a_node_in_dpu_placement_restarts_killed_roles_and_stops_completely() {
     let node = Node::new();
     let endpoint = node.up("dpu", "2");
     let status = node.status();
@@ -179,7 +179,7 @@ fn a_node_in_dpu_placement_starts_survives_kills_and_stops() {
 }
 
 #[test]
-fn a_node_in_host_placement_runs_one_role_and_shares_targets_with_dpu() {
+fn a_node_in_host_placement_runs_one_role_and_can_switch_to_dpu_placement() {
     let node = Node::new();
     node.up("host", "1");
     let status = node.status();
@@ -260,7 +260,7 @@ fn roles_raise_their_soft_limit_of_descriptors_to_the_hard_limit() {
         let process = node.process(role, |p| p["phase"] == "running");
         assert_eq!(process["max_fds"].as_u64(), hard.or(Some(u64::MAX)), "{process:#}");
     }
-    assert!(node.logs().contains("limit of open descriptors"), "{}", node.logs());
+    assert!(node.logs().contains("limit of open file descriptors"), "{}", node.logs());
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn commands_wait_until_a_restarting_osd_is_ready() {
 }
 
 #[test]
-fn target_files_outside_the_directory_are_accessible_to_their_owner_only() {
+fn target_files_outside_the_node_directory_are_accessible_to_their_owner_only() {
     use std::os::unix::fs::PermissionsExt;
     let node = Node::new();
     let elsewhere = tempfile::tempdir().unwrap();
@@ -352,7 +352,7 @@ fn invalid_flags_and_configurations_are_refused() {
 }
 
 #[test]
-fn a_failed_first_up_does_not_fix_the_number_of_targets() {
+fn after_a_failed_first_up_the_number_of_targets_can_still_be_chosen() {
     let node = Node::new();
     let output = outboard(node.dir.path(), &["up", "--detach", "--target-size", "1"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
@@ -465,8 +465,8 @@ fn roles_work_without_a_supervisor_over_unix_and_tcp_sockets() {
     }
 }
 
-/// A full file system of the logs stops no role. The roles omit the messages that they cannot
-/// write.
+/// A full file system that contains the logs stops no role. The roles omit the messages that they
+/// cannot write.
 #[test]
 fn a_node_serves_clients_while_its_logs_cannot_be_written() {
     let node = Node::new();

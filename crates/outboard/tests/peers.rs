@@ -14,9 +14,9 @@ use futures::future::{join, join_all};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
-/// Maximum time of a client to connect.
+/// Maximum time that a client may take to connect.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Maximum time until the first answer to a new client at the other address. It suffices for a
+/// Maximum time until the first answer to a new client at the address [`OTHER`]. It suffices for a
 /// machine that is busy with other tests. On an idle machine the answer takes less than a second;
 /// the test prints the time.
 const SERVED: Duration = Duration::from_secs(20);
@@ -61,7 +61,7 @@ impl Node {
         command.env("OUTBOARD_DIR", self.dir.path()).env_remove("OUTBOARD_ENDPOINT").output().unwrap()
     }
 
-    /// Runs a command that connects from the other address. Returns its standard output.
+    /// Runs a command that connects from the address [`OTHER`]. Returns its standard output.
     fn ok(&self, args: &[&str]) -> String {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         checked(args, self.run(command.args(["--bind", &OTHER.to_string()]).args(args)))
@@ -117,7 +117,7 @@ async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
     (began.elapsed(), client)
 }
 
-/// Connects a client at the other address, appends to the object `log`, and ends the session.
+/// Connects a client at the address [`OTHER`], appends to the object `log`, and ends the session.
 async fn visit(endpoint: &str) {
     let (_, client) = served(endpoint, OTHER).await;
     client.pool("p").unwrap().object("log").unwrap().append("visit ").await.unwrap();
@@ -130,7 +130,7 @@ fn count(status: &Value, what: &str, reason: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() {
+async fn one_address_cannot_lock_out_other_addresses_with_connections_or_idle_sessions() {
     let files = raise_limit();
     assert!(files >= 6000, "this test needs a hard limit of 6000 open files (ulimit -Hn), not {files}");
     let node = Node::up("dpu", files);
@@ -147,20 +147,21 @@ async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() 
     let crowd: Vec<Client> = rest.buffered(32).collect().await;
     let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
 
-    // These clients stay connected. Each needs a place that a client of the flooding address holds.
+    // These clients stay connected. Each needs a connection slot that a client of the flooding
+    // address holds.
     let (mut waits, mut others) = (Vec::new(), Vec::new());
     for _ in 0..8 {
         let (wait, client) = served(endpoint, OTHER).await;
         waits.push(wait);
         others.push(client);
     }
-    println!("clients at the other address were served after {waits:?}");
+    println!("clients at {OTHER} were served after {waits:?}");
     let status = node.status();
     let reclaimed = count(&status, "reclaimed", "connections");
     assert!(reclaimed >= others.len() as u64, "{:#}", status["osd"]["connections"]);
     assert!(count(&status, "reclaimed", "handshakes") > 0, "{:#}", status["osd"]["connections"]);
 
-    // The clients that were silent longest have lost their places. All clients can continue in
+    // The clients that were silent longest have lost their connections. All clients can continue in
     // their sessions.
     log.append("two,").await.unwrap();
     for client in &crowd[..8] {
@@ -172,7 +173,7 @@ async fn one_address_cannot_lock_out_others_with_connections_or_idle_sessions() 
 }
 
 #[tokio::test]
-async fn appends_in_flight_take_effect_once_when_their_session_loses_its_place() {
+async fn appends_in_flight_take_effect_once_when_their_connection_is_reclaimed() {
     raise_limit();
     let node = Node::up_with("host", 1024, &[("OUTBOARD_OSD_SESSIONS", "4")]);
     let status = node.status();
@@ -182,8 +183,8 @@ async fn appends_in_flight_take_effect_once_when_their_session_loses_its_place()
     first.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
     first.close().await;
 
-    // Every session of the flooding address is busy, so each session that loses its place has
-    // requests in flight.
+    // Every session of the flooding address is busy, so each session whose connection is reclaimed
+    // has requests in flight.
     let crowd = join_all((0..4).map(|_| connect(endpoint, CROWD))).await;
     let is_over = Cell::new(false);
     let writers = crowd.iter().enumerate().map(async |(writer, client)| {
@@ -241,7 +242,7 @@ async fn a_node_with_few_file_descriptors_serves_every_address() {
     }
     assert!(
         crowd.len() >= max_connections / 2,
-        "one address may use the places that no other address needs: {}",
+        "one address may use the connection slots that no other address needs: {}",
         crowd.len()
     );
     let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();

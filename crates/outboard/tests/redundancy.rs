@@ -203,7 +203,7 @@ fn failed_targets(node: &Node) -> Vec<usize> {
 }
 
 #[test]
-fn a_dead_drive_stays_failed_during_another_remount_and_an_osd_restart() {
+fn a_dead_drive_stays_failed_while_another_drive_is_remounted_and_the_osd_restarts() {
     let node = node("dpu");
     let bytes = content(300_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -229,7 +229,7 @@ fn a_dead_drive_stays_failed_during_another_remount_and_an_osd_restart() {
     node.ok(&["put", "e/1", &node.path("file")]);
     let log = node.path("node/log/store.log");
     node.wait("another target is remounted", || {
-        fs::read_to_string(&log).unwrap().contains("mounted anew target_uuid")
+        fs::read_to_string(&log).unwrap().contains("was remounted target_uuid")
             && failed_targets(&node) == [dead]
     });
     assert_reads(&["e", "m"], "after another target's remount");
@@ -291,7 +291,7 @@ fn a_scrub_repairs_a_damaged_drive() {
     assert!(said.contains("checksum mismatch"), "{said}");
 }
 
-/// A stopped process. Dropping the value continues the process.
+/// A process that SIGSTOP has paused. Dropping the value continues the process.
 struct Stopped(Pid);
 
 impl Stopped {
@@ -309,7 +309,7 @@ impl Drop for Stopped {
 
 /// The pause is longer than `osd.target_timeout`, so every call on every target times out.
 #[test]
-fn redundant_pools_survive_a_store_that_is_stopped_for_13_seconds() {
+fn redundant_pools_survive_a_store_process_that_is_paused_for_13_seconds() {
     let node = node("dpu");
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
@@ -333,7 +333,7 @@ fn redundant_pools_survive_a_store_that_is_stopped_for_13_seconds() {
         drop(stopped);
         for put in puts {
             let took = put.join().unwrap();
-            assert!(took > Duration::from_secs(13), "a put ended while the store was stopped: {took:?}");
+            assert!(took > Duration::from_secs(13), "a put ended while the store was paused: {took:?}");
         }
     });
     for (pool, _) in pools {

@@ -72,8 +72,8 @@ impl Node {
         }
     }
 
-    /// Stops the process of `role`, as if it hung, and waits until the watchdog has restarted the
-    /// role.
+    /// Pauses the process of `role` with SIGSTOP, so that it hangs, and waits until the watchdog
+    /// has restarted the role.
     fn hang(&self, role: &str) {
         let before = self.process(role);
         signal(&before, Signal::STOP);
@@ -135,7 +135,7 @@ fn a_hanging_node_in_host_placement_is_restarted() {
 }
 
 #[test]
-fn a_pause_of_the_whole_node_restarts_nothing() {
+fn a_pause_of_the_whole_node_restarts_no_role() {
     let node = Node::up("dpu");
     let before = node.processes();
     before.iter().for_each(|process| signal(process, Signal::STOP));

@@ -45,8 +45,8 @@ pub struct Finding {
 const OLDEST_KERNEL: (u32, u32) = (5, 15);
 /// Minimum limit of locked memory, in bytes. The store locks memory for registered buffers.
 const MEMLOCK_WANTED: u64 = 256 << 20;
-/// Number of 2 MiB huge pages for the memory that an osd and a store share, at the default sizes
-/// and including emulated DPU memory.
+/// Number of 2 MiB huge pages that an osd and a store need for shared memory with the default
+/// sizes, including emulated DPU memory.
 const HUGE_PAGES_WANTED: u64 = 130;
 /// Number of file descriptors that a node with many clients needs.
 const FILES_WANTED: u64 = 4096;
@@ -113,12 +113,13 @@ fn memlock() -> Finding {
         .is_some_and(|mask| mask & (1 << 14) != 0);
     let enough = privileged || have >= MEMLOCK_WANTED;
     let size = if have == u64::MAX { "unlimited".to_owned() } else { ByteSize(have).to_string() };
-    let found = if privileged { format!("{size}, not applied to this user (CAP_IPC_LOCK)") } else { size };
+    let found =
+        if privileged { format!("{size}, which does not apply to this user (CAP_IPC_LOCK)") } else { size };
     Finding {
         what: "memory lock limit",
         grade: if enough { Grade::Good } else { Grade::Costs },
         found,
-        why: "a write of 2 MiB costs about 10 µs of CPU time with registered buffers, and about 110 µs with others",
+        why: "a write of 2 MiB costs about 10 µs of CPU time with registered buffers, and about 110 µs with other buffers",
         remedy: (!enough).then(|| {
             let wanted = ByteSize(MEMLOCK_WANTED);
             format!(
@@ -306,14 +307,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_without_direct_io_is_graded_as_preventing_a_node() {
+    fn a_directory_without_direct_io_gets_the_grade_prevents() {
         let finding = direct_io(Path::new("/proc"));
         assert_eq!(finding.grade, Grade::Prevents, "{finding:?}");
         assert!(finding.remedy.is_some());
     }
 
     #[test]
-    fn direct_io_is_checked_at_the_places_of_the_targets() {
+    fn direct_io_is_checked_in_the_directories_of_the_targets() {
         let dir = tempfile::tempdir().unwrap();
         let here = dir.path().to_owned();
         assert_eq!(places(&here.join("node"), &[]), vec![here.clone()]);

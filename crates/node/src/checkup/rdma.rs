@@ -237,7 +237,7 @@ mod tests {
     const NO_GID: &str = "0000:0000:0000:0000:0000:0000:0000:0000";
 
     #[test]
-    fn a_healthy_rdma_port_is_good_and_each_fault_has_a_remedy() {
+    fn a_healthy_rdma_port_gets_the_grade_good_and_each_fault_has_a_remedy() {
         let cases = [
             (("1: CA", "4: ACTIVE", GID, "RoCE v2", "4200"), [true, true, true]),
             (("1: CA", "1: DOWN", GID, "RoCE v2", "9000"), [false, true, true]),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn rdma_devices_that_cannot_be_opened_are_graded_as_costs() {
+    fn rdma_devices_that_cannot_be_opened_get_the_grade_costs() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(access(root.path()).grade, Grade::Costs);
         fs::write(root.path().join("uverbs0"), "").unwrap();

@@ -18,8 +18,9 @@ use node::failure::{Doing, Failure, Result};
 use node::state::{NodeState, Role};
 use node::units::ByteSize;
 
-/// How long to wait for a role that restarts.
+/// Maximum time to wait for a role that restarts.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Pause between two attempts to reach a role that restarts.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The debugging commands.
@@ -27,13 +28,13 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub enum DebugCommand {
     /// Arm a fault in a running node
     ///
-    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N].
-    /// The sites and their actions are: dma.transfer (fail, stall, corrupt), dma.doorbell (drop),
-    /// dma.device (fail; engine ofi only), store.doorbell (drop), store.device (fail; engine ofi only),
-    /// store.call (kill), osd.reply (kill), drive.write (fail), ec.offload (fail, stall). The fault skips the first N occasions
-    /// (after). Then it fires with the given probability (default: always), at most N times (count;
-    /// default: no limit). A restart of the role disarms the fault. No armed fault makes the node
-    /// lose an acknowledged change.
+    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. The sites
+    /// and their actions are: dma.transfer (fail, stall, corrupt), dma.doorbell (drop), dma.device
+    /// (fail; engine ofi only), store.doorbell (drop), store.device (fail; engine ofi only),
+    /// store.call (kill), osd.reply (kill), drive.write (fail), ec.offload (fail, stall). The fault
+    /// skips the first N occasions (after). Then it fires with the given probability (default:
+    /// always), at most N times (count; default: no limit). A restart of the role disarms the
+    /// fault. No armed fault makes the node lose an acknowledged change.
     #[command(after_help = "Examples:\n  \
         outboard debug fault dma.transfer=fail,after=100,count=1\n  \
         outboard debug fault dma.transfer=stall,late=500ms,probability=0.01\n  \
@@ -56,9 +57,9 @@ pub enum DebugCommand {
 
 /// Switch mechanisms of the host-DPU channel off, to measure their benefit
 ///
-/// Changes how the osd of a node in dpu placement uses the channel. Mechanisms that no option names
-/// work as configured, so the command without options undoes earlier changes. A restart of the
-/// osd undoes them too. Prints the resulting settings.
+/// Changes how the osd of a node in dpu placement uses the channel. A mechanism without an option
+/// in the command works as configured, so the command without options undoes earlier changes. A
+/// restart of the osd also undoes earlier changes. The command prints the resulting settings.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard debug tune --no-pipeline\n  \
@@ -86,7 +87,7 @@ pub struct TuneArgs {
 }
 
 impl TuneArgs {
-    /// The configured tuning with the changes that the options name.
+    /// Returns the configured tuning with the changes that the options name.
     fn applied_to(&self, configured: ChannelTuning) -> ChannelTuning {
         ChannelTuning {
             pipeline: configured.pipeline && !self.no_pipeline,
@@ -98,7 +99,7 @@ impl TuneArgs {
     }
 }
 
-/// A fault and its role.
+/// An armed fault, and the role in which it is armed.
 #[derive(Debug, Serialize)]
 struct FaultRow {
     role: &'static str,
@@ -184,8 +185,8 @@ fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
     Ok(dir.debug_socket(role.as_str()))
 }
 
-/// Sends a request to a role's debug socket. While the node is up, it waits for a role that
-/// restarts.
+/// Sends a request to a role's debug socket. While the node is up, this function waits for a role
+/// that restarts.
 fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
     let began = Instant::now();
     loop {
@@ -193,7 +194,8 @@ fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::i
             Ok(answer) => return Ok(answer),
             Err(error) => error,
         };
-        // A socket that was never there belongs to a role that this node does not have.
+        // Only these errors can mean that the role restarts. A socket that does not exist belongs
+        // to a role that this node does not have.
         let restarts = matches!(
             error.kind(),
             ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof
@@ -207,7 +209,7 @@ fn ask_patiently(path: &Path, node: &NodeArgs, request: &DebugRequest) -> std::i
 
 /// Sends a request to a role of the node. A refusal is an error.
 pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<DebugAnswer> {
-    let doing = format!("asking the {}", role.as_str());
+    let doing = format!("sending a debug request to the {}", role.as_str());
     let path = socket(role, node)?;
     let answer = ask_patiently(&path, node, request).map_err(|e| {
         let why = format!("{e} ({}); is the node up, with placement dpu?", path.display());

@@ -1,4 +1,5 @@
-//! `outboard doctor`: checks whether this machine can run a node well, and how to improve it.
+//! `outboard doctor`: checks whether this machine can run a node well, and says how to improve the
+//! machine.
 
 use std::io::Write;
 
@@ -13,8 +14,8 @@ use node::failure::{Doing, Failure, Result};
 
 /// Check whether this machine can run a node: kernel, io_uring, limits, huge pages, file systems
 ///
-/// Each finding states the state of the machine, why it matters, and how to improve it. The command
-/// fails only if a finding prevents a node from running.
+/// Each finding states what was found, why it matters, and what to do. The command fails only if a
+/// finding prevents a node from running.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard doctor\n  \

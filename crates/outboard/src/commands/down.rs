@@ -39,21 +39,21 @@ pub fn run(args: DownArgs, node: &NodeArgs) -> Result<()> {
     Ok(())
 }
 
-/// Asks the node's supervisor to stop the node, and waits until it has ended. Returns `false` if no
-/// supervisor was running.
+/// Asks the node's supervisor to stop the node, and waits until the supervisor has ended. Returns
+/// `false` if no supervisor was running.
 fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
     let Some((pid, supervisor)) = supervisor(dir)? else { return Ok(false) };
     if let Err(e) = rustix::process::pidfd_send_signal(&supervisor, Signal::TERM)
         && e != rustix::io::Errno::SRCH
     {
         return Err(format!(
-            "cannot send a signal to its supervisor (pid {pid}): {e}; run `outboard down` as the user who started the node"
+            "cannot send a signal to the node's supervisor (pid {pid}): {e}; run `outboard down` as the user who started the node"
         ));
     }
     if !ended_within(&supervisor, patience) {
         return Err(format!(
-            "its supervisor (pid {pid}) still runs after {}; see log/supervisor.log, wait longer with --timeout, \
-             or send it a second SIGTERM, which kills its roles (nothing acknowledged is lost)",
+            "the node's supervisor (pid {pid}) still runs after {}; see log/supervisor.log, wait longer with --timeout, \
+             or send the supervisor a second SIGTERM, which kills the role that is stopping (no acknowledged change is lost)",
             Period(patience)
         ));
     }
@@ -71,11 +71,13 @@ fn supervisor(dir: &NodeDir) -> Result<Option<(u32, OwnedFd)>, String> {
     match rustix::process::pidfd_open(id, PidfdFlags::empty()) {
         Ok(handle) if owner()? == Some(pid) => Ok(Some((pid, handle))),
         Ok(_) | Err(rustix::io::Errno::SRCH) => Ok(None),
-        Err(e) => Err(format!("cannot watch its supervisor (pid {pid}): {e}; stop this process by hand")),
+        Err(e) => {
+            Err(format!("cannot watch the node's supervisor (pid {pid}): {e}; stop this process by hand"))
+        }
     }
 }
 
-/// Waits for the end of the process. Returns `false` if it still runs after `patience`.
+/// Waits for the end of the process. Returns `false` if the process still runs after `patience`.
 fn ended_within(process: &OwnedFd, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     loop {

@@ -129,7 +129,7 @@ fn summary(text: &mut String, clean: bool, report: &FsckReport) -> std::fmt::Res
         (true, count) => format!("{count} problems, all repaired"),
         (false, count) => format!("{count} problems, {} repaired", report.repaired_count),
     };
-    let unmounted = if report.was_clean { "" } else { "; the target was not unmounted in order (harmless)" };
+    let unmounted = if report.was_clean { "" } else { "; the target was not unmounted cleanly (harmless)" };
     let (objects, checked) = (report.objects, ByteSize(report.bytes_checked));
     writeln!(text, "{state}; {objects} objects, {checked:.1} of data compared{unmounted}")?;
     if !report.complete {

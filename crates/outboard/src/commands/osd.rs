@@ -78,7 +78,7 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
             address
                 .cpus(process.config.osd.cpus)
                 .apply(ChannelSide::Dpu)
-                .doing("keeping to the CPUs of osd.cpus")?;
+                .doing("restricting the process to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
         None => {
@@ -132,7 +132,7 @@ fn ended_unasked() -> Failure {
     Failure::new("serving clients", "the osd's thread ended unexpectedly; see the log")
 }
 
-/// The thread that handles requests, and the channels to it.
+/// The thread that handles requests, and the channels between it and the role's main thread.
 struct Shard {
     /// Receives the announcement when the thread can serve clients, or the reason why it cannot.
     ready: oneshot::Receiver<Result<Ready>>,
@@ -170,8 +170,8 @@ impl Shard {
     }
 
     fn stop(self) {
-        // Ignore both errors. The first means that the thread has ended already. The second means
-        // that it has panicked, but a panic ends the process.
+        // Ignore both errors. The first error means that the thread has ended already. The second
+        // error would mean that the thread has panicked, but a panic ends the process.
         let _ = self.stop.send(());
         let _ = self.thread.join();
     }

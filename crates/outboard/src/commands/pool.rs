@@ -25,7 +25,7 @@ pub enum PoolCommand {
     Create {
         /// Name of the pool: letters, digits, '.', '_' and '-'; starts with a letter or digit
         name: String,
-        /// Number of placement groups, a power of two [default: the node's configured number]
+        /// Number of placement groups, a power of two [default: 32]
         #[arg(long, value_name = "N")]
         pg_count: Option<u32>,
         /// Redundancy scheme: single (one copy), mirror:N (N copies), or ec:K+M (K data and M

@@ -12,11 +12,11 @@ use crate::commands::locate;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 
-/// Maximum time that a command tries to reach the node in a directory. The supervisor needs less
-/// time to restart an osd.
+/// Maximum time that a command tries to reach a node that it finds by its directory. The supervisor
+/// needs less time to restart an osd.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Maximum time that a command tries to reach an address from --endpoint. It is shorter, because
-/// this address may be wrong.
+/// Maximum time that a command tries to reach an address from --endpoint. This time is shorter,
+/// because the address may be wrong.
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
 /// Time without a connection after which a command prints why it waits.
 const SILENCE: Duration = Duration::from_secs(2);
@@ -63,7 +63,9 @@ where
         result
     };
     let thread = thread::spawn(ThreadClass::Client, "0", work).doing("starting the client")?;
-    thread.join().unwrap_or_else(|_| Err(Failure::new("running the client", "it panicked; this is a bug")))
+    thread
+        .join()
+        .unwrap_or_else(|_| Err(Failure::new("running the client", "the client panicked; this is a bug")))
 }
 
 /// Connects to the node. While the node is up, the function waits for an osd that restarts.

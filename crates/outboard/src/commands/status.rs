@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Show a node: its network, processes, targets and pools
 ///
 /// The command also works while processes of the node (roles) or the whole node are down, and shows
-/// which ones are down. The exit status says only whether the command could determine the state.
+/// which of them are down. The exit status says only whether the command could determine the state.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard status\n  \

@@ -64,7 +64,7 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     args.socket
         .cpus(process.config.store.cpus)
         .apply(ChannelSide::Host)
-        .doing("keeping to the CPUs of store.cpus")?;
+        .doing("restricting the process to the CPUs of store.cpus")?;
     let engines =
         coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
     let progress = process.report_progress();

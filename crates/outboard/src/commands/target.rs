@@ -86,10 +86,10 @@ async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
             Ok(())
         }
         TargetCommand::Out { id } => {
-            client.set_target_out(id, true).await.doing(format!("taking target {id} out"))
+            client.set_target_out(id, true).await.doing(format!("taking target {id} out of use"))
         }
         TargetCommand::In { id } => {
-            client.set_target_out(id, false).await.doing(format!("taking target {id} in"))
+            client.set_target_out(id, false).await.doing(format!("taking target {id} into use"))
         }
         TargetCommand::Rate { rate } => {
             client.set_rebuild_rate(rate.0).await.doing("limiting the rate of rebuilds")

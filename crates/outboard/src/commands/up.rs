@@ -38,8 +38,8 @@ const THIS_PROGRAM: &str = "/proc/self/exe";
 ///
 /// The first start creates the node's directory with its configuration (`outboard.toml`) and its
 /// targets. The node restarts its processes (roles) when they die. The command prints the address
-/// for clients as soon as clients can connect. It then runs until Ctrl-C or `outboard down`; with
-/// --detach it returns at once.
+/// for clients as soon as clients can connect. It then runs until Ctrl-C or `outboard down`. With
+/// --detach, it returns instead, and the node runs in the background.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard up\n  \
@@ -77,9 +77,9 @@ pub struct UpArgs {
 pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     if let Some(caller) = args.background {
         // A separate process session protects the node from signals of the caller's terminal.
-        rustix::process::setsid().doing("leaving the terminal")?;
+        rustix::process::setsid().doing("detaching from the terminal")?;
         // If the caller is interrupted before clients can connect, the node must stop too. `serve`
-        // lifts this later.
+        // removes this dependency when clients can connect.
         role::end_with(caller)?;
     }
     let root = locate::root(node);
@@ -122,8 +122,8 @@ fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Creates the node, or completes an existing node. Returns a claim on the node's port if this call
-/// chose the port.
+/// Creates the node, or adds a missing port and missing targets to an existing node. Returns a
+/// claim on the node's port if this call chose the port.
 fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     if making::undo(dir).doing(doing)? {
         output::note(
@@ -244,10 +244,11 @@ fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>
     match serde_json::from_str(&line) {
         Ok(Announcement::Ready(ready)) => print_endpoint(&ready.endpoint.unwrap_or_default()),
         Ok(Announcement::Failed(why)) => Err(Failure::new(doing, why)),
-        // Every other first line means that the supervisor ended before it could announce a result.
+        // Any other first line, or none, means that the supervisor ended before it could announce a
+        // result.
         Ok(_) | Err(_) => {
             let why = format!(
-                "its supervisor ended at once; the last lines of its log {} are:\n{}",
+                "the node's supervisor ended before clients could connect; the last lines of its log {} are:\n{}",
                 log.display(),
                 logging::tail(&log, 5)
             );
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_the_first_start_are_kept_in_the_configuration() {
+    fn flags_of_the_first_start_are_stored_in_the_configuration() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };

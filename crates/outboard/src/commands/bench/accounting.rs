@@ -17,7 +17,8 @@ use node::state::{NodeState, Role};
 pub struct Processes {
     placement: Option<String>,
     known: Vec<(String, u32)>,
-    /// The store's debug socket, which reports the CPU time of the channel's thread by class.
+    /// The store's debug socket, which reports the time in the tasks of the channel's thread, by
+    /// class.
     store: Option<PathBuf>,
 }
 
@@ -26,7 +27,7 @@ pub struct Processes {
 pub struct ProcessCost {
     /// `store`, `osd`, `node`, `supervisor` or `client`.
     pub role: String,
-    /// Its process id.
+    /// Process id.
     pub pid: u32,
     /// User and system CPU time.
     pub cpu_seconds: f64,
@@ -34,7 +35,7 @@ pub struct ProcessCost {
     pub context_switches: u64,
     /// CPU time and context switches by thread class.
     pub by_class: BTreeMap<String, ClassUse>,
-    /// Largest resident memory so far.
+    /// Maximum resident memory since the start of the process.
     pub peak_resident_bytes: u64,
 }
 
@@ -43,12 +44,12 @@ pub struct ProcessCost {
 pub struct ClassUse {
     /// User and system CPU time.
     pub cpu_seconds: f64,
-    /// Voluntary and involuntary context switches; `None` for a class without its own thread. These
-    /// count for `osd`, or for `chan` on the host.
+    /// Voluntary and involuntary context switches; `None` for a class without its own thread. The
+    /// switches of this class count for `osd`, or for `chan` on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_switches: Option<u64>,
-    /// Whether the CPU time is an estimate: a share of a thread's CPU time, by time in the class's
-    /// tasks.
+    /// Whether the CPU time is an estimate: a share of the CPU time of a thread, in proportion to
+    /// the time in the tasks of this class.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub estimated: bool,
 }
@@ -61,8 +62,8 @@ pub struct UsageReading {
 }
 
 impl Processes {
-    /// Finds the processes of the node that the arguments name. A node known only by its address
-    /// has none, because it may be on a different machine.
+    /// Finds the processes of the node that the arguments name. If only the node's address is
+    /// known, finds none of them, because the node may be on a different machine.
     pub fn of(node: &NodeArgs) -> Processes {
         let local = if node.endpoint.is_some() { None } else { NodeDir::open(&locate::root(node)).ok() };
         let state = local.as_ref().and_then(NodeState::load);
@@ -111,7 +112,8 @@ impl UsageReading {
         self.processes.iter().filter_map(report).collect()
     }
 
-    /// Returns an empty list if one of the readings lacks the value.
+    /// Returns the time in the tasks of the store's channel thread since `earlier`, in ns by class.
+    /// Returns an empty list if one of the readings lacks this time.
     fn chan_ns_since(&self, earlier: &UsageReading) -> Vec<(String, u64)> {
         let spent = |(class, ns): &(String, u64)| {
             let (_, before) = earlier.chan_ns.iter().find(|(c, _)| c == class)?;
@@ -129,8 +131,8 @@ impl From<Usage> for ClassUse {
 }
 
 impl ProcessCost {
-    /// Divides the CPU time of the threads of a class among the classes of their tasks, by the time
-    /// (ns) in these tasks.
+    /// Divides the CPU time of the threads of class `threads` among the classes of their tasks, in
+    /// proportion to the time in these tasks (`thread_ns`, in ns).
     pub fn divide(&mut self, threads: &str, thread_ns: &[(String, u64)]) {
         let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
         let Some(whole) = self.by_class.get_mut(threads).filter(|_| sum > 0) else { return };
@@ -143,7 +145,8 @@ impl ProcessCost {
     }
 }
 
-/// Whether a process belongs to the storage host in its placement.
+/// Returns true if the process runs on the storage host: the store, or the only process of a node
+/// in `host` placement.
 pub fn is_host(process: &ProcessCost) -> bool {
     [Role::Store, Role::Node].iter().any(|r| r.as_str() == process.role)
 }
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_thread_is_divided_by_the_time_in_its_tasks() {
+    fn the_cpu_time_of_a_shared_thread_is_divided_by_the_time_in_its_tasks() {
         let mut process = osd();
         process.divide("osd", &[("msgr".to_owned(), 300), ("osd".to_owned(), 100), ("chan".to_owned(), 0)]);
         let msgr = ClassUse { cpu_seconds: 6.0, context_switches: None, estimated: true };
@@ -176,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn without_times_nothing_is_divided() {
+    fn without_task_times_the_cpu_time_of_a_thread_is_not_divided() {
         let mut process = osd();
         process.divide("osd", &[("msgr".to_owned(), 0)]);
         process.divide("osd", &[]);

@@ -1,4 +1,5 @@
-//! The osd's report on a measured window: phases of request time, and CPU time of its thread.
+//! What the osd measured during a benchmark: the phases of request times, and the time in the tasks
+//! of the osd's thread.
 
 use std::fmt;
 
@@ -7,8 +8,8 @@ use serde::Serialize;
 
 use super::Workload;
 
-/// The osd's time per operation in µs: the mean over the window, summed over the requests of an
-/// operation. The phases add up to the total.
+/// The osd's mean time per operation, in µs. The time of an operation is the sum over all its
+/// requests. The phases add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OpBreakdown {
     /// Requests per operation: one for a write; several for a large read, some of them concurrent.
@@ -25,7 +26,7 @@ pub struct OpBreakdown {
     pub others: f64,
 }
 
-/// The osd's measurements in a window.
+/// The osd's measurements in the window between two status answers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OsdMeasurement {
     /// Pid of the osd.
@@ -51,8 +52,8 @@ impl OsdMeasurement {
         (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
     }
 
-    /// Returns the mean over `ops` operations. `None` if the osd has handled no requests of that
-    /// kind.
+    /// Returns the mean times per operation, over `ops` operations. `None` if the osd has handled
+    /// no requests of the workload's kind.
     pub fn per_op(&self, ops: u64) -> Option<OpBreakdown> {
         let us = |ns: u64| ns as f64 / 1e3 / ops as f64;
         let t = &self.times;
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_has_what_came_in_between() {
+    fn a_measurement_is_the_difference_between_two_status_answers() {
         let window =
             OsdMeasurement::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
         assert_eq!(window.thread_ns, [("msgr".to_owned(), 400), ("osd".to_owned(), 0)]);
@@ -144,17 +145,17 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_of_what_is_not_known() {
+    fn a_restarted_osd_or_a_window_without_requests_yields_no_breakdown() {
         let before = status(1, 10, 100);
         assert_eq!(
             OsdMeasurement::between(&before, &status(2, 20, 200), Workload::Read),
             None,
-            "another process"
+            "the osd has another pid"
         );
         assert_eq!(
             OsdMeasurement::between(&before, &status(1, 2, 200), Workload::Read),
             None,
-            "another life of it"
+            "a counter has decreased, so the osd was restarted"
         );
         let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
         assert_eq!(window.per_op(10), None, "there were no writes");

@@ -46,7 +46,7 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     if args.workload != Workload::Write {
         load.populate(args).await?;
     }
-    // A node of another version, or one that is busy, may not say; the rest is measured all the same.
+    // Ignore an error: without the osd's answer, only the breakdown by phase is missing.
     let osd_before = client.status().await.ok();
     let before = processes.read();
     let started = Instant::now();
@@ -62,7 +62,10 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
         output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
     }
     if load.latency_ns.borrow().is_empty() {
-        return Err(Failure::new("measuring", "not one operation succeeded"));
+        return Err(Failure::new(
+            "measuring",
+            "no operation succeeded; the message above states the first error",
+        ));
     }
     let outcome = MeasuredCounts {
         seconds,
@@ -97,9 +100,9 @@ impl BenchLoad {
             noise: noise.into(),
             next: Cell::new(0),
             rng: RefCell::new(rng),
-            // Three digits; grows as needed.
+            // Three significant digits; a longer latency counts as `LONGEST_NS`.
             latency_ns: RefCell::new(
-                Histogram::new_with_bounds(1, LONGEST_NS, 3).doing("making the histogram")?,
+                Histogram::new_with_bounds(1, LONGEST_NS, 3).doing("creating the histogram")?,
             ),
             errors: Cell::new(0),
             first_error: RefCell::new(None),
@@ -147,7 +150,8 @@ impl BenchLoad {
                 Err(e) => {
                     self.errors.set(self.errors.get() + 1);
                     self.first_error.borrow_mut().get_or_insert_with(|| e.to_string());
-                    // A node that is down fails at once; do not spin on it.
+                    // Operations on a node that is down fail at once, so pause before the next
+                    // operation.
                     tokio::time::sleep(Duration::from_millis(10)).await;
                 }
             }

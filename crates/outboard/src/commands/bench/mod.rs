@@ -1,5 +1,5 @@
-//! `outboard bench`: a closed loop of operations on one pool. It reports the CPU time of the
-//! operations by process and thread class.
+//! `outboard bench`: runs a closed loop of operations on one pool, and reports their throughput,
+//! latency and CPU time by process and thread class.
 
 mod accounting;
 mod breakdown;
@@ -31,11 +31,11 @@ pub enum Workload {
 
 /// Measure throughput, latency and CPU per operation
 ///
-/// Keeps a number of operations in flight for some time. The objects are called bench-SIZE-N; reads
-/// first write the objects that are missing.
+/// Keeps a fixed number of operations in flight for the given time. The objects are called
+/// bench-SIZE-N. The workloads read and randread first write the objects that are missing.
 ///
-/// Latency is measured in this program. Below it, the output divides the osd's part of the latency
-/// per operation: in "host write" the store worked (wrote or read); in "dma" a transfer was in
+/// Latency is measured in this program. Below the latency, the output divides the osd's part of it
+/// into phases: in "host write" the store worked (wrote or read); in "dma" a transfer was in
 /// progress; in "dma wait" a transfer was queued; "others" is the rest. Each moment counts for one
 /// phase only, in this order of precedence: dma, host write, dma wait. So the phases add up to the
 /// total. Requests of other clients in the same period count too.
@@ -46,9 +46,10 @@ pub enum Workload {
 ///
 /// CPU and context switches are shown by process and thread class. Connections (msgr) and, on a
 /// DPU, the channel's software (chan) share the osd's thread. On the host, the channel's software
-/// and the store share a thread. The CPU time of a shared thread is divided by the time in the
-/// tasks of each class; this is an estimate and is marked as one. Context switches of a shared
-/// thread cannot be divided. They all count for osd, or for chan on the host.
+/// and the store share a thread. The CPU time of a shared thread is divided among its classes in
+/// proportion to the time in their tasks; this is an estimate and is marked as one. The context
+/// switches of a shared thread cannot be divided: all of them count for osd, or for chan on the
+/// host.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
@@ -63,10 +64,10 @@ pub struct BenchArgs {
     /// Size of each object
     #[arg(long, default_value = "4MiB", value_name = "S")]
     pub object_size: ByteSize,
-    /// Operations in flight
+    /// Number of operations in flight
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     pub in_flight: u32,
-    /// Seconds to measure
+    /// Duration of the measurement in seconds
     #[arg(long, default_value_t = 10, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub seconds: u32,
     /// Number of objects [default: enough for 1 GiB, between 64 and 16384]

@@ -10,7 +10,8 @@ use super::breakdown::{OpBreakdown, OsdMeasurement};
 use super::{BenchArgs, Workload};
 use node::units::ByteSize;
 
-/// The results. The JSON form is stable: fields are never removed, but new fields may be added.
+/// The results of a benchmark. The JSON form is stable: fields are never removed, but new fields
+/// may be added.
 #[derive(Debug, Serialize)]
 pub struct BenchReport {
     pub workload: Workload,
@@ -22,7 +23,7 @@ pub struct BenchReport {
     pub seconds: f64,
     pub ops: u64,
     pub errors: u64,
-    /// 10^6 bytes of objects per second.
+    /// Throughput in 10^6 bytes of object data per second.
     pub mb_per_s: f64,
     pub iops: f64,
     pub latency_us: Latency,
@@ -47,7 +48,7 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// The counts of the measured window.
+/// The counts of a measurement.
 pub struct MeasuredCounts<'a> {
     pub seconds: f64,
     pub latency_ns: &'a Histogram<u64>,
@@ -117,7 +118,7 @@ impl fmt::Display for BenchReport {
             l.mean, l.p50, l.p99, l.p999, l.max
         )?;
         if let Some(breakdown) = &self.breakdown_us {
-            writeln!(f, "  of it, mean µs: {breakdown}")?;
+            writeln!(f, "  latency by phase, mean µs: {breakdown}")?;
         }
         writeln!(
             f,

@@ -1,8 +1,8 @@
 //! Copies objects out of a pool.
 //!
-//! Any client may have written the objects, so their names and link targets are not trusted. They
-//! must not make the copy write outside its destination. Therefore the copy checks names, creates
-//! symlinks last, and refuses to write through a symlink in place of a directory.
+//! Any client may have written the objects, so their names and link targets are not trusted. A name
+//! or a link target must not make the copy write outside its destination. Therefore the copy checks
+//! names, creates symlinks last, and refuses to follow a symlink where it expects a directory.
 
 use std::collections::HashSet;
 use std::fs;
@@ -48,7 +48,7 @@ async fn single(from: PoolPrefix, to: &Path) -> Result<()> {
 struct Later {
     /// Symlinks to create.
     links: Vec<(Object, PathBuf)>,
-    /// Directories whose modes are to be set.
+    /// Directories whose modes the copy must set.
     directories: Vec<(PathBuf, FileMeta)>,
 }
 
@@ -64,7 +64,7 @@ struct Destination {
 
 async fn tree(job: CopyOptions, from: PoolPrefix, to: &Path) -> Result<()> {
     let doing = format!("copying pool {}", from.pool.name());
-    fs::create_dir_all(to).doing(format!("making {}", to.display()))?;
+    fs::create_dir_all(to).doing(format!("creating the directory {}", to.display()))?;
     let destination = Arc::new(Destination {
         root: to.to_owned(),
         prefix: from.directory(),
@@ -196,14 +196,15 @@ impl Destination {
     }
 }
 
-/// Queries the file's metadata and the size in bytes of an object.
+/// Queries an object. Returns the metadata of the file that was copied to it, if any, and its size
+/// in bytes.
 async fn look(object: &Object) -> client::Result<(Option<FileMeta>, u64)> {
     let found = object.describe().await?;
     let meta = found.xattrs.iter().find(|(name, _)| name == file_meta::XATTR);
     Ok((meta.and_then(|(_, value)| FileMeta::decode(value)), found.stat.size))
 }
 
-/// Copies the data of an object to the file `path`, unless the file is current.
+/// Copies the data of an object to the file `path`, unless the file is up to date.
 async fn file(
     object: &Object,
     path: &Path,

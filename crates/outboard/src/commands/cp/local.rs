@@ -86,7 +86,8 @@ pub fn is_special(path: &Path) -> bool {
 }
 
 /// A new file, under a temporary name in the directory of its destination.
-/// [`finish`](NewFile::finish) gives it its final name. A file that is dropped before is removed.
+/// [`finish`](NewFile::finish) gives it its final name. A value that is dropped unfinished removes
+/// the temporary file.
 pub struct NewFile {
     file: Option<File>,
     temporary: PathBuf,

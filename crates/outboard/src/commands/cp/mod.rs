@@ -20,9 +20,9 @@ use node::progress::ProgressMeter;
 ///
 /// Either the source or the destination is in the node, written outboard:POOL[:NAMESPACE]/PREFIX.
 /// The copy preserves directories, symlinks, modes, times, and names that are not UTF-8. If a file
-/// exists at the destination with the same size and time, it is not copied again. Therefore an
-/// interrupted copy that is run again continues where it stopped. All data that is read from the
-/// node is verified against its checksums.
+/// exists at the destination with the same size and modification time, it is not copied again.
+/// Therefore an interrupted copy that is run again continues where it stopped. All data that is
+/// read from the node is verified against its checksums.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard cp -r /usr/share outboard:files/share\n  \
@@ -85,7 +85,7 @@ impl PoolPrefix {
         Ok(PoolPrefix { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
     }
 
-    /// Returns the prefix as that of a directory: it is empty, or ends in a slash.
+    /// Returns the prefix in the form of a directory: empty, or with a slash at its end.
     fn directory(&self) -> String {
         match self.prefix.as_str() {
             "" => String::new(),
@@ -112,7 +112,7 @@ enum PathOutcome {
     Copied(u64),
     /// The destination was up to date already; contains the size in bytes.
     Kept(u64),
-    /// The link is created, or the mode of the directory is set, at the end of the copy.
+    /// The link will be created, or the mode of the directory set, at the end of the copy.
     Deferred,
     /// The path was not copied, because the node did not answer; contains the message for the user.
     Unanswered(String),
@@ -129,8 +129,8 @@ impl PathOutcome {
     }
 }
 
-/// Number of consecutive paths without an answer of the node after which a copy ends. Each further
-/// path would only wait for its own timeout.
+/// A copy ends after this number of consecutive paths for which the node gives no answer. Each
+/// further path would only wait for its own timeout.
 const UNANSWERED_MOST: u64 = 8;
 
 /// Maximum number of failed paths that are reported individually. Further failures are only

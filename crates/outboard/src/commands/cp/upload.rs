@@ -81,8 +81,8 @@ async fn tree(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     }
 }
 
-/// Lists the objects that exist already. The copy checks only for these objects whether they are
-/// current.
+/// Lists the existing objects whose names begin with `prefix`. Only these objects can be up to
+/// date, so the copy queries no other objects.
 async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     let mut names = HashSet::new();
     let mut listing = to.pool.list(prefix);
@@ -119,8 +119,8 @@ async fn copy_below(
     copy(object, found, may_be_there).await
 }
 
-/// Copies one path to `object`, unless the object is current. With `may_be_there` = false, the
-/// object is known not to exist and is not queried.
+/// Copies one path to `object`, unless the object is up to date. With `may_be_there` = false, the
+/// object is known not to exist, and the copy does not query it.
 async fn copy(
     object: Object,
     found: SourcePath,

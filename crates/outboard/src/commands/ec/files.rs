@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_prefix_of_a_fragment_is_parsed_from_its_name() {
+    fn the_prefix_of_a_fragment_is_parsed_from_its_file_name() {
         for (path, index, name) in [("a", 0, "a.000.fragment"), ("/x/b.tar", 254, "/x/b.tar.254.fragment")] {
             assert_eq!(fragment_path(Path::new(path), index), Path::new(name));
             assert_eq!(prefix(Path::new(name)), Some(path.into()));

@@ -1,5 +1,5 @@
 //! `outboard ec`: encodes files into fragments with parity and decodes them, without a node. It
-//! also measures the erasure code, and controls where a node computes parity.
+//! also controls where a node computes parity.
 
 mod decode;
 mod encode;

@@ -13,9 +13,10 @@ use node::report::coding_line;
 /// mode
 ///
 /// MODE is latency-sensitive (the host's processor computes all parity), async (the DPU computes
-/// all parity), hybrid:A:B (the host computes A of every A + B pieces), or hybrid:auto (the node
-/// chooses the faster place for each piece). While the host's processor is busy with other work,
-/// the DPU computes all parity in every mode.
+/// all parity), hybrid:A:B (of every A + B coding tasks, the host computes A and the DPU computes
+/// B), or hybrid:auto (the node divides the coding tasks between host and DPU by the load and the
+/// measured speed of both). While the host's processor is busy with other work, the DPU computes
+/// all parity in every mode.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec mode\n  \
