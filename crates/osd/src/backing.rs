@@ -108,7 +108,8 @@ impl Backing {
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
-            // A poisoned store returns only durable data.
+            // A poisoned store refuses the transaction, but reads from this store return only
+            // durable data.
             Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
             Err(e) => Err(e),
         }

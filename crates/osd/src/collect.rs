@@ -24,10 +24,10 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The uploads that a head object refers to.
 struct Head {
-    /// Upload in the head's current manifest.
+    /// Upload in the current manifest of the head object.
     named: Option<UploadId>,
-    /// Upload of the last manifest that was committed to the head, even if the head has no manifest
-    /// now.
+    /// Upload of the last manifest that was committed to the head object, even if the object has no
+    /// manifest now.
     committed: Option<UploadId>,
 }
 

@@ -75,7 +75,7 @@ pub struct TargetRetry {
     /// relapse). The pause doubles with each further relapse. A target that is slow for the first
     /// time is probed at once.
     pub slow_pause: Duration,
-    /// Maximum pause after `slow_pause` was doubled several times.
+    /// Maximum length of the pause when `slow_pause` is doubled repeatedly.
     pub slow_pause_max: Duration,
     /// Maximum duration of a probe that brings a target back into use. A slower answer leads to
     /// another probe.
@@ -83,7 +83,7 @@ pub struct TargetRetry {
     /// Pause before the first probe of a target that has reported an I/O error. The pause doubles
     /// with each failed probe and each relapse.
     pub failing_pause: Duration,
-    /// Maximum pause after `failing_pause` was doubled several times.
+    /// Maximum length of the pause when `failing_pause` is doubled repeatedly.
     pub failing_pause_max: Duration,
     /// Maximum number of relapses in a row after I/O errors. At the next relapse, the OSD gives the
     /// target up and sends no more probes.

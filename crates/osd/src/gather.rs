@@ -27,8 +27,8 @@ use crate::fail::{Fail, StepResult};
 pub(crate) const SEGMENT: usize = 2 << 20;
 
 /// Data up to this length, in bytes, is pulled as a whole and sent to the store inside the
-/// transaction. Between OSD and store, this takes one message in each direction instead of four. A
-/// pipeline of segments has no benefit for a single segment.
+/// transaction. Between OSD and store, the write then takes one message in each direction instead
+/// of four. A pipeline of segments has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
 /// The limit that replaces [`WHOLE`] while other requests are in progress, in bytes. The other
 /// requests keep network, DMA and drive busy, so a pipeline within each request would only cost CPU
@@ -50,7 +50,7 @@ pub(crate) enum Gathered {
 pub(crate) struct StagedPayload {
     /// Bytes before the first offset at which the store can stage data. They are not staged.
     pub(crate) head: Payload,
-    /// The staged data after `head`.
+    /// The staged data, which follows `head`.
     pub(crate) stage: StageGuard,
     /// Number of staged bytes.
     pub(crate) len: u64,

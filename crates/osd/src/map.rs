@@ -159,8 +159,8 @@ impl NodeMap {
             };
             copies.push(copy);
         }
-        // If two maps have the same epoch, the map with more copies is valid. The other map could
-        // not be saved.
+        // If two maps have the same epoch, the map with more copies is valid. The other map was not
+        // saved on enough targets.
         let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
         let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
         let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
@@ -278,8 +278,8 @@ impl NodeMap {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
-                // Placement groups that cannot work without the target wait for it; saving the map
-                // does not.
+                // Placement groups that cannot work without the target wait for the target; saving
+                // the map does not wait.
                 target.overdue(&ids::node_collection(), patience);
                 return Ok(Some(late(patience)));
             };

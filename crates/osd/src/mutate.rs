@@ -322,7 +322,8 @@ impl Change<'_> {
         Ok((QueuedChange { note, new, mutated, dropped: drafted.dropped }, committed))
     }
 
-    /// Handles a transaction's outcome.
+    /// Handles the outcome of a change's transaction. If the store was lost, prepares another
+    /// attempt.
     fn conclude<'a>(
         &self,
         (queued, pending, outcome): Concluded<'a>,

@@ -191,7 +191,7 @@ impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
     }
 }
 
-/// Content of a [`MemEngine`], and the rules of `docs/semantics.md` for it.
+/// Content of a [`MemEngine`], with methods that implement `docs/semantics.md`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Model {
     pools: BTreeMap<String, ModelPool>,

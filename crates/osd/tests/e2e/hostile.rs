@@ -1,4 +1,5 @@
-//! Tests with invalid requests. The node must refuse them, and may at worst end their own session.
+//! Tests with invalid requests. The node must refuse each of these requests. At worst, it may end
+//! the session of the request.
 
 use base::block::Payload;
 use bytes::Bytes;

@@ -43,7 +43,7 @@ impl BulkSink for Sink {
 /// A read of up to 2 MiB returns one version of the object, even if changes run right before and
 /// right after the read's turn.
 #[tokio::test]
-async fn a_read_of_a_growing_object_that_fits_one_segment_sees_one_version() {
+async fn a_read_of_one_segment_of_a_growing_object_sees_one_version() {
     let node = Node::start();
     let object = node.object().await;
     object.put(data(300_000, 1)).await.unwrap();

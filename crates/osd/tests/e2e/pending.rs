@@ -34,8 +34,8 @@ async fn while_pending<T>(
     let following = async {
         node.waited(1).await;
         raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
-        // Requests of one connection begin in order. Once the second request is answered, the first
-        // request has therefore progressed as far as it can.
+        // Requests of one connection begin in order. Once the listing of pools is answered, the
+        // request `then` has therefore progressed as far as it can.
         raw.send(
             wire::encode_request(&head(2), &RequestBody::Admin(AdminRequest::PoolList)),
             Payload::default(),

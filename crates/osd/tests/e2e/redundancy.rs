@@ -148,13 +148,13 @@ async fn reads_of_a_mirrored_object_are_spread_over_its_copies() {
     rig.fill(&[20_000]).await;
     let before = reads(&rig);
     for _ in 0..12 {
-        rig.check("a read").await;
+        rig.check("with all copies").await;
     }
     let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
     assert_eq!(read, [4, 4, 4]);
     rig.set_down(&[1], true);
     for _ in 0..4 {
-        rig.check("a copy is lost").await;
+        rig.check("without one copy").await;
     }
     assert!(rig.node.fired() >= 1, "the lost target was called");
 }

@@ -1,4 +1,4 @@
-//! Striped objects: objects that are stored as a head object and parts.
+//! Tests of striped objects, which are stored as a head object and parts.
 
 use std::io;
 use std::pin::Pin;

@@ -216,11 +216,11 @@ async fn an_unreadable_drive_is_not_used_until_the_operator_brings_it_back() {
         assert!(found.damaged > found.repaired, "{redundancy}: the fault fired");
         let failed = |status: client::NodeStatus| status.targets[1].failure.clone();
         assert!(failed(rig.client.status().await.unwrap()).is_some(), "{redundancy}");
-        rig.check("one drive is gone").await;
+        rig.check("without the failed drive").await;
         let again = scrub(&rig).await;
         assert_eq!((again.damaged, again.inconsistent, again.failure), (0, 0, None), "{redundancy}");
         rig.bring_back(&[1]).await;
         assert_eq!(failed(rig.client.status().await.unwrap()), None, "{redundancy}");
-        rig.check("the drive is back").await;
+        rig.check("after the drive returned").await;
     }
 }

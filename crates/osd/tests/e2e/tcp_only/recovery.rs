@@ -343,7 +343,7 @@ async fn reads_return_no_old_data_after_a_restart_without_the_only_newest_copy()
     }
     assert!((1..60).contains(&there), "{there} objects were readable");
     rig.bring_back(&[1]).await;
-    rig.check("all are back").await;
+    rig.check("after all targets returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
 }
 
@@ -382,7 +382,7 @@ fn comes_back(rig: &Rig, target: usize) {
 async fn all_is_well(mut rig: Rig) {
     wait_until_whole(&rig.client).await;
     rig.put(5, 70_000, 101).await;
-    rig.check("all are back").await;
+    rig.check("after all targets returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
     rig.client.start_scrub("pool", false).await.unwrap();
     until("the scrub ends", async || !rig.client.scrub_status("pool").await.unwrap().running).await;
@@ -463,7 +463,7 @@ async fn a_membership_record_in_force_only_on_a_lost_target_is_ignored() {
         for number in 1..10 {
             rig.put(number, 40_000, 200 + number as u64).await;
         }
-        rig.check("two targets continue").await;
+        rig.check("while two targets continue").await;
         comes_back(&rig, first);
         all_is_well(rig).await;
     }
@@ -572,7 +572,7 @@ async fn an_outdated_copy_is_not_used_when_the_only_newest_copy_is_lost() {
     let e = rig.pool.object("other").unwrap().put("x").await.unwrap_err().to_string();
     assert!(e.contains("bring back") && e.contains(&rig.node.targets()[1].0.to_string()), "{e}");
     rig.bring_back(&[1]).await;
-    rig.check("both are back").await;
+    rig.check("after both targets returned").await;
     rig.check_without_each(&[0, 1]).await;
 }
 
@@ -593,7 +593,7 @@ async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
         assert!(e.contains("bring"), "{e}");
         rig.client.set_target_out(1, true).await.unwrap();
         rig.objects = old;
-        rig.check("what is left").await;
+        rig.check("with only the outdated copy").await;
         for number in 15..30 {
             rig.put(number, 11_000, 200 + number as u64).await;
         }
@@ -601,7 +601,7 @@ async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
             rig.node.restart();
         }
         rig.bring_back(&[1]).await;
-        rig.check("it is back").await;
+        rig.check("after the lost copy returned").await;
         rig.check_without_each(&[0, 1]).await;
     }
 }
@@ -674,7 +674,7 @@ async fn a_membership_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
     rig.set_down(&[0], false);
     rig.client.set_target_out(0, false).await.unwrap();
     wait_until_whole(&rig.client).await;
-    rig.check("it is back").await;
+    rig.check("after the rebuilt target returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
 }
 

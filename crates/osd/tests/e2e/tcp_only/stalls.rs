@@ -153,7 +153,7 @@ impl Stalls {
             }
         };
         tokio::time::timeout(Duration::from_secs(30), up).await.expect("targets are used again");
-        self.rig.check("all is well").await;
+        self.rig.check("after all targets are used again").await;
     }
 
     /// Checks by a scrub that no target lacks data, and that the data of all targets is consistent.
@@ -265,7 +265,7 @@ async fn a_target_that_stalls_repeatedly_catches_up_by_itself() {
     for round in 0..6 {
         let target = [round % 3];
         stalls.stop(&target);
-        // The other targets continue.
+        // The other targets continue to serve the clients.
         load.has_done(20).await;
         assert_eq!(stalls.state(target[0]).await, TargetState::Slow, "round {round}");
         stalls.go_on(&target);
@@ -365,7 +365,7 @@ async fn a_group_waits_for_a_stalled_member_that_it_cannot_do_without() {
         load.has_done(6).await;
         let objects = load.finish().await;
         stalls.rig.objects.extend(objects);
-        stalls.rig.check("with the last members").await;
+        stalls.rig.check("with only the needed members").await;
     }
 }
 
@@ -580,7 +580,7 @@ async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_free_s
     let put = object.put(data(10_000, 2));
     let put = tokio::time::timeout(Duration::from_secs(40), put)
         .await
-        .expect("an answer before the group gives up");
+        .expect("the put is answered before the group gives up");
     assert!(matches!(put, Err(client::Error::Node(client::NodeError::NoSpace { .. }))), "{put:?}");
     assert!(stalls.rig.node.fired() > fired && stores_stalled(&stalls) > 0);
     stalls.rig.node.stores.iter().for_each(|store| store.set_full(0));
