@@ -24,7 +24,7 @@ pub(crate) struct SpaceReclaim {
     progress: Cell<u64>,
     /// Notified when `progress` grows, and when no change is running any more.
     changed: Notify,
-    /// Held while groups trim.
+    /// Lock that is held while groups trim.
     trimming: Mutex<()>,
     /// Number of trims that freed space.
     trims: Cell<u64>,

@@ -40,8 +40,8 @@ pub enum StartError {
         /// Description of the damage.
         detail: String,
     },
-    /// A target failed.
-    #[error("target {target}: {source}")]
+    /// A failure of a target prevents the start.
+    #[error("the OSD cannot start because of target {target}: {source}")]
     Target {
         /// The target.
         target: Uuid,

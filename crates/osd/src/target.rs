@@ -1,4 +1,4 @@
-//! A target, and the OSD's view of its health.
+//! [`Target`]: one target of the node, and its health as the OSD sees it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -34,8 +34,8 @@ pub(crate) struct Target {
     changed: Notify,
     /// Send time of the last probe that was answered.
     answered: watch::Sender<Option<Instant>>,
-    /// Whether a probe is running. Only one probe runs at a time, because probes of a stalled store
-    /// would accumulate.
+    /// Whether a probe is running. Only one probe runs at a time, because further probes of a
+    /// stalled store would accumulate.
     is_probed: Cell<bool>,
     /// Whether the operator has taken the target out of use.
     out: Cell<bool>,

@@ -503,8 +503,8 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
     loop {
         let event = match &mut resend {
             None => incoming.next().await,
-            // Receive answers while requests are sent again, so that client and node do not wait
-            // for each other.
+            // Receive answers while requests are sent again. Otherwise client and node could wait
+            // for each other (deadlock).
             Some(sending) => tokio::select! {
                 event = incoming.next() => event,
                 () = sending => {

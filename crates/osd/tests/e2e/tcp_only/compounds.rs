@@ -880,7 +880,7 @@ async fn sampled_compounds_on_files_leave_targets_that_fsck_finds_clean() {
 }
 
 /// Truncates the stored data of an object to `stored` bytes, but keeps the recorded size. Nodes
-/// with an object protocol before version 5 left objects in this state.
+/// that spoke a version of the object protocol below 5 left objects in this state.
 async fn cut_short(rig: &Rig, name: &str, stored: u64) {
     let stripe = u64::from(crate::redundancy::UNIT) * 2;
     let is_coded = rig.redundancy.starts_with("ec");

@@ -104,7 +104,7 @@ async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
             assert!(damage_all(store, damage).await > 0);
             assert!(content(store).await.as_ref() != Some(&before), "the fault fired");
             rig.check(&format!("{damage:?} on {target}")).await;
-            // Reads do not read parity, so only a scrub repairs it.
+            // Reads do not read parity, so only a scrub repairs damaged parity.
             if !has_data {
                 scrub(&rig).await;
             }

@@ -103,8 +103,8 @@ async fn a_full_erasure_coded_pool_can_be_read_and_emptied_after_a_restart() {
         films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
     }
     assert_none_failed(&node).await;
-    // Removed data is kept for a moment, so that the removal can be undone. The puts wait for its
-    // space.
+    // Removed data is kept for a moment, so that the removal can be undone. The puts wait for the
+    // space of this data.
     for n in 2..many {
         films.object(&format!("f{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
     }
