@@ -11,13 +11,14 @@ use crate::engine::{Capability, Engine, NativeEngine};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
-/// A client of an [`Engine`], which provides access to pools and objects. Clones share the engine
-/// and the limit on requests in flight. Any thread may use a client.
+/// Provides access to the pools and objects of an [`Engine`]. Clones share the engine and the limit
+/// on requests in flight. Any thread may use a client.
 ///
 /// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] ends the
-/// session, and so does dropping the last clone. In both cases the client tells the node, which
-/// then discards the results of the session's requests. After a drop, a task on the client's
-/// runtime tells the node. If that runtime is about to end, call [`Client::close`] first.
+/// session, and so does dropping the last clone. In both cases the client tells the node that the
+/// session has ended, and the node discards the results of the session's requests. After a drop, a
+/// task on the client's runtime tells the node. If that runtime is about to end, call
+/// [`Client::close`] first.
 #[derive(Clone)]
 pub struct Client {
     requests: Arc<Requests>,
@@ -66,7 +67,7 @@ impl Client {
         self.requests.engine()
     }
 
-    /// Checks that the engine has all capabilities of `needed`. A front end calls this method
+    /// Checks that the engine has all capabilities in `needed`. A front end calls this method
     /// before it uses the engine.
     ///
     /// # Errors
@@ -120,8 +121,8 @@ impl Client {
     /// target's number in [`NodeStatus::targets`].
     ///
     /// # Errors
-    /// If the target does not exist, or if the remaining targets are too few to change the node's
-    /// map.
+    /// If the target does not exist, if too few other targets have its data, or if the remaining
+    /// targets are too few to change the node's map.
     pub async fn set_target_out(&self, index: u32, out: bool) -> Result<()> {
         self.done(AdminRequest::TargetSetOut { index, out }).await
     }
@@ -129,15 +130,16 @@ impl Client {
     /// Gives a target's number to a new target. The node uses the new target from its next start.
     ///
     /// # Errors
-    /// If the target does not exist, or if a pool without redundancy may need it.
+    /// If the target does not exist, if too few other targets have its data, or if a pool without
+    /// redundancy may need the target.
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
         self.done(AdminRequest::TargetReplace { index, uuid }).await
     }
 
-    /// Starts a scrub of a pool unless one is already running. Returns the status of the running
-    /// scrub. A scrub verifies all stored data and reconstructs damaged fragments. With `repair`,
-    /// it also extends each object whose data is shorter than its recorded size, if the missing
-    /// bytes are certainly zeros.
+    /// Starts a scrub of a pool unless one is already running. Returns the status of this scrub. A
+    /// scrub verifies all stored data and reconstructs damaged fragments. With `repair`, it also
+    /// extends each object whose data is shorter than its recorded size, if the missing bytes are
+    /// certainly zeros.
     ///
     /// # Errors
     /// If the pool does not exist, or if `repair` is set and a scrub without `repair` is running.
@@ -212,9 +214,11 @@ impl Client {
         }
     }
 
-    /// Removes orphans: parts of striped objects that no head object refers to. An orphan is
-    /// removed if it is at least `older_than` old and its uploader's session has ended. The node
-    /// also removes orphans periodically. Returns the number of removed orphans.
+    /// Removes orphans: parts of uploads to which no head object refers. If the upload was
+    /// committed and then replaced, its parts are removed at once. Other orphans are removed if
+    /// they are at least `older_than` old and their uploader has been disconnected for at least
+    /// this time. The node also removes orphans periodically. Returns the number of removed
+    /// orphans.
     ///
     /// # Errors
     /// If the node does not answer.

@@ -10,8 +10,8 @@ use crate::{Error, Object, Result};
 /// [`Object::compound`].
 ///
 /// Conditions are checked on the object's state before the compound. Each op sees the effects of
-/// the ops before it. The largest piece of data may be as large as an object. All other pieces are
-/// sent inside the message, and together may have some tens of kilobytes. If the largest piece has
+/// the ops before it. The data of one op may be as large as an object. The data of all other ops is
+/// sent inside the message, and may have some tens of kilobytes in total. If the largest data has
 /// more than 2 MiB and another op changes a part of it, the node refuses the compound with
 /// [`BadRequest`](wire::Error::BadRequest).
 ///
@@ -85,7 +85,7 @@ impl Compound {
         self.op(Mutation::Touch)
     }
 
-    /// Writes data at an offset, in bytes.
+    /// Writes data at an offset, in bytes. Extends the object if necessary.
     pub fn write(self, offset: u64, data: impl Into<Bytes>) -> Compound {
         self.write_from(offset, Source::Bytes(data.into()))
     }
@@ -115,7 +115,7 @@ impl Compound {
         self.op(Mutation::Truncate(size))
     }
 
-    /// Sets a range to zero.
+    /// Sets the `len` bytes from `offset` to zero, and extends the object if necessary.
     pub fn zero(self, offset: u64, len: u64) -> Compound {
         self.op(Mutation::Zero { offset, len })
     }
@@ -188,8 +188,8 @@ impl Compound {
         client.requests().mutate(request).await
     }
 
-    /// Returns the largest piece of data as the payload of the request, and embeds all other data
-    /// into the ops.
+    /// Returns the largest data of an op as the payload of the request, and embeds the data of all
+    /// other ops into these ops.
     async fn take_payload(&mut self) -> Result<Option<Source>> {
         let largest = self.data.iter().max_by_key(|(_, source)| source.len()).map(|(index, _)| *index);
         let mut payload = None;

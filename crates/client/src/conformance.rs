@@ -1,8 +1,8 @@
 //! The conformance suite for engines.
 //!
-//! [`run`] checks that an engine keeps the promises of `docs/semantics.md`. It checks nothing
-//! beyond these promises. Each case uses a namespace of its own, and panics if a promise does not
-//! hold.
+//! [`run`] checks that an engine keeps the promises of `docs/semantics.md`. The suite checks
+//! nothing beyond these promises. Each case uses a namespace of its own, and panics if a promise
+//! does not hold.
 
 mod model;
 
@@ -138,7 +138,7 @@ async fn a_compound_takes_effect_completely_or_not_at_all(pool: &Pool) {
     let object = object(pool, "compound");
     let refused = object.compound().write(0, "x").remove().remove().commit().await;
     assert!(matches!(node_error(refused), NodeError::NoSuchObject(_)));
-    assert!(object.stat().await.unwrap_err().is_not_found(), "the refused compound created no object");
+    assert!(object.stat().await.unwrap_err().is_not_found(), "a refused compound creates no object");
     // Each operation sees the operations before it.
     let compound = object.compound().create().write(3, "def").append("g").truncate(6).set_xattr("a", "1");
     let made = compound.omap_set(vec![("k".into(), "v".into())]).commit().await.unwrap();

@@ -2,8 +2,9 @@
 //!
 //! The first request determines whether the object is striped. If the object is not striped, this
 //! request also reads as much data as all later concurrent requests together. Several concurrent
-//! requests read the rest. Three readers share this pipeline: [`RangeReader`] returns chunks as
-//! they arrive, [`read_into`] fills the caller's memory, and [`get_range`] fills one buffer.
+//! requests read the rest. Three readers share this [`Pipeline`] of requests: [`RangeReader`]
+//! returns chunks as they arrive, [`read_into`] fills the caller's memory, and [`get_range`] fills
+//! one buffer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,8 +21,8 @@ use crate::{Error, Object, Result};
 /// Maximum number of attempts of a read while the object keeps changing.
 const TRIES: usize = 8;
 
-/// Maximum number of bytes that the first request reads. If the object changes, the whole request
-/// is repeated.
+/// Maximum number of bytes that the first request reads. If the object changes during this request,
+/// the whole request is repeated.
 const FIRST_MAX: u64 = 16 << 20;
 
 /// Reads up to `len` bytes at `offset` into one buffer.
@@ -62,7 +63,8 @@ async fn get_once(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
     Ok(all.freeze())
 }
 
-/// Reads up to `len` bytes at `offset` into memory of the caller; returns the length of the range.
+/// Reads up to `len` bytes at `offset` into memory of the caller. Returns the number of bytes of
+/// the range that exist.
 pub(crate) async fn read_into(
     object: &Object,
     offset: u64,
@@ -148,8 +150,8 @@ impl RangeReader {
             match pipeline.next(&mut |_, _| Sink::Bytes).await {
                 Ok(Some(chunks)) => self.ready.extend(chunks),
                 Ok(None) => return Ok(None),
-                // The read can start again, because no data was returned yet. A striped object
-                // returns no data before its first part.
+                // The read can start again, because no data was returned yet. The first request to
+                // a striped object returns no data.
                 Err(e) if is_changed(&e) && !pipeline.has_given && tries < TRIES => {
                     tries += 1;
                     self.pipeline = None;
@@ -164,7 +166,7 @@ impl RangeReader {
     }
 }
 
-/// A range of an object that is not striped, or of one part.
+/// The range that one request reads, in an object that is not striped or in one part.
 struct Piece {
     part: Option<PartId>,
     if_version: Option<u64>,
@@ -172,7 +174,8 @@ struct Piece {
     len: u64,
 }
 
-/// The unread pieces of a range, cut at multiples of `step` and at the ends of parts.
+/// Iterator over the pieces of a range that were not requested yet. Pieces end at multiples of
+/// `step` and at the ends of parts.
 struct Pieces {
     /// Manifest of the object, if the object is striped.
     manifest: Option<Manifest>,
@@ -245,7 +248,7 @@ impl Pipeline {
         }
         let pieces = Pieces {
             manifest,
-            // Parts never change.
+            // Parts never change, so the read of a part needs no condition.
             if_version: manifest.is_none().then_some(version),
             at: offset.saturating_add(first_len),
             end: offset.saturating_add(range_len),
@@ -263,9 +266,9 @@ impl Pipeline {
         Ok((pipeline, Opened { len: range_len, first_len, chunks }))
     }
 
-    /// Waits for the next piece. Returns its chunks, or `None` after the last piece. `sink_for`
-    /// returns the destination of a piece, given the piece's offset in the range and its length in
-    /// bytes. This method is cancel safe.
+    /// Waits for the next piece, and requests later pieces. Returns the chunks of the piece, or
+    /// `None` after the last piece. `sink_for` returns the destination of a piece, given the
+    /// piece's offset in the range and its length in bytes. This method is cancel safe.
     async fn next(&mut self, sink_for: &mut impl FnMut(u64, u64) -> Sink) -> Result<Option<Vec<Bytes>>> {
         let in_flight = self.object.parts().0.requests().options().reads_in_flight;
         while self.reads.len() < in_flight {
@@ -284,8 +287,8 @@ impl Pipeline {
     }
 }
 
-/// Returns the error for a missing part of an object that had version `version`. The object was
-/// replaced, or is damaged.
+/// Returns the error for a missing part of an object whose version was `version` at the first
+/// request. Either the object was replaced, or it is damaged.
 async fn part_missing(object: &Object, version: u64) -> Error {
     match object.stat().await {
         Ok(stat) if stat.version == version => {
@@ -296,7 +299,7 @@ async fn part_missing(object: &Object, version: u64) -> Error {
     }
 }
 
-/// Reads a piece that must exist in full.
+/// Reads a piece, and fails unless the whole piece exists.
 async fn read_whole(object: &Object, piece: &Piece, sink: Sink) -> Result<Vec<Bytes>> {
     let version = match read(object, piece, sink).await? {
         ReadReply::Data { len, chunks, .. } if len == piece.len => return Ok(chunks),
@@ -429,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_buffer_accepts_any_order_and_returns_the_last_attempt() {
+    fn a_piece_buffer_accepts_chunks_in_any_order_and_returns_the_last_attempt() {
         let chunk = |at: usize| (at as u64, Bytes::from_static(b"0123456789").slice(at..(at + 3).min(10)));
         for order in [[0, 3, 6, 9], [9, 6, 3, 0], [3, 0, 9, 6]] {
             let room = BytesMut::with_capacity(10);

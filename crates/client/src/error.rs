@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use messenger::MessengerError;
 
-/// Result of a call of the client.
+/// Result of a call to the client library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Reason why a call failed.
+/// Reason why a call to the client library failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

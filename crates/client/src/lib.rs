@@ -1,10 +1,10 @@
 //! The client library of an Outboard node: access to objects in pools.
 //!
-//! A [`Client`] keeps one session with a node and reconnects by itself. It then repeats unanswered
-//! requests. A change never takes effect twice, even if the osd or the store restarts meanwhile.
-//! Objects larger than [`Options::stripe_threshold`] are stored in several parts, which callers do
-//! not see. All operations are asynchronous and run on the caller's tokio runtime. This crate
-//! contains no code about drives or the DPU.
+//! A [`Client`] keeps one session with a node. If the connection is lost, the client reconnects by
+//! itself and repeats unanswered requests. A change never takes effect twice, even if the osd or
+//! the store restarts meanwhile. Objects larger than [`Options::stripe_threshold`] are stored in
+//! several parts, which callers do not see. All operations are asynchronous and run on the caller's
+//! tokio runtime. This crate contains no code about drives or the DPU.
 //!
 //! ```no_run
 //! # async fn example() -> client::Result<()> {

@@ -10,8 +10,8 @@ use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, StatAnswer};
 use crate::engine::{SinkMemory, Source};
 use crate::{Client, Compound, Error, RangeReader, Result};
 
-/// Maximum number of attempts of an append that is not one atomic step, while other clients change
-/// the object.
+/// Maximum number of attempts of an append that is too large for one append op. An attempt fails if
+/// another client changes the object during the attempt.
 const APPEND_TRIES: usize = 32;
 
 /// A handle of an object, which does not have to exist. Clones are cheap.
@@ -153,9 +153,9 @@ impl Object {
     }
 
     /// Reads up to `len` bytes at `offset` into the caller's memory, from one version of the
-    /// object. Returns the length of the range in bytes. Data is written to the memory as it
-    /// arrives. If the object changes during the read, the read starts again and overwrites the
-    /// memory.
+    /// object. Returns the number of bytes of the range that exist. Data is written to the memory
+    /// as it arrives. If the object changes during the read, the read starts again and overwrites
+    /// the memory.
     ///
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
@@ -164,8 +164,9 @@ impl Object {
         crate::download::read_into(self, offset, len, &memory).await
     }
 
-    /// Streams up to `len` bytes at `offset`, from one version of the object, in the chunks that
-    /// arrive. The first call of [`RangeReader::next`] sends the first request.
+    /// Streams up to `len` bytes at `offset`, in order, from one version of the object. The sizes
+    /// of the chunks are arbitrary. The first call of [`RangeReader::next`] sends the first
+    /// request.
     #[must_use]
     pub fn read_stream(&self, offset: u64, len: u64) -> RangeReader {
         RangeReader::new(self.clone(), offset, len)
@@ -227,7 +228,7 @@ impl Object {
         self.compound().truncate(size).commit().await
     }
 
-    /// Sets a range to zero, and extends the object if necessary.
+    /// Sets the `len` bytes from `offset` to zero, and extends the object if necessary.
     ///
     /// # Errors
     /// The same errors as [`Object::write`].
@@ -267,7 +268,7 @@ impl Object {
         }
     }
 
-    /// Returns the stat and all xattrs of the object, with one request.
+    /// Returns the answer of [`Object::stat`] and all xattrs of the object, with one request.
     ///
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
@@ -319,7 +320,7 @@ impl Object {
         self.compound().if_exists().remove_xattr(name).commit().await
     }
 
-    /// Returns the existing omap entries among `keys`, ordered by key.
+    /// Returns the omap entries with the given keys, ordered by key. Ignores keys without an entry.
     ///
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
@@ -327,7 +328,7 @@ impl Object {
         Ok(self.omap(QueryOp::OmapGet(keys)).await?.entries)
     }
 
-    /// Returns up to `limit` omap entries with `from <= key`, and `key < to` if `to` is given,
+    /// Returns up to `limit` omap entries with `from <= key` and, if `to` is given, `key < to`,
     /// ordered by key.
     ///
     /// # Errors

@@ -22,7 +22,8 @@ impl Pool {
     /// # Errors
     /// [`Error::Name`](crate::Error::Name) if the name is invalid.
     pub fn namespace(&self, namespace: &str) -> Result<Pool> {
-        // This call checks only the namespace, because the pool's and the object's names are valid.
+        // This call checks only the namespace: the pool's name was checked before, and the name `x`
+        // is valid.
         ObjectName::new(self.name.clone(), namespace, "x")?;
         Ok(Pool { namespace: namespace.to_owned(), ..self.clone() })
     }
@@ -42,13 +43,14 @@ impl Pool {
         Ok(Object::new(self.client.clone(), name))
     }
 
-    /// Lists the objects of this namespace whose names start with `prefix`, in arbitrary order.
+    /// Lists those objects of this namespace whose names start with `prefix`, in arbitrary order.
     #[must_use]
     pub fn list(&self, prefix: &str) -> Listing {
         Listing::new(self.client.clone(), self.name.clone(), Some(self.namespace.clone()), prefix)
     }
 
-    /// Lists the objects of all namespaces whose names start with `prefix`, in arbitrary order.
+    /// Lists all objects of the pool, in any namespace, whose names start with `prefix`, in
+    /// arbitrary order.
     #[must_use]
     pub fn list_all_namespaces(&self, prefix: &str) -> Listing {
         Listing::new(self.client.clone(), self.name.clone(), None, prefix)

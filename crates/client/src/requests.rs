@@ -10,13 +10,14 @@ use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer};
 use crate::engine::{BoxCall, ChangeRequest, Engine, ReadReply, ReadRequest};
 use crate::{Error, Options, Result};
 
-/// First pause before another attempt. It doubles up to [`RETRY_PAUSE_MAX`].
+/// Pause before the second attempt of a request. The pause doubles with each further attempt, up to
+/// [`RETRY_PAUSE_MAX`].
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Sends requests to an engine, at most [`Options::requests_in_flight`] at a time. It retries after
-/// transient errors with an increasing pause until [`Options::request_timeout`] has passed.
-/// Dropping the future of a request abandons the request; a change may still take effect.
+/// Sends requests to an engine, at most [`Options::requests_in_flight`] at a time. It repeats a
+/// request after transient errors with an increasing pause, until [`Options::request_timeout`] has
+/// passed. Dropping the future of a request abandons the request; a change may still take effect.
 pub(crate) struct Requests {
     engine: Arc<dyn Engine>,
     options: Options,
@@ -58,7 +59,7 @@ impl Requests {
         self.run(|deadline| self.engine.administer(request, deadline)).await
     }
 
-    /// Ends the engine's work. Requests that wait for a permit fail.
+    /// Closes the engine. Requests that wait for a permit fail.
     pub(crate) async fn close(&self) {
         self.permits.close();
         self.engine.close().await;

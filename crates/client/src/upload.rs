@@ -11,8 +11,8 @@ use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 use crate::engine::Source;
 use crate::{Error, Object, PutOptions, Result};
 
-/// Time limit for removing the parts of a failed upload. The node's collector removes the remaining
-/// parts.
+/// Time limit for removing the parts of a failed upload. After this time, the node's collector
+/// removes the remaining parts.
 const ABANDON: Duration = Duration::from_secs(5);
 
 /// Stores content of known length as a striped object.
@@ -83,7 +83,7 @@ struct Upload<'a> {
     id: UploadId,
     part_size: u64,
     in_flight: usize,
-    /// Number of parts that were sent, with any outcome.
+    /// Number of parts that were sent, including parts whose sending failed.
     begun: AtomicU32,
 }
 
@@ -122,7 +122,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Waits until all parts are stored, then writes the head object, which makes the data visible.
-    /// If the head object was certainly not written, removes the parts.
+    /// If it is certain that the head object was not written, removes the parts.
     async fn finish(
         &self,
         sent: Result<u64>,

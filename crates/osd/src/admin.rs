@@ -1,4 +1,5 @@
-//! Administrative requests: pools, targets, scrubs, rates and the state of the node.
+//! Executes administrative requests, which manage pools, targets, scrubs and rates, or read the
+//! node's status.
 
 use std::rc::Rc;
 use std::time::Duration;

@@ -1,14 +1,16 @@
-//! The node's age: how often its OSD has started, and for how long it has run in total.
+//! The node's age: how often the node's OSD has started, and how long the OSD has run in total.
 //!
-//! Both numbers only grow, independently of the wall clock. Every target stores them, in the omap
-//! of an object in the node map's collection. The number of starts becomes the generation in the
-//! ids of new sessions. The running time measures how long a session has been idle. Time in which
-//! the OSD does not run does not count, because no client can reach the OSD then.
+//! Both numbers only grow, independently of the wall clock. Every target stores both numbers in the
+//! omap of an object in the collection of the node's map. The number of starts becomes the
+//! generation in the ids of new sessions. The running time measures how long a session has been
+//! idle. Time in which the OSD does not run does not count, because no client can reach the OSD
+//! then.
 //!
 //! Even if the age is lost, the OSD executes no request twice, because each placement group records
 //! the sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
-//! starts anyway. If two starts use the same generation, the OSD may refuse retries of the first
-//! requests of new sessions, although it has not forgotten their results.
+//! starts anyway. Its next start then uses the same generation again, and the OSD may refuse
+//! retries of the first requests of new sessions, although it has not forgotten the results of
+//! these requests.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -27,10 +29,10 @@ const FORMAT: u8 = 1;
 /// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
-/// How often the node's OSD has started, and for how long it has run in total.
+/// The node's age: how often the OSD has started, and how long it has run in total.
 pub(crate) struct Age {
     generation: u64,
-    /// Total running time of earlier starts, in milliseconds.
+    /// Total time that the OSD ran before this start, in milliseconds.
     before_ms: u64,
     started: Instant,
 }
@@ -43,8 +45,9 @@ struct StoredAge {
 }
 
 impl Age {
-    /// Begins a new generation, whose number is one more than the highest number on any target.
-    /// Ignores targets that do not store the new age within `patience`.
+    /// Begins a new generation. Its number is one more than the highest generation that any target
+    /// stores. Waits at most `patience` for each answer of a target. Does not fail if targets do
+    /// not store the new age.
     ///
     /// # Errors
     /// If no target can be read.
@@ -75,7 +78,7 @@ impl Age {
         Ok(age)
     }
 
-    /// Returns the generation of new sessions.
+    /// Returns the generation that new sessions belong to.
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
@@ -114,7 +117,7 @@ async fn read(target: &Target, patience: Duration) -> store::Result<Option<Store
     }
 }
 
-/// Writes the age to a target. Returns whether the age is durable there.
+/// Writes the age to a target. Returns whether the target has stored the age durably.
 async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
@@ -145,8 +148,8 @@ impl StoredAge {
         let (generation, ran_ms) = rest.split_at_checked(8)?;
         let generation = u64::from_be_bytes(generation.try_into().ok()?);
         let ran_ms = u64::from_be_bytes(ran_ms.try_into().ok()?);
-        // Higher generations are rejected as damage, so that half of the generations that fit into
-        // a session id remain for later starts.
+        // A generation beyond this range counts as damage. Half of the generations that fit into a
+        // session id therefore remain for later starts.
         let possible = SessionId::FIRST_GENERATION..SessionId::FIRST_GENERATION + (1 << 46);
         possible.contains(&generation).then_some(StoredAge { generation, ran_ms })
     }
@@ -159,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_decode_to_an_impossible_age(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
+        fn arbitrary_bytes_never_decode_to_a_generation_below_the_first(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
             if let Some(stored) = StoredAge::decode(&bytes) {
                 prop_assert!(stored.generation >= SessionId::FIRST_GENERATION);
             }

@@ -1,11 +1,11 @@
 //! Compares the recorded size of an object with the size of its data in the store.
 //!
-//! One transaction changes an object's record and its data, so the two sizes agree. Nodes with an
-//! object protocol before version 5 could break this rule. If a compound truncated an object within
-//! a block that was a hole, the node recorded the right size, but stored the data without the end
-//! of that block. Reads of the object then failed. The missing bytes are zeros, because an earlier
-//! op of the same compound had made the hole. A scrub of any pool finds these objects. A scrub with
-//! repair extends the data to the recorded size.
+//! One transaction changes an object's record and its data, so the two sizes agree. Nodes that
+//! spoke a version of the object protocol below 5 could break this rule. If a compound truncated an
+//! object within a block that was a hole, the node recorded the right size, but stored the data
+//! without the end of that block. Reads of the object then failed. The missing bytes are zeros,
+//! because an earlier op of the same compound had made the hole. A scrub of any pool finds these
+//! objects. A scrub with repair extends the data to the recorded size.
 
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ impl ObjectSizes {
 
     /// Returns the recorded size if the missing bytes are certain to be zeros, and `None`
     /// otherwise. They are certain to be zeros if the data ends within the object's last block or
-    /// right before it. No other known defect or damage leaves an object in this state.
+    /// right before it. The defect of old nodes is the only known cause of this state.
     fn repairable(self) -> Option<u64> {
         self.recorded.filter(|&size| self.stored < size && self.stored >= block::align_down(size))
     }
@@ -61,8 +61,8 @@ impl ObjectSizes {
 }
 
 /// Returns a description of what is wrong with an object or fragment on a target, or `None` if
-/// nothing is wrong. `fsck` calls this function. It sees one target at a time, so only the stored
-/// `size` in bytes and the xattrs are checked.
+/// nothing is wrong. `fsck` calls this function for one target at a time, so the function checks
+/// only the stored `size` in bytes and the xattrs.
 #[must_use]
 pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
     let name = ids::parse(oid)?;
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn different_sizes_of_an_object_are_reported_with_advice() {
+    fn an_object_whose_two_sizes_differ_is_reported_with_advice() {
         assert_eq!(inspect(18_450, 18_450, None), None);
         assert_eq!(inspect(18_450, 8192, Some(18_450)), None, "a fragment is shorter than its object");
         for short in [inspect(18_450, 16_384, None), inspect(18_450, 8192, Some(16_384))] {

@@ -1,4 +1,4 @@
-//! The store behind a placement group, and the OSD's view of its incarnation.
+//! The store behind a placement group, and the incarnation of this store as the OSD sees it.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,10 +14,9 @@ use crate::fail::{Fail, StepResult};
 /// Future of a reply from a [`Backing`].
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
-/// A target's store, or an array over several targets. Everything that the OSD caches of the
-/// store's content is tagged with the *incarnation* in which it was read. A new incarnation begins
-/// when the store restarts or a call to it is lost. Cached data from earlier incarnations is then
-/// invalid.
+/// A target's store, or an array over several targets. The OSD tags all content that it caches with
+/// the *incarnation* in which it read the content from the store. A new incarnation begins when the
+/// store restarts or a call to it is lost. Cached data from earlier incarnations is then invalid.
 pub(crate) struct Backing {
     store: BackingStore,
     /// Name of the store in log messages.
@@ -93,9 +92,9 @@ impl Backing {
         }
     }
 
-    /// Fails if `seen` is no longer the current incarnation. Data that was read since `seen` is
-    /// valid only if this check succeeds: the store's client repeats reads after a restart of the
-    /// store, and a repeated read may see changes that are not durable.
+    /// Fails if `seen` is no longer the current incarnation. Data that was read in the incarnation
+    /// `seen` is valid only if this check succeeds afterwards: `ProxyStore` repeats reads after a
+    /// restart of the store, and a repeated read may return changes that are not durable.
     pub(crate) fn still(&self, seen: u64) -> StepResult<()> {
         if self.incarnation() != seen {
             return Err(Fail::Lost("the store restarted or was unreachable during the call".into()));
@@ -104,12 +103,13 @@ impl Backing {
     }
 
     /// Waits until each change that earlier incarnations queued in a collection is durable or has
-    /// failed. The OSD must not return data that it read earlier than this, because that data could
-    /// still vanish.
+    /// failed. The OSD must not return data that it read before the end of this wait, because this
+    /// data could still be lost.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
-            // A poisoned store returns only durable data.
+            // A poisoned store refuses the transaction, but reads from this store return only
+            // durable data.
             Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
             Err(e) => Err(e),
         }

@@ -1,7 +1,7 @@
 //! The wall clock: source of the times that users see, such as the time of an object's last change.
 //!
-//! The wall clock may step in either direction at any time, so correctness never depends on it.
-//! Expiry is measured by the node's [age](crate::age) instead.
+//! The wall clock may step in either direction at any time, so correctness never depends on it. The
+//! expiry of sessions is measured by the node's [age](crate::age) instead.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ impl WallClock {
 }
 
 impl Default for WallClock {
-    /// Returns the system's clock.
+    /// Creates a clock that returns the system time.
     fn default() -> WallClock {
         WallClock::new(SystemTime::now)
     }

@@ -24,10 +24,10 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The uploads that a head object refers to.
 struct Head {
-    /// Upload in the head's current manifest.
+    /// Upload in the current manifest of the head object.
     named: Option<UploadId>,
-    /// Upload of the last manifest that was committed to the head, even if the head has no manifest
-    /// now.
+    /// Upload of the last manifest that was committed to the head object, even if the object has no
+    /// manifest now.
     committed: Option<UploadId>,
 }
 
@@ -37,7 +37,7 @@ impl Osd {
         loop {
             tokio::time::sleep(self.config.collect_interval).await;
             let grace = self.config.orphan_grace;
-            // Clients of the previous start of the OSD need time to reconnect.
+            // Clients that were connected before this start of the OSD need time to reconnect.
             if self.age.ran() >= grace {
                 self.collect_orphans(grace).await;
             }
@@ -106,8 +106,7 @@ impl Osd {
     ) -> StepResult<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // The cached object information saves a query to the store for each part of an object in
-        // use.
+        // For an object in use, the cached record saves one query to the store per part.
         if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
             return Ok(false);
         }
@@ -135,12 +134,12 @@ impl Osd {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
         // A part whose time lies in the future was written before the wall clock stepped back. The
-        // part then counts as old, so that only the uploader's absence decides.
+        // part then counts as old, so that only the time since the uploader disconnected decides.
         let is_old = |stamp: u64| stamp > now_ms || stamp.saturating_add(grace_ms) <= now_ms;
         Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
 
-    /// Returns the uploads that an object's head durably names.
+    /// Returns the uploads to which the durable state of a head object refers.
     async fn head_of(&self, place: &ObjectLocation) -> StepResult<Head> {
         in_turn(place, self.config.store_patience, async |_| {
             let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {

@@ -13,7 +13,7 @@ use crate::clock::WallClock;
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
     /// Placement of the node. With `Host`, the OSD measures how long calls to the stores take. With
-    /// `Dpu`, the proxy measures it.
+    /// `Dpu`, the proxy measures this time.
     pub placement: Placement,
     /// Name of the DMA engine that moves data between OSD and store. Shown in the node's status.
     pub engine: String,
@@ -27,23 +27,25 @@ pub struct OsdConfig {
     /// Time limit for an answer of a target. After this time, placement groups continue without the
     /// target if enough other targets answer.
     pub target_timeout: Duration,
-    /// Schedule by which the OSD probes unused targets.
+    /// Schedule of the probes that the OSD sends to failed targets.
     pub target_retry: TargetRetry,
-    /// Pause between two checks for members that need a rebuild.
+    /// Pause between two runs of each upkeep task, for example of the search for members that need
+    /// a rebuild.
     pub upkeep_interval: Duration,
     /// Maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     pub rebuild_rate: u64,
-    /// Maximum share of the time that rebuilds and scrubs may use while clients are being served,
-    /// in percent.
+    /// Maximum share of time, in percent, during which rebuilds and scrubs may work while the OSD
+    /// serves clients.
     pub rebuild_share: u32,
     /// Maximum number of dirty notes per placement group. If more objects change while a target is
-    /// away, the target's rebuild copies all objects of the group.
+    /// unavailable, the rebuild of this target copies all objects of the group.
     pub missed_objects_per_pg: usize,
     /// Idle time after which a session loses its results. A session is idle while it changes
     /// nothing. Only time in which the node runs counts.
     pub session_expiry: Duration,
-    /// Minimum age at which the collector removes an orphaned part. Its uploader must also have
-    /// been disconnected for this time. The time must be longer than clients take to reconnect.
+    /// Minimum age at which the collector removes an orphaned part. The client that uploaded the
+    /// part must also have been disconnected for this time. The time must be longer than clients
+    /// take to reconnect.
     pub orphan_grace: Duration,
     /// Pause between two runs of the collector.
     pub collect_interval: Duration,
@@ -53,11 +55,11 @@ pub struct OsdConfig {
     pub sessions: usize,
     /// Maximum number of objects per placement group whose state is cached.
     pub cached_objects_per_pg: usize,
-    /// Maximum number of segments of one transfer in flight at a time. The value 1 moves the
-    /// segments one after the other. The value may be changed at any time.
+    /// Maximum number of segments of one transfer in flight at a time. With the value 1, the
+    /// segments move one after the other. The value may be changed at any time.
     pub segments_in_flight: Arc<AtomicUsize>,
-    /// Source of the DMA engine's health, which the node's status shows. `None` if no offload is in
-    /// use.
+    /// Source of the DMA engine's health, which the node's status shows. `None` if the node uses no
+    /// DMA engine.
     pub offload: Option<OffloadSource>,
     /// Configuration of where and how parity is computed.
     pub coding: CodingConfig,
@@ -65,13 +67,15 @@ pub struct OsdConfig {
     pub clock: WallClock,
 }
 
-/// Schedule by which the OSD probes targets that placement groups do not use.
+/// Schedule of the probes that the OSD sends to a failed target. Placement groups do not use the
+/// target until it answers a probe in time.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRetry {
-    /// Pause between two probes of a slow target.
+    /// Pause before the first probe of a target that is slow again soon after its return (a
+    /// relapse). The pause doubles with each further relapse. A target that is slow for the first
+    /// time is probed at once.
     pub slow_pause: Duration,
-    /// Maximum pause before the first probe of a target that has become slow several times in a
-    /// row.
+    /// Maximum length of the pause when `slow_pause` is doubled repeatedly.
     pub slow_pause_max: Duration,
     /// Maximum duration of a probe that brings a target back into use. A slower answer leads to
     /// another probe.
@@ -79,7 +83,7 @@ pub struct TargetRetry {
     /// Pause before the first probe of a target that has reported an I/O error. The pause doubles
     /// with each failed probe and each relapse.
     pub failing_pause: Duration,
-    /// Maximum pause after `failing_pause` was doubled several times.
+    /// Maximum length of the pause when `failing_pause` is doubled repeatedly.
     pub failing_pause_max: Duration,
     /// Maximum number of relapses in a row after I/O errors. At the next relapse, the OSD gives the
     /// target up and sends no more probes.

@@ -2,12 +2,13 @@
 //!
 //! The store receives whole blocks with their checksums. Only the last block of an object may be
 //! shorter. If a change covers part of a block, the draft reads and verifies the block, merges the
-//! new data, and writes the whole block. The host behind the store therefore computes nothing.
+//! new data, and writes the whole block. The host therefore need not merge data or compute
+//! checksums.
 //!
-//! A block's content comes from an earlier op of the same change, from a hole, or from the store.
-//! The draft pads the content with zeros up to the object's end, so that each written piece has the
-//! length that the object's size requires. The stored size and the recorded size must agree after
-//! every change. [`Draft::apply`] refuses a change whose ops would make them differ.
+//! The old content of a block comes from an earlier op of the same change, from a hole, or from the
+//! store. The draft pads this content with zeros up to the object's end, so that each written block
+//! has the length that the object's size requires. The stored size and the recorded size must agree
+//! after every change. [`Draft::apply`] refuses a change whose ops would make them differ.
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
@@ -36,15 +37,17 @@ pub(crate) struct Draft<'a> {
     /// Blocks that earlier ops of this change have written. Later ops merge their data with these
     /// blocks.
     written: Written,
-    /// Whether `written` is filled. Only a change with more than one op on data needs it.
+    /// Whether the draft records blocks in `written`. Only a change with more than one op on data
+    /// needs this record.
     keeps_written: bool,
     /// Number of the first block that has no data in the store, because the object ended before
-    /// this block or the change has truncated it.
+    /// this block or the change has truncated the object.
     void_from: u64,
     /// Numbers of the blocks whose new data is staged in the store, so that this process does not
     /// have their bytes.
     staged: std::ops::Range<u64>,
-    /// Manifest that the change replaces or removes. After the change, no head refers to its parts.
+    /// Manifest that the change replaces or removes. After the change, no head object refers to the
+    /// parts of this manifest.
     dropped: Option<Manifest>,
     appended_at: u64,
 }
@@ -56,7 +59,7 @@ pub(crate) struct Drafted {
     pub(crate) object: Option<(u64, Option<Manifest>)>,
     pub(crate) dropped: Option<Manifest>,
     pub(crate) appended_at: u64,
-    /// Whether only one op changes data.
+    /// Whether at most one op of the change modifies data.
     in_one_piece: bool,
 }
 
@@ -220,8 +223,8 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Removes all data. The caller then writes the first `covered` bytes, so that the removal of a
-    /// shorter object needs no op.
+    /// Removes all data of the object. The caller then writes the first `covered` bytes, so an
+    /// object that is not longer needs no truncation.
     fn clear(&mut self, covered: u64) {
         self.dropped = self.manifest.take().or(self.dropped);
         if self.size > covered {
@@ -258,8 +261,9 @@ impl<'a> Draft<'a> {
                 self.write_bytes(offset, payload.clone()).await
             }
             (OpBytes::Payload, Gathered::Memory(payload)) => {
-                // The pieces of the payload do not match the blocks at an append's offset, so the
-                // checksums are computed again. The data was verified on arrival.
+                // The payload of an append was cut into pieces before its offset was known. The
+                // pieces do not match the object's blocks, so the checksums are computed again. The
+                // data was verified on arrival.
                 self.write_bytes(offset, Payload::compute(offset, payload.data().clone())).await
             }
             (OpBytes::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
@@ -327,8 +331,7 @@ impl<'a> Draft<'a> {
     async fn truncate(&mut self, size: u64) -> StepResult<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
-            // The OSD shortens the last block itself, so that it also computes the block's
-            // checksum.
+            // The OSD itself shortens the last block, and computes the new checksum of this block.
             let kept = self.block(size / BLOCK).await?.slice(..cut as usize);
             let start = block::align_down(size);
             self.shorten(start);
@@ -423,7 +426,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Returns the content of a block after the ops drafted so far: a whole block, or less at the
-    /// object's end. Holes are zeros.
+    /// object's end. Holes read as zeros.
     async fn block(&self, number: u64) -> StepResult<Bytes> {
         let len = self.size.saturating_sub(number * BLOCK).min(BLOCK) as usize;
         let found = if len == 0 {
@@ -431,7 +434,8 @@ impl<'a> Draft<'a> {
         } else if let Some(bytes) = self.written.get(number) {
             bytes
         } else if self.staged.contains(&number) {
-            let what = "an op modifies part of the same change's bulk data; split it into two changes";
+            let what =
+                "an op modifies bulk data that the same change writes; send the op in a separate change";
             return Err(Error::BadRequest(what.into()).into());
         } else if number >= self.void_from {
             Bytes::new()
@@ -449,12 +453,13 @@ impl<'a> Draft<'a> {
     /// Returns a block as it was before the change.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if the store has fewer bytes of the block than the object's record says.
+    /// [`Error::Corrupt`] if the block does not match its checksum. [`Error::WrongSize`] if the
+    /// store has fewer bytes of the block than the object's record says.
     async fn stored_block(&self, number: u64) -> StepResult<Bytes> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
         let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
-        read.verify().map_err(|e| Error::Corrupt(format!("{}: {e}", self.name)))?;
+        read.verify().map_err(|e| Error::Corrupt(format!("{} ({e})", self.name)))?;
         if read.len() < (self.before - start).min(BLOCK) {
             let (stored, recorded) = (read.object_size, self.before);
             return Err(Error::WrongSize { name: self.name.into(), stored, recorded }.into());
@@ -472,7 +477,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// Returns the op that stores an object's information in its xattrs.
+/// Returns the op that stores an object's record in its xattrs.
 pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
     let mut xattrs = vec![(INFO_XATTR, info.encode())];
     if let Some(manifest) = info.manifest {

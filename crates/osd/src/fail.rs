@@ -10,7 +10,7 @@ pub(crate) type StepResult<T> = Result<T, Fail>;
 #[derive(Debug, Clone)]
 pub(crate) enum Fail {
     /// The store is unreachable or has failed: queued changes may or may not be durable. The caller
-    /// looks up the outcome and retries.
+    /// repeats the step. A change first looks up the recorded result of its earlier attempt.
     Lost(String),
     /// The request is refused with this error.
     Refused(wire::Error),

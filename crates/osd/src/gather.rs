@@ -1,10 +1,11 @@
 //! Fetches a write's data before the write takes its turn on the object.
 //!
 //! Large data is staged. The OSD pulls it from the client in segments, reserves a staging buffer
-//! before each pull, and passes each segment to the store when it arrives. Staged data consists of
-//! whole blocks and, at its end, perhaps a partial block, because the object may end there. A
-//! partial block at either edge of the range is also kept in memory, to be merged with the object's
-//! blocks later.
+//! before each pull, and passes each segment to the store when it arrives. Staged data begins at an
+//! offset at which the store can stage data. It consists of whole blocks and perhaps a partial
+//! block at its end, because the object may end there. The bytes before the staged data are kept in
+//! memory instead. A copy of the final partial block is kept in memory, too. The change later
+//! merges both with the object's blocks.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -21,15 +22,17 @@ use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes
 use crate::backing::Backing;
 use crate::fail::{Fail, StepResult};
 
-/// Maximum length of a segment, in bytes. The pool's largest buffer is a further limit.
+/// Maximum length of a segment, in bytes. The largest buffer of the staging memory is a further
+/// limit.
 pub(crate) const SEGMENT: usize = 2 << 20;
 
 /// Data up to this length, in bytes, is pulled as a whole and sent to the store inside the
-/// transaction. This takes one message in each direction instead of four. A pipeline of segments
-/// has no benefit for a single segment.
+/// transaction. Between OSD and store, the write then takes one message in each direction instead
+/// of four. A pipeline of segments has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
-/// The same limit, in bytes, while other requests are in progress. The other requests keep network,
-/// DMA and drive busy, so a pipeline within each request would only cost CPU time of the host.
+/// The limit that replaces [`WHOLE`] while other requests are in progress, in bytes. The other
+/// requests keep network, DMA and drive busy, so a pipeline within each request would only cost CPU
+/// time of the host.
 const WHOLE_IN_COMPANY: u64 = 4 << 20;
 /// Minimum number of requests in progress, including this one, for [`WHOLE_IN_COMPANY`] to apply.
 pub(crate) const COMPANY: u32 = 4;
@@ -37,16 +40,17 @@ pub(crate) const COMPANY: u32 = 4;
 /// The data of a change, in memory or staged in the store.
 pub(crate) enum Gathered {
     None,
-    /// Data in memory. Its first piece begins at offset 0 of a block, or at the op's own offset.
+    /// Data in memory, cut into pieces according to the op's offset in the object. For an append,
+    /// whose offset is not known yet, the pieces are cut as for offset 0.
     Memory(Payload),
     Staged(StagedPayload),
 }
 
 /// Data that is staged in the store and belongs to no object yet.
 pub(crate) struct StagedPayload {
-    /// Bytes before the first offset at which the store can stage data.
+    /// Bytes before the first offset at which the store can stage data. They are not staged.
     pub(crate) head: Payload,
-    /// The staged data after `head`.
+    /// The staged data, which follows `head`.
     pub(crate) stage: StageGuard,
     /// Number of staged bytes.
     pub(crate) len: u64,
@@ -67,7 +71,7 @@ impl Drop for StageGuard {
     }
 }
 
-/// Parameters for pulling data from a client.
+/// Pulls the data of a request from its client.
 pub(crate) struct Puller<'a> {
     pub(crate) connection: &'a dyn Connection,
     pub(crate) staging: &'a BufferPool,
@@ -180,7 +184,7 @@ impl Puller<'_> {
     }
 
     /// Pulls `len` bytes from offset `at` of the client's offer. `anchor` is the object offset of
-    /// the first byte, modulo the block size.
+    /// the first byte; only its value modulo the block size matters.
     async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> StepResult<Payload> {
         let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
@@ -192,9 +196,11 @@ impl Puller<'_> {
 
 fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
     let Some(len) = from.len() else {
-        return Err(
-            Error::OutOfRange { what: "bulk data".into(), detail: "its length overflows".into() }.into()
-        );
+        return Err(Error::OutOfRange {
+            what: "bulk data".into(),
+            detail: "its length does not fit into 64 bits".into(),
+        }
+        .into());
     };
     if from.direction != BulkDirection::Read || len == 0 {
         return Err(Error::BadRequest("the bulk descriptor does not offer data to be read".into()).into());
@@ -206,7 +212,7 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
 fn check_place(offset: u64, phase: u64, len: u64) -> StepResult<()> {
     if len > 0 && phase != offset % BLOCK {
         return Err(Error::BadRequest(format!(
-            "the data begins at offset {phase} of a block, which does not fit object offset {offset}"
+            "the data begins at offset {phase} of a block, which does not match object offset {offset}"
         ))
         .into());
     }
@@ -215,6 +221,10 @@ fn check_place(offset: u64, phase: u64, len: u64) -> StepResult<()> {
         Some(end) => {
             Err(Error::TooLarge { what: "end of the write".into(), size: end, limit: MAX_OBJECT_SIZE }.into())
         }
-        None => Err(Error::OutOfRange { what: "write".into(), detail: "its end overflows".into() }.into()),
+        None => Err(Error::OutOfRange {
+            what: "write".into(),
+            detail: "its end does not fit into 64 bits".into(),
+        }
+        .into()),
     }
 }

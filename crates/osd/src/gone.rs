@@ -54,9 +54,9 @@ impl Living {
 }
 
 impl Default for Gone {
-    /// The set of a new placement group. It contains no session of this version of the node. It
-    /// contains all session ids of older versions, because their clients do not speak today's
-    /// protocol.
+    /// The set of a new placement group. It contains no session that this version of the node
+    /// creates. It contains all session ids of older versions, because the clients of older
+    /// versions do not speak today's protocol.
     fn default() -> Gone {
         let floor = SessionId::FIRST_GENERATION;
         Gone { floor, bounds: BTreeMap::new(), spared: BTreeSet::new() }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     proptest! {
-        /// Forgets, stores and loads sessions in random order.
+        /// Adds random sessions to the set, and at random times encodes and decodes the set.
         #[test]
         fn forgotten_sessions_stay_forgotten_and_living_sessions_are_spared(
             steps in proptest::collection::vec((0u64..4, 1u32..40, any::<bool>(), any::<bool>()), 1..80),
@@ -148,7 +148,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = Gone::decode(&bytes);
         }
     }

@@ -1,18 +1,19 @@
-//! State machine that decides whether a target is used, and when an unused target is probed. It
-//! uses neither a clock nor I/O.
+//! State machine that decides whether a target is used, and when an unused target is probed. The
+//! state machine uses neither a clock nor I/O.
 //!
 //! There are three kinds of failure:
 //!
 //! - A *slow* target has not answered in time. It is probed at once, and again after short pauses.
 //! - A *failing* target has reported an I/O error. It is probed after longer pauses. Each relapse
-//!   makes the pauses longer, until the OSD gives the target up.
+//!   (a failure soon after the target was used again) makes the pauses longer. After too many
+//!   relapses, the OSD gives the target up.
 //! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. It is used
-//!   again when its store has a new incarnation, or when the operator requests it.
+//!   again when its store has a new incarnation, or when the operator requests its use.
 //!
-//! A target that refuses writes may be back within seconds, because its store remounts it
-//! automatically. The target is also probed, after long pauses. Otherwise, an error from the old
-//! mount that arrives after the new incarnation has begun would keep the target lost. Only the new
-//! mount can answer the probe.
+//! A target that refuses writes may work again within seconds, because its store remounts it
+//! automatically. The OSD also probes this target, with long pauses. Without the probes, the target
+//! could stay lost: an error of the old mount may arrive after the new incarnation has begun. Only
+//! the new mount can execute a probe.
 
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ use wire::TargetState;
 
 use crate::config::TargetRetry;
 
-/// A failure within this time after the target was used again is a relapse.
+/// A failure is a relapse if it occurs within this time after the target was used again.
 const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
 
 /// An event that concerns a target's health.
@@ -34,18 +35,19 @@ pub(crate) enum HealthEvent {
     Failed(StoreError),
     /// A probe was sent.
     ProbeSent,
-    /// The last probe was answered. Its answer took this time.
+    /// The target answered the last probe. The answer took this time.
     ProbeAnswered(Duration),
     /// The last probe failed with this error of the target.
     ProbeFailed(StoreError),
-    /// The last probe had no result, for a reason that does not concern the target.
+    /// The last probe was lost, for example because the store's process restarted. The loss says
+    /// nothing about the target.
     ProbeLost,
     /// The store has a new incarnation, or the operator has requested that the target is used
     /// again.
     Renewed,
 }
 
-/// Effect of an event on the use of the target.
+/// Effect of a [`HealthEvent`] on the use of the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum UsabilityChange {
@@ -66,7 +68,8 @@ struct Down {
     /// Time of the next probe; `None` if no probe will be sent or a probe is running.
     next_probe: Option<Instant>,
     pause: Duration,
-    /// Whether the target refuses writes until the store remounts it.
+    /// Whether the target has failed because it refuses writes, so that a remount by its store ends
+    /// the failure.
     awaits_mount: bool,
 }
 
@@ -141,7 +144,7 @@ impl Health {
             }
         };
         let probes = self.down.as_ref().is_some_and(|down| down.next_probe.is_some());
-        assert!(!(probes && self.is_probing), "a probe is scheduled only while none is running");
+        assert!(!(probes && self.is_probing), "a probe is scheduled only while no probe is running");
         change
     }
 
@@ -151,7 +154,8 @@ impl Health {
         }
         let relapses = if self.is_relapse(now) { self.slow_relapses + 1 } else { 0 };
         self.slow_relapses = relapses;
-        // The first probe is sent at once. The answer to it shows that the target works again.
+        // Unless this is a relapse, the first probe is sent at once. Its answer shows when the
+        // target works again.
         let pause = self.retry.slow_pause;
         let first = if relapses == 0 {
             Duration::ZERO
@@ -183,8 +187,9 @@ impl Health {
                 self.failing_relapses = if self.is_relapse(now) { self.failing_relapses + 1 } else { 0 };
                 if self.failing_relapses > self.retry.relapses_max {
                     let times = self.failing_relapses + 1;
-                    let why =
-                        format!("{why}; it failed {times} times, each time soon after it had recovered");
+                    let why = format!(
+                        "{why}; the target failed {times} times, each time soon after it had recovered"
+                    );
                     return self.lose(now, why, false, is_probe);
                 }
             }
@@ -259,13 +264,13 @@ impl Down {
         self.next_probe = (!self.is_lost_for_good()).then(|| now + pause);
     }
 
-    /// Returns whether no probe can bring the target back.
+    /// Returns whether the target is lost and no probe can bring it back into use.
     fn is_lost_for_good(&self) -> bool {
         self.state == TargetState::Failed && !self.awaits_mount
     }
 }
 
-/// Returns `pause` doubled `times` times, up to `max`.
+/// Returns `pause` doubled `times` times, but at most `max`.
 fn doubled(pause: Duration, times: u32, max: Duration) -> Duration {
     pause.saturating_mul(1 << times.min(16)).min(max)
 }
@@ -364,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_target_is_given_up_after_its_last_relapse() {
+    fn a_failing_target_is_given_up_after_too_many_relapses() {
         let mut now = Instant::now();
         let mut health = Health::new(RETRY);
         for relapse in 0..=RETRY.relapses_max {
@@ -387,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_target_is_never_probed_and_stays_lost_until_it_is_renewed() {
+    fn an_absent_target_stays_lost_without_probes_until_a_remount_or_request() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
@@ -447,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_to_a_probe_sent_before_a_renewal_does_not_end_a_later_failure() {
+    fn the_answer_to_an_old_probe_does_not_end_a_failure_after_a_remount() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
         assert_eq!(health.step(now, overdue()), UsabilityChange::Down);

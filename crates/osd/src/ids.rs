@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The low bits of the hash select the placement group. An object's id begins with the reversed
-//! hash, so these bits come first. When a group is split, the objects that move to the new half
-//! therefore form one range of ids.
+//! hash, so these bits come first. If a group were split into two groups, the ids of each new group
+//! would therefore form one contiguous range.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use store::{CollectionId, ObjectId};
@@ -43,7 +43,8 @@ pub(crate) fn age_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"runs")))
 }
 
-/// Returns the object of a placement group that stores its results, sessions and versions.
+/// Returns the object in which a placement group stores results of requests, marks of sessions and
+/// its reservation of versions.
 pub(crate) fn meta_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")))
 }
@@ -90,8 +91,8 @@ pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
     Some(StoredName { namespace, object, part })
 }
 
-/// Unwraps an id. The ids built in this module are never empty, and names are checked to be far
-/// shorter than the limit for ids.
+/// Unwraps an id. The ids built in this module are never empty. Names are checked before, and are
+/// far shorter than the limit for ids.
 fn fixed<T>(id: store::Result<T>) -> T {
     id.expect("an id of bounded, non-zero length")
 }

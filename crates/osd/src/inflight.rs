@@ -32,7 +32,7 @@ pub(crate) struct RunningChange<'a> {
 }
 
 impl InFlight {
-    /// Claims a request's number.
+    /// Claims the number `seq` of a session's request.
     pub(crate) fn claim(&self, session: SessionId, seq: u64) -> RequestClaim<'_> {
         match self.changes.borrow_mut().entry((session, seq)) {
             Entry::Occupied(running) => RequestClaim::Join(running.get().clone()),

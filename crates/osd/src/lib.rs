@@ -1,16 +1,16 @@
-//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline of
-//! measurements. The OSD keeps no durable state of its own: the stores keep all of it. Each change
+//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline for
+//! benchmarks. The OSD keeps no durable state of its own: the stores keep all of it. Each change
 //! updates an object's data and all related state in one transaction.
 //!
 //! [`OsdServer::start`] runs an OSD on its own thread. These are the main modules:
 //!
 //! - `serve` decodes each request, finds its session and sends the reply.
 //! - `gather` pulls a write's data into staging memory and stages the data in the store.
-//! - `mutate` waits for its turn on the object (`turnstile`) and checks the conditions of a change.
-//!   `draft` computes the transaction, and the placement group (`pg`) adds the request's result to
-//!   the transaction. `mutate` returns once the transaction is durable.
-//! - `read` and `list` execute reads and listings. They return only durable data.
-//! - `audit` compares the recorded sizes of objects with the stored sizes.
+//! - `mutate` waits for a change's turn on the object (`turnstile`) and checks the change's
+//!   conditions. `draft` computes the transaction, and the placement group (`pg`) adds the
+//!   request's result to the transaction. `mutate` returns when the transaction is durable.
+//! - `read` and `list` execute reads and listings. Both return only durable data.
+//! - `audit` compares the size in each object's record with the size of the object's stored data.
 //! - `map` is the durable record of the node's targets and pools. `pools` creates and removes
 //!   pools.
 //! - `collect` removes orphans and expired results.

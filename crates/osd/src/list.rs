@@ -15,9 +15,9 @@ use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
 
-/// Maximum size of the names in one page, in bytes. One name alone may be larger.
+/// Total size of the names at which a page ends, in bytes. The last name may exceed it.
 const PAGE_BYTES: usize = 64 * 1024;
-/// Approximate maximum number of objects that one request scans, whether their names match or not.
+/// Maximum number of objects that one request scans, whether their names match or not.
 const SCAN_MAX: usize = 8192;
 /// Maximum number of ids that one call to the store returns.
 const STEP: usize = 1024;

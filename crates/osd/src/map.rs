@@ -35,7 +35,8 @@ const FORMAT_SINGLE: u8 = 1;
 pub(crate) struct NodeMap {
     pub(crate) epoch: u64,
     pub(crate) node: Uuid,
-    /// The targets. The index of a target is its number, on which placement does not depend.
+    /// The targets. The index of a target in this list is its number. Placement does not depend on
+    /// the number.
     pub(crate) targets: Vec<TargetRecord>,
     pub(crate) next_pool_id: u32,
     pub(crate) pools: Vec<PoolRecord>,
@@ -111,15 +112,15 @@ impl TargetRecord {
 impl NodeMap {
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
     /// copies. Targets that fail or do not answer within `patience` are not used. The node starts
-    /// without these targets if the other targets certainly have the newest map. Otherwise, slow
-    /// targets are asked again, up to [`ROUNDS_MAX`] times.
+    /// without these targets if the other targets certainly have the newest map. Otherwise, if a
+    /// target was slow, the map is read again, in up to [`ROUNDS_MAX`] attempts.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         for _ in 1..ROUNDS_MAX {
             let error = match NodeMap::open_once(targets, patience).await {
                 Err(e) if targets.iter().any(|target| target.is_slow()) => e,
                 opened => return opened,
             };
-            tracing::warn!(%error, "the node cannot start without a slow target; the target is asked again");
+            tracing::warn!(%error, "the node cannot start without the copy of its map on a slow target; reading the map again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
         NodeMap::open_once(targets, patience).await
@@ -158,8 +159,8 @@ impl NodeMap {
             };
             copies.push(copy);
         }
-        // If two maps have the same epoch, the map with more copies is valid. The other map could
-        // not be saved.
+        // If two maps have the same epoch, the map with more copies is valid. The other map was not
+        // saved on enough targets.
         let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
         let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
         let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
@@ -270,15 +271,15 @@ impl NodeMap {
     }
 
     /// Writes the map to every target that has not failed. For success, most targets must store the
-    /// map, or the map must list the other targets as lost. Waits at most `patience` for each
-    /// target. After an error, possibly only some targets have the map; the next start repairs
-    /// this.
+    /// map, or the map must list all other targets as lost or out of use. Waits at most `patience`
+    /// for each target. After an error, possibly only some targets have the map. The next start of
+    /// the node then updates the other targets.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
-                // Placement groups that cannot work without the target wait for it; saving the map
-                // does not.
+                // Placement groups that cannot work without the target wait for the target; saving
+                // the map does not wait.
                 target.overdue(&ids::node_collection(), patience);
                 return Ok(Some(late(patience)));
             };
@@ -357,7 +358,7 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     }
 }
 
-/// Reads the bytes of a target's copy; empty if the omap does not contain a copy.
+/// Reads the bytes of a target's copy of the map; empty if the omap does not contain a copy.
 async fn read_pieces(target: &Target) -> store::Result<Vec<u8>> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     let mut bytes = Vec::new();
@@ -396,8 +397,8 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Returns whether an error means that a target has failed, and not just that it is not reachable
-/// yet.
+/// Returns whether an error means that a target has failed, and not just that the target is not
+/// reachable yet.
 fn is_final(e: &StoreError) -> bool {
     use StoreError as E;
     matches!(e, E::Io(_) | E::Absent(_) | E::Poisoned(_) | E::Corrupt { .. })

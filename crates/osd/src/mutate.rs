@@ -20,7 +20,7 @@ use crate::turnstile::{PendingTransaction, Ticket, Turn};
 /// half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Maximum time that a change waits for other work to free space.
+/// Maximum time that a change waits for other changes and trims to free space.
 const SPACE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A change of one object.
@@ -71,7 +71,7 @@ type Concluded<'a> = (QueuedChange, PendingTransaction<'a>, store::Result<()>);
 /// Effect of a change.
 pub(crate) struct ChangeEffect {
     pub(crate) mutated: Mutated,
-    /// Manifest whose parts no head refers to any more.
+    /// Manifest that the change has dropped: no head object refers to its parts any more.
     pub(crate) dropped: Option<wire::Manifest>,
 }
 
@@ -119,11 +119,7 @@ impl Change<'_> {
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {
-                    tracing::debug!(
-                        name = self.name,
-                        why,
-                        "the store is unreachable; the change is tried again"
-                    );
+                    tracing::debug!(name = self.name, why, "the store is unreachable; repeating the change");
                     self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_millis(500));
@@ -168,8 +164,8 @@ impl Change<'_> {
                 Err(back) => turn = back,
             }
         }
-        // The cached state assumes that all pending transactions succeed. It is certain only if
-        // none of them could change it by failing.
+        // The cached state assumes that all pending transactions succeed. If all of them are blind,
+        // this state is right even if some of them fail.
         let certain = turn.follows_blind_ones();
         let mut info = self.look(progress.object, incarnation).await?;
         let blind = certain
@@ -183,7 +179,8 @@ impl Change<'_> {
         self.queue_and_leave(Basis::Known(info), blind, turn, progress, incarnation).await
     }
 
-    /// Queues the change and ends the turn, so that other changes can run while it becomes durable.
+    /// Queues the change and ends its turn, so that other changes can run while this change becomes
+    /// durable.
     async fn queue_and_leave<'a>(
         &self,
         basis: Basis,
@@ -200,8 +197,8 @@ impl Change<'_> {
         self.conclude((queued, pending, outcome), progress, incarnation)
     }
 
-    /// Returns the information on the object. If the object was uncached, also records whether it
-    /// was new.
+    /// Returns the record of the object. If the object was uncached, also records whether it was
+    /// new.
     async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = object.known(incarnation).is_none();
@@ -212,7 +209,7 @@ impl Change<'_> {
         Ok(info)
     }
 
-    /// Returns whether the change replaces the object's whole content, independently of its state.
+    /// Returns whether the change replaces the object's whole content, whatever the object's state.
     /// If the object was striped, the collector removes its old parts.
     fn replaces_object(&self) -> bool {
         matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()
@@ -247,9 +244,10 @@ impl Change<'_> {
         self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
     }
 
-    /// Executes the change of an uncached object as if the object were new, on condition that it
-    /// does not exist. This saves a lookup. The turn lasts until it is known whether the object
-    /// existed. If the object must be read after all, returns the turn.
+    /// Executes the change of an uncached object as if the object were new, which saves a lookup.
+    /// The transaction fails if the object exists. The turn lasts until the outcome of the
+    /// transaction is known. Returns the turn if the object must be read after all: the object
+    /// exists, or an op is invalid for a new object.
     async fn make_unseen<'a>(
         &self,
         turn: Turn<'a>,
@@ -260,7 +258,7 @@ impl Change<'_> {
         let pg = &self.place.pg;
         turn.settled().await;
         pg.backing.still(incarnation)?;
-        // An op that is refused for a new object may be valid for the existing one.
+        // An op that is invalid for a new object may be valid for an existing object.
         let Ok((queued, committed)) = self.queue(Basis::New, data, incarnation).await else {
             return Ok(Err(turn));
         };
@@ -324,7 +322,8 @@ impl Change<'_> {
         Ok((QueuedChange { note, new, mutated, dropped: drafted.dropped }, committed))
     }
 
-    /// Handles a transaction's outcome.
+    /// Handles the outcome of a change's transaction. If the store was lost, prepares another
+    /// attempt.
     fn conclude<'a>(
         &self,
         (queued, pending, outcome): Concluded<'a>,
@@ -400,7 +399,8 @@ async fn violation(
                 Err(StoreError::NoSuchXattr(_) | StoreError::NoSuchObject(_)) => None,
                 Err(e) => return Err(e.into()),
             };
-            (found != *wanted).then(|| format!("xattr \"{}\" has another value", xattr.escape_ascii()))
+            (found != *wanted)
+                .then(|| format!("xattr \"{}\" does not have the expected value", xattr.escape_ascii()))
         }
         Condition::Omap(key, wanted) => {
             let found = match store.omap_get(&pg.cid, oid, vec![key.clone()]).await {
@@ -408,7 +408,8 @@ async fn violation(
                 Err(StoreError::NoSuchObject(_)) => None,
                 Err(e) => return Err(e.into()),
             };
-            (found != *wanted).then(|| format!("omap entry \"{}\" has another value", key.escape_ascii()))
+            (found != *wanted)
+                .then(|| format!("omap entry \"{}\" does not have the expected value", key.escape_ascii()))
         }
         Condition::Bytes(offset, wanted) => {
             let Some(info) = info else { return Ok(Some("the object does not exist".into())) };
@@ -418,8 +419,9 @@ async fn violation(
             }
             let len = wanted.len() as u64;
             let read = store.read(&pg.cid, oid, *offset, len, None).await?;
-            read.verify().map_err(|e| Error::Corrupt(format!("{name}: {e}")))?;
-            (read.slice(*offset, len) != *wanted).then(|| format!("the bytes at offset {offset} differ"))
+            read.verify().map_err(|e| Error::Corrupt(format!("{name} ({e})")))?;
+            (read.slice(*offset, len) != *wanted)
+                .then(|| format!("the bytes at offset {offset} differ from the expected bytes"))
         }
         other => return Err(Error::BadRequest(format!("{other:?} is not supported")).into()),
     })

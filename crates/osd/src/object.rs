@@ -1,4 +1,5 @@
-//! The OSD's view of one object.
+//! One object as the OSD sees it: the record that the store keeps, and the state that the OSD
+//! caches.
 
 use std::cell::RefCell;
 
@@ -11,19 +12,21 @@ use crate::turnstile::Turnstile;
 /// Name of the xattr that stores the [`ObjectInfo`].
 pub(crate) const INFO_XATTR: Bytes = Bytes::from_static(b"_");
 
-/// Name of the xattr that stores the last committed upload, on heads of objects that are or were
-/// striped. A full write does not read the old object first, so it leaves the object's old parts
-/// behind. The collector finds these parts by this xattr.
+/// Name of the xattr in which the head object of a striped object stores its last committed upload.
+/// The xattr stays when the object is no longer striped. A full write does not read the old object
+/// first, so it cannot remove the object's old parts. The collector finds these parts by this
+/// xattr.
 pub(crate) const COMMITTED_XATTR: Bytes = Bytes::from_static(b"c");
 
-/// Information on an object, which one xattr of the object stores.
+/// The record of an object, which one xattr of the object stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ObjectInfo {
     pub(crate) version: u64,
     /// Size of the data in this store object, in bytes.
     pub(crate) size: u64,
     pub(crate) modified_ms: u64,
-    /// Manifest, on the head of a striped object. The head's own size is then 0.
+    /// Manifest of a striped object; `None` for other objects. The head object of a striped object
+    /// has no data, so its `size` is 0.
     pub(crate) manifest: Option<Manifest>,
 }
 
@@ -33,7 +36,7 @@ impl ObjectInfo {
         self.manifest.map_or(self.size, |m| m.size)
     }
 
-    /// Encodes the information: a format byte, then postcard.
+    /// Encodes the record: a format byte, then the fields in postcard format.
     pub(crate) fn encode(&self) -> Bytes {
         // Encoding plain data into a growing vector cannot fail.
         postcard::to_extend(self, vec![1]).expect("plain data can be encoded").into()
@@ -51,7 +54,7 @@ pub(crate) fn user_xattr(name: &[u8]) -> Bytes {
     [b"u", name].concat().into()
 }
 
-/// Reverses [`user_xattr`]; `None` for the OSD's internal xattrs.
+/// Returns the name that the user gave to a stored xattr; `None` for the OSD's internal xattrs.
 pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
     stored.starts_with(b"u").then(|| stored.slice(1..))
 }
@@ -60,9 +63,9 @@ pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,
-    /// State of the object once all queued transactions are durable, with the incarnation in which
-    /// it was learnt. The entry is dropped if one of the transactions fails. The inner `None` means
-    /// that the object does not exist.
+    /// The incarnation in which the object's state was learnt, and the state that the object has
+    /// once all queued transactions are durable. If one of these transactions fails, the cached
+    /// state is dropped. The inner `None` means that the object does not exist.
     info: RefCell<Option<(u64, Option<ObjectInfo>)>>,
 }
 
@@ -77,7 +80,7 @@ impl ObjectState {
         *self.info.borrow_mut() = Some((incarnation, info));
     }
 
-    /// Drops the cached state, so that it is read again.
+    /// Drops the cached state, so that the next access reads the state from the store.
     pub(crate) fn forget(&self) {
         *self.info.borrow_mut() = None;
     }
@@ -90,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = ObjectInfo::decode(&bytes);
         }
     }

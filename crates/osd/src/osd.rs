@@ -47,7 +47,8 @@ pub(crate) struct Osd {
     pub(crate) map: RefCell<NodeMap>,
     /// Lock that is held during a change of the map.
     pub(crate) changing_map: Mutex<()>,
-    /// Whether the last change of the map failed, so that perhaps only some targets have stored it.
+    /// Whether the last change of the map failed, so that perhaps only some targets have stored the
+    /// changed map.
     pub(crate) map_is_uncertain: Cell<bool>,
     pub(crate) pools: RefCell<BTreeMap<String, Rc<ActivePool>>>,
     pub(crate) sessions: RefCell<Sessions>,
@@ -55,7 +56,8 @@ pub(crate) struct Osd {
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
     /// Transports other than TCP that clients can use: kind and address of each.
     pub(crate) paths: RefCell<Vec<(String, String)>>,
-    /// Counters of connections that the listener refused, and of places that it reclaimed.
+    /// Counters of connections that the listener refused, and of slots that it reclaimed from
+    /// connections.
     pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
@@ -209,8 +211,9 @@ impl Osd {
     pub(crate) fn close_session(&self, session: SessionId) {
         self.sessions.borrow_mut().close(session);
         // Shortly after a start, the OSD does not know which sessions from before the start will
-        // reconnect. Forgetting this session would also mark those of them with lower numbers as
-        // forgotten. This session therefore expires later instead.
+        // reconnect. If the OSD forgot this session now, it would also mark all sessions with lower
+        // numbers as forgotten, including the sessions that reconnect later. This session therefore
+        // expires later instead.
         if session.generation() < self.age.generation() && self.age.ran() < SETTLING {
             return;
         }

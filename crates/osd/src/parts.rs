@@ -13,8 +13,8 @@ use crate::pool::ObjectLocation;
 use crate::task::spawn;
 
 impl Osd {
-    /// Checks that all parts of a new manifest exist. The collector may have removed parts of a
-    /// client that was disconnected for a long time.
+    /// Checks that all parts of a new manifest exist and have the right size. If the client was
+    /// disconnected for a long time, the collector may have removed its parts.
     pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
         for op in ops {
             let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
@@ -32,8 +32,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Removes the parts of a manifest that no head refers to any more, in the background. The
-    /// collector removes the parts that this task misses.
+    /// Removes the parts of a manifest in the background. No head object may refer to this manifest
+    /// any more. If a part cannot be removed, the collector removes it later.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
         spawn(async move {
@@ -48,7 +48,7 @@ impl Osd {
         });
     }
 
-    /// Removes an object on the OSD's own behalf. Succeeds if the object does not exist.
+    /// Removes an object without a request of a client. Also succeeds if the object does not exist.
     pub(crate) async fn remove_object(&self, place: &ObjectLocation, name: &str) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;

@@ -1,4 +1,4 @@
-//! Repeats steps while the store is unreachable, until the caller's time limit.
+//! Repeats steps of requests while the store is unreachable, up to a time limit.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(crate) async fn patiently<T>(
         let incarnation = place.pg.backing.incarnation();
         match attempt().await {
             Err(Fail::Lost(why)) if Instant::now() < until => {
-                tracing::debug!(why, "the store is unreachable; the step is tried again");
+                tracing::debug!(why, "the store is unreachable; repeating the step");
                 place.pg.backing.lost(incarnation);
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
@@ -34,7 +34,8 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Calls `look` during a turn on the object, while no transaction on the object is pending.
+/// Calls `look` during a turn on the object, while no transaction on the object is pending. Repeats
+/// the call while the store is unreachable, for at most `patience`.
 pub(crate) async fn in_turn<T>(
     place: &ObjectLocation,
     patience: Duration,
@@ -52,7 +53,7 @@ pub(crate) async fn in_turn<T>(
     patiently(place, patience, attempt).await
 }
 
-/// Returns the durable information on an object.
+/// Returns the durable record of an object; `None` if the object does not exist.
 pub(crate) async fn info_of(place: &ObjectLocation, patience: Duration) -> StepResult<Option<ObjectInfo>> {
     let object = place.pg.object(&place.oid);
     in_turn(place, patience, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await

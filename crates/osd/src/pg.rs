@@ -38,20 +38,23 @@ use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
 
 /// Number of object versions that one durable reservation covers.
 const VERSION_BATCH: u64 = 1024;
-/// Number of new results of a session after which the group trims its old results.
+/// Number of new results of a session after which the group trims (removes) the session's old
+/// results.
 const TRIM_BATCH: u64 = 64;
-/// Age of a session's mark, in milliseconds, after which the next change writes the mark again.
+/// Age of a session's mark, in milliseconds, after which the session's next change writes the mark
+/// again.
 const MARK_REFRESH_MS: u64 = 3_600_000;
-/// Maximum number of closed sessions whose results one change's transaction also removes.
+/// Maximum number of closed sessions whose results the transaction of a change also removes.
 const CARRIED: usize = 4;
-/// Maximum number of results of a closed session that a change's transaction removes. The collector
-/// handles closed sessions with more results, so that transactions of changes stay small.
+/// Maximum number of results of a closed session that the transaction of a change removes. The
+/// collector removes the results of closed sessions with more results, so that the transactions of
+/// changes stay small.
 const CARRIED_RESULTS: usize = 16;
 /// Maximum number of sessions that one transaction of the collector forgets.
 pub(crate) const EXPIRED_SESSIONS: usize = 32;
 /// Maximum number of results that one transaction of the collector removes.
 const EXPIRED_RESULTS: usize = 1024;
-/// Low water of a session whose results the collector is removing.
+/// Value of [`Mark::low_water`] for a session whose results the collector is removing.
 const FORGOTTEN: u64 = u64::MAX;
 
 /// A placement group.
@@ -109,8 +112,8 @@ struct State {
 /// The group's record of one session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Mark {
-    /// Results of requests with lower numbers may have been removed. The group refuses a retry with
-    /// a lower number that has no recorded result.
+    /// The results of requests with numbers below this one may have been removed. The group refuses
+    /// a retry below this number if it has no recorded result.
     low_water: u64,
     /// Approximate node age, in milliseconds, of the session's last change in this group. Marks of
     /// older versions of the node hold milliseconds since 1970.
@@ -195,7 +198,7 @@ impl Pg {
         }
     }
 
-    /// Returns the cached state of an object. The state is empty if it was not cached.
+    /// Returns the cached state of an object. The state is empty if the object was not cached.
     pub(crate) fn object(&self, oid: &ObjectId) -> Rc<ObjectState> {
         let mut objects = self.objects.borrow_mut();
         if let Some(known) = objects.get(oid) {
@@ -298,9 +301,9 @@ impl Pg {
                 let session = key[1..].try_into().map_err(|_| self.corrupt("a session's key"))?;
                 let mark: Mark = postcard::from_bytes(value).map_err(|_| self.corrupt("a session's mark"))?;
                 let session = SessionId(u128::from_be_bytes(session));
-                // The number of results is unknown, so the next change trims them. A time later
-                // than the node's age was written by an older version of the node, or before the
-                // node lost its age.
+                // The number of results is unknown, so the next change of the session trims old
+                // results. A time later than the node's age was written by an older version of the
+                // node, or before the node lost its age.
                 let active_ms = mark.active_ms.min(self.age.ran_ms());
                 marks.insert(session, Mark { active_ms, durable: true, untrimmed: TRIM_BATCH, ..mark });
             }
@@ -504,7 +507,7 @@ impl Pg {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, incarnation);
-                // If the state has been read again since then, it already contains these sessions.
+                // If the state was read again in the meantime, it already contains these sessions.
                 if self.loaded.get() == incarnation {
                     self.state.borrow_mut().put_back(removed);
                 }
@@ -532,8 +535,8 @@ impl Pg {
         Ok(listed)
     }
 
-    /// Returns the information on an object, from the cache or from the store; `None` if the object
-    /// does not exist. The caller must hold the object's turn.
+    /// Returns the record of an object, from the cache or from the store; `None` if the object does
+    /// not exist. The caller must hold the object's turn.
     pub(crate) async fn info(
         &self,
         oid: &ObjectId,
@@ -545,7 +548,7 @@ impl Pg {
         }
         let info = match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
             Ok(bytes) => {
-                let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("information on object {oid}")));
+                let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("the record of object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
             }
             // The collection may not exist yet, because reading an object does not create it.
@@ -628,8 +631,8 @@ impl State {
         let mark = self.marks.entry(origin.session).or_insert_with(|| fresh.clone());
         if is_forgotten {
             // The client uses the session again after the group forgot it. All earlier requests of
-            // the session have numbers below the end of this request's window. The group refuses
-            // retries with such numbers that have no result.
+            // the session have numbers below the end of this request's window. The group therefore
+            // refuses retries below this end if they have no result.
             let low_water = origin.seq.saturating_add(REQUEST_WINDOW);
             *mark = Mark { low_water, results: None, untrimmed: TRIM_BATCH, ..fresh };
         }
@@ -637,7 +640,7 @@ impl State {
     }
 
     /// Removes a few closed sessions from the state. Returns the sessions with their marks, and the
-    /// keys to remove from the store.
+    /// keys that the caller must remove from the store.
     fn take_closed(&mut self) -> (Vec<(SessionId, Mark)>, Vec<Bytes>) {
         let (mut taken, mut keys) = (Vec::new(), Vec::new());
         for _ in 0..CARRIED {
@@ -679,8 +682,8 @@ impl Mark {
     fn trim(&mut self, origin: &Origin) -> Option<(u64, u64)> {
         self.untrimmed += 1;
         let unwanted = origin.acked_through.saturating_add(1).min(origin.seq);
-        // The request window limits how far back a correct client's oldest unanswered request can
-        // be.
+        // The oldest unanswered request of a correct client is at most `REQUEST_WINDOW` numbers
+        // behind its newest request.
         let end = unwanted.max(origin.seq.saturating_sub(REQUEST_WINDOW));
         if self.untrimmed < TRIM_BATCH || end <= self.low_water {
             return None;

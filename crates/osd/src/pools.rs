@@ -17,7 +17,7 @@ use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
-/// Number of objects that one transaction removes when a pool is removed.
+/// Maximum number of objects that one transaction removes when a pool is removed.
 const REMOVE_BATCH: usize = 64;
 
 impl Osd {
@@ -69,8 +69,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Creates the groups of a pool with redundancy before the map contains the pool. Otherwise, a
-    /// group without any data on the targets would count as lost.
+    /// Creates the groups of a pool with redundancy. This must happen before the map contains the
+    /// pool: a group of a pool in the map would count as lost if no target had any of its data.
     async fn create_groups(&self, pool: &ActivePool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
@@ -82,7 +82,8 @@ impl Osd {
         created.map(drop).map_err(|e| refusal(e.into()))
     }
 
-    /// Closes a pool and removes it from the map. A background task removes its objects.
+    /// Closes a pool and marks it in the map as being removed. A background task then removes the
+    /// pool's objects, and finally the pool's record in the map.
     pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         let _one_at_a_time = self.changing_map.lock().await;
@@ -127,7 +128,7 @@ impl Osd {
         }
     }
 
-    /// Removes the content of a closed pool, then removes the pool from the map.
+    /// Starts a task that removes the content of a closed pool, and then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<ActivePool>) {
         let osd = Rc::clone(self);
         spawn(async move { osd.empty_or_wait(pool).await });

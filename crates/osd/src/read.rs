@@ -1,11 +1,12 @@
 //! Execution of reads and queries.
 //!
 //! A read draws a ticket for the object and waits, during its turn, until each earlier change is
-//! durable. It then submits its call to the store and ends its turn. The read sees the state of the
-//! object at this submission. Neither a slow store nor a slow client therefore blocks the object. A
-//! long read repeats this for each segment, and detects by the version whether the object changed
-//! in between. The first segment reveals the object's size before its data arrives, so the other
-//! segments start at once.
+//! durable. It then submits its call to the store and ends its turn. The read returns the state
+//! that the object has at this moment. The turn ends before the data arrives, so neither a slow
+//! store nor a slow client blocks the object. A long read repeats these steps for each segment, and
+//! detects by the object's version whether the object changed between two segments. The size of the
+//! object is known before the data of the first segment arrives, so the other segments start at
+//! once.
 
 use std::time::Duration;
 
@@ -30,8 +31,7 @@ use crate::patience::patiently;
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
 
-/// First pause before another attempt after the store became unreachable. The pause doubles up to
-/// half a second.
+/// Pause before a read is attempted again after the store became unreachable.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
@@ -121,7 +121,7 @@ impl ObjectRead<'_> {
         self.request.patience(&self.osd.config)
     }
 
-    /// Returns the maximum number of bytes in the reply if the client offers a sink.
+    /// Returns the maximum number of bytes of data in the reply if the client offers a sink.
     fn inline_max(&self) -> u64 {
         INLINE.min(self.request.connection.limits().eager as u64)
     }
@@ -152,13 +152,13 @@ impl ObjectRead<'_> {
         SEGMENT.min(self.osd.staging.largest()) as u64
     }
 
-    /// Requests the first segment from the store: from `start` up to `end`, but at most one whole
-    /// segment. The object's state may be uncached.
+    /// Requests the first segment from the store: from `start` up to `end`, but at most the maximum
+    /// length of a segment. The object's state need not be cached.
     async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
-        // Memory is allocated before the object's size is known. An uncached object is expected to
-        // be small.
+        // The buffer is allocated before the object's size is known. An uncached object is expected
+        // to be small.
         let likely = match object.known(self.place.pg.backing.incarnation()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
@@ -207,8 +207,8 @@ impl ObjectRead<'_> {
         patiently(&self.place, self.patience(), attempt).await
     }
 
-    /// Requests a segment of up to `segment` bytes from the store, during this request's turn.
-    /// `likely` is the expected length of the segment.
+    /// Waits for a turn on the object, and then requests a segment of up to `segment` bytes from
+    /// the store. `likely` is the expected length of the segment; the first buffer has this size.
     async fn begin(
         &self,
         object: &ObjectState,
@@ -239,7 +239,8 @@ impl ObjectRead<'_> {
             let len = segment.min(info.size.saturating_sub(at));
             let has_data = len > 0 && info.manifest.is_none();
             if has_data && len > room {
-                // This repeats at most once, because the buffer then fits the whole segment.
+                // The loop repeats at most once, because the next buffer has room for the whole
+                // segment.
                 room = segment;
                 continue;
             }
@@ -249,7 +250,7 @@ impl ObjectRead<'_> {
         }
     }
 
-    /// Waits for the store's reply.
+    /// Waits for the segment's data from the store, and verifies it.
     async fn finish(&self, begun: Begun) -> StepResult<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
@@ -257,17 +258,21 @@ impl ObjectRead<'_> {
         self.check(&begun.info, begun.at, begun.len, &data)
     }
 
-    /// Verifies the store's data and converts it into a payload. If the last piece is cut, its
-    /// checksum is computed again.
+    /// Verifies the store's data and converts it into a payload. If the segment ends inside a
+    /// block, the checksum of its last piece is computed again.
     fn check(&self, info: &ObjectInfo, at: u64, len: u64, data: &ReadData) -> StepResult<Payload> {
-        let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{}: {what}", self.name)));
+        let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{} ({what})", self.name)));
         data.verify().map_err(|e| corrupt(e.to_string()))?;
         if data.object_size < info.size {
             let (name, stored, recorded) = (self.name.clone(), data.object_size, info.size);
             return Err(Error::WrongSize { name, stored, recorded }.into());
         }
         if data.offset != at || data.len() < len {
-            return Err(corrupt(format!("{} bytes at {} instead of {len} at {at}", data.len(), data.offset)));
+            return Err(corrupt(format!(
+                "the store returned {} bytes at offset {} instead of {len} bytes at {at}",
+                data.len(),
+                data.offset
+            )));
         }
         let bytes = data.contiguous().slice(..len as usize);
         let mut checksums = data.checksums.clone();
@@ -289,9 +294,13 @@ fn striped(info: &ObjectInfo) -> ObjectReply {
 
 fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
     if sink.direction != BulkDirection::Write || sink.phase != 0 {
-        return Err(Error::BadRequest("the sink is not writable, or does not begin at a block".into()).into());
+        return Err(Error::BadRequest(
+            "the sink is not writable, or does not begin at a block boundary".into(),
+        )
+        .into());
     }
-    let overflow = || Error::OutOfRange { what: "sink".into(), detail: "its length overflows".into() };
+    let overflow =
+        || Error::OutOfRange { what: "sink".into(), detail: "its length does not fit into 64 bits".into() };
     Ok(sink.len().ok_or_else(overflow)?)
 }
 
@@ -384,5 +393,6 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
     QueryAnswer::Omap { entries, more }
 }
 
-/// Maximum size of the entries in a reply, in bytes. One entry alone may be larger.
+/// Maximum size of the entries in a reply, in bytes. If the first entry alone is larger, the reply
+/// contains only this entry.
 const PAGE_BYTES: usize = 48 * 1024;

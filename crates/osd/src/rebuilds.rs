@@ -6,7 +6,7 @@ use array::Rebuilt;
 use uuid::Uuid;
 use wire::RebuildStatus;
 
-/// The state of an OSD's rebuilds.
+/// State of the OSD's rebuilds, of which one runs at a time.
 #[derive(Default)]
 pub(crate) struct Rebuilds {
     /// Number of objects and bytes rebuilt since the OSD started.
@@ -34,8 +34,8 @@ impl Rebuilds {
         *self.last_failure.borrow_mut() = Some(why);
     }
 
-    /// Returns the state for the node's status. `rate_limit` is in bytes per second; 0 means no
-    /// limit.
+    /// Returns the state of the rebuilds, as the node's status shows it. `rate_limit` is in bytes
+    /// per second; 0 means no limit.
     pub(crate) fn status(&self, rate_limit: u64) -> RebuildStatus {
         let rebuilt = *self.rebuilt.borrow();
         let (pool, target) = self.under_way.borrow().clone().unzip();

@@ -18,7 +18,7 @@ use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
-/// Number of objects scrubbed between two listings.
+/// Maximum number of objects that one listing returns to the scrub.
 const PAGE: usize = 128;
 /// Number of bytes of an object without redundancy that are verified at a time.
 const SEGMENT: u64 = 1 << 20;
@@ -80,7 +80,8 @@ impl Osd {
         }
     }
 
-    /// Repeats an attempt if it fails because a group's interval ended.
+    /// Repeats an attempt that fails because a group's interval ended, for at most as long as
+    /// requests wait for the store.
     async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
         let until = Instant::now() + self.config.store_patience;
         loop {

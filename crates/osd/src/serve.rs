@@ -91,7 +91,7 @@ impl Served {
         let Ok((head, rest)) = wire::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
-                "a connection is closed because a message is not a request"
+                "a connection is closed because its peer sent a message that is not a request"
             );
             return false;
         };
@@ -118,7 +118,9 @@ impl Served {
             }
             (_, Some(session)) if self.osd.sessions.borrow().is_attached(session, self.id) => session,
             _ => {
-                let refused = Err(Error::NoSession("it was resumed elsewhere, or never opened".into()));
+                let refused = Err(Error::NoSession(
+                    "the session was resumed on another connection, or never opened".into(),
+                ));
                 answer(&self.connection, head.seq, refused, Payload::default()).await;
                 return true;
             }
@@ -173,7 +175,7 @@ impl Served {
             && before != session
         {
             // A connection has only one session. If the earlier session stayed attached, it would
-            // keep its place forever.
+            // keep its slot forever.
             self.osd.sessions.borrow_mut().detach(before, self.id);
         }
         if let Some(reclaimed) = reclaimed {
@@ -268,7 +270,9 @@ impl Osd {
                     return result;
                 }
                 RequestClaim::Join(_) if !retry => {
-                    return Err(Error::BadRequest(format!("request number {seq} is in progress already")));
+                    return Err(Error::BadRequest(format!(
+                        "a request with number {seq} is in progress already"
+                    )));
                 }
                 RequestClaim::Join(attempt) => match joined(attempt).await {
                     // The first attempt failed because its connection or the store was lost. This

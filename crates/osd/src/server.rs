@@ -36,8 +36,8 @@ impl OsdServer {
     /// Starts an OSD on its own thread, `osd-0`. Returns once clients can connect.
     ///
     /// `targets` are all targets of the node with their ids, in any order. `staging` is the staging
-    /// memory, which needs at least a few segments of 2 MiB. `listen` is an address in the network
-    /// stack's form (`host:port`).
+    /// memory, which must have room for at least a few segments of 2 MiB. `listen` is an address in
+    /// the network stack's form (`host:port`).
     ///
     /// This call blocks until the OSD has started. The stores must be able to make progress while
     /// the calling thread is blocked.
@@ -92,7 +92,7 @@ impl OsdServer {
         }
     }
 
-    /// Runs an OSD on the current thread until `stop` resolves. The thread must be in a
+    /// Runs an OSD on the current thread until `stop` resolves. The caller must run in a
     /// [`LocalSet`]. Simulations and programs with their own event loop use this function. `ready`
     /// receives the endpoint, or the reason why the OSD did not start.
     pub async fn serve(
@@ -130,7 +130,10 @@ impl OsdServer {
             }
         };
         if tokio::time::timeout(DRAIN, drained).await.is_err() {
-            tracing::warn!(requests = osd.requests.get(), "stopping with requests in progress");
+            tracing::warn!(
+                requests = osd.requests.get(),
+                "the OSD stops although requests are still in progress"
+            );
         }
         osd.age.save(&osd.targets, LAST_WORD).await;
     }

@@ -19,9 +19,10 @@ const RETURN: Duration = Duration::from_secs(3600);
 /// sessions.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, ClientPresence>,
-    /// Places of the sessions. A session that loses its place is removed from the table: the
-    /// collector may then remove the parts of its unfinished uploads, and retries of its requests
-    /// may be refused. Its client may still present the session again.
+    /// Divides the slots of the table between peer addresses. A session that loses its slot is
+    /// removed from the table: the collector may then remove the parts of its unfinished uploads,
+    /// and the OSD may refuse retries of its requests. Its client may still present the session
+    /// again.
     places: Budget<SessionId>,
     generation: u64,
     /// Number of the newest session of this generation.
@@ -30,25 +31,25 @@ pub(crate) struct Sessions {
     shortages: Shortages,
 }
 
-/// Counts of sessions that lost their place or were refused one, since the OSD started.
+/// Counts of sessions that lost their slot or got no slot, since the OSD started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Shortages {
-    /// Connected sessions that lost their place to another session.
+    /// Connected sessions that lost their slot to another session.
     pub(crate) reclaimed: u64,
-    /// Sessions that could not be opened because all places were taken.
+    /// Sessions that could not be opened because all slots were taken.
     pub(crate) refused: u64,
 }
 
 /// Result of opening a session.
 pub(crate) struct OpenedSession {
     pub(crate) id: SessionId,
-    /// Connection of the session that lost its place to this one, if that session was connected.
-    /// The caller must close this connection.
+    /// Connection of the session that lost its slot to this one; `None` if no connected session
+    /// lost its slot. The caller must close this connection.
     pub(crate) reclaimed: Option<ConnectionId>,
 }
 
-/// Time for which a session must be disconnected or silent before a session of an address that has
-/// its fair share of places can take its place.
+/// Minimum time that a session must be disconnected or silent before it can lose its slot to a new
+/// session whose address already has its fair share of slots.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
@@ -58,7 +59,7 @@ enum ClientPresence {
 }
 
 impl Sessions {
-    /// Creates an empty table with `limit` places. `generation` is the generation of new sessions.
+    /// Creates an empty table with `limit` slots. `generation` is the generation of new sessions.
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
         let places = Budget::new(limit, PATIENCE);
         let (started, shortages) = (Instant::now(), Shortages::default());
@@ -66,8 +67,8 @@ impl Sessions {
     }
 
     /// Attaches a session to a connection: the session that the client presents, or a new one. From
-    /// then on, the session's requests on an earlier connection are refused. If all places are
-    /// taken, another session may lose its place by the rules of [`Budget`].
+    /// then on, the OSD refuses the session's requests on an earlier connection. If all slots are
+    /// taken, another session may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
@@ -99,18 +100,22 @@ impl Sessions {
             Some(ClientPresence::GoneSince(_)) | None => None,
         };
         self.known.insert(id, ClientPresence::Connected(connection));
-        assert_eq!(self.known.len(), self.places.taken(), "exactly the sessions with a place are known");
+        assert_eq!(
+            self.known.len(),
+            self.places.taken(),
+            "the table contains exactly the sessions with a slot"
+        );
         Ok(OpenedSession { id, reclaimed })
     }
 
-    /// Marks the session as active, so that it is reclaimed last.
+    /// Records that the session is active, so that silent sessions lose their slots first.
     pub(crate) fn heard(&mut self, session: SessionId) {
         self.places.heard(session, Instant::now().into_std());
     }
 
     fn make(&mut self) -> SessionId {
-        // If all numbers of a generation are used, the last number is used again. The ids still
-        // differ in their random bits.
+        // If all numbers of a generation are used up, further sessions share the last number. Their
+        // ids still differ in the random bits.
         self.last = self.last.saturating_add(1);
         SessionId::new(self.generation, self.last, rand::random())
     }
@@ -126,7 +131,8 @@ impl Sessions {
         matches!(self.known.get(&session), Some(ClientPresence::Connected(now)) if *now == connection)
     }
 
-    /// Records that a connection of the session has ended.
+    /// Records that `connection` has ended. Does nothing if the session is attached to another
+    /// connection.
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, ClientPresence::GoneSince(Instant::now()));
@@ -134,8 +140,9 @@ impl Sessions {
         }
     }
 
-    /// Returns whether the session is connected, or was connected less than `grace` ago. Unknown
-    /// sessions of earlier generations count as connected until this OSD started.
+    /// Returns whether the session is connected, or was connected less than `grace` ago. A session
+    /// of an earlier generation that the table does not contain counts as connected until the start
+    /// of this OSD.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
             Some(attachment) => attachment.is_alive(grace),
@@ -152,7 +159,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the counts of sessions that lost their place or were refused one.
+    /// Returns the counts of sessions that lost their slot or got no slot.
     pub(crate) fn shortages(&self) -> Shortages {
         self.shortages
     }
@@ -180,7 +187,7 @@ mod tests {
     const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
 
     #[tokio::test(start_paused = true)]
-    async fn an_address_with_too_many_sessions_gives_a_place_to_a_new_address() {
+    async fn an_address_with_too_many_sessions_loses_a_slot_to_a_new_address() {
         let mut sessions = Sessions::new(3, SessionId::FIRST_GENERATION);
         let mut crowd = Vec::new();
         for connection in 0..3 {
@@ -193,10 +200,10 @@ mod tests {
         assert_eq!(
             other.reclaimed,
             Some(1),
-            "the session that was silent for the longest time loses its place"
+            "the session that was silent for the longest time loses its slot"
         );
         assert!(!sessions.is_attached(crowd[1], 1));
-        // A disconnected session loses its place first. The session that lost its place earlier can
+        // A disconnected session loses its slot first. The session that lost its slot earlier can
         // be opened again.
         sessions.detach(crowd[0], 0);
         let back = sessions.open(Some(crowd[1]), 11, A).unwrap();

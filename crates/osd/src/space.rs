@@ -1,9 +1,10 @@
 //! Lets changes wait for space that other changes are about to free.
 //!
 //! A change that replaces data needs space for the new data before the old data is freed. A group
-//! with redundancy keeps the data that a transaction overwrites until a later transaction trims it.
-//! A change that finds no space therefore asks the groups to trim, and waits while other changes
-//! run. Waiting changes do not count as running. If all changes wait, they fail.
+//! with redundancy keeps the data that a transaction overwrites until a later transaction trims
+//! (frees) this data. A change that finds no space therefore makes the groups trim, and then waits
+//! while other changes run. Waiting changes do not count as running. If all changes wait, all of
+//! them fail.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -18,12 +19,12 @@ use crate::task::spawn;
 #[derive(Default)]
 pub(crate) struct SpaceReclaim {
     running: Cell<u32>,
-    /// Number of changes that have ended for another reason than lack of space. Each of them may
-    /// have freed space.
+    /// Number of changes that have ended, except changes that found no space. Each of these changes
+    /// may have freed space.
     progress: Cell<u64>,
     /// Notified when `progress` grows, and when no change is running any more.
     changed: Notify,
-    /// Held while groups trim.
+    /// Lock that is held while groups trim.
     trimming: Mutex<()>,
     /// Number of trims that freed space.
     trims: Cell<u64>,
@@ -44,10 +45,10 @@ impl SpaceReclaim {
         ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
     }
 
-    /// Waits for space after a change found none; the progress was `seen` when that change began.
-    /// Returns `true` once other changes or trims may have freed space. Returns `false` if no more
-    /// space can be expected, or if no space was freed by `until`. `groups` returns the groups that
-    /// may free space.
+    /// Waits for space after a change found none. `seen` is the value of `progress` when that
+    /// change began. Returns `true` once other changes or trims may have freed space. Returns
+    /// `false` if no change is running that could free space, or if no space was freed by `until`.
+    /// `groups` returns the groups that may free space.
     pub(crate) async fn may_come(
         &self,
         seen: u64,
@@ -74,7 +75,7 @@ impl SpaceReclaim {
         }
     }
 
-    /// Requests that groups free overwritten data. Returns whether any group freed data.
+    /// Makes the groups trim overwritten data. Returns whether any group freed data.
     async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
         let before = self.trims.get();
         let _one_at_a_time = self.trimming.lock().await;
@@ -90,7 +91,7 @@ impl SpaceReclaim {
             let trimmed = Rc::clone(&group);
             let trim = spawn(async move {
                 if let Err(e) = trimmed.trim().await {
-                    tracing::debug!(error = %e, "overwritten data could not be trimmed and is kept");
+                    tracing::debug!(error = %e, "overwritten data could not be freed and is kept");
                 }
             });
             drop(trim.await);
@@ -103,8 +104,8 @@ impl SpaceReclaim {
 }
 
 impl ActiveChange<'_> {
-    /// Records that the change has found no space. Returns the progress when the change began. More
-    /// space can be free only if the progress has grown since then.
+    /// Records that the change has found no space. Returns the value of `progress` when the change
+    /// began. More space can be free only if `progress` has grown since then.
     pub(crate) fn found_no_space(mut self) -> u64 {
         self.is_fruitless = true;
         self.seen

@@ -40,8 +40,8 @@ pub enum StartError {
         /// Description of the damage.
         detail: String,
     },
-    /// A target failed.
-    #[error("target {target}: {source}")]
+    /// A failure of a target prevents the start.
+    #[error("the OSD cannot start because of target {target}: {source}")]
     Target {
         /// The target.
         target: Uuid,
@@ -49,10 +49,10 @@ pub enum StartError {
         source: StoreError,
     },
     /// The OSD cannot listen on the address.
-    #[error("cannot listen: {0}")]
+    #[error("the OSD cannot listen for clients: {0}")]
     Listen(#[from] MessengerError),
-    /// The operating system refused to start the thread.
-    #[error("cannot start the OSD's thread: {0}; check the limits on processes and files")]
+    /// The operating system refused to start a thread of the OSD.
+    #[error("cannot start a thread of the OSD: {0}; check the limits on processes and files")]
     Os(#[from] std::io::Error),
     /// The OSD's thread ended before the OSD had started.
     #[error("the OSD's thread ended unexpectedly; see the log")]

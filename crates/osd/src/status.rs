@@ -49,8 +49,8 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
     let shortages = osd.sessions.borrow().shortages();
-    // The OSD limits sessions, and the messenger limits connections. Both limits can cost a client
-    // its place.
+    // The OSD limits sessions, and the messenger limits connections. A client can lose its slot, or
+    // get no slot, because of either limit.
     let with_sessions = |counts: &mut dyn Iterator<Item = (&'static str, u64)>, sessions| {
         counts.chain([("sessions", sessions)]).map(|(what, count)| (what.to_owned(), count)).collect()
     };
@@ -77,6 +77,6 @@ async fn space(target: Option<&Target>) -> Result<Space, String> {
     match tokio::time::timeout(PATIENCE, target.store.space()).await {
         Ok(Ok(space)) => Ok(space),
         Ok(Err(e)) => Err(e.to_string()),
-        Err(_) => Err("the store does not answer; see its log".into()),
+        Err(_) => Err("the target's store does not answer; see the log of the store".into()),
     }
 }

@@ -1,4 +1,4 @@
-//! A target, and the OSD's view of its health.
+//! [`Target`]: one target of the node, and its health as the OSD sees it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -34,15 +34,15 @@ pub(crate) struct Target {
     changed: Notify,
     /// Send time of the last probe that was answered.
     answered: watch::Sender<Option<Instant>>,
-    /// Whether a probe is running. Only one probe runs at a time, because probes of a stalled store
-    /// would accumulate.
+    /// Whether a probe is running. Only one probe runs at a time, because further probes of a
+    /// stalled store would accumulate.
     is_probed: Cell<bool>,
     /// Whether the operator has taken the target out of use.
     out: Cell<bool>,
     /// Whether the target had no space for the node's map when the node started.
     lacks_map: Cell<bool>,
-    /// Collections in which calls were not answered in time. Probes also send calls in these
-    /// collections.
+    /// Collections in which the target did not answer calls in time. Probes also send calls in
+    /// these collections.
     suspects: RefCell<Vec<CollectionId>>,
 }
 
@@ -118,7 +118,7 @@ impl Target {
         self.generation.set(self.generation.get() + 1);
     }
 
-    /// Uses a failed target again at once, on the operator's request.
+    /// Uses a failed target again at once, for example on the operator's request.
     pub(crate) fn try_again(&self) {
         self.step(HealthEvent::Renewed);
     }
@@ -187,7 +187,7 @@ impl Target {
         });
     }
 
-    /// Sends cheap calls to the target and records a failure. Returns whether the calls failed.
+    /// Sends cheap calls to the target and records a failure. Returns whether a call failed.
     pub(crate) async fn fails(&self) -> bool {
         match self.ask_something().await {
             Ok(()) => false,
@@ -200,8 +200,8 @@ impl Target {
     }
 
     /// Sends two cheap calls: an empty transaction, which waits until it is durable, and a query of
-    /// the map's object. Sends them in the node's collection and in each collection in which calls
-    /// were not answered in time.
+    /// the map's object. Sends them in the node's collection and in each collection in which the
+    /// target did not answer calls in time.
     async fn ask_something(&self) -> store::Result<()> {
         let suspects = self.suspects.borrow().clone();
         let all = suspects.into_iter().chain([ids::node_collection()]);
@@ -228,7 +228,7 @@ impl Target {
         loop {
             match *answered.borrow_and_update() {
                 Some(sent) if sent >= asked => return,
-                // This answer belongs to a probe from before this call.
+                // This answer belongs to a probe that was sent before this call of `answers`.
                 Some(_) => self.probe(),
                 None => {}
             }

@@ -47,7 +47,7 @@ impl Osd {
     }
 
     /// Fails if the target is present and has data that too few other targets have. Without this
-    /// check, taking out or replacing the target would lose that data.
+    /// check, taking the target out of use or replacing it could lose data.
     async fn can_spare(&self, target: &Target) -> wire::Result<()> {
         // A group that cannot determine its interval may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
@@ -60,20 +60,20 @@ impl Osd {
         if pools.is_empty() {
             return Ok(());
         }
-        // The OSD may not have noticed a failure of the target yet, so it writes the map to all
-        // targets.
+        // The OSD may not have noticed a failure of the target yet. To find out, it writes the map
+        // to all targets.
         let written = {
             let _one_at_a_time = self.changing_map.lock().await;
             let map = self.map.borrow().clone();
             self.save_map(map).await
         };
         if !target.is_usable() {
-            tracing::info!(target_uuid = %target.uuid, ?written, "the target has failed, so it can be spared");
+            tracing::info!(target_uuid = %target.uuid, ?written, "the target has failed, so it may be taken out of use or replaced");
             return Ok(());
         }
         let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
         Err(Error::BadRequest(format!(
-            "too few other targets are up to date for {pools}; bring them back and wait until they are rebuilt"
+            "too few other targets are up to date in these pools: {pools}; bring missing targets back and wait until they are rebuilt"
         )))
     }
 

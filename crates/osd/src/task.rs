@@ -3,8 +3,8 @@
 use base::thread::ThreadClass;
 use tokio::task::JoinHandle;
 
-/// Starts a task on the OSD's thread. Connections share this thread, so each task's CPU time is
-/// counted by class.
+/// Starts a task on the OSD's thread. The messenger uses the same thread, so the time of each task
+/// is charged to its thread class.
 pub(crate) fn spawn(task: impl Future<Output = ()> + 'static) -> JoinHandle<()> {
     tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
 }

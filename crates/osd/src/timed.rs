@@ -1,7 +1,8 @@
-//! [`Timed`]: a store in the same process, whose calls count as host time of client requests.
+//! [`Timed`]: wraps a store in the same process, and counts the time of each call as host time of
+//! the client request that made the call.
 //!
-//! A store behind the host–DPU channel needs no such wrapper. Its proxy knows how much of a
-//! request's time was transfer time and how much was host time.
+//! A store behind the host–DPU channel is not wrapped. Its proxy measures how much of a request's
+//! time was DMA time, and how much was host time.
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use base::mem::Arena;
 use base::phases::{self, Phase};
 use store::{ObjectStore, StoreFuture, StoreRequest, Submit};
 
-/// A store whose calls are timed, each from its request to its reply.
+/// A store that measures the time of each call, from the call to its reply.
 pub(crate) struct Timed(pub(crate) Arc<dyn ObjectStore>);
 
 impl Submit for Timed {

@@ -1,5 +1,5 @@
-//! Sums of the times of requests, by phase, and of the time of the OSD's thread, by class. The sums
-//! begin when the OSD starts.
+//! Sums of the time that requests took, by phase, and of the time that the OSD's thread worked, by
+//! thread class. The sums are 0 when the OSD starts.
 
 use std::cell::Cell;
 
@@ -9,7 +9,7 @@ use base::work;
 use metrics::{Counter, counter};
 use wire::{ObjectRequest, PhaseTimes, RequestBody, RequestTimes};
 
-/// Thread classes of the work on a shard's thread.
+/// Thread classes to which a shard's thread charges its work.
 const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];
 
 /// Kinds of requests with separate sums.
@@ -30,7 +30,7 @@ impl RequestKind {
     }
 }
 
-/// The time sums of one OSD.
+/// The sums of one OSD.
 pub(crate) struct Times {
     write: Sum,
     read: Sum,
@@ -46,7 +46,7 @@ struct Sum {
     phases: [Counter; 4],
 }
 
-/// Metric of one class's time, and the time that the metric already contains.
+/// Metric of the time of one thread class, and the time that was already added to the metric.
 struct ClassTime {
     counter: Counter,
     counted: Cell<u64>,
@@ -76,12 +76,12 @@ impl Times {
         }
     }
 
-    /// Returns the sums of requests.
+    /// Returns the sums of the time that requests took, by kind of request.
     pub(crate) fn requests(&self) -> RequestTimes {
         RequestTimes { write: self.write.get(), read: self.read.get(), other: self.other.get() }
     }
 
-    /// Returns the time of the OSD's thread by class, in ns.
+    /// Returns the time that the OSD's thread worked, by thread class, in ns.
     pub(crate) fn thread(&self) -> Vec<(String, u64)> {
         let work = work::of_this_thread();
         CLASSES.map(|class| (class.prefix().to_owned(), work.ns(class))).into()

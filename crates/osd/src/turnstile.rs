@@ -1,24 +1,25 @@
-//! The order of the ops on one object.
+//! [`Turnstile`]: the order of the requests on one object.
 //!
-//! Every op draws a ticket. One op at a time has its *turn*, in the order of the tickets. During
-//! its turn, the op inspects the object and queues its transaction. It then ends its turn, and its
-//! commit is *pending*.
+//! Every request draws a ticket. One request at a time has its *turn*, in the order of the tickets.
+//! During its turn, a request inspects the object and queues its transaction. It then ends its
+//! turn, and its transaction is *pending*.
 //!
-//! An op that depends on the outcome of earlier ops waits, during its turn, until no earlier op is
-//! pending. A *blind* op changes nothing that other ops depend on. Several blind ops may be pending
-//! at the same time. A blind op still waits for pending ops that are not blind, because the
-//! object's state is uncertain until their outcome is known.
+//! A request that depends on the outcome of earlier requests waits, during its turn, until no
+//! earlier transaction is pending. A *blind* change modifies nothing that other requests depend on.
+//! Several blind changes may be pending at the same time. A blind change still waits for pending
+//! changes that are not blind, because the object's state is uncertain until their outcome is
+//! known.
 //!
-//! When the store is lost, the pending ops wait for a new turn with their old tickets. No later op
-//! overtakes them: a ticket gets no turn while an older ticket is pending from an earlier
-//! incarnation.
+//! When the store becomes unreachable, the pending requests wait for a new turn with their old
+//! tickets. No later request overtakes them: a ticket gets no turn while an older ticket is pending
+//! from an earlier incarnation.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::task::{Poll, Waker};
 
-/// The order of the ops on one object.
+/// The order of the requests on one object.
 #[derive(Default)]
 pub(crate) struct Turnstile {
     inner: RefCell<Inner>,
@@ -33,7 +34,7 @@ struct Inner {
     settling: Option<Waker>,
 }
 
-/// State of a pending op.
+/// State of a pending request.
 struct QueuedOp {
     incarnation: u64,
     blind: bool,
@@ -55,7 +56,7 @@ impl Turnstile {
     }
 }
 
-/// A place in the order of the ops. Dropping the ticket gives up the place.
+/// The position of a request in the queue for an object. Dropping the ticket gives up the position.
 pub(crate) struct Ticket<'a> {
     turnstile: &'a Turnstile,
     number: u64,
@@ -90,14 +91,14 @@ impl Drop for Ticket<'_> {
     }
 }
 
-/// The turn of an op. Dropping it ends the turn.
+/// The turn of a request. Dropping this value ends the turn.
 pub(crate) struct Turn<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until no op with an older ticket is pending.
+    /// Waits until no request with an older ticket is pending.
     pub(crate) async fn settled(&self) {
         poll_fn(|cx| {
             let mut inner = self.turnstile.inner.borrow_mut();
@@ -110,8 +111,8 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Returns whether all pending ops with older tickets are blind. If so, neither their success
-    /// nor their failure changes the object's size or kind.
+    /// Returns whether all pending requests with older tickets are blind. If so, neither their
+    /// success nor their failure changes the object's size, or whether the object is striped.
     pub(crate) fn follows_blind_ones(&self) -> bool {
         let inner = self.turnstile.inner.borrow();
         inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
@@ -119,7 +120,7 @@ impl<'a> Turn<'a> {
 
     /// Ends the turn after a transaction was queued in `incarnation`. The transaction is pending
     /// until the returned value is dropped. `blind` says that the transaction changes nothing that
-    /// other ops depend on, whether it succeeds or not.
+    /// other requests depend on, whether it succeeds or not.
     pub(crate) fn pend(self, incarnation: u64, blind: bool) -> PendingTransaction<'a> {
         self.turnstile.inner.borrow_mut().pending.insert(self.ticket, QueuedOp { incarnation, blind });
         PendingTransaction { turnstile: self.turnstile, ticket: self.ticket }
@@ -133,18 +134,19 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// A pending transaction. It is dropped when its outcome is known.
+/// A pending transaction. The owner drops this value when the transaction's outcome is known.
 pub(crate) struct PendingTransaction<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
 }
 
 impl PendingTransaction<'_> {
-    /// Ends the pending state and puts the old ticket back in line for a new turn. No other op gets
-    /// a turn in between.
+    /// Ends the pending state, and puts the old ticket back into the queue for a new turn. No later
+    /// request gets a turn before this ticket.
     pub(crate) fn back_in_line(self) {
         let mut inner = self.turnstile.inner.borrow_mut();
-        // A waker without effect keeps the op's place until the op actually waits.
+        // A waker without effect keeps the ticket's position in the queue until the request
+        // actually waits.
         inner.waiting.insert(self.ticket, Waker::noop().clone());
     }
 }
@@ -182,20 +184,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_op_overtakes_an_op_whose_outcome_was_lost() {
+    async fn no_request_overtakes_a_request_whose_outcome_was_lost() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
         let pending = lost.enter(|| 1).await.pend(1, false);
         let mut waiting = Box::pin(later.enter(|| 2));
-        assert!(poll_once(&mut waiting).is_none(), "the older op is pending from an older incarnation");
+        assert!(
+            poll_once(&mut waiting).is_none(),
+            "the older request is pending from an earlier incarnation"
+        );
         pending.back_in_line();
-        assert!(poll_once(&mut waiting).is_none(), "the lost op is first in line again");
+        assert!(poll_once(&mut waiting).is_none(), "the older request is first in the queue again");
         drop(lost.enter(|| 2).await.pend(2, false));
         assert!(poll_once(&mut waiting).is_some());
     }
 
     #[tokio::test]
-    async fn an_op_that_drops_its_ticket_blocks_no_other_op() {
+    async fn a_request_that_drops_its_ticket_blocks_no_other_request() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
         lost.enter(|| 1).await.pend(1, false).back_in_line();
@@ -206,7 +211,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn settled_waits_only_for_ops_with_older_tickets() {
+    async fn settled_waits_until_no_request_with_an_older_ticket_is_pending() {
         let turnstile = Turnstile::default();
         let (first, second) = (turnstile.ticket(), turnstile.ticket());
         let pending = first.enter(|| 1).await.pend(1, false);
@@ -218,7 +223,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_op_follows_blind_ops_only_if_all_older_pending_ops_are_blind() {
+    async fn a_turn_follows_blind_changes_only_if_all_older_pending_changes_are_blind() {
         let turnstile = Turnstile::default();
         let (first, second, third) = (turnstile.ticket(), turnstile.ticket(), turnstile.ticket());
         let sighted = first.enter(|| 1).await.pend(1, false);

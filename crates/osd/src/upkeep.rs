@@ -1,4 +1,5 @@
-//! Upkeep: probes unused targets, rebuilds missing fragments, and finishes removals of pools.
+//! Upkeep tasks of the OSD: probe failed targets, rebuild missing fragments, and finish removals of
+//! pools.
 
 use std::rc::Rc;
 
@@ -10,15 +11,16 @@ use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::target::Target;
 
-/// Number of upkeep intervals after which the OSD tries again to empty a removed pool.
+/// Number of upkeep intervals between two attempts to empty a removed pool.
 const REMOVAL_INTERVALS: u32 = 4;
 /// An index with less than 1/8 of its space free is nearly full. The store refuses changes if less
 /// than 1/16 is free.
 const INDEX_LOW: u64 = 8;
-/// If an index is nearly full, dirty notes are dropped if they take more than 1/16 of it.
+/// If an index is nearly full and dirty notes take more than 1/16 of its space, the notes are
+/// dropped.
 const INDEX_NOTES: u64 = 16;
-/// Number of upkeep intervals after which the OSD again offers the map to a target that had no
-/// space for it.
+/// Number of upkeep intervals between two attempts to write the map to a target that had no space
+/// for it.
 const MAP_INTERVALS: u32 = 4;
 
 impl Osd {
@@ -57,7 +59,7 @@ impl Osd {
                 let _one_at_a_time = self.changing_map.lock().await;
                 let map = self.map.borrow().clone();
                 if map.give(target, self.config.target_timeout).await {
-                    tracing::info!(target_uuid = %target.uuid, "the target had space for the node's map again");
+                    tracing::info!(target_uuid = %target.uuid, "the target has space again and has stored the node's map");
                     target.try_again();
                 }
             }
@@ -110,7 +112,7 @@ impl Osd {
                 continue;
             }
             if let Err(e) = self.note_lost_targets().await {
-                tracing::warn!(error = %e, "recording the lost targets in the map failed");
+                tracing::warn!(error = %e, "the lost targets could not be recorded in the map; trying again");
             }
             for (pool, group) in groups {
                 self.rebuild_group(&pool, &group).await;

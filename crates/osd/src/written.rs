@@ -1,6 +1,6 @@
-//! Blocks that the ops of a change have written, so that later ops of the change can merge their
-//! data with them. Adjacent blocks are kept as runs. Time and memory therefore grow with the number
-//! of ops and with their data, not with the lengths of zeroed ranges.
+//! Remembers the blocks that the ops of a change have written, so that later ops of the change can
+//! merge their data with these blocks. Adjacent blocks are kept as runs. Time and memory therefore
+//! grow with the number of ops and with their data, not with the lengths of zeroed ranges.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -82,7 +82,7 @@ impl Written {
 }
 
 impl BlockRun {
-    /// Returns a part of the run; the run starts at block `first`.
+    /// Returns the part of the run that covers `blocks`. `first` is the first block of the run.
     fn part(&self, first: u64, blocks: Range<u64>) -> BlockRun {
         let content = match &self.content {
             RunContent::Zeros => RunContent::Zeros,

@@ -7,12 +7,13 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Capability {
-    /// A session can be fenced. After that, none of the session's requests takes effect.
+    /// A session can be fenced. After the fencing, no request of the session takes effect.
     Fence,
     /// Objects with the same placement key are stored in the same placement group.
     SameGroup,
-    /// The first write to an object that does not exist also copies an older object, in one atomic
-    /// step. It copies the first object of a given list that exists.
+    /// The first write to an object that does not exist can begin with a copy of another object, in
+    /// one atomic step. The caller gives a list of objects, and the first existing object of this
+    /// list is copied.
     Inherit,
 }
 
@@ -70,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_contains_what_was_added_and_names_what_is_missing() {
+    fn a_capability_set_contains_added_capabilities_and_names_a_missing_one() {
         let set = Capabilities::NONE.with(Capability::Fence).with(Capability::Inherit);
         assert!(set.has(Capability::Fence) && set.has(Capability::Inherit));
         assert!(!set.has(Capability::SameGroup));

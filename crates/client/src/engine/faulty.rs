@@ -1,4 +1,4 @@
-//! An engine with injected faults.
+//! [`FaultyEngine`]: wraps an engine and injects faults.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -153,7 +153,8 @@ struct AttemptFate {
 }
 
 impl FaultSource {
-    /// Chooses the faults of one attempt. Every attempt uses the same number of random numbers.
+    /// Chooses the faults of one attempt. Every attempt draws the same number of random numbers,
+    /// whichever faults it gets.
     fn fate(&self) -> AttemptFate {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
         let mut meets = |rate: f64| rng.random_bool(rate.clamp(0.0, 1.0));

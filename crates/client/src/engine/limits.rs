@@ -21,7 +21,7 @@ pub struct EngineLimits {
     pub omap_key_bytes_max: usize,
     /// Maximum size of an omap value, in bytes.
     pub omap_value_bytes_max: usize,
-    /// Maximum number of entries in a page of names or omap entries.
+    /// Maximum number of entries in one page of a listing or of an omap.
     pub page_entries_max: u32,
 }
 

@@ -31,8 +31,9 @@ const XATTRS_MAX: usize = 64 << 10;
 
 /// An engine that keeps everything in memory: the reference model for tests.
 ///
-/// It serves one request at a time and never fails. Its content is not durable. Only an engine with
-/// a file ([`MemEngine::open`]) writes its content to the file, when it is closed or dropped.
+/// The engine serves one request at a time and never fails. Its content is not durable. Only an
+/// engine with a file ([`MemEngine::open`]) writes its content to the file, when the engine is
+/// closed or dropped.
 #[derive(Debug)]
 pub struct MemEngine {
     model: Mutex<Model>,
@@ -148,7 +149,7 @@ impl Engine for MemEngine {
     }
 }
 
-/// A change that takes effect once. Attempts after that return the same result.
+/// A change that takes effect once. Attempts after the change took effect return the same result.
 struct ModelChange<'a> {
     engine: &'a MemEngine,
     request: ChangeRequest,
@@ -176,7 +177,7 @@ impl Call<Mutated> for ModelChange<'_> {
     }
 }
 
-/// A read, query, listing or administrative request.
+/// A call other than a change: a read, query, listing or administrative request.
 struct Ask<'a, R, T> {
     engine: &'a MemEngine,
     request: R,
@@ -190,7 +191,7 @@ impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
     }
 }
 
-/// Content of the engine.
+/// Content of a [`MemEngine`], with methods that implement `docs/semantics.md`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Model {
     pools: BTreeMap<String, ModelPool>,
@@ -416,7 +417,7 @@ fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions:
         };
         if !holds {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
-            return Err(E::ConditionFailed { index, detail: format!("not {condition:?}") }.into());
+            return Err(E::ConditionFailed { index, detail: format!("expected {condition:?}") }.into());
         }
     }
     Ok(())

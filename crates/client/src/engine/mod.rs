@@ -41,8 +41,8 @@ pub use source::Source;
 /// Storage of objects, as front ends see it.
 ///
 /// The methods for requests return a [`Call`]. Nothing is sent before the call's first
-/// [`attempt`](Call::attempt). The caller stops waiting at `deadline`. The engine may abandon a
-/// call at its deadline, but does not have to. Any thread may call an engine.
+/// [`attempt`](Call::attempt). The caller stops waiting for a call at its `deadline`. The engine
+/// may abandon the call at this time, but does not have to. Any thread may call an engine.
 pub trait Engine: std::fmt::Debug + Send + Sync {
     /// Returns the name of the engine for messages, such as `native` or `mem`.
     fn name(&self) -> &'static str;

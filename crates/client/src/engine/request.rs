@@ -15,7 +15,8 @@ pub struct ChangeRequest {
     pub part: Option<PartId>,
     /// Conditions that must all hold before the change.
     pub conditions: Vec<Condition>,
-    /// The operations, in order. At most one of them has [`OpBytes::Payload`].
+    /// The operations, in the order in which they are applied. At most one of them has
+    /// [`OpBytes::Payload`].
     pub ops: Vec<Mutation>,
     /// The bytes of the operation with [`OpBytes::Payload`]; `None` if there is no such operation.
     pub payload: Option<Source>,
@@ -56,7 +57,7 @@ pub struct ReadRequest {
     pub name: ObjectName,
     /// Part of the object, if the object is striped.
     pub part: Option<PartId>,
-    /// Offset of the first byte.
+    /// Offset of the first byte to read, in bytes.
     pub offset: u64,
     /// Maximum number of bytes to read. The read ends at the object's end.
     pub len: u64,

@@ -9,13 +9,13 @@ use wire::BulkDescriptor;
 /// Destination of the data of a read.
 #[derive(Debug, Clone)]
 pub enum Sink {
-    /// The answer contains the data, as chunks that the engine allocates.
+    /// The reply contains the data, as chunks that the engine allocates.
     Bytes,
     /// The engine writes the data to memory of the caller.
     Memory(Arc<dyn SinkMemory>),
-    /// The data is written to memory that a bulk descriptor names. With it, a gateway can pass on
-    /// the memory of an application. All engines refuse this variant today, with
-    /// [`Error::Unsupported`](crate::Error::Unsupported).
+    /// The data is written to memory that a bulk descriptor names. A gateway could use this variant
+    /// to let the node write to the memory of an application directly. All engines refuse this
+    /// variant today, with [`Error::Unsupported`](crate::Error::Unsupported).
     Descriptor(BulkDescriptor),
 }
 

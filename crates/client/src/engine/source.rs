@@ -27,8 +27,9 @@ pub enum Source {
         /// Number of bytes.
         len: u64,
     },
-    /// Memory that a bulk descriptor names. With it, a gateway can pass on the memory of an
-    /// application. All engines refuse this variant today, with [`Error::Unsupported`].
+    /// Memory that a bulk descriptor names. A gateway could use this variant to let the node read
+    /// the memory of an application directly. All engines refuse this variant today, with
+    /// [`Error::Unsupported`].
     Descriptor(BulkDescriptor),
 }
 
@@ -50,7 +51,7 @@ impl Source {
         self.len() == 0
     }
 
-    /// Returns the source of bytes `start..end`, which must exist.
+    /// Returns a source with only the bytes `start..end`, which must exist.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a descriptor.

@@ -36,7 +36,8 @@ pub(crate) enum Loss {
 /// Callback that runs before each transaction.
 pub(crate) type Watch = Arc<dyn Fn() + Send + Sync>;
 
-/// A store that loses its session (its incarnation) or fails on demand.
+/// A store that fails or begins a new incarnation on demand. The names of its fields and methods
+/// call an incarnation a session.
 pub(crate) struct FaultStore {
     pub(crate) inner: Arc<dyn ObjectStore>,
     /// Runs before each transaction.
@@ -56,7 +57,8 @@ pub(crate) struct FaultStore {
     full_for_map: AtomicBool,
     /// Whether every call fails, as if the drive were removed.
     down: AtomicBool,
-    /// While this is true, no change becomes durable, and late reads wait.
+    /// While this is true, no change becomes durable, and reads delayed by
+    /// [`FaultStore::arm_late_read`] wait.
     held: watch::Sender<bool>,
     /// While this is true, writes of staged data wait.
     stages_held: watch::Sender<bool>,
@@ -148,7 +150,7 @@ impl FaultStore {
         }
     }
 
-    /// Makes the next transaction with data fail.
+    /// Makes the next transaction with data fail in the given way.
     pub(crate) fn arm(&self, loss: Loss) {
         let armed = match loss {
             Loss::Before => &self.armed_before,
@@ -200,8 +202,8 @@ impl FaultStore {
         self.armed_read.store(true, Ordering::SeqCst);
     }
 
-    /// Delays the next read until the store is no longer held. The test can end the session before
-    /// that.
+    /// Delays the next read until the store is no longer held. The test can end the store's session
+    /// before that.
     pub(crate) fn arm_late_read(&self) {
         self.armed_late_read.store(true, Ordering::SeqCst);
     }

@@ -1,4 +1,5 @@
-//! Invalid requests are refused, and at worst end their own session.
+//! Tests with invalid requests. The node must refuse each of these requests. At worst, it may end
+//! the session of the request.
 
 use base::block::Payload;
 use bytes::Bytes;
@@ -74,18 +75,24 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
             RequestBody::Object(ObjectRequest::Mutate(named(wire(b"pool", vec![b'x'; 1025])))),
             |e| matches!(e, Error::BadName(NameError::TooLong { .. })),
         ),
-        ("not UTF-8", RequestBody::Object(ObjectRequest::Mutate(named(wire(b"pool", vec![0xff])))), |e| {
-            matches!(e, Error::BadName(NameError::NotUtf8(_)))
-        }),
-        ("overflow", mutate("x", vec![write(u64::MAX, 2)], Data::None), |e| {
+        (
+            "name that is not UTF-8",
+            RequestBody::Object(ObjectRequest::Mutate(named(wire(b"pool", vec![0xff])))),
+            |e| matches!(e, Error::BadName(NameError::NotUtf8(_))),
+        ),
+        ("write whose end overflows", mutate("x", vec![write(u64::MAX, 2)], Data::None), |e| {
             matches!(e, Error::OutOfRange { .. })
         }),
-        ("too far", mutate("x", vec![write(MAX_OBJECT_SIZE, 1)], Data::None), |e| {
-            matches!(e, Error::TooLarge { .. })
-        }),
-        ("zero overflow", mutate("x", vec![Mutation::Zero { offset: 5, len: u64::MAX }], Data::None), |e| {
-            matches!(e, Error::OutOfRange { .. })
-        }),
+        (
+            "write beyond the maximum object size",
+            mutate("x", vec![write(MAX_OBJECT_SIZE, 1)], Data::None),
+            |e| matches!(e, Error::TooLarge { .. }),
+        ),
+        (
+            "zeroing whose end overflows",
+            mutate("x", vec![Mutation::Zero { offset: 5, len: u64::MAX }], Data::None),
+            |e| matches!(e, Error::OutOfRange { .. }),
+        ),
         ("no ops", mutate("x", vec![], Data::None), |e| matches!(e, Error::BadRequest(_))),
         ("many ops", mutate("x", vec![Mutation::Touch; MAX_OPS + 1], Data::None), |e| {
             matches!(e, Error::TooLarge { .. })
@@ -105,19 +112,19 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
         ("memory never offered", bulk(descriptor(BulkDirection::Read, 0, &[1 << 20])), |e| {
             matches!(e, Error::TransferFailed(_))
         }),
-        ("overflowing memory", bulk(descriptor(BulkDirection::Read, 0, &[u64::MAX, 2])), |e| {
+        ("memory whose length overflows", bulk(descriptor(BulkDirection::Read, 0, &[u64::MAX, 2])), |e| {
             matches!(e, Error::OutOfRange { .. })
         }),
         ("too much memory", bulk(descriptor(BulkDirection::Read, 0, &[1 << 40])), |e| {
             matches!(e, Error::TooLarge { .. })
         }),
-        ("wrong direction", bulk(descriptor(BulkDirection::Write, 0, &[4096])), |e| {
+        ("source of the wrong direction", bulk(descriptor(BulkDirection::Write, 0, &[4096])), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("wrong phase", bulk(descriptor(BulkDirection::Read, 7, &[8192])), |e| {
+        ("phase that does not match the offset", bulk(descriptor(BulkDirection::Read, 7, &[8192])), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("impossible phase", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
+        ("phase beyond the block size", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
             matches!(e, Error::BadRequest(_) | Error::TransferFailed(_))
         }),
         ("bad cursor", RequestBody::Object(ObjectRequest::List(list("pool", b"x"))), |e| {
@@ -201,7 +208,7 @@ async fn requests_with_numbers_at_their_limits_do_not_harm_the_node() {
 }
 
 #[tokio::test]
-async fn a_bad_body_gets_an_error_reply_and_a_bad_head_ends_the_session() {
+async fn an_invalid_body_gets_an_error_reply_and_an_invalid_head_ends_the_connection() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -212,7 +219,7 @@ async fn a_bad_body_gets_an_error_reply_and_a_bad_head_ends_the_session() {
     raw.send([&good[..], b"more"].concat().into(), Payload::default()).await;
     assert!(matches!(raw.reply().await.unwrap().result, Err(Error::BadRequest(_))), "too long");
     raw.send(Bytes::from_static(&[0xff; 5]), Payload::default()).await;
-    assert_eq!(raw.reply().await, None, "the session was ended");
+    assert_eq!(raw.reply().await, None, "the node closed the connection");
     still_works(&node).await;
 }
 
@@ -247,7 +254,7 @@ async fn requests_need_a_session_with_a_common_protocol_version() {
 
 /// Opens more sessions on one connection, one after the other, than the OSD keeps at a time.
 #[tokio::test]
-async fn a_connection_that_opens_many_sessions_holds_only_one_place() {
+async fn a_connection_that_opens_many_sessions_occupies_only_one_slot() {
     let node = Node::start_with(osd::OsdConfig { sessions: 8, ..Default::default() });
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;

@@ -1,4 +1,5 @@
-//! Compares random ops on a few objects with a model, while stores fail now and then.
+//! Compares the effects of random ops on a few objects with a model, while stores fail now and
+//! then.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -40,7 +41,7 @@ async fn random_ops_agree_with_the_model() {
     random_ops("single", 2, 1500).await;
 }
 
-/// Removes targets of a pool with redundancy, and brings them back with outdated data.
+/// Removes targets of a pool with redundancy, and brings these targets back with outdated data.
 struct Drives<'a> {
     node: &'a Node,
     client: &'a Client,

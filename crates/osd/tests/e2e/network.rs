@@ -1,4 +1,4 @@
-//! Tests with breaking networks and stalled clients.
+//! Tests with networks that break and clients that stall.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,7 +29,8 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
         stall: Duration::from_millis(300),
         ..StreamFaults::NONE
     };
-    // The time is so short that connections are often dropped before their clients return.
+    // The node keeps a detached connection for so short a time that it is often dropped before its
+    // client returns.
     let config = ConnectionConfig { hold: Duration::from_millis(30), ..ConnectionConfig::default() };
     let (stack, control) = SimStack::simulated(seed(), faults, config);
     let stack = Arc::new(stack);
@@ -68,7 +69,7 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
         for (at, bytes) in appended {
             assert!(all[at..at + bytes.len()] == bytes[..]);
         }
-        assert!(control.counts.breaks.load(Ordering::Relaxed) > 3, "the network did break");
+        assert!(control.counts.breaks.load(Ordering::Relaxed) > 3, "the network broke connections");
     };
     local.run_until(work).await;
 }

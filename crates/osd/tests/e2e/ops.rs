@@ -40,9 +40,10 @@ impl BulkSink for Sink {
     }
 }
 
-/// A read of up to 2 MiB sees one version, even if changes run before its turn and right after it.
+/// A read of up to 2 MiB returns one version of the object, even if changes run right before and
+/// right after the read's turn.
 #[tokio::test]
-async fn a_short_read_of_a_growing_object_sees_one_version() {
+async fn a_read_of_one_segment_of_a_growing_object_sees_one_version() {
     let node = Node::start();
     let object = node.object().await;
     object.put(data(300_000, 1)).await.unwrap();
@@ -101,7 +102,7 @@ async fn writes_at_any_offset_merge_with_the_existing_data() {
 }
 
 #[tokio::test]
-async fn large_writes_at_odd_offsets_merge_at_both_ends() {
+async fn large_writes_at_odd_offsets_merge_with_old_data_at_both_ends() {
     let node = Node::start();
     let object = node.object().await;
     let mut model = data(1 << 20, 1).to_vec();
@@ -182,7 +183,7 @@ async fn versions_grow_even_if_an_object_is_removed_and_created_again() {
 }
 
 #[tokio::test]
-async fn an_osd_that_has_not_cached_an_object_does_not_treat_it_as_new() {
+async fn a_wrong_guess_that_an_uncached_object_is_new_has_no_effect() {
     // The old object is longer than the new data, as long as it, or shorter, with and without
     // partial blocks.
     for (old, len) in [(6, 5), (10_000, 4096), (8192, 8192), (0, 8192), (3 << 20, (2 << 20) + 7)] {
@@ -216,7 +217,7 @@ async fn an_osd_that_has_not_cached_an_object_does_not_treat_it_as_new() {
         let mut expected = vec![0; 8192];
         expected[..2].copy_from_slice(b"ab");
         expected[4096..4098].copy_from_slice(b"cd");
-        assert_eq!(object.get().await.unwrap(), expected, "nothing of the old data shows through");
+        assert_eq!(object.get().await.unwrap(), expected, "no old data is visible");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Changes that arrive while the outcome of earlier changes is not known yet.
+//! Tests with changes that arrive while the outcome of earlier changes is not known yet.
 
 use base::block::Payload;
 use bytes::Bytes;
@@ -34,8 +34,8 @@ async fn while_pending<T>(
     let following = async {
         node.waited(1).await;
         raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
-        // Requests of one connection begin in order. Once this request is answered, the previous
-        // one has therefore progressed as far as it can.
+        // Requests of one connection begin in order. Once the listing of pools is answered, the
+        // request `then` has therefore progressed as far as it can.
         raw.send(
             wire::encode_request(&head(2), &RequestBody::Admin(AdminRequest::PoolList)),
             Payload::default(),
@@ -130,9 +130,9 @@ async fn overwrites_within_an_object_run_in_parallel_and_fail_independently() {
     assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
 }
 
-/// Only the store knows whether the change was made, and the store fails.
+/// Only the store knows whether the change took effect, and the store fails.
 #[tokio::test]
-async fn a_retry_that_finds_its_store_failed_returns_outcome_unknown() {
+async fn a_retry_has_an_unknown_outcome_if_its_store_cannot_be_read() {
     let mut node = Node::start();
     let object = object(&node).await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -148,5 +148,5 @@ async fn a_retry_that_finds_its_store_failed_returns_outcome_unknown() {
     assert!(matches!(refused, Err(NodeError::OutcomeUnknown(_))), "{refused:?}");
     node.stores.iter().for_each(|store| store.set_down(false));
     raw.changed(retry, append("object", "x")).await.unwrap();
-    assert_eq!(object.get().await.unwrap(), "x", "the change was made once");
+    assert_eq!(object.get().await.unwrap(), "x", "the change took effect once");
 }

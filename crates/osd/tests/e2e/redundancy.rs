@@ -1,4 +1,4 @@
-//! Pools with redundancy: loss and return of targets.
+//! Tests of pools with redundancy: loss and return of targets.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -131,7 +131,7 @@ async fn a_degraded_read_of_a_full_stripe_reads_exactly_k_fragments() {
     rig.fill(&[4 * UNIT as usize]).await;
     for lost in 0..6 {
         rig.set_down(&[lost], true);
-        rig.check(&format!("target {lost} is found lost")).await;
+        rig.check(&format!("target {lost} fails")).await;
         let before = reads(&rig);
         rig.check(&format!("without target {lost}")).await;
         let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
@@ -148,13 +148,13 @@ async fn reads_of_a_mirrored_object_are_spread_over_its_copies() {
     rig.fill(&[20_000]).await;
     let before = reads(&rig);
     for _ in 0..12 {
-        rig.check("a read").await;
+        rig.check("with all copies").await;
     }
     let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
     assert_eq!(read, [4, 4, 4]);
     rig.set_down(&[1], true);
     for _ in 0..4 {
-        rig.check("a copy is lost").await;
+        rig.check("without one copy").await;
     }
     assert!(rig.node.fired() >= 1, "the lost target was called");
 }
@@ -166,7 +166,7 @@ mod tcp_only {
     async fn every_pattern(redundancy: &str, k: usize, m: usize) {
         let mut rig = Rig::new(redundancy, 1).await;
         rig.fill(&SIZES).await;
-        rig.check("all targets are there").await;
+        rig.check("all targets are present").await;
         let patterns = subsets(k + m, m);
         for lost in &patterns {
             rig.set_down(lost, true);
@@ -212,7 +212,7 @@ mod tcp_only {
     }
 
     #[tokio::test]
-    async fn requests_fail_if_one_target_too_many_is_lost() {
+    async fn requests_fail_if_one_target_more_than_tolerated_is_lost() {
         for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
             let mut rig = Rig::new(redundancy, 2).await;
             // An empty object is left out, because the OSD can read it without any data of a
@@ -220,8 +220,8 @@ mod tcp_only {
             rig.fill(&SIZES[1..]).await;
             rig.set_down(lost, true);
             for number in 0..8 {
-                // Until the OSD notices the loss, it could read small objects from the remaining
-                // targets.
+                // The puts come first, because they make the OSD notice the loss. Before that, the
+                // OSD could read small objects from the remaining targets.
                 let put =
                     rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
                 let e = put.unwrap_err().to_string();

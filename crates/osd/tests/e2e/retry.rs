@@ -1,5 +1,5 @@
-//! No change is applied twice and no acknowledged change is lost, even if stores, connections or
-//! the OSD fail in between.
+//! Tests that no change takes effect twice and no acknowledged change is lost, even if stores,
+//! connections or the OSD fail in between.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ async fn a_change_takes_effect_exactly_once_although_its_store_restarts() {
 }
 
 #[tokio::test]
-async fn a_change_left_queued_by_a_lost_session_is_acknowledged_once_durable() {
+async fn a_change_queued_before_its_store_was_lost_is_acknowledged_once_durable() {
     let node = Node::start();
     let object = node.object().await;
     object.append(data(10, 1)).await.unwrap();
@@ -61,7 +61,7 @@ async fn a_change_left_queued_by_a_lost_session_is_acknowledged_once_durable() {
 }
 
 #[tokio::test]
-async fn a_read_that_outlives_the_stores_session_does_not_mix_two_versions() {
+async fn a_read_during_which_its_store_restarts_does_not_mix_two_versions() {
     let node = Node::start();
     let object = node.object().await;
     let (old, new) = (data(8192, 1), data(12_288, 2));
@@ -85,7 +85,7 @@ async fn a_read_that_outlives_the_stores_session_does_not_mix_two_versions() {
 }
 
 #[tokio::test]
-async fn a_read_is_repeated_when_its_store_was_lost() {
+async fn a_read_is_repeated_after_its_store_was_unreachable() {
     let node = Node::start();
     let object = node.object().await;
     object.put(data(100_000, 1)).await.unwrap();
@@ -187,7 +187,7 @@ async fn a_retry_gets_its_first_result_even_after_a_restart_of_the_osd() {
 }
 
 #[tokio::test]
-async fn a_retry_from_beyond_the_window_is_refused() {
+async fn a_retry_whose_result_was_removed_is_refused_as_expired() {
     let node = Node::start();
     let object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
@@ -198,7 +198,7 @@ async fn a_retry_from_beyond_the_window_is_refused() {
     let old = RequestHead { retry: true, ..head(1) };
     assert_eq!(raw.changed(old, append("object", "x")).await, Err(Error::RequestExpired));
     let last = RequestHead { retry: true, ..head(200) };
-    assert!(raw.changed(last, append("object", "x")).await.is_ok(), "inside the window");
+    assert!(raw.changed(last, append("object", "x")).await.is_ok(), "the newest result is kept");
     // A client that never acknowledges results does not keep the node from removing them.
     for seq in 201..=201 + REQUEST_WINDOW + 100 {
         raw.changed(head(seq), append("object", "x")).await.unwrap();
@@ -230,13 +230,13 @@ async fn retries_of_an_expired_session_are_refused_even_after_a_restart() {
 
 /// A request must not fail because it cannot offer memory on a connection that was just lost.
 #[tokio::test]
-async fn requests_that_find_their_connection_lost_are_sent_on_the_next_one() {
+async fn requests_issued_on_a_lost_connection_are_sent_on_the_next_connection() {
     let mut node = Node::start();
     let object = node.object().await;
     object.put("x").await.unwrap();
     let asking = object.clone();
-    // The task wakes itself at once each time, so that it runs after the connection is lost and
-    // before the client's own task does.
+    // The task wakes itself after each poll. It therefore also runs between the loss of the
+    // connection and the next run of the client's own task.
     let begun = tokio::spawn(std::future::poll_fn(move |context| {
         let begun = std::pin::pin!(asking.get()).poll(context);
         context.waker().wake_by_ref();
@@ -252,7 +252,7 @@ async fn requests_that_find_their_connection_lost_are_sent_on_the_next_one() {
 }
 
 #[tokio::test]
-async fn requests_on_a_connection_that_lost_its_session_are_refused() {
+async fn requests_on_a_connection_whose_session_was_resumed_elsewhere_are_refused() {
     let node = Node::start();
     let _object = node.object().await;
     let mut old = Raw::connect(&node.endpoint, None).await;

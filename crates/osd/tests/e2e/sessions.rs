@@ -1,4 +1,5 @@
-//! Sessions begin, end, expire and are replaced, even if clocks step. No request is executed twice.
+//! Tests of sessions that begin, end, expire and are replaced, even if clocks step. No request may
+//! be executed twice.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -134,7 +135,7 @@ async fn a_closed_session_leaves_no_records_and_its_retries_are_refused() {
 }
 
 #[tokio::test]
-async fn no_request_runs_twice_after_a_crash_between_a_close_and_the_next_change() {
+async fn no_request_runs_twice_if_the_osd_restarts_right_after_a_session_is_closed() {
     let mut node = Node::start();
     let (_client, pool) = node.pool_of(1).await;
     let object = pool.object("object").unwrap();
@@ -151,7 +152,7 @@ async fn no_request_runs_twice_after_a_crash_between_a_close_and_the_next_change
 }
 
 #[tokio::test]
-async fn a_group_that_forgets_closed_sessions_does_not_forget_living_sessions() {
+async fn a_group_that_forgets_closed_sessions_does_not_forget_open_sessions() {
     let mut node = Node::start();
     let (_client, pool) = node.pool_of(1).await;
     let object = pool.object("object").unwrap();
@@ -178,7 +179,7 @@ async fn a_group_that_forgets_closed_sessions_does_not_forget_living_sessions() 
 }
 
 #[tokio::test]
-async fn clients_that_end_leave_no_records() {
+async fn clients_that_were_closed_or_dropped_leave_no_records() {
     for kind in ["single", "mirror:2", "ec:2+1"] {
         clients_end_and_leave_no_records(kind).await;
     }
@@ -200,8 +201,8 @@ async fn clients_end_and_leave_no_records(kind: &str) {
             drop(other);
         }
     }
-    // Dropped clients close their sessions in the background, and each change forgets four
-    // sessions.
+    // Dropped clients close their sessions in the background, and each change removes the records
+    // of up to four closed sessions.
     let mut left = usize::MAX;
     for _ in 0..500 {
         object.put("z").await.unwrap();
@@ -240,7 +241,7 @@ fn leave_records(entries: &mut Vec<(Bytes, Bytes)>, session: SessionId, active_m
 }
 
 #[tokio::test]
-async fn thousands_of_sessions_expire_in_steps_while_requests_continue() {
+async fn thousands_of_sessions_expire_in_small_steps_while_requests_continue() {
     let expiry = Duration::from_millis(300);
     let config = OsdConfig {
         session_expiry: expiry,
@@ -353,7 +354,7 @@ async fn clients_continue_although_the_wall_clock_of_the_osd_steps() {
 }
 
 #[tokio::test]
-async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_written() {
+async fn orphaned_parts_are_removed_although_the_clock_stepped_back_after_they_were_written() {
     let steps = Steps::default();
     let node = Node::start_with(OsdConfig { clock: steps.clock(), ..OsdConfig::default() });
     let (client, _pool) = node.pool_of(1).await;
@@ -382,7 +383,7 @@ async fn many_sessions_opened_on_one_connection_do_not_block_other_clients() {
 }
 
 #[tokio::test]
-async fn a_client_waits_for_a_session_while_the_node_has_too_many() {
+async fn a_client_waits_for_its_session_while_the_node_has_too_many_sessions() {
     let node = Node::start_with(OsdConfig { sessions: 1, ..OsdConfig::default() });
     let first = Raw::connect(&node.endpoint, None).await;
     let second = node.client();
@@ -507,7 +508,7 @@ async fn two_under_way(
 }
 
 #[tokio::test]
-async fn changes_of_a_refused_session_are_unknown_and_queries_use_a_new_session() {
+async fn when_a_session_is_refused_sent_changes_fail_as_unknown_and_queries_are_resent() {
     let (mut script, endpoint) = Script::start().await;
     let (client, change, question) = two_under_way(&mut script, &endpoint).await;
     script.cut().await;
@@ -541,7 +542,10 @@ async fn changes_of_a_refused_session_are_unknown_and_queries_use_a_new_session(
     script.answer(sent.seq, Ok(ReplyBody::Object(ObjectReply::Mutated(MUTATED)))).await;
     assert_eq!(next.await.unwrap().unwrap(), MUTATED);
     drop(client);
-    assert!(matches!(script.request().await, (_, RequestBody::CloseSession)), "the last handle was dropped");
+    assert!(
+        matches!(script.request().await, (_, RequestBody::CloseSession)),
+        "dropping the last handle closes the session"
+    );
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Staging memory stays bounded, however many large requests clients send at a time.
+//! Tests that staging memory stays bounded, however many large requests clients send at a time.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ async fn many_large_writes_and_reads_succeed_with_little_staging_memory() {
 }
 
 #[tokio::test]
-async fn requests_beyond_the_limit_in_flight_wait_and_then_succeed() {
+async fn requests_beyond_the_clients_limit_in_flight_wait_and_then_succeed() {
     let node = Node::start();
     let client = node.client_with(Options { requests_in_flight: 4, ..Options::default() }).await;
     client.create_pool("pool").await.unwrap();

@@ -1,4 +1,4 @@
-//! Striped objects: objects that are stored as a head object and parts.
+//! Tests of striped objects, which are stored as a head object and parts.
 
 use std::io;
 use std::pin::Pin;
@@ -106,7 +106,7 @@ async fn parts_of_a_failed_upload_are_removed() {
 }
 
 #[tokio::test]
-async fn parts_of_an_abandoned_upload_are_collected_once_its_client_disconnects() {
+async fn parts_of_an_abandoned_upload_are_removed_once_its_client_disconnects() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     object.put("before").await.unwrap();
@@ -126,7 +126,7 @@ async fn parts_of_an_abandoned_upload_are_collected_once_its_client_disconnects(
 }
 
 #[tokio::test]
-async fn parts_replaced_by_an_osd_that_had_not_cached_them_are_collected_at_once() {
+async fn parts_of_a_replaced_uncached_object_are_removed_by_the_next_collector_run() {
     let mut node = Node::start();
     let (client, object) = object(&node).await;
     object.put(data(2 << 20, 1)).await.unwrap();
@@ -134,7 +134,7 @@ async fn parts_replaced_by_an_osd_that_had_not_cached_them_are_collected_at_once
     kept.put(data(2 << 20, 2)).await.unwrap();
     node.restart();
     object.put("small").await.unwrap();
-    assert_eq!(node.parts(), 16, "the OSD did not know the old parts");
+    assert_eq!(node.parts(), 16, "a full write by an OSD that has not cached the object keeps the old parts");
     let an_hour = Duration::from_secs(3600);
     assert_eq!(
         client.collect_orphans(an_hour).await.unwrap(),
@@ -146,7 +146,7 @@ async fn parts_replaced_by_an_osd_that_had_not_cached_them_are_collected_at_once
 }
 
 #[tokio::test]
-async fn the_collector_keeps_parts_of_a_cached_head_without_a_query_for_each_part() {
+async fn the_collector_needs_no_query_per_part_if_the_head_object_is_cached() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     let bytes = data(2 << 20, 1);
@@ -158,7 +158,7 @@ async fn the_collector_keeps_parts_of_a_cached_head_without_a_query_for_each_par
 }
 
 #[tokio::test]
-async fn a_manifest_whose_parts_were_collected_is_refused() {
+async fn a_manifest_whose_parts_were_removed_by_the_collector_is_refused() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     object.put("before").await.unwrap();
@@ -207,7 +207,7 @@ async fn a_read_of_an_object_that_is_being_replaced_never_mixes_versions() {
         for _ in 0..24 {
             match object.get().await {
                 Ok(bytes) => {
-                    assert!(versions.contains(&bytes), "a mixture of versions");
+                    assert!(versions.contains(&bytes), "a read mixed several versions");
                     whole += 1;
                 }
                 Err(Error::Node(NodeError::Changed { .. })) => {}
@@ -217,7 +217,7 @@ async fn a_read_of_an_object_that_is_being_replaced_never_mixes_versions() {
         whole
     };
     let ((), whole) = tokio::join!(writer, reader);
-    assert!(whole > 0, "some reads got through");
+    assert!(whole > 0, "some reads succeed");
 }
 
 /// A stream that fails or hangs after some bytes.

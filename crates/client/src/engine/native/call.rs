@@ -31,8 +31,8 @@ impl Drop for TableEntry<'_> {
 enum Progress<'a> {
     /// A change that was not attempted yet. Its data may have to be loaded first.
     Change(ChangeRequest),
-    /// A request that was not attempted yet. It is `None` after it could not enter the table
-    /// because the engine was closed.
+    /// A request that was not attempted yet. The value is `None` after the request could not enter
+    /// the table because the engine was closed.
     Ready(Option<(RequestBody, Bulk)>),
     /// The session's table contains the request.
     Entered(TableEntry<'a>),
@@ -113,7 +113,7 @@ async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Res
         Some(Source::Descriptor(_)) => {
             return Err(Error::Unsupported(crate::engine::NO_DESCRIPTORS.into()));
         }
-        // With one-sided transfers, the node itself reads the data. This requires that the data is
+        // With one-sided transfers, the node itself reads the client's memory, so the data must be
         // contiguous in memory.
         Some(source) => {
             let source = if link.is_one_sided() { Source::Bytes(source.load().await?) } else { source };

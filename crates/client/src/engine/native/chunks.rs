@@ -12,16 +12,17 @@ use crate::engine::SinkMemory;
 /// Chunks of up to this length, in bytes, are copied. Larger chunks are kept without a copy.
 const COPY_MAX_BYTES: usize = 16 << 10;
 
-/// The blocks that a read transfers, and the range of bytes in these blocks that the caller wants.
+/// The blocks that a read transfers, and the range of bytes in these blocks that the caller has
+/// requested.
 #[derive(Debug, Clone)]
 pub(crate) struct BlockWindow {
-    /// Number of bytes between the start of the first block and the first wanted byte.
+    /// Number of bytes between the start of the first block and the first requested byte.
     skip: u64,
-    /// Maximum number of wanted bytes.
+    /// Number of requested bytes. The object may have fewer bytes in this range.
     len: u64,
     /// Length of all blocks, in bytes.
     pub(crate) room: u64,
-    /// Destination of the wanted bytes. With `None`, the answer contains them.
+    /// Destination of the requested bytes. With `None`, the answer contains these bytes.
     memory: Option<Arc<dyn SinkMemory>>,
 }
 
@@ -33,14 +34,14 @@ impl BlockWindow {
         BlockWindow { skip: offset - start, len, room: end - start, memory }
     }
 
-    /// Returns the number of wanted bytes among the first `sent` bytes of the blocks.
+    /// Returns the number of requested bytes among the first `sent` bytes of the blocks.
     pub(crate) fn wanted(&self, sent: u64) -> u64 {
         sent.saturating_sub(self.skip).min(self.len)
     }
 
-    /// Delivers the wanted part of `data`, whose first byte is byte `offset` of the blocks. Writes
-    /// this part to the caller's memory and returns no bytes, or returns the part if the caller
-    /// gave no memory.
+    /// Delivers the requested part of `data`, whose first byte is byte `offset` of the blocks. If
+    /// the caller gave memory, writes this part to the memory and returns no bytes. Otherwise
+    /// returns the part.
     pub(crate) fn deliver(&self, offset: u64, data: Bytes) -> Bytes {
         let end = offset + data.len() as u64;
         let first = offset.max(self.skip);
@@ -63,12 +64,12 @@ impl BlockWindow {
 #[derive(Debug)]
 struct ArrivedChunk {
     len: u64,
-    /// Wanted bytes of the chunk. Empty if they were written to the caller's memory.
+    /// Requested bytes of the chunk. Empty if these bytes were written to the caller's memory.
     kept: Bytes,
 }
 
-/// Receives the chunks of one attempt of a read, and checks that all bytes arrived that the node
-/// sent.
+/// Receives the chunks of one attempt of a read, and checks that all bytes that the node sent have
+/// arrived.
 #[derive(Debug)]
 pub(crate) struct ChunkSink {
     window: BlockWindow,
@@ -81,8 +82,8 @@ impl ChunkSink {
         ChunkSink { window, chunks: Mutex::default() }
     }
 
-    /// Returns the wanted bytes that were kept, in order. Returns `None` unless exactly the first
-    /// `sent` bytes arrived.
+    /// Returns the requested bytes that were not written to the caller's memory, in order. Returns
+    /// `None` unless exactly the first `sent` bytes of the blocks have arrived.
     pub(crate) fn take(&self, sent: u64) -> Option<Vec<Bytes>> {
         let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
         let mut at = 0;
@@ -100,7 +101,7 @@ impl ChunkSink {
 impl BulkSink for ChunkSink {
     #[expect(
         clippy::misnamed_getters,
-        reason = "the node fills whole blocks, but the window wants only a part of them"
+        reason = "the node fills whole blocks, but the caller requested only a part of them"
     )]
     fn len(&self) -> u64 {
         self.window.room
@@ -162,10 +163,11 @@ mod tests {
     }
 
     #[test]
-    fn a_window_delivers_exactly_the_wanted_bytes() {
+    fn a_window_delivers_exactly_the_requested_bytes() {
         let object = Bytes::from_static(b"0123456789");
         let payload = |from: usize, to: usize| Payload::compute(0, object.slice(from..to));
-        // The read wants bytes 4098 to 4104 of an object whose second block begins with `object`.
+        // The read requests bytes 4098 to 4103 of an object whose second block begins with
+        // `object`.
         for cuts in [&[0, 10][..], &[0, 1, 10], &[0, 2, 8, 10], &[0, 3, 5, 9, 10]] {
             let six = Arc::new(Six::default());
             for memory in [None, Some(Arc::clone(&six) as Arc<dyn SinkMemory>)] {

@@ -1,4 +1,5 @@
-//! The session with the node. It uses one connection at a time, and reconnects after a loss.
+//! The session with the node. It uses one connection at a time, and reconnects when the connection
+//! is lost.
 //!
 //! Callers put their requests into a table and send them on the current connection. One background
 //! task receives all messages. When the connection is lost, the task connects again, presents the
@@ -8,7 +9,7 @@
 //! that change nothing, and sends changes that were not sent before. Changes that were sent before
 //! fail with an unknown outcome, because only the old session had their results. If a node has too
 //! many sessions, the task keeps trying. When the last handle is dropped, the task tells the node
-//! to end the session, so that the node can discard its results.
+//! that the session has ended, so that the node can discard the session's results.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -28,16 +29,17 @@ use crate::{Error, Options, Result};
 
 /// Maximum pause between two attempts to reconnect.
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// First pause between two attempts to connect. It doubles with each attempt.
+/// First pause between two attempts to connect. The pause doubles with each attempt, up to
+/// [`RECONNECT_PAUSE_MAX`].
 const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
 /// Time limit for telling the node that a session has ended. If the message cannot be sent, the
 /// node discards the session's results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// Pause before a lost connection is opened again while no request needs it. A node at its limit
-/// drops idle connections to serve other clients. If these clients reconnected at once, the node
-/// would have to drop other connections. The pause is shorter than the time for which nodes keep
-/// the uploads of disconnected clients.
+/// Pause before a lost connection is opened again while no request needs it. A node that has
+/// reached its limit of connections drops idle connections to serve other clients. If the clients
+/// of the dropped connections reconnected at once, the node would have to drop further connections.
+/// The pause is shorter than the time for which nodes keep the uploads of disconnected clients.
 const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
 
 /// State that callers and the background task share.
@@ -45,7 +47,7 @@ pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
     endpoint: String,
     options: Options,
-    /// Notified when a request leaves the table.
+    /// Notified when a request leaves the table of unanswered requests.
     room: Notify,
     /// Notified when a request enters the table while the session has no connection.
     wanted: Notify,
@@ -58,7 +60,7 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionState {
     Open,
-    /// The background task must end the session.
+    /// The session is closing, so the background task must end it.
     Closing,
     /// The background task has ended.
     Closed,
@@ -239,8 +241,8 @@ impl Shared {
         }
     }
 
-    /// Sends a request of the table. Without a connection, the background task sends the request
-    /// later.
+    /// Sends a request that is in the table. Without a connection, the background task sends the
+    /// request later.
     pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Answered>) -> Result<()> {
         let (connection, message, repeats_change) = {
             let mut state = self.lock();
@@ -356,7 +358,7 @@ impl Shared {
             Err(e) => Err(pending.refused(e)),
         };
         drop(state);
-        // The caller may have been cancelled; ignore the error.
+        // The caller may have been cancelled; ignore the error of the channel.
         drop(done.send(outcome));
         true
     }
@@ -501,8 +503,8 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
     loop {
         let event = match &mut resend {
             None => incoming.next().await,
-            // Receive answers while requests are sent again, so that client and node do not wait
-            // for each other.
+            // Receive answers while requests are sent again. Otherwise client and node could wait
+            // for each other (deadlock).
             Some(sending) => tokio::select! {
                 event = incoming.next() => event,
                 () = sending => {
@@ -512,8 +514,9 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
             },
         };
         let lost = match event {
-            // `take_answer` returns `false` if an abandoned connection has claimed the session: its
-            // request to open the session arrived after that of this connection.
+            // `take_answer` returns `false` if the node has attached the session to an earlier,
+            // abandoned connection. This happens if the node received the request to open the
+            // session on the abandoned connection last.
             ConnectionEvent::Message(message) => !shared.take_answer(message),
             ConnectionEvent::Interrupted | ConnectionEvent::Resumed => false,
             ConnectionEvent::Lost(e) => {
@@ -583,7 +586,7 @@ mod tests {
             unreachable!("a client does not push")
         }
         fn close(&self) -> BoxFuture<'_, ()> {
-            unreachable!("it stays open")
+            unreachable!("the test closes no connection")
         }
     }
 

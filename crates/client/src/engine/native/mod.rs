@@ -1,8 +1,9 @@
 //! The native engine: a session with an Outboard node.
 //!
-//! `link` maintains the session across lost connections and restarts of the node. `pending`
-//! contains the entries of its table of unanswered requests, and `call` contains one request with
-//! its attempts. `chunks` and `offered` contain the memory that requests offer to the node.
+//! `link` maintains the session across lost connections and restarts of the node. `pending` defines
+//! the entries of the session's table of unanswered requests. `call` makes the attempts of one
+//! request. `chunks` provides the memory that a read offers to the node, and `offered` the data
+//! that a change offers.
 
 mod call;
 mod chunks;
@@ -34,9 +35,9 @@ use pending::{Answer, Bulk};
 ///
 /// The engine reconnects by itself and then sends unanswered requests again. Each request takes
 /// effect at most once, even if roles of the node restart meanwhile. Dropping the engine ends the
-/// session. A task then tells the node, on the runtime on which the engine was connected. If that
-/// runtime is about to end, call [`close`](Engine::close) first. A node that was not told removes
-/// the session when it expires.
+/// session. A task on the runtime on which the engine was connected then tells the node that the
+/// session has ended. If that runtime is about to end, call [`close`](Engine::close) first. If the
+/// node is not told, it removes the session when the session expires.
 pub struct NativeEngine {
     link: ClientSession,
 }

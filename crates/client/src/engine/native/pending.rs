@@ -33,9 +33,9 @@ pub(crate) enum Bulk {
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) body: ReplyBody,
-    /// Wanted bytes of a read. Empty if they were written to the caller's memory.
+    /// Requested bytes of a read. Empty if these bytes were written to the caller's memory.
     pub(crate) data: Vec<Bytes>,
-    /// Number of wanted bytes that a read returned.
+    /// Number of requested bytes that a read has returned, in `data` or in the caller's memory.
     pub(crate) len: u64,
 }
 
@@ -132,9 +132,10 @@ impl PendingRequest {
         matches!(self.body, RequestBody::Object(ObjectRequest::Mutate(_)))
     }
 
-    /// Converts a refusal of the node into the caller's error. The node looks for the result of an
-    /// earlier attempt only after some first checks. If one of these checks fails, the refusal says
-    /// nothing about an earlier attempt, so the outcome of a repeated change is unknown.
+    /// Converts a refusal of the node into the caller's error. The node checks some properties of a
+    /// request before it looks for the result of an earlier attempt. If one of these checks fails,
+    /// the refusal says nothing about an earlier attempt, so the outcome of a repeated change is
+    /// unknown.
     pub(crate) fn refused(&self, e: wire::Error) -> Error {
         use wire::Error as E;
         let is_before_results =
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_fails_unless_the_announced_number_of_bytes_arrived() {
+    fn a_read_fails_unless_the_announced_number_of_bytes_arrived() {
         assert_eq!(collected(None, b"abc", 3).ok(), Some(3));
         assert_eq!(collected(Some(b""), b"abc", 3).ok(), Some(3));
         assert_eq!(collected(Some(b"abcd"), b"", 4).ok(), Some(4));

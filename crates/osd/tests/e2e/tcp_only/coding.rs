@@ -1,4 +1,4 @@
-//! Large writes to erasure-coded pools, with parity computed at each coding place.
+//! Tests of large writes to erasure-coded pools, with parity computed at each coding place.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ use crate::redundancy::{config, redundancy, wait_until_whole};
 
 const MIB: usize = 1 << 20;
 
-/// Creates a node whose emulated accelerator is as fast as this machine computes.
+/// Creates a node whose emulated accelerator computes as fast as this machine can.
 async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client, Pool) {
     let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
     let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
@@ -112,7 +112,7 @@ async fn every_coding_place_computes_parity_that_restores_lost_data() {
 }
 
 #[tokio::test]
-async fn a_failing_coding_engine_makes_no_write_fail() {
+async fn writes_succeed_although_the_coding_offload_fails() {
     for faults in ["ec.offload=fail,probability=0.5,seed=7", "ec.offload=fail"] {
         let (node, client, pool) = node("async", CodingOffload::Dpu, faults).await;
         let objects = write(&pool, 2).await;
@@ -135,7 +135,7 @@ async fn the_coding_mode_can_be_changed_while_the_node_runs() {
     assert_eq!(coding.mode, mode);
 }
 
-/// Stripe stores whose host reports the load that the test sets.
+/// Stripe stores on a host that reports the load that the test sets.
 struct Moody {
     inner: LocalStripes,
     is_busy: AtomicBool,
@@ -181,7 +181,8 @@ async fn a_busy_host_gets_no_coding_tasks_until_it_is_idle_again() {
     let client = node.client().await;
     client.create_pool_with("pool", 2, redundancy).await.unwrap();
     let object = client.pool("pool").unwrap().object("o").unwrap();
-    // Writes until one write is coded entirely at one place. Earlier writes may use both places.
+    // Writes until the parity of one write is computed entirely at one coding place. Earlier writes
+    // may use both places.
     let settles = async |busy: bool| {
         host.is_busy.store(busy, Ordering::SeqCst);
         let settled = async {

@@ -43,7 +43,7 @@ const LARGEST_BUFFER: usize = 64 << 10;
 const STAGED: usize = 70_000;
 /// Number of cases between two restarts of the OSD.
 const BATCH: usize = 2000;
-/// Maximum number of requests in progress at a time.
+/// Maximum number of requests that the test keeps in progress at a time.
 const COMPANY: usize = 32;
 /// Number of cases of an ordinary run, for each redundancy scheme and placement.
 const SAMPLE: usize = 2000;
@@ -137,7 +137,7 @@ enum Kind {
     Short,
     /// 30 000 bytes, an xattr and omap entries.
     Long,
-    /// 10 bytes after a hole of 40 000.
+    /// 10 bytes after a hole of 40 000 bytes.
     Holey,
 }
 
@@ -542,7 +542,7 @@ impl Rig {
         stream::iter(reads).buffer_unordered(COMPANY).for_each(|()| async {}).await;
     }
 
-    /// Compares the sizes of the stored objects with the models.
+    /// Compares the sizes of the stored objects with the sizes in the models.
     async fn compare_sizes(&self, cases: &[Case], models: &HashMap<String, Option<Model>>) {
         let mut copies: HashMap<String, usize> = HashMap::new();
         for store in &self.behind {
@@ -786,7 +786,7 @@ async fn ops_on_an_absent_object_see_the_ops_before_them() {
 }
 
 /// A compound that creates and then removes an object is refused if the object exists, like any
-/// other compound that creates an object.
+/// other compound with the op `Create`.
 #[tokio::test]
 async fn a_compound_that_creates_and_removes_is_refused_on_an_existing_object() {
     run_these(&[
@@ -866,7 +866,7 @@ impl Drives {
     }
 }
 
-/// Runs a sample on stores on files behind the channel.
+/// Runs a sample of compounds on targets that are files, behind the host–DPU channel.
 #[tokio::test]
 async fn sampled_compounds_on_files_leave_targets_that_fsck_finds_clean() {
     let mut rng = StdRng::seed_from_u64(seed());
@@ -880,7 +880,7 @@ async fn sampled_compounds_on_files_leave_targets_that_fsck_finds_clean() {
 }
 
 /// Truncates the stored data of an object to `stored` bytes, but keeps the recorded size. Nodes
-/// with an object protocol before version 5 left objects in this state.
+/// that spoke a version of the object protocol below 5 left objects in this state.
 async fn cut_short(rig: &Rig, name: &str, stored: u64) {
     let stripe = u64::from(crate::redundancy::UNIT) * 2;
     let is_coded = rig.redundancy.starts_with("ec");
@@ -944,7 +944,7 @@ async fn objects_that_were_stored_too_short_are_found_and_repaired() {
 
         let rig = drives.rig(text, Placement::Host);
         cut_short(&rig, "short", 16_384).await;
-        // More is missing than the last block, so the missing bytes are not known.
+        // More than the last block is missing, so the missing bytes are not certain to be zeros.
         cut_short(&rig, "lost", 0).await;
         rig.close().await;
         let problems = drives.problems();

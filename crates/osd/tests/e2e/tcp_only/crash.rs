@@ -1,5 +1,5 @@
-//! Power loss in pools with redundancy. All drives stop at the same random moment, each drive keeps
-//! a random part of the data that was not flushed, and some drives may be lost.
+//! Tests of power loss in pools with redundancy. All drives stop at the same random moment, each
+//! drive keeps a random part of the data that was not flushed, and some drives may be lost.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ struct Cut {
     acknowledged: Vec<usize>,
 }
 
-/// History of a run without a power loss.
+/// History of a run without a power loss, from which power losses at any moment are derived.
 struct Story {
     images: Vec<Vec<u8>>,
     drives: Vec<Arc<SimDrive>>,
@@ -64,7 +64,7 @@ async fn tell(text: &str, seed: u64) -> Story {
     let cuts = Arc::new(Mutex::new(Vec::new()));
     let watch: Watch = {
         let (drives, acknowledged, cuts) = (drives.clone(), Arc::clone(&acknowledged), Arc::clone(&cuts));
-        // The callback runs on the thread that executes everything, so it sees all drives at the
+        // The callback runs on the only thread that uses the drives, so it sees all drives at the
         // same moment.
         Arc::new(move || {
             let acknowledged = acknowledged.iter().map(|a| a.load(Ordering::SeqCst)).collect();
@@ -157,7 +157,11 @@ async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, lost: &[usize], s
         }
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     };
-    assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None), "a mixed stripe");
+    assert_eq!(
+        (scrub.inconsistent, scrub.damaged, scrub.failure),
+        (0, 0, None),
+        "a stripe mixes old and new data"
+    );
     unfinished
 }
 
@@ -179,7 +183,7 @@ async fn crash(text: &str, checks: usize) {
         };
         let images: Vec<Vec<u8>> = both.map(image).collect();
         // A mirror loses no drive here, because the other copies cannot know whether the lost drive
-        // had continued alone.
+        // has accepted further changes alone.
         let count = if text.starts_with("ec") { rng.random_range(0..=tolerates) } else { 0 };
         let lost = (0..images.len()).choose_multiple(&mut rng, count);
         unfinished += check(&story, images, cut, &lost, seed).await;

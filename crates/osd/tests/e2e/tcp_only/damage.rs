@@ -1,4 +1,4 @@
-//! Damaged fragments: they count as lost, and are repaired.
+//! Tests that damaged fragments count as lost, and are repaired.
 
 use std::time::Duration;
 
@@ -88,7 +88,7 @@ async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
     object.chunks(UNIT as usize).take(4).any(starts_like)
 }
 
-/// Reads return the written data although one target has damaged fragments, and repair the
+/// Reads return the written data although one target has damaged fragments, and repair the damaged
 /// fragments that they read.
 #[tokio::test]
 async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
@@ -104,7 +104,7 @@ async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
             assert!(damage_all(store, damage).await > 0);
             assert!(content(store).await.as_ref() != Some(&before), "the fault fired");
             rig.check(&format!("{damage:?} on {target}")).await;
-            // Reads do not read parity, so only a scrub repairs it.
+            // Reads do not read parity, so only a scrub repairs damaged parity.
             if !has_data {
                 scrub(&rig).await;
             }
@@ -121,7 +121,8 @@ async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
     assert_eq!(mended, 8, "four of six targets have data");
 }
 
-/// Objects that one target has lost still exist on the other targets. A scrub restores them.
+/// Objects that one target has lost still exist on the other targets. A scrub restores the lost
+/// fragments.
 #[tokio::test]
 async fn objects_that_one_target_has_lost_still_exist_and_are_restored() {
     for redundancy in ["ec:4+2", "mirror:2"] {
@@ -203,7 +204,7 @@ async fn reads_fail_if_too_many_fragments_are_damaged() {
     }
 }
 
-/// The test writes no data, so that only reads can reveal that the drive has failed.
+/// The test writes no data after the drive has failed, so that only reads can reveal the failure.
 #[tokio::test]
 async fn an_unreadable_drive_is_not_used_until_the_operator_brings_it_back() {
     for redundancy in ["ec:4+2", "mirror:2"] {
@@ -215,11 +216,11 @@ async fn an_unreadable_drive_is_not_used_until_the_operator_brings_it_back() {
         assert!(found.damaged > found.repaired, "{redundancy}: the fault fired");
         let failed = |status: client::NodeStatus| status.targets[1].failure.clone();
         assert!(failed(rig.client.status().await.unwrap()).is_some(), "{redundancy}");
-        rig.check("one drive is gone").await;
+        rig.check("without the failed drive").await;
         let again = scrub(&rig).await;
         assert_eq!((again.damaged, again.inconsistent, again.failure), (0, 0, None), "{redundancy}");
         rig.bring_back(&[1]).await;
         assert_eq!(failed(rig.client.status().await.unwrap()), None, "{redundancy}");
-        rig.check("the drive is back").await;
+        rig.check("after the drive returned").await;
     }
 }

@@ -1,4 +1,5 @@
-//! Nodes with full targets: objects can be read and removed, and all administrative requests work.
+//! Tests of nodes with full targets: objects can be read and removed, and all administrative
+//! requests work.
 
 use std::sync::Arc;
 
@@ -102,8 +103,8 @@ async fn a_full_erasure_coded_pool_can_be_read_and_emptied_after_a_restart() {
         films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
     }
     assert_none_failed(&node).await;
-    // Removed data is kept for a moment, so that the removal can be undone. The puts wait for its
-    // space.
+    // Removed data is kept for a moment, so that the removal can be undone. The puts wait for the
+    // space of this data.
     for n in 2..many {
         films.object(&format!("f{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
     }
@@ -145,8 +146,8 @@ async fn pools_and_targets_can_be_managed_with_zero_bytes_free() {
     }
 }
 
-/// Many clients overwrite the same objects at a time. There is space for new data only after other
-/// overwrites have freed the old data.
+/// Many clients overwrite the same objects at a time. One overwrite has space for its new data only
+/// after other overwrites have freed their old data.
 #[tokio::test]
 async fn overwrites_that_fit_only_one_after_the_other_wait_for_each_other() {
     for (redundancy, targets, mib) in [("single", 2, 40), ("mirror:2", 2, 40), ("ec:2+1", 3, 24)] {
@@ -232,8 +233,8 @@ async fn collections(node: &Node) -> usize {
     listed.into_iter().map(|listed| listed.unwrap().len()).sum()
 }
 
-/// The other targets have no space for the data of the target that is taken out. Once it is used
-/// again, it is a member of its groups again.
+/// The other targets have no space for the data of the target that is taken out. Once this target
+/// is used again, it is a member of its groups again.
 #[tokio::test]
 async fn a_rebuild_without_space_ends_when_the_target_taken_out_is_used_again() {
     let node = node(4, 24);
@@ -263,7 +264,7 @@ async fn a_rebuild_without_space_ends_when_the_target_taken_out_is_used_again() 
     crate::redundancy::wait_until_whole(&client).await;
     check(&films, "f", LARGE, 4..many).await;
     // The copies of the unfinished rebuilds are removed, and so is the target's data of groups that
-    // have moved.
+    // have moved to other targets.
     let gone = async {
         while collections(&node).await > before {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -283,10 +284,10 @@ fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
     }
 }
 
-/// While a target is away, the other targets note which objects it lacks, including removed
-/// objects.
+/// While a target is missing, the other target records in dirty notes which objects have changed,
+/// including removed objects.
 #[tokio::test]
-async fn dirty_notes_of_a_missing_target_do_not_fill_the_index_for_good() {
+async fn dirty_notes_about_a_missing_target_do_not_fill_the_index_for_good() {
     let node = node(2, 24);
     let pool = pool(&node, "pool", 2, "mirror:2").await;
     let kept = pool.object("kept").unwrap();
@@ -318,7 +319,7 @@ async fn dirty_notes_of_a_missing_target_do_not_fill_the_index_for_good() {
     client.set_target_out(0, false).await.unwrap();
     crate::redundancy::wait_until_whole(&client).await;
     node.stores[1].set_down(true);
-    assert!(kept.get().await.unwrap() == data(5000, 1), "the target that was away has all data");
+    assert!(kept.get().await.unwrap() == data(5000, 1), "the returned target has all data");
 }
 
 /// Fills the index except for the reserve.
@@ -338,9 +339,10 @@ async fn fill_index(store: &dyn ObjectStore) {
     assert!(refused > 1000, "the index is not full: {refused}");
 }
 
-/// The target has missed removals, and more results of requests than fit into one transaction.
+/// The target has missed removals of objects, and more results of requests than fit into one
+/// transaction.
 #[tokio::test]
-async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
+async fn a_returned_target_with_a_full_index_receives_the_removals_that_it_missed() {
     const APPENDS: u64 = 900;
     let node = node(2, 24);
     let pool = pool(&node, "pool", 1, "mirror:2").await;
@@ -373,7 +375,8 @@ async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
     }
 }
 
-/// A change that is refused and frees its own space wakes no other waiting change.
+/// A change that is refused for lack of space frees the space that it had taken. This must not wake
+/// the other waiting changes.
 #[tokio::test]
 async fn changes_that_wait_for_space_do_not_wake_each_other() {
     for (redundancy, targets) in [("single", 1), ("mirror:2", 2)] {

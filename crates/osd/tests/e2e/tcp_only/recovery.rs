@@ -1,4 +1,4 @@
-//! Pools with redundancy: events while a target is away or is being rebuilt.
+//! Tests of pools with redundancy: events while a target is unavailable or is being rebuilt.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +24,7 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
 }
 
 impl Rig {
-    /// Overwrites an object, and remembers its new content.
+    /// Puts an object, and remembers its new content.
     async fn put(&mut self, number: usize, len: usize, salt: u64) {
         let (name, bytes) = (format!("o{number}"), data(len, salt));
         self.pool.object(&name).unwrap().put(bytes.clone()).await.unwrap();
@@ -95,7 +95,8 @@ async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
     rig
 }
 
-/// Restarts the OSD when some objects are rebuilt, and changes other objects before and after that.
+/// Restarts the OSD when some objects are rebuilt, and changes objects before and after the
+/// restart.
 async fn restart_amid_rebuild(rig: &mut Rig) {
     until("a few objects are rebuilt", async || rig.rebuilt().await >= 20).await;
     for number in (0..OBJECTS).step_by(10) {
@@ -113,7 +114,7 @@ async fn restart_amid_rebuild(rig: &mut Rig) {
 }
 
 #[tokio::test]
-async fn the_rebuild_of_a_spare_continues_after_a_restart() {
+async fn the_rebuild_of_a_spare_target_continues_after_a_restart_of_the_osd() {
     let mut rig = slow_rig(4, config()).await;
     let lost = rig.with_groups().await[0];
     rig.client.set_target_out(lost as u32, true).await.unwrap();
@@ -146,7 +147,7 @@ async fn a_target_that_was_full_once_can_later_replace_a_lost_target() {
 }
 
 #[tokio::test]
-async fn an_interrupted_removal_is_finished_although_the_group_is_degraded() {
+async fn an_interrupted_removal_of_old_data_is_finished_although_the_group_is_degraded() {
     let mut rig = Rig::of("mirror:3", 1, 4, config()).await;
     rig.put(0, 30_000, 0).await;
     let members = rig.with_groups().await;
@@ -164,7 +165,7 @@ async fn an_interrupted_removal_is_finished_although_the_group_is_degraded() {
 }
 
 #[tokio::test]
-async fn a_target_that_was_away_catches_up_after_a_restart() {
+async fn the_rebuild_of_a_returned_target_continues_after_a_restart_of_the_osd() {
     let mut rig = slow_rig(3, config()).await;
     rig.set_down(&[0], true);
     for number in 0..OBJECTS {
@@ -177,7 +178,7 @@ async fn a_target_that_was_away_catches_up_after_a_restart() {
     rig.check_without_each(&[1, 2]).await;
 }
 
-/// Length of data that is staged however many other requests are in progress, in bytes.
+/// Length of data, in bytes, that is staged regardless of the number of requests in progress.
 const STAGED: usize = (5 << 20) + 12_345;
 
 #[tokio::test]
@@ -214,7 +215,7 @@ async fn large_writes_succeed_while_targets_are_down() {
 
 #[tokio::test]
 async fn a_target_that_returns_while_a_large_write_is_staged_gets_the_data() {
-    // The target counts as usable at once, but takes part only from the next upkeep on.
+    // The returned target counts as usable at once, but its rebuild starts only at the next upkeep.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(1), ..config() };
     let mut rig = slow_rig(3, config).await;
     rig.set_down(&[0], true);
@@ -223,7 +224,8 @@ async fn a_target_that_returns_while_a_large_write_is_staged_gets_the_data() {
     }
     rig.set_down(&[0], false);
     rig.client.set_target_out(0, false).await.unwrap();
-    // The data is staged without the target, which is being rebuilt when the transaction runs.
+    // The data is staged without the target. When the transaction runs, the target is being
+    // rebuilt.
     rig.node.stores[1].hold_stages(true);
     let (object, bytes) = (rig.pool.object("large").unwrap(), data(STAGED, 7));
     let put = tokio::spawn({
@@ -286,7 +288,7 @@ async fn all_space_of_a_removed_pool_is_freed() {
 }
 
 #[tokio::test]
-async fn the_space_of_a_removed_pool_is_freed_on_a_target_that_was_away() {
+async fn the_space_of_a_removed_pool_is_freed_on_a_target_that_returns_later() {
     let mut rig = Rig::of("mirror:2", 1, 4, config()).await;
     let before = taken(&rig).await;
     rig.client.create_pool_with("wide", 16, crate::redundancy::redundancy("ec:2+1")).await.unwrap();
@@ -308,7 +310,7 @@ async fn the_space_of_a_removed_pool_is_freed_on_a_target_that_was_away() {
 }
 
 #[tokio::test]
-async fn a_restart_without_the_only_newest_copy_returns_no_old_data() {
+async fn reads_return_no_old_data_after_a_restart_without_the_only_newest_copy() {
     let mut rig = Rig::of("mirror:2", 16, 3, config()).await;
     for number in 0..60 {
         rig.put(number, 9000, number as u64).await;
@@ -341,7 +343,7 @@ async fn a_restart_without_the_only_newest_copy_returns_no_old_data() {
     }
     assert!((1..60).contains(&there), "{there} objects were readable");
     rig.bring_back(&[1]).await;
-    rig.check("all are back").await;
+    rig.check("after all targets returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
 }
 
@@ -351,8 +353,9 @@ fn hold_records(rig: &Rig, held: bool) {
 
 type Put = tokio::task::JoinHandle<client::Result<wire::Mutated>>;
 
-/// Returns an `ec:2+1` pool without target 0. A change waits for the other targets, which have
-/// proposed a membership record without target 0. The record is not in force anywhere yet.
+/// Returns an `ec:2+1` pool without target 0. A change waits for the other targets. They have
+/// stored the proposal of a membership record without target 0, which is not in force on any target
+/// yet.
 async fn proposed() -> (Rig, Put) {
     let mut rig = Rig::new("ec:2+1", 1).await;
     for number in 0..10 {
@@ -379,7 +382,7 @@ fn comes_back(rig: &Rig, target: usize) {
 async fn all_is_well(mut rig: Rig) {
     wait_until_whole(&rig.client).await;
     rig.put(5, 70_000, 101).await;
-    rig.check("all are back").await;
+    rig.check("after all targets returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
     rig.client.start_scrub("pool", false).await.unwrap();
     until("the scrub ends", async || !rig.client.scrub_status("pool").await.unwrap().running).await;
@@ -388,7 +391,7 @@ async fn all_is_well(mut rig: Rig) {
 }
 
 #[tokio::test]
-async fn a_target_may_return_before_the_record_without_it_is_in_force() {
+async fn a_target_may_return_before_the_membership_record_without_it_is_in_force() {
     let (rig, put) = proposed().await;
     comes_back(&rig, 0);
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -398,7 +401,7 @@ async fn a_target_may_return_before_the_record_without_it_is_in_force() {
 }
 
 #[tokio::test]
-async fn a_restart_handles_a_proposal_and_the_target_that_it_excludes() {
+async fn a_restart_resolves_a_proposal_that_excludes_a_returned_target() {
     let (mut rig, put) = proposed().await;
     comes_back(&rig, 0);
     rig.node.restart();
@@ -418,10 +421,10 @@ async fn record(rig: &Rig, target: usize) -> Bytes {
     panic!("target {target} has no record");
 }
 
-/// A record comes into force on only one target, which is then lost. The targets without this
-/// record continue without that target.
+/// A membership record comes into force on only one target, which is then lost. The targets on
+/// which the record is not in force continue without the lost target.
 #[tokio::test]
-async fn a_record_in_force_only_on_a_lost_target_is_ignored() {
+async fn a_membership_record_in_force_only_on_a_lost_target_is_ignored() {
     for restart in [false, true] {
         let mut rig = Rig::new("ec:2+1", 1).await;
         for number in 0..10 {
@@ -460,7 +463,7 @@ async fn a_record_in_force_only_on_a_lost_target_is_ignored() {
         for number in 1..10 {
             rig.put(number, 40_000, 200 + number as u64).await;
         }
-        rig.check("two targets continue").await;
+        rig.check("while two targets continue").await;
         comes_back(&rig, first);
         all_is_well(rig).await;
     }
@@ -521,8 +524,8 @@ async fn a_member_that_cannot_be_rebuilt_does_not_block_other_rebuilds() {
     }
 }
 
-/// Returns a mirror of which only target 1 has the newest changes, and the objects as target 0 has
-/// them.
+/// Returns a mirror in which only target 1 has the newest changes, and the old contents of the
+/// objects, which target 0 has.
 async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
     let mut rig = Rig::of("mirror:2", 2, 2, config).await;
     for number in 0..20 {
@@ -553,10 +556,10 @@ async fn the_only_target_with_the_newest_data_cannot_be_taken_out_after_a_start(
     rig.check("without target 1").await;
 }
 
-/// A copy that is back, but outdated, must not be used when the copy with all changes is lost.
+/// A returned copy with outdated data must not be used when the copy with all changes is lost.
 #[tokio::test]
 async fn an_outdated_copy_is_not_used_when_the_only_newest_copy_is_lost() {
-    // The target counts as usable at once, but is rebuilt only from the next upkeep on.
+    // The returned target counts as usable at once, but its rebuild starts only at the next upkeep.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
     let (rig, _) = one_copy_ahead(config).await;
     rig.lose_the_newest().await;
@@ -569,7 +572,7 @@ async fn an_outdated_copy_is_not_used_when_the_only_newest_copy_is_lost() {
     let e = rig.pool.object("other").unwrap().put("x").await.unwrap_err().to_string();
     assert!(e.contains("bring back") && e.contains(&rig.node.targets()[1].0.to_string()), "{e}");
     rig.bring_back(&[1]).await;
-    rig.check("both are back").await;
+    rig.check("after both targets returned").await;
     rig.check_without_each(&[0, 1]).await;
 }
 
@@ -590,7 +593,7 @@ async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
         assert!(e.contains("bring"), "{e}");
         rig.client.set_target_out(1, true).await.unwrap();
         rig.objects = old;
-        rig.check("what is left").await;
+        rig.check("with only the outdated copy").await;
         for number in 15..30 {
             rig.put(number, 11_000, 200 + number as u64).await;
         }
@@ -598,14 +601,14 @@ async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
             rig.node.restart();
         }
         rig.bring_back(&[1]).await;
-        rig.check("it is back").await;
+        rig.check("after the lost copy returned").await;
         rig.check_without_each(&[0, 1]).await;
     }
 }
 
-/// There are more dirty notes than fit into one transaction of the real store.
+/// There are more dirty notes than fit into one transaction of a target's store.
 #[tokio::test]
-async fn many_dirty_notes_with_long_names_are_processed() {
+async fn a_rebuild_processes_many_dirty_notes_about_objects_with_long_names() {
     const MISSED: usize = 500;
     for (limit, is_lost) in [(2 * MISSED, false), (2 * MISSED, true), (MISSED / 2, false)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
@@ -645,10 +648,11 @@ async fn many_dirty_notes_with_long_names_are_processed() {
     }
 }
 
-/// Only the rebuilt target has the record that calls it in sync when the OSD and this target fail.
-/// The other targets continue without this record, and their later changes must be kept.
+/// When the OSD and the rebuilt target fail, only this target has stored the membership record that
+/// lists it as in sync. The other targets continue without this record, and their later changes
+/// must be kept.
 #[tokio::test]
-async fn a_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
+async fn a_membership_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
     let mut rig = Rig::new("ec:2+1", 1).await;
     for number in 0..10 {
         rig.put(number, 50_000, number as u64).await;
@@ -659,7 +663,7 @@ async fn a_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
     rig.set_down(&[0], false);
     rig.client.set_target_out(0, false).await.unwrap();
     let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(2));
-    waited.await.expect("the rebuilt target is about to be called in sync");
+    waited.await.expect("the targets receive the membership record that lists the rebuilt target as in sync");
     until("the rebuilt target has the record", async || has_newest(&rig).await).await;
     rig.set_down(&[0], true);
     rig.node.restart();
@@ -670,7 +674,7 @@ async fn a_record_that_only_a_lost_rebuilt_target_has_is_ignored() {
     rig.set_down(&[0], false);
     rig.client.set_target_out(0, false).await.unwrap();
     wait_until_whole(&rig.client).await;
-    rig.check("it is back").await;
+    rig.check("after the rebuilt target returned").await;
     rig.check_without_each(&[0, 1, 2]).await;
 }
 

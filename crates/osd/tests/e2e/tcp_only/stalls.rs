@@ -1,5 +1,5 @@
-//! Targets that stall for a while and then continue: all at once, like on an overloaded host, or a
-//! single drive.
+//! Tests with targets that stall for a while and then continue: all targets at once, as on an
+//! overloaded host, or single targets.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -76,7 +76,7 @@ impl Submit for StallStore {
     }
 }
 
-/// Time limit for a target's answer. A stall lasts clearly longer.
+/// Time limit for a target's answer. [`STALL`] is clearly longer.
 const TIMEOUT: Duration = Duration::from_millis(400);
 const STALL: Duration = Duration::from_millis(1100);
 
@@ -153,10 +153,10 @@ impl Stalls {
             }
         };
         tokio::time::timeout(Duration::from_secs(30), up).await.expect("targets are used again");
-        self.rig.check("all is well").await;
+        self.rig.check("after all targets are used again").await;
     }
 
-    /// Checks by a scrub that no target has data that is missing or contradicts other targets.
+    /// Checks by a scrub that no target lacks data, and that the data of all targets is consistent.
     async fn scrub(&self) {
         self.rig.client.start_scrub("pool", false).await.unwrap();
         let mut scrub = self.rig.client.scrub_status("pool").await.unwrap();
@@ -202,13 +202,13 @@ impl Load {
         };
         let clients = (0..count).map(run).collect();
         let load = Load { stop, done, clients };
-        // Wait until the clients are connected and one of them has completed a put.
+        // Wait until the clients are connected, and one of them has completed a put and a read.
         assert!(client.status().await.is_ok());
         load.has_done(1).await;
         load
     }
 
-    /// Waits until `more` further puts have been acknowledged.
+    /// Waits until the clients have completed `more` further puts, each with a read of the object.
     async fn has_done(&self, more: u64) {
         let enough = self.done.load(Ordering::SeqCst) + more;
         let done = async {
@@ -265,7 +265,7 @@ async fn a_target_that_stalls_repeatedly_catches_up_by_itself() {
     for round in 0..6 {
         let target = [round % 3];
         stalls.stop(&target);
-        // The other targets continue.
+        // The other targets continue to serve the clients.
         load.has_done(20).await;
         assert_eq!(stalls.state(target[0]).await, TargetState::Slow, "round {round}");
         stalls.go_on(&target);
@@ -278,7 +278,7 @@ async fn a_target_that_stalls_repeatedly_catches_up_by_itself() {
 }
 
 #[tokio::test]
-async fn clients_survive_a_stall_while_groups_are_opened() {
+async fn clients_survive_a_stall_while_placement_groups_are_opened() {
     for (text, targets) in [
         ("mirror:2", &[0][..]),
         ("mirror:2", &[1]),
@@ -309,8 +309,8 @@ async fn clients_survive_a_stall_while_groups_are_opened() {
             stalls.rig.check(&format!("{text}: {targets:?} were stopped")).await;
             stalls.rig.pool.object("after").unwrap().put("x").await.unwrap();
             resumed.join().unwrap();
-            // The reads may have needed no stalled target, and its group may have continued without
-            // it.
+            // The reads may not have needed the stalled targets, and a group may have continued
+            // without its stalled target.
             stalls.all_is_well().await;
         }
         assert!(stores_stalled(&stalls) > 0);
@@ -344,7 +344,7 @@ async fn a_rebuild_continues_after_its_source_has_stalled() {
 }
 
 #[tokio::test]
-async fn a_group_waits_for_the_last_members_that_it_needs() {
+async fn a_group_waits_for_a_stalled_member_that_it_cannot_do_without() {
     for (text, gone, slow) in [("mirror:2", 0, 1), ("ec:2+1", 1, 2)] {
         // One target is lost for the whole test.
         let retry = TargetRetry { failing_pause: Duration::from_secs(3600), ..RETRY };
@@ -365,14 +365,14 @@ async fn a_group_waits_for_the_last_members_that_it_needs() {
         load.has_done(6).await;
         let objects = load.finish().await;
         stalls.rig.objects.extend(objects);
-        stalls.rig.check("with the last members").await;
+        stalls.rig.check("with only the needed members").await;
     }
 }
 
-/// Both copies stall in turn, so neither copy may be used without the other. Requests wait for the
-/// copy that has all changes.
+/// The only copy with the newest change stalls before the other copy, which stalled earlier, has
+/// received this change. Requests must wait for the copy that has all changes.
 #[tokio::test]
-async fn a_copy_that_was_slow_is_not_read_before_it_has_caught_up() {
+async fn a_copy_that_was_slow_is_not_read_before_it_has_all_changes() {
     let mut stalls = Stalls::new("mirror:2", 1, config()).await;
     stalls.rig.fill(&[10_000]).await;
     let object = stalls.rig.pool.object("o10000").unwrap();
@@ -401,7 +401,7 @@ async fn a_copy_that_was_slow_is_not_read_before_it_has_caught_up() {
 }
 
 #[tokio::test]
-async fn a_target_whose_io_errors_end_is_used_again_by_itself() {
+async fn a_target_is_used_again_automatically_once_its_io_errors_end() {
     // The pool loses as many targets as it tolerates, or all of them.
     for (text, lost) in [("ec:2+1", &[0][..]), ("ec:2+1", &[0, 1, 2]), ("mirror:2", &[0, 1])] {
         let mut stalls = Stalls::new(text, 2, config()).await;
@@ -435,7 +435,7 @@ async fn a_client_gets_a_transient_error_while_the_targets_are_probed() {
     stalls.all_is_well().await;
 }
 
-/// Changes one object at random and compares it with a model until told to stop. Returns the
+/// Changes one object at random and compares it with a model until `stop` is set. Returns the
 /// object's name and its last content.
 async fn change_at_random(pool: Pool, number: u64, seed: u64, stop: Arc<AtomicU64>) -> (String, Bytes) {
     let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
@@ -532,7 +532,7 @@ async fn random_stalls_lose_no_data_of_a_mirrored_pool() {
 }
 
 /// Calls in one placement group's collection hang on a target that answers all other calls. The
-/// target must not be used before the collection answers again.
+/// target must not be used before it answers calls in this collection again.
 #[tokio::test]
 async fn a_target_that_hangs_in_one_collection_stays_unused_until_it_answers() {
     for text in ["mirror:2", "ec:2+1"] {
@@ -563,10 +563,10 @@ async fn a_target_that_hangs_in_one_collection_stays_unused_until_it_answers() {
     }
 }
 
-/// A change that waits for space asks its group to trim overwritten data. The group cannot trim
+/// A change that waits for space makes its group free overwritten data. The group cannot free data
 /// while a target stalls.
 #[tokio::test]
-async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_trim() {
+async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_free_space() {
     let (target_timeout, store_patience) = (Duration::from_secs(45), Duration::from_secs(2));
     let config = OsdConfig { target_timeout, store_patience, ..config() };
     let stalls = Stalls::new("mirror:2", 1, config).await;
@@ -580,7 +580,7 @@ async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_trim()
     let put = object.put(data(10_000, 2));
     let put = tokio::time::timeout(Duration::from_secs(40), put)
         .await
-        .expect("an answer before the group gives up");
+        .expect("the put is answered before the group gives up");
     assert!(matches!(put, Err(client::Error::Node(client::NodeError::NoSpace { .. }))), "{put:?}");
     assert!(stalls.rig.node.fired() > fired && stores_stalled(&stalls) > 0);
     stalls.rig.node.stores.iter().for_each(|store| store.set_full(0));

@@ -1,4 +1,4 @@
-//! Conditions that a node's targets must meet before the node starts.
+//! Tests of the conditions that a node's targets must meet before the node starts.
 
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
     store.queue_transaction(write).await.unwrap();
 }
 
-/// Stores the map as older versions did, as the data of the object.
+/// Stores the map in the way of older versions of the node: as the data of the object.
 async fn write_map_as_before(store: &dyn ObjectStore, bytes: Bytes) {
     let (cid, oid) = map_object(store).await;
     let source = WriteSource::Inline(Payload::compute(0, bytes));
@@ -82,7 +82,7 @@ async fn garble(node: &Node, target: usize) {
     write_map(&*node.stores[target], "\x02nonsense".into()).await;
 }
 
-/// A target with a damaged copy of the map is not used. The node starts if most other copies are
+/// A target with a damaged copy of the map is not used. The node starts if most copies are
 /// readable.
 #[tokio::test]
 async fn a_damaged_copy_of_the_map_makes_only_its_target_unusable() {
@@ -192,7 +192,7 @@ async fn a_target_without_space_for_the_map_fails_only_at_the_next_start() {
 }
 
 #[tokio::test]
-async fn a_start_with_too_many_targets_without_space_for_the_map_is_refused() {
+async fn a_node_does_not_start_if_too_many_targets_lack_space_for_the_map() {
     let mut node = behind_and_full().await;
     let newest = read_map(&*node.stores[1]).await;
     let old = read_map(&*node.stores[0]).await;
@@ -224,7 +224,7 @@ async fn a_node_starts_without_a_target_that_does_not_answer() {
 }
 
 #[tokio::test]
-async fn a_target_without_space_for_the_map_at_start_is_used_again_by_itself() {
+async fn a_target_that_lacks_space_for_the_map_is_used_again_once_it_has_space() {
     let mut node = behind_and_full().await;
     let fired = node.fired();
     node.restart();

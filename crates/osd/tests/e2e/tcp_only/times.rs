@@ -72,7 +72,7 @@ async fn the_osd_counts_no_host_time_for_a_store_behind_a_channel() {
 }
 
 #[tokio::test]
-async fn the_time_of_a_shards_thread_is_reported_by_class() {
+async fn the_time_of_a_shards_thread_is_reported_by_thread_class() {
     let node = Node::start();
     let client = node.client().await;
     let ns = |status: &client::NodeStatus, class: &str| {
@@ -88,7 +88,7 @@ async fn the_time_of_a_shards_thread_is_reported_by_class() {
 }
 
 #[tokio::test]
-async fn refused_requests_do_not_count_in_the_times() {
+async fn refused_requests_are_not_counted_in_the_sums_of_times() {
     let node = Node::start();
     let (client, pool) = node.pool().await;
     assert!(pool.object("nothing").unwrap().get().await.is_err());
