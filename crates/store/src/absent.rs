@@ -3,8 +3,8 @@
 use crate::{StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
 /// Substitute for the store of a target that cannot be mounted. Requests fail with the reason, so a
-/// node with other targets can run without this target. Only releases of stages and unmounts
-/// succeed.
+/// node with other targets can run without this target. Only requests to release a stage or to
+/// unmount the target succeed.
 #[derive(Debug, Clone)]
 pub struct AbsentStore {
     why: String,

@@ -1,4 +1,5 @@
-//! Checkpoints. A checkpoint applies all changes before one position of the log to the index.
+//! Checkpoints. A checkpoint has a position in the log, and applies to the index all changes that
+//! the log records before this position.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

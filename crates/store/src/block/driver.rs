@@ -30,10 +30,10 @@ const IDLE: Duration = Duration::from_millis(5);
 const BATCH: usize = 256;
 /// Number of threads that read the index for calls.
 const LOADERS: usize = 2;
-/// Maximum number of loads that one of these threads takes at once.
+/// Maximum number of loads that one of the [`LOADERS`] threads takes at once.
 const LOADS_AT_ONCE: usize = 8;
 
-/// The state and the I/O ring of a mounted target.
+/// Runs a mounted target. The driver owns the target's state and I/O ring.
 ///
 /// While it runs, the driver never blocks on the drive, so a thread with other work can run it
 /// ([`run`](Self::run)). Then calls from that thread, and their replies, need not wake another
@@ -140,7 +140,7 @@ impl Driver {
             let _ = ended.send(());
         };
         if let Err(error) = base::thread::spawn(ThreadClass::Store, "end", join_all) {
-            tracing::warn!(%error, "cannot create a thread that waits for the target's workers; they end without it");
+            tracing::warn!(%error, "cannot create the thread that waits for the end of the target's worker threads; the driver ends without waiting for them");
         }
         // An error means that the waiting thread was not created.
         let _ = end.await;

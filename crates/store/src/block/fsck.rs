@@ -99,7 +99,7 @@ pub fn fsck(
     check(&drive, repair, inspect, &mut progress)
 }
 
-/// Checks a drive; see [`fsck`].
+/// Checks the target on `drive`; see [`fsck`].
 pub(crate) fn check(
     drive: &Arc<dyn Drive>,
     repair: bool,
@@ -225,7 +225,7 @@ impl Check<'_> {
             if let Some(other) = objects.insert(nid, object) {
                 report.problem(
                     place,
-                    format!("it has the same number as {}", other.key.escape_ascii()),
+                    format!("it has the same object number as onode {}", other.key.escape_ascii()),
                     false,
                 );
             }

@@ -138,7 +138,7 @@ fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
 /// and more until enough transactions were refused, because the number of refusals in a round
 /// depends on the seed.
 #[test]
-fn a_nearly_full_target_behaves_like_the_model_and_survives_crashes() {
+fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() {
     let (mut refused, mut done) = (0, 0);
     let first = seed();
     let mut round = 0;
@@ -335,7 +335,7 @@ fn a_write_that_changes_nothing_needs_no_free_block() {
 }
 
 #[test]
-fn a_target_with_a_full_index_accepts_changes_from_the_reserve() {
+fn a_target_with_a_full_index_accepts_changes_that_use_the_reserve() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");

@@ -18,7 +18,7 @@ use crate::{Area, Result, StoreError};
 
 const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
 
-/// Entries of the index that one scan read.
+/// Entries of the index that one scan returns.
 #[derive(Debug, Default)]
 pub(crate) struct EntryBatch {
     pub(crate) entries: Vec<(Bytes, Bytes)>,
@@ -31,7 +31,7 @@ pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
 #[cfg(test)]
 std::thread_local! {
-    /// For crash tests: applies all changes in steps.
+    /// Whether all changes are applied in steps. Crash tests set this flag.
     pub(crate) static ALWAYS_IN_STEPS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
@@ -44,7 +44,7 @@ fn always_in_steps() -> bool {
 
 type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
-/// Number of changes per step when there is no room for all changes together.
+/// Number of changes per commit when the index has no room for all changes in one commit.
 const STEP: usize = 8;
 
 /// The index. Any thread may call its methods, which block.
@@ -53,8 +53,8 @@ pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
     database: RwLock<Option<Database>>,
-    /// Bytes in use at the last measurement plus the bytes written since; 0 before the first
-    /// measurement.
+    /// Estimate of the bytes in use: the last measurement plus four times the bytes written since;
+    /// 0 before the first measurement.
     used: AtomicU64,
 }
 
@@ -179,7 +179,10 @@ impl Index {
                 result => return result,
             }
         }
-        tracing::info!(changes = all.len(), "the index is nearly full; its changes are applied in steps");
+        tracing::info!(
+            changes = all.len(),
+            "the index is nearly full; a checkpoint applies its changes in steps"
+        );
         let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
         removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
         self.commit(&ending().collect::<Vec<_>>())

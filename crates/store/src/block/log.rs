@@ -15,7 +15,8 @@ use super::records::corrupt;
 use super::superblock::{SECTOR, Superblock};
 use crate::Result;
 
-/// Groups start at multiples of this number of sectors, and are padded to a multiple of it.
+/// Alignment of groups, in sectors. Each group starts at a multiple of this number and is padded to
+/// a multiple of this number.
 pub(crate) const GROUP_SECTORS: u64 = 8;
 const HEADER: usize = 32;
 const PAYLOAD: usize = SECTOR - HEADER;
@@ -147,7 +148,8 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
     if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "bytes follow its last record")) }
 }
 
-/// Returns the initial content of a log: valid sectors of generation 0, numbered from 0.
+/// Returns a part of the initial content of a log: valid sectors of generation 0 with the given
+/// sequence numbers.
 pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
     let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
     for sequence in sequences {

@@ -1,4 +1,4 @@
-//! Reads and writes of blocks in progress.
+//! The reads and the writes of blocks that are in progress.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ pub(super) struct PendingRead {
     pub(super) failed: Option<StoreError>,
 }
 
-/// Reads and writes of blocks in progress. Reads of a block wait for writes of that block.
+/// The reads and the writes of blocks that are in progress. A read of a block waits for writes of that block.
 #[derive(Debug, Default)]
 pub(crate) struct BlockAccess {
     pub(super) reads: BTreeMap<u64, PendingRead>,

@@ -57,8 +57,8 @@ pub(crate) mod key {
         make(BITMAP, page, &[])
     }
 
-    /// Returns the first possible key with this kind and number, and the first key after all of
-    /// them.
+    /// Returns the first possible key with this kind and number, and the first key after all keys
+    /// with this kind and number.
     pub(crate) fn range(kind: u8, number: u64) -> (Bytes, Bytes) {
         (make(kind, number, &[]), make(kind, number + 1, &[]))
     }
@@ -174,8 +174,8 @@ impl MapLeaf {
         self.blocks.get(place as usize).copied().flatten()
     }
 
-    /// Maps the positions from `first` on to the blocks in `new`. Passes each replaced block to
-    /// `released`.
+    /// Maps consecutive positions, beginning with `first`, to the blocks in `new`. Passes each
+    /// replaced block to `released`.
     pub(crate) fn replace<E>(
         &mut self,
         first: u64,

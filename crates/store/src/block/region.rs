@@ -23,7 +23,7 @@ const ENTRIES: usize = (SECTOR - 8) / 4;
 const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
 /// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
-/// Table entry of a page whose checksum was lost with its sector.
+/// Table entry of a page whose checksum was lost, because its sector of the table is damaged.
 const LOST: u32 = u32::MAX;
 
 /// Error: the region's content differs from the data that was written, or an access lies outside
@@ -150,7 +150,8 @@ impl IndexRegion {
         self.shared.region.offset + (2 + table_blocks + page) as u64 * BLOCK
     }
 
-    /// Returns the pages of an access to other data than the header.
+    /// Returns the page numbers of an access to data after the header. Fails if the access does not
+    /// cover whole pages of the storage.
     fn page_range(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
         let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK_SIZE) && offset > 0;
         let end = offset + len as u64;

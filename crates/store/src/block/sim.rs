@@ -163,8 +163,8 @@ impl Drive for SimDrive {
     }
 }
 
-/// Creates the drive images that a power failure can leave. The positions must be requested in
-/// ascending order.
+/// Creates the drive images that a power failure can leave. Request the images in ascending order
+/// of their positions.
 pub struct Crashes {
     history: Vec<Entry>,
     /// The drive's content with all writes that are certainly durable.
@@ -176,7 +176,8 @@ pub struct Crashes {
 }
 
 impl Crashes {
-    /// Starts with the first event of a drive whose content was `base` before its history.
+    /// Starts before the first event in the history of `drive`. `base` is the content of the drive
+    /// at that time.
     pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());

@@ -109,7 +109,7 @@ impl Superblock {
                 }
             }
             (Ok(one), Err(error)) | (Err(error), Ok(one)) => {
-                tracing::warn!(%error, "one copy of the superblock is not valid; the other is used");
+                tracing::warn!(%error, "one copy of the superblock is not valid; the other copy is used");
                 one
             }
             (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),

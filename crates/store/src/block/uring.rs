@@ -97,8 +97,8 @@ impl Registered {
 }
 
 /// Splits an arena of `len` bytes into ranges that are registered separately. Returns the start and
-/// the length of each range, in bytes. The kernel limits the size of a range. It can treat huge
-/// pages as units only in a range without other pages.
+/// the length of each range, in bytes. The kernel limits the size of a range. The kernel can treat
+/// huge pages as units only in a range without other pages.
 fn ranges(len: usize) -> Vec<(usize, usize)> {
     let huge = len - len % HUGE_PAGE;
     let pieces = (0..huge).step_by(MAX_BUFFER).map(|start| (start, MAX_BUFFER.min(huge - start)));
@@ -119,7 +119,8 @@ pub(crate) struct IoRing {
     /// Registered memory, by its index in the kernel's table; `None` if the kernel does not support
     /// the table.
     buffers: Option<Vec<Registered>>,
-    /// Counters of the reads and writes that use registered memory, and of the others.
+    /// Counters of the reads and writes that use registered memory, and of the reads and writes
+    /// that do not.
     registered_io: metrics::Counter,
     unregistered_io: metrics::Counter,
     // Dropped last, because the kernel may use the file until the ring is closed.
@@ -182,8 +183,8 @@ impl IoRing {
     }
 
     /// Registers the memory of `arena`, so that the kernel pins it once instead of for every
-    /// request. The kernel may refuse because of the limit on locked memory, or the table may be
-    /// full. Then requests work without registration.
+    /// request. The kernel may refuse the registration because of the limit on locked memory, or
+    /// the table may be full. In both cases, requests work without registration.
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
         let Some(buffers) = &self.buffers else { return };
         if buffers.iter().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {

@@ -97,7 +97,7 @@ pub enum Parity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
     /// For each fragment, data fragments first: the UUID of its target and its stage on that
-    /// target. `None` stands for a fragment that is not written.
+    /// target. `None` means that the fragment is not written.
     pub parts: Vec<Option<(u128, StageId)>>,
     /// Offset in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
@@ -134,7 +134,7 @@ impl StripeWrite {
                 "the data fragments differ in length, or a fragment has a wrong number of checksums"
             }
             Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
-                "the parity fragments have a wrong number or length"
+                "the number of parity fragments is wrong, or a parity fragment has a wrong length or number of checksums"
             }
             Parity::Copies if k != 1 => "copies need exactly one data fragment",
             _ => return Ok(()),
@@ -150,7 +150,7 @@ impl StripeWrite {
 ///
 /// # Errors
 /// [`StoreError::InvalidArgument`] if `len` is 0, if `len` or `offset` is not a multiple of the
-/// block size, or if a number of fragments is out of range.
+/// block size, if `k` is not in `1..=parts`, or if `parts` exceeds [`ec::MAX_FRAGMENTS`].
 pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), StoreError> {
     let is_possible = len > 0
         && len.is_multiple_of(BLOCK)
@@ -202,7 +202,7 @@ pub trait StripeStores: Send + Sync {
     /// Returns the maximum total size of all fragments of one call, parity included, in bytes.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a part of each fragment to its stage, as
+    /// Writes a part of each fragment to the fragment's stage, as
     /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first
     /// if `write` requests that. Queue transactions that name the stages only after the future has
     /// resolved.
