@@ -69,8 +69,8 @@ impl Code {
 
     /// Updates parity after a change of data fragment `column`. `delta` is the XOR of the old and
     /// the new data. `parity` contains some or all parity rows (0 to `m` - 1), in any order. Each
-    /// row is paired with the bytes of its fragment at the place of the change. Leave out rows
-    /// whose fragments are lost.
+    /// row is paired with the bytes of its parity fragment at the offset of the change. Leave out
+    /// rows whose fragments are lost.
     ///
     /// # Errors
     /// [`EcError::NoSuch`] if the column or a row does not exist, [`EcError::Twice`] if a row is

@@ -5,7 +5,7 @@ use crate::Geometry;
 /// Result of an operation on codes.
 pub type Result<T, E = EcError> = std::result::Result<T, E>;
 
-/// Why a code cannot be created or applied.
+/// Reason why a code cannot be created or applied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EcError {
@@ -77,7 +77,7 @@ pub enum EcError {
     },
     /// The stripe unit has an invalid size.
     #[error(
-        "a stripe unit of {unit} bytes is not possible; choose a multiple of {multiple} bytes, at most {max}"
+        "a stripe unit of {unit} bytes is not possible; choose a multiple of {multiple} bytes, at most {max} bytes"
     )]
     Unit {
         /// The size in bytes.
@@ -103,10 +103,10 @@ pub enum EcError {
         /// The name.
         name: String,
     },
-    /// GFNI was requested, but the processor does not have these instructions.
+    /// The kernel `gfni` was requested, but the processor does not have both GFNI and AVX-512.
     #[error("this processor does not have both GFNI and AVX-512; use the kernel isal or portable")]
     NoGfni,
-    /// ISA-L was requested, but cannot be loaded.
+    /// The kernel `isal` was requested, but ISA-L cannot be loaded.
     #[error(
         "ISA-L cannot be loaded: {why}; install it (Debian and Ubuntu: libisal2) or use the kernel portable"
     )]

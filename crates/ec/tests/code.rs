@@ -18,7 +18,7 @@ fn every_loss(fragments: usize, m: usize) -> Vec<Vec<usize>> {
 }
 
 #[test]
-fn every_loss_of_a_small_code_is_reconstructed() {
+fn every_set_of_up_to_m_lost_fragments_is_reconstructed() {
     for (k, m, patterns) in [(2, 1, 4), (4, 2, 22), (6, 3, 130)] {
         let losses = every_loss(k + m, m);
         assert_eq!(losses.len(), patterns);
@@ -45,7 +45,7 @@ fn random_losses_of_wide_codes_are_reconstructed() {
 }
 
 #[test]
-fn one_loss_too_many_is_an_error() {
+fn a_recovery_from_fewer_than_k_fragments_is_an_error() {
     for (k, m) in [(2, 1), (4, 2), (10, 4), (128, 32)] {
         for code in codes(k, m) {
             let present: Vec<usize> = (m + 1..k + m).collect();
@@ -65,7 +65,7 @@ fn a_recovery_reads_the_fragments_that_are_listed_first() {
 }
 
 #[test]
-fn stripes_get_the_parity_of_their_units_and_its_checksums() {
+fn encoding_stripes_returns_the_parity_of_their_units_and_its_checksums() {
     for (k, m, unit, stripes) in
         [(4, 2, 4096, 3), (10, 4, 65536, 2), (2, 1, 3 * 65536, 1), (128, 32, 8192, 1), (3, 2, 4096, 0)]
     {

@@ -183,7 +183,7 @@ fn an_unfinished_fragment_is_not_accepted() {
 }
 
 #[test]
-fn impossible_units_and_counts_are_refused() {
+fn impossible_stripe_units_and_numbers_of_fragments_are_refused() {
     let code = Code::new(Geometry::new(2, 1).unwrap(), KernelChoice::Portable.load().unwrap());
     let attempt = |unit, fragments| {
         encode(&code, unit, [0; 16], &mut &b""[..], &mut vec![Cursor::new(vec![]); fragments]).unwrap_err()

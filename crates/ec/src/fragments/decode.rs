@@ -35,14 +35,15 @@ pub struct FragmentSet<R> {
     positions: Vec<Option<usize>>,
     /// For each fragment: true if a record was unreadable or had a wrong checksum.
     failed: Vec<bool>,
-    /// The present and the lost fragments of the last reconstruction, and the reconstruction.
+    /// The last reconstruction, with the lists of present and of lost fragments for which it was
+    /// prepared.
     recovery: Option<(Vec<usize>, Vec<usize>, Recovery)>,
     buffers: Vec<Vec<u8>>,
 }
 
 impl<R: Read + Seek> FragmentSet<R> {
-    /// Reads the headers, and ignores inputs without a valid header ([`position`](Self::position)
-    /// shows which). `kernel` computes lost fragments.
+    /// Reads the headers, and ignores inputs without a valid header. [`position`](Self::position)
+    /// shows which inputs are used. `kernel` computes lost fragments.
     ///
     /// # Errors
     /// [`FragmentError::NoFragments`] if no input is a fragment, [`FragmentError::Mixed`] if the
@@ -144,9 +145,9 @@ impl<R: Read + Seek> FragmentSet<R> {
         output.flush().map_err(FragmentError::Write)
     }
 
-    /// Writes fragments again, byte for byte as they were. Each fragment comes with an empty
-    /// writer. Calls `progress` for each finished stripe with the number of file bytes in the
-    /// stripe.
+    /// Writes fragments again, byte for byte as they were. `fragments` contains the index of each
+    /// fragment and an empty writer for it. Calls `progress` for each finished stripe with the
+    /// number of file bytes in the stripe.
     ///
     /// # Errors
     /// [`FragmentError::TooFew`] if too many units of a stripe are lost,
@@ -179,7 +180,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         })
     }
 
-    /// Loads or reconstructs the units of the fragments `wanted` into their buffers.
+    /// Loads or reconstructs one stripe's units of the fragments `wanted`, into the buffers of
+    /// these fragments.
     fn restore(&mut self, stripe: u64, wanted: &[usize]) -> Result<(), FragmentError> {
         let (k, fragments) = (self.layout.geometry.k(), self.layout.geometry.fragments());
         let mut present: Vec<usize> =

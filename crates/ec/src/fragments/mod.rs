@@ -14,8 +14,9 @@
 //!
 //! Stripe `s` consists of the file's bytes from `s * k * unit` on. Fragment `j` < `k` contains unit
 //! `j` of each stripe. The other fragments contain parity ([`Code`]). The last stripe may have
-//! shorter units: their length is its bytes divided by `k`, rounded up to a multiple of 64. Zeros
-//! fill the units beyond the end of the file. An empty file has no stripes.
+//! shorter units: their length is the number of file bytes in the stripe divided by `k`, rounded up
+//! to a multiple of 64. Zeros fill the units beyond the end of the file. An empty file has no
+//! stripes.
 //!
 //! Each encoding has a new random id. So fragments of two files, or of two versions of one file,
 //! are never mixed. The header is written last, so an unfinished fragment has no valid header. A
@@ -81,7 +82,7 @@ impl FileLayout {
         header::LEN as u64 + stripe * (self.unit + CRC) as u64
     }
 
-    /// Returns true if the lengths of the file and its fragments do not overflow.
+    /// Returns true if the lengths of the file and of its fragments, in bytes, fit into an `i64`.
     fn is_possible(&self) -> bool {
         let records = self.stripes().checked_mul((self.unit + CRC) as u64);
         let fragment = records.and_then(|records| records.checked_add(header::LEN as u64));
@@ -94,7 +95,7 @@ fn unit_for(filled: usize, k: usize) -> usize {
     filled.div_ceil(k).next_multiple_of(UNIT_MULTIPLE)
 }
 
-/// Why a file cannot be split or restored.
+/// Reason why a file cannot be split or restored.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FragmentError {

@@ -31,7 +31,7 @@ pub struct SoftwareOptions {
 }
 
 impl SoftwareOptions {
-    /// Settings for one thread of this processor, with default limits.
+    /// Returns the settings for one thread of this processor, with default limits.
     #[must_use]
     pub fn new(processor: Processor) -> SoftwareOptions {
         SoftwareOptions { processor, threads: 1, queue: 1024, faults: Faults::default() }

@@ -85,14 +85,14 @@ fn coding_does_not_make_the_host_busy() {
     assert_eq!(
         host.steps(5, coding),
         [LoadLevel::Calm; 5],
-        "tasks that wait for coding threads do not count either"
+        "while other work is below the floor of utilization, pressure does not count"
     );
     let crowded = Use { others: 0.5, coding: 0.5, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.step(crowded), LoadLevel::Busy, "other tasks must be waiting");
+    assert_eq!(host.step(crowded), LoadLevel::Busy, "above the floor of utilization, pressure counts");
 }
 
 #[test]
-fn threads_that_stand_for_the_dpu_are_excluded() {
+fn threads_that_emulate_the_dpu_do_not_count_as_load_of_the_host() {
     let mut host = Host::new();
     let emulating = Use { others: 0.25, dpu: 0.5, pressure: 0.5, ..Use::default() };
     host.step(emulating);
@@ -104,7 +104,7 @@ fn threads_that_stand_for_the_dpu_are_excluded() {
 }
 
 #[test]
-fn pressure_counts_only_above_the_floor() {
+fn pressure_counts_only_while_utilization_is_above_the_floor() {
     let waiting = |others, pressure| Use { others, pressure, ..Use::default() };
     assert_eq!(Host::new().step(waiting(0.3, 0.9)), LoadLevel::Calm);
     assert_eq!(Host::new().step(waiting(0.5, 0.3)), LoadLevel::Calm);
@@ -115,7 +115,7 @@ fn pressure_counts_only_above_the_floor() {
     assert_eq!(
         host.steps(5, waiting(0.3, 0.9))[4],
         LoadLevel::Calm,
-        "below the floor, the waiting tasks are not the host's"
+        "below the floor of utilization, pressure does not count"
     );
 }
 

@@ -1,6 +1,7 @@
-//! The mode `hybrid:auto`: adapts α:β to the load and to the measured cost of tasks at each place.
+//! The mode `hybrid:auto`: adapts the ratio α:β of tasks for the host to tasks for the DPU. The
+//! ratio depends on the load and on the measured cost of tasks at each coding place.
 //!
-//! These rules apply to the task at the head of the queue whenever a place has a free slot:
+//! These rules apply to the task at the head of the queue whenever a coding place has a free slot:
 //!
 //! 1. **Both places have a free slot.** The task goes to the place with the earlier predicted
 //!    completion. A host that keeps up never has a queue, so a slower DPU receives no tasks.
@@ -19,9 +20,9 @@
 //! which it executes them. So α:β equals the ratio of the service rates, which is optimal, and no
 //! search for the ratio is needed. Without a queue, the rules only minimize latency.
 //!
-//! The cost at a place is learned from its finished tasks. A place without recent tasks is
-//! explored: one task at a time, at most one task in a hundred. The DPU is explored only while
-//! there is a queue, or if this costs little time.
+//! The cost of tasks at a coding place is learned from its finished tasks. A place without recent
+//! tasks is explored: one task at a time, at most one task in a hundred. The DPU is explored only
+//! while there is a queue, or if this costs little time.
 
 use std::time::{Duration, Instant};
 
@@ -31,7 +32,7 @@ use super::{CodingPlace, Reason};
 
 /// Age at which an estimate is stale.
 const STALE: Duration = Duration::from_millis(250);
-/// At most one task in this number explores.
+/// At most one in this number of tasks explores a coding place.
 const EXPLORING: f64 = 100.0;
 /// Maximum number of explorations that can be saved up.
 const MAX_CREDIT: f64 = 4.0;
@@ -40,7 +41,7 @@ const LITTLE_LOST: f64 = 2.0;
 /// A queue is a standing queue if it existed for at least this share of the recent time.
 const STANDS: f64 = 0.9;
 
-/// The queue, including its head.
+/// Size of the queue, including the task at its head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Backlog {
     pub(super) tasks: usize,
@@ -54,7 +55,8 @@ pub(super) struct Backlog {
 pub(super) struct Auto {
     /// Number of explorations that are allowed now.
     credit: f64,
-    /// For each place: the share of the recent time in which it had too few slots.
+    /// For each coding place: the share of the recent time in which its slots were full and more
+    /// tasks needed it than it has lanes.
     stood: [f64; 2],
     stands: [bool; 2],
     at: Option<Instant>,
@@ -73,7 +75,8 @@ impl Auto {
         for place in CodingPlace::BOTH {
             let at = place as usize;
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
-            // Without the other place, its tasks would wait in the queue for this place.
+            // If the other place did not exist, the tasks in service there would wait in the queue
+            // for this place.
             let beyond = queued + stations[place.other() as usize].in_service();
             self.stands[at] = stations[at].is_full() && beyond > stations[at].capacity.lanes;
         }

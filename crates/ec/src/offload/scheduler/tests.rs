@@ -39,7 +39,7 @@ async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_mode_decides_and_a_busy_host_overrules_it() {
+async fn the_mode_chooses_the_coding_place_unless_the_host_is_busy() {
     let scheduler = scheduler("latency-sensitive", 4, 8);
     for (mode, calm) in [("latency-sensitive", "hhhh"), ("async", "oooo"), ("hybrid:3:1", "hhho")] {
         scheduler.set_mode(mode.parse().unwrap());
@@ -158,7 +158,7 @@ async fn tasks_run_on_the_host_while_both_places_are_down() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_snapshot_shows_the_measured_cost() {
+async fn a_snapshot_shows_the_measured_cost_of_tasks() {
     let scheduler = scheduler("async", 1, 8);
     assert_eq!(scheduler.snapshot().offload.us_per_mb, None);
     let slot = scheduler.admit(4 * MB).await.unwrap();

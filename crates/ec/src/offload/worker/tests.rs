@@ -34,7 +34,7 @@ async fn hold(worker: &Worker) -> mpsc::Sender<()> {
 }
 
 #[tokio::test]
-async fn tasks_run_in_order_on_threads_of_the_workers_class() {
+async fn tasks_run_in_submission_order_on_threads_of_the_workers_class() {
     let name = || std::thread::current().name().map(str::to_owned);
     for (worker, thread) in [(threads(1), "ec-0"), (device(INSTANT, 8, 1), "eca-0")] {
         let held = hold(&worker).await;
@@ -59,7 +59,7 @@ async fn tasks_run_in_order_on_threads_of_the_workers_class() {
 }
 
 #[tokio::test]
-async fn threads_execute_tasks_in_parallel() {
+async fn the_threads_of_a_worker_execute_tasks_in_parallel() {
     let worker = threads(2);
     let _held = hold(&worker).await;
     assert_eq!(worker.submit(WORK, || 7).await, Ok(7));
