@@ -11,7 +11,8 @@ use crate::{EcError, Geometry, Result};
 ///
 /// The data fragments contain the data unchanged. Parity fragment `i` is the sum of all data
 /// fragments, each multiplied by a coefficient from row `i` of [`Matrix::parity`]. Every square
-/// submatrix of that matrix is invertible. Therefore any `k` fragments determine all others.
+/// submatrix of [`Matrix::parity`] is invertible. Therefore any `k` fragments determine all other
+/// fragments.
 #[derive(Debug, Clone)]
 pub struct Code {
     geometry: Geometry,

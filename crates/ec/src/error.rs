@@ -2,7 +2,7 @@
 
 use crate::Geometry;
 
-/// Result of an operation on codes.
+/// Result of an operation on erasure codes.
 pub type Result<T, E = EcError> = std::result::Result<T, E>;
 
 /// Reason why a code cannot be created or applied.
@@ -67,7 +67,7 @@ pub enum EcError {
         /// The index.
         index: usize,
     },
-    /// Too few fragments are present to reconstruct the others.
+    /// Too few fragments are present to reconstruct the lost fragments.
     #[error("{present} fragments are present, but {needed} are needed; bring back at least {} more", needed.saturating_sub(*present))]
     TooFew {
         /// Number of fragments present.

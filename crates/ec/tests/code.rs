@@ -30,7 +30,7 @@ fn every_set_of_up_to_m_lost_fragments_is_reconstructed() {
 }
 
 #[test]
-fn random_losses_of_wide_codes_are_reconstructed() {
+fn random_sets_of_lost_fragments_of_wide_codes_are_reconstructed() {
     for (k, m, len, rounds) in [(10, 4, 130, 1000), (128, 32, 64, 12), (223, 32, 17, 2), (1, 254, 9, 3)] {
         for code in codes(k, m) {
             let fragments = fragments(&code, 2, len);
@@ -154,7 +154,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_losses_of_random_codes_are_reconstructed(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
+    fn random_sets_of_lost_fragments_of_random_codes_are_reconstructed(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
         for code in codes(k, m) {
             let fragments = fragments(&code, seed, len);
             let mut random = SmallRng::seed_from_u64(seed);
@@ -164,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn an_update_equals_encoding_the_new_data(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
+    fn an_update_of_parity_equals_encoding_the_new_data(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
         for code in codes(k, m) {
             let mut fragments = fragments(&code, seed, len);
             let column = seed as usize % k;

@@ -98,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn no_byte_outside_the_slices_is_written(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
+    fn kernels_write_no_byte_outside_the_given_slices(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
         for code in codes(k, m) {
             let mut parity = vec![vec![0xee; len + 128]; m];

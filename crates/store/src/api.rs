@@ -143,9 +143,9 @@ pub trait Submit {
 
     /// Returns the alignment of staged bytes, in bytes. Writes into a stage, and transactions that
     /// name staged bytes, must use offsets and lengths that are multiples of this alignment. This
-    /// applies to offsets in the stage and to offsets in the object. Only the last write of a stage
-    /// or of an object may have another length. The alignment is one block, or more if several
-    /// targets store fragments of one object.
+    /// applies to offsets in the stage and to offsets in the object. Only the write at the end of a
+    /// stage or of an object may have another length. The alignment is one block, or more if
+    /// several targets store fragments of one object.
     fn stage_alignment(&self) -> u64 {
         BLOCK
     }

@@ -34,7 +34,7 @@ impl std::fmt::Debug for RemountedStore {
 
 /// Number of low bits of a stage number that number the stages of one incarnation. The bits above
 /// them contain the incarnation's number. All stage numbers of an incarnation are therefore lower
-/// than those of the next incarnation.
+/// than all stage numbers of the next incarnation.
 const STAGES_PER_INCARNATION: u32 = 48;
 
 impl RemountedStore {

@@ -1,4 +1,4 @@
-//! Splits a byte stream into `k + m` fragment files. Any `k` of them restore the stream and the
+//! Splits a byte stream into `k + m` fragment files. Any `k` fragments restore the stream and the
 //! other fragments.
 //!
 //! ```text
@@ -12,11 +12,11 @@
 //! record         one unit of the fragment, then its CRC-32C, u32
 //! ```
 //!
-//! Stripe `s` consists of the file's bytes from `s * k * unit` on. Fragment `j` < `k` contains unit
-//! `j` of each stripe. The other fragments contain parity ([`Code`]). The last stripe may have
-//! shorter units: their length is the number of file bytes in the stripe divided by `k`, rounded up
-//! to a multiple of 64. Zeros fill the units beyond the end of the file. An empty file has no
-//! stripes.
+//! Stripe `s` consists of the `k * unit` bytes of the file that begin at offset `s * k * unit`.
+//! Fragment `j` < `k` contains unit `j` of each stripe. The other fragments contain parity
+//! ([`Code`]). The last stripe may have shorter units: their length is the number of file bytes in
+//! the stripe divided by `k`, rounded up to a multiple of 64. Zeros fill the units beyond the end
+//! of the file. An empty file has no stripes.
 //!
 //! Each encoding has a new random id. So fragments of two files, or of two versions of one file,
 //! are never mixed. The header is written last, so an unfinished fragment has no valid header. A

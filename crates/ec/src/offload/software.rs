@@ -38,7 +38,7 @@ impl SoftwareOptions {
     }
 }
 
-/// Starts the threads.
+/// Starts the coding threads of a processor.
 ///
 /// # Errors
 /// If the system cannot create the threads.

@@ -108,7 +108,7 @@ impl Core {
         }
     }
 
-    /// Accepts a completion. Call [`advance`](Self::advance) afterwards.
+    /// Accepts an event: the completion of a drive request, of a load or of a checkpoint. Call [`advance`](Self::advance) afterwards.
     pub(crate) fn complete(&mut self, event: CoreEvent) {
         match event {
             CoreEvent::Io(done) => self.io_done(done),
@@ -188,7 +188,7 @@ impl Core {
         }
     }
 
-    /// Tries to execute a call.
+    /// Executes a call if its data is loaded and no earlier call is in its queues.
     fn run(&mut self, op: u64) {
         let Some(mut pending) = self.pending.remove(&op) else { return };
         if pending.loading > 0 || !self.is_first(op, &pending) {

@@ -153,7 +153,8 @@ impl Core {
         self.commits.checkpointing && self.is_starved()
     }
 
-    /// Starts and continues checkpoints.
+    /// If a checkpoint is requested, freezes the state for it. Starts a frozen checkpoint when the
+    /// log is flushed up to the checkpoint's position.
     fn checkpoint_step(&mut self) {
         let commits = &mut self.commits;
         let busy = commits.frozen.is_some() || commits.checkpointing;

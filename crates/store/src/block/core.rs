@@ -68,7 +68,7 @@ pub(crate) enum Purpose {
     Log { group: u64 },
     /// A flush.
     Flush,
-    /// Part of a read.
+    /// A run of blocks of a read.
     Read { read: u64 },
     /// A block that a call reads to merge new data into it.
     Block { op: u64, block: u64, whole: SplitBuffer },

@@ -68,7 +68,7 @@ pub(super) async fn digest_of(
 }
 
 #[test]
-fn the_simulated_target_passes_the_conformance_suite() {
+fn a_store_on_a_simulated_drive_passes_the_conformance_suite() {
     let big = || {
         let drive = SimDrive::new(vec![0; 48 << 20]);
         let shared: Arc<dyn Drive> = drive.clone();
@@ -223,8 +223,8 @@ fn crash(seed: u64) {
     assert!(checkpoints > 10, "the workloads include more than 10 checkpoints ({checkpoints})");
 }
 
-/// Checks the target after one crash. Returns whether the crash lost transactions, which may only
-/// be unacknowledged ones.
+/// Checks the target after one crash. Returns whether the crash lost transactions. Only
+/// unacknowledged transactions may be lost.
 fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let least =
         story.acknowledged.iter().filter(|(_, at)| *at <= position).map(|(n, _)| *n).max().unwrap_or(0);

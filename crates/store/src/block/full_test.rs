@@ -115,7 +115,7 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
 }
 
 #[test]
-fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
+fn only_one_of_three_calls_that_compete_for_space_succeeds_and_all_get_replies() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d", "e"]);
     let (c, d, e) = (cid("c"), cid("d"), cid("e"));

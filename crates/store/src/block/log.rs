@@ -1,9 +1,9 @@
 //! The redo log: a ring of 512-byte sectors, each with a checksum. See `docs/format.md`.
 //!
-//! A *record* describes one transaction. A *group* is the unit of writing and flushing. It consists
-//! of consecutively numbered sectors with the group's records, padded to 4 KiB. `mkfs` fills the
-//! ring with valid sectors. After a torn write, each sector therefore has its old or its new
-//! content, and any other content is damage.
+//! A *record* describes one transaction. A *group* is the unit of writing and flushing. A group
+//! consists of consecutively numbered sectors with the group's records, padded to 4 KiB. `mkfs`
+//! fills the ring with valid sectors. After a torn write, each sector therefore has its old or its
+//! new content, and any other content is damage.
 
 use base::block::crc32c;
 use bytes::{Bytes, BytesMut};
@@ -173,7 +173,7 @@ pub(crate) struct FoundGroup {
 /// Content of the log after the last checkpoint.
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
-    /// Complete groups, in order.
+    /// The complete groups, in the order of the log.
     pub(crate) groups: Vec<FoundGroup>,
     /// Sequence number before which all sectors are known to have been flushed.
     pub(crate) witnessed: u64,
@@ -266,7 +266,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn groups_survive_encoding_and_decoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
+        fn log_groups_survive_encoding_and_decoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
             let records: Vec<Record> = lens.iter().map(|&len| Record {
                 puts: vec![(Bytes::from(vec![1; len]), Some(Bytes::from(vec![2; len]))), (Bytes::from("k"), None)],
                 allocs: vec![Extent { start: len as u64, len: 3 }],
@@ -280,7 +280,7 @@ mod tests {
         }
 
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn decoding_arbitrary_bytes_as_log_groups_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
             let _ = decode_group(&bytes);
             let mut sector = bytes;
             sector.resize(SECTOR, 0);

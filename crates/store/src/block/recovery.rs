@@ -163,8 +163,8 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         index_cache,
     )?;
     let meta = index.meta()?;
-    // The index may be ahead by any number of checkpoints: the superblock is written after each of
-    // them, and that write may have failed each time.
+    // The index may be ahead of the superblock by any number of checkpoints: the superblock is
+    // written after each checkpoint, and each of these writes may have failed.
     if meta.checkpoint < superblock.checkpoint {
         return Err(corrupt(
             "index",

@@ -14,7 +14,7 @@ use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use super::drive::Drive;
 use super::superblock::Region;
 
-/// Size of `redb`'s header, in bytes. Writes of other data to page 0 fail.
+/// Size of `redb`'s header, in bytes. Writes to page 0 beyond the header fail.
 const HEADER: usize = 320;
 const SECTOR: usize = 512;
 /// Number of checksums per sector of the table.
@@ -241,8 +241,8 @@ fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
     out
 }
 
-/// Returns the checksums in sector `number` of the table. If the sector is damaged, all of them are
-/// [`LOST`].
+/// Returns the checksums in sector `number` of the table. If the sector is damaged, all checksums
+/// are [`LOST`].
 pub(crate) fn decode_table(number: usize, sector: &[u8]) -> Vec<u32> {
     let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
     if crc32c(&sector[4..]) != word(0) || word(4) != number as u32 {

@@ -76,14 +76,14 @@ impl SimDrive {
         self.lock().history.len()
     }
 
-    /// Makes all writes and flushes fail after the next `count` of them.
+    /// Makes all writes and flushes fail after `count` more writes and flushes have succeeded.
     #[cfg(test)]
     pub(crate) fn fail_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), u64::MAX);
     }
 
-    /// Makes one write or flush fail, after the next `count` of them.
+    /// Makes one write or flush fail after `count` more writes and flushes have succeeded.
     #[cfg(test)]
     pub(crate) fn fail_once_after(&self, count: u64) {
         let mut state = self.lock();
@@ -264,7 +264,7 @@ impl SimTarget {
         self.work.append(&mut self.core.output.work);
     }
 
-    /// Processes one event. Returns `false` if none is left.
+    /// Processes one event. Returns `false` if no event is left.
     pub(crate) fn step(&mut self) -> bool {
         self.collect();
         let choices = self.requests.len() + self.work.len();
@@ -302,7 +302,7 @@ impl SimTarget {
         self.core.advance();
     }
 
-    /// Processes one event other than a checkpoint. Returns `false` if there is none.
+    /// Processes one event other than a checkpoint. Returns `false` if no such event is left.
     #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
         self.collect();

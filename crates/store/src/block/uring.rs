@@ -425,7 +425,7 @@ mod tests {
 
     /// Two targets have one ring each, and both rings register the memory of every attachment.
     #[test]
-    fn registered_memory_is_released_when_only_rings_refer_to_it() {
+    fn registered_memory_is_released_when_only_io_rings_refer_to_it() {
         let dir = tempfile::tempdir().unwrap();
         let mut rings = [ring(dir.path(), "a"), ring(dir.path(), "b")];
         let mut earlier = Vec::new();

@@ -337,7 +337,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_scan_returns_the_drives_entries_for_any_order_of_loads(
+        fn a_scan_returns_the_entries_of_the_drive_for_any_order_of_loads(
             keys in proptest::collection::btree_set(0u8..200, 0..60),
             removed in proptest::collection::btree_set(0u8..200, 0..20),
             loads in proptest::collection::vec((0u8..200, 1u8..60, 1usize..9), 0..24),
@@ -396,7 +396,7 @@ mod tests {
             if view.presence_outgrown() {
                 break;
             }
-            // Some objects are in the frozen layer, the others in the active layer.
+            // Some objects are in the frozen layer, and the other objects are in the active layer.
             if n == 1000 {
                 view.freeze();
             }

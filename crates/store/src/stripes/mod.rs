@@ -36,7 +36,7 @@ pub enum ParityDevice {
 /// A fragment's bytes in consecutive pieces of whole blocks, with a checksum for each block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FragmentBytes {
-    /// The bytes.
+    /// The bytes of the fragment, in consecutive pieces.
     pub pieces: Vec<Bytes>,
     /// CRC-32C of each block.
     pub checksums: Vec<u32>,
@@ -82,7 +82,8 @@ impl From<Payload> for FragmentBytes {
     }
 }
 
-/// The source of the fragments that follow the data fragments. They contain parity or copies.
+/// The source of the fragments that follow the data fragments. These fragments contain parity or
+/// copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parity {
     /// The caller supplies these fragments.
@@ -123,7 +124,7 @@ impl StripeWrite {
     /// Checks that the fields do not contradict each other.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if they do.
+    /// [`StoreError::InvalidArgument`] if two fields contradict each other.
     pub fn check(&self) -> Result<(), StoreError> {
         let (len, k, m) = (self.fragment_len(), self.data.len(), self.parity_count());
         check_shape(len as u64, k, self.parts.len(), self.offset)?;

@@ -32,10 +32,10 @@ use serde::{Deserialize, Serialize};
 /// Minimum time between two samples: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Cumulative counters of the host.
+/// Cumulative counters of the load of the host's CPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadCounters {
-    /// Total time of the host's CPUs.
+    /// Total time of the host's CPUs, busy or idle.
     pub all: Duration,
     /// Time in which the CPUs were not idle.
     pub busy: Duration,
@@ -173,7 +173,7 @@ fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
     // The counters are read at different moments, and the time of an ended thread disappears. So
-    // the parts may exceed the whole.
+    // the sum of `dpu` and `coding` may exceed `busy`.
     let busy = since(|reading| reading.busy).min(all);
     let dpu = since(|reading| reading.dpu).min(busy);
     let coding = since(|reading| reading.coding).min(busy - dpu);

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_counters_of_this_machine_can_be_read() {
+    fn the_load_counters_of_this_machine_can_be_read() {
         let mut cpus = HostCpus::new(Vec::new(), || Duration::from_secs(2), || Duration::from_secs(1));
         let reading = cpus.read().unwrap();
         assert!(reading.all >= reading.busy && reading.busy > Duration::ZERO);
@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parsing_arbitrary_text_never_panics(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
+        fn parsing_arbitrary_text_as_proc_files_never_panics(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
             let _ = some_pressure(&text);
             let _ = some_pressure(&format!("some {text}"));
             for stat in [text.clone(), format!("cpu1 {text}"), format!("cpu{text}")] {

@@ -61,7 +61,7 @@ fn others(part: f64) -> Use {
 }
 
 #[test]
-fn a_host_becomes_busy_at_once_and_calm_after_a_while() {
+fn a_host_becomes_busy_at_once_and_calm_only_after_half_a_second() {
     let mut host = Host::new();
     assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
     assert_eq!(host.step(others(0.95)), LoadLevel::Busy);
@@ -79,7 +79,7 @@ fn a_host_becomes_busy_at_once_and_calm_after_a_while() {
 }
 
 #[test]
-fn coding_does_not_make_the_host_busy() {
+fn coding_on_the_host_does_not_make_the_host_busy() {
     let mut host = Host::new();
     let coding = Use { others: 0.2, coding: 0.8, pressure: 0.9, ..Use::default() };
     assert_eq!(
@@ -120,7 +120,7 @@ fn pressure_counts_only_while_utilization_is_above_the_floor() {
 }
 
 #[test]
-fn utilization_alone_decides_if_pressure_is_unknown() {
+fn utilization_alone_decides_whether_the_host_is_busy_if_pressure_is_unknown() {
     let mut host = Host::without_pressure();
     assert_eq!(host.step(others(0.85)), LoadLevel::Calm);
     assert_eq!((host.step(others(0.95)), host.load.pressure()), (LoadLevel::Busy, None));

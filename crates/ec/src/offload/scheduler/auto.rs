@@ -8,12 +8,12 @@
 //! 2. **Only one place (p) has a free slot.** The task goes to p if p is predicted to finish it
 //!    before the other place (q) could finish the whole queue. Then the whole queue is not finished
 //!    later than it would be by q alone, and all tasks behind the head move up.
-//! 3. **Only p has a free slot, and the queue is a standing queue.** For at least [`MEMORY`], q had
-//!    more work than it could do at nearly every moment. Then every task that p executes shortens
-//!    the queue. This rule matters if the queue is short and p is slow: rule 2 would then leave p
-//!    idle forever. At least as many tasks as q has lanes stay in the queue, so that q does not run
-//!    dry. Acting on a standing queue but not on a burst is the idea of CoDel (Nichols and
-//!    Jacobson, "Controlling Queue Delay", 2012).
+//! 3. **Only p has a free slot, and the queue is a standing queue.** At nearly every moment of
+//!    about the last [`MEMORY`] or longer, q had more work than it could do. Then every task that p
+//!    executes shortens the queue. This rule matters if the queue is short and p is slow: rule 2
+//!    would then leave p idle forever. At least as many tasks as q has lanes stay in the queue, so
+//!    that q does not run dry. Acting on a standing queue but not on a burst is the idea of CoDel
+//!    (Nichols and Jacobson, "Controlling Queue Delay", 2012).
 //! 4. Otherwise the task waits for q.
 //!
 //! While there is a queue, both places are kept busy. Each place then receives tasks at the rate at
@@ -82,7 +82,7 @@ impl Auto {
         }
     }
 
-    /// Records that a task was started.
+    /// Records that a task was started, and for which reason. An exploration uses up one credit.
     pub(super) fn sent(&mut self, reason: Reason) {
         let cost = if reason == Reason::Explore { 1.0 } else { 0.0 };
         self.credit = (self.credit + 1.0 / EXPLORING - cost).clamp(0.0, MAX_CREDIT);

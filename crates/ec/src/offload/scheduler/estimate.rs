@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_equal_size_yield_the_cost_at_that_size() {
+    fn tasks_of_equal_size_yield_an_estimate_of_the_cost_at_that_size() {
         let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         feed(&mut estimate, &mut now, &[4096; 50], |_| 700);
         assert!(is_near(estimate.cost().unwrap().of(3, 3 * 4096), 2100e-6));

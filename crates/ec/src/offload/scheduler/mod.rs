@@ -1,14 +1,15 @@
 //! Schedules coding tasks: chooses the host's processor or the DPU for each task.
 //!
-//! This is Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and Opportunistic Offloading
-//! Algorithms using DPU in Distributed Storage Systems", in the form of admission control. A caller
-//! with a task requests a slot at a coding place ([`Scheduler::admit`]), executes the task at this
-//! place, and reports the outcome ([`TaskSlot::done`], [`TaskSlot::failed`]). Tasks wait in one
-//! bounded FIFO queue. A coding place receives only as many tasks at a time as it needs to run at
-//! full speed. While the host's processor is busy, all tasks go to the DPU. Otherwise the
-//! [`CodingMode`] decides. Two features go beyond the paper: a failed place is not used during a
-//! cool-down and is then probed (`base::health`), and `hybrid:auto` adapts the ratio α:β of tasks
-//! for the host to tasks for the DPU (`auto`).
+//! The scheduler implements Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and
+//! Opportunistic Offloading Algorithms using DPU in Distributed Storage Systems", in the form of
+//! admission control. A caller with a task requests a slot at a coding place
+//! ([`Scheduler::admit`]), executes the task at this place, and reports the outcome
+//! ([`TaskSlot::done`], [`TaskSlot::failed`]). Tasks wait in one bounded FIFO queue. A coding place
+//! receives only as many tasks at a time as it needs to run at full speed. While the host's
+//! processor is busy, all tasks go to the DPU. Otherwise the [`CodingMode`] decides. Two features
+//! go beyond the paper: a failed place is not used during a cool-down and is then probed
+//! (`base::health`), and `hybrid:auto` adapts the ratio α:β of tasks for the host to tasks for the
+//! DPU (`auto`).
 //!
 //! The scheduler is used by one thread: it is neither `Send` nor `Sync`. It takes no locks except
 //! those of `base::health`. It uses tokio's clock.
@@ -39,7 +40,7 @@ use self::admission::{COOL_DOWN, TaskAdmission, TaskInService, TaskOutcome};
 use self::meters::SchedulerMeters;
 pub use self::snapshot::{PlaceSnapshot, Snapshot, offload_state};
 
-/// The place where a task runs.
+/// The place where a coding task runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodingPlace {
@@ -65,9 +66,9 @@ pub struct Capacity {
     /// Maximum number of tasks in service, at least `lanes`: as many as the place needs to run at
     /// full speed. For a device that works in batches, about two batches.
     pub slots: usize,
-    /// Number of lanes, at least 1. A lane executes one task at a time, in parallel with the other
-    /// lanes. Each thread of a processor is a lane. A device that executes one batch at a time has
-    /// one lane.
+    /// Number of coding lanes, at least 1. A coding lane executes one task at a time, in parallel
+    /// with the other lanes of the place. Each thread of a processor is a coding lane. A device
+    /// that executes one batch at a time has one coding lane.
     pub lanes: usize,
 }
 
@@ -133,7 +134,7 @@ pub struct TaskSlot {
 }
 
 impl CodingPlace {
-    /// Both places, in the order of their indices.
+    /// Both coding places, in the order of their indices.
     const BOTH: [CodingPlace; 2] = [CodingPlace::Host, CodingPlace::Offload];
 
     /// Name for display and metrics: `host` or `offload`.

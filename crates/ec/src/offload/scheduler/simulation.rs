@@ -42,7 +42,7 @@ struct Site {
     cost: Cost,
 }
 
-/// Source of the tasks.
+/// Times at which tasks arrive.
 #[derive(Debug, Clone, Copy)]
 enum Load {
     /// A number of callers. Each has one task at a time, and pauses between two tasks.
@@ -64,9 +64,9 @@ struct Pattern {
     sizes: &'static [u64],
     /// Time at which the costs of the places change, and the new costs.
     change: Option<(u64, Cost, Cost)>,
-    /// Start of the measured time.
+    /// Start of the measured time, in nanoseconds.
     from: u64,
-    /// End of the measured time.
+    /// End of the measured time, in nanoseconds.
     until: u64,
 }
 

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn predictions_include_the_tasks_in_service() {
+    fn predictions_of_completion_times_include_the_tasks_in_service() {
         let (mut station, now) = (station(2, 4), Instant::now());
         assert!(station.completion(1, now).is_none() && station.drained(1, 1, now).is_none());
         station.estimate.learn(1000, 10 * MS, now);

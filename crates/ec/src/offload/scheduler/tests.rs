@@ -59,7 +59,7 @@ async fn the_mode_chooses_the_coding_place_unless_the_host_is_busy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_wait_in_order_and_a_full_queue_refuses_more() {
+async fn tasks_wait_in_fifo_order_and_a_full_queue_refuses_further_tasks() {
     let scheduler = scheduler("latency-sensitive", 1, 2);
     let slot = scheduler.admit(MB).await.unwrap();
     let mut first = pin!(scheduler.admit(2 * MB));
@@ -115,7 +115,7 @@ async fn a_change_of_mode_or_load_starts_waiting_tasks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_place_is_avoided_and_then_probed_by_one_task() {
+async fn a_failed_coding_place_is_avoided_and_then_probed_by_one_task() {
     let scheduler = scheduler("async", 4, 8);
     let late = scheduler.admit(MB).await.unwrap();
     scheduler.admit(MB).await.unwrap().failed("the device is gone");
@@ -144,7 +144,7 @@ async fn a_failed_place_is_avoided_and_then_probed_by_one_task() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_run_on_the_host_while_both_places_are_down() {
+async fn tasks_run_on_the_host_while_both_coding_places_are_down() {
     let scheduler = scheduler("async", 4, 8);
     scheduler.admit(MB).await.unwrap().failed("no device");
     let slot = scheduler.admit(MB).await.unwrap();

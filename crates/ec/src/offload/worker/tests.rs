@@ -84,7 +84,7 @@ async fn waiting_tasks_form_batches_up_to_the_size_limit() {
 }
 
 #[tokio::test]
-async fn a_result_is_delayed_until_the_device_would_have_finished() {
+async fn a_result_is_delayed_until_the_emulated_device_would_have_finished() {
     let worker = device(NEVER, 8, 1);
     let (computed, is_computed) = oneshot::channel();
     let mut result = Box::pin(worker.submit(WORK, move || computed.send(()).unwrap()));
@@ -97,7 +97,7 @@ async fn a_result_is_delayed_until_the_device_would_have_finished() {
 }
 
 #[tokio::test]
-async fn a_panic_fails_only_its_own_task() {
+async fn a_panic_in_a_task_fails_only_this_task() {
     for worker in [threads(1), device(INSTANT, 8, 1 << 20)] {
         let held = hold(&worker).await;
         let bad = worker.submit(WORK, || panic!("for a test"));
