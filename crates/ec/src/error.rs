@@ -37,7 +37,7 @@ pub enum EcError {
     },
     /// The slices of one call differ in length.
     #[error(
-        "slice {index} of {what} has {found} bytes, but {expected} are needed; all fragments have the same length"
+        "slice {index} of {what} has {found} bytes, but {expected} are needed; all fragments must have the same length"
     )]
     Length {
         /// Purpose of the slices.
@@ -60,7 +60,7 @@ pub enum EcError {
         geometry: Geometry,
     },
     /// A fragment or a row is listed more than once.
-    #[error("{what} {index} is listed twice; list each once")]
+    #[error("{what} {index} is listed twice; list each index once")]
     Twice {
         /// Kind of index: `fragment` or `parity row`.
         what: &'static str,

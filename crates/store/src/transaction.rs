@@ -368,7 +368,7 @@ fn check_range(offset: u64, len: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
         _ => Err(StoreError::InvalidArgument(format!(
-            "range {offset}+{len} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
+            "a range of {len} bytes at offset {offset} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
         ))),
     }
 }
@@ -385,7 +385,7 @@ fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
             if !offset.is_multiple_of(BLOCK) || !from.is_multiple_of(BLOCK) =>
         {
             Err(StoreError::InvalidArgument(format!(
-                "staged bytes at {from} cannot be written at {offset}: both offsets must be multiples of {BLOCK}"
+                "bytes at offset {from} of a stage cannot be written at offset {offset} of an object: both offsets must be multiples of {BLOCK}"
             )))
         }
         _ => Ok(()),

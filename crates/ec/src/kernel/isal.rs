@@ -97,7 +97,7 @@ impl Kernel for Isal {
         let (rows, columns) = (matrix.rows(), matrix.columns());
         assert!(
             rows <= MAX_FRAGMENTS && columns <= MAX_FRAGMENTS,
-            "a matrix of {rows} x {columns} is larger than that of any code"
+            "a matrix of {rows} x {columns} is larger than the matrix of any code"
         );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();

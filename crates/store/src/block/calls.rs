@@ -108,7 +108,8 @@ impl Core {
         }
     }
 
-    /// Accepts an event: the completion of a drive request, of a load or of a checkpoint. Call [`advance`](Self::advance) afterwards.
+    /// Accepts an event: the completion of a drive request, of a load or of a checkpoint. Call
+    /// [`advance`](Self::advance) afterwards.
     pub(crate) fn complete(&mut self, event: CoreEvent) {
         match event {
             CoreEvent::Io(done) => self.io_done(done),

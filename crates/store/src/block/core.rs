@@ -226,7 +226,7 @@ impl Core {
     /// yet.
     pub(crate) fn poison(&mut self, reason: &str) {
         if self.poisoned.is_none() {
-            tracing::error!(reason, "the target refuses writes");
+            tracing::error!(reason, "the target refuses writes until a remount");
             metrics::counter!("outboard_store_poisoned_total").increment(1);
             self.poisoned = Some(reason.to_owned());
             self.alloc.room().close();

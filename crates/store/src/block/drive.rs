@@ -151,7 +151,7 @@ impl FileDrive {
             Err(e) => {
                 tracing::error!(
                     path = name,
-                    "other users can read the target, and its mode cannot be changed: {e}"
+                    "other users can read the target, and its mode cannot be changed: {e}; change the mode of the file to 0600"
                 )
             }
         }

@@ -270,7 +270,7 @@ impl Driver {
         let is_load = |work: &BlockingWork| matches!(work, BlockingWork::Load { .. });
         let (mut loads, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
-        let ended = || io::Error::other("a worker thread has ended");
+        let ended = || io::Error::other("a worker thread of the target has ended");
         while !loads.is_empty() {
             // Send loads in batches, so that one wake-up serves several loads. Limit the batches,
             // so that several workers share the loads.

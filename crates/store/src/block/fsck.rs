@@ -391,7 +391,11 @@ impl Check<'_> {
             Ok(())
         })?;
         for (chunk, page) in expected {
-            self.report.problem(format!("reference counts {chunk}"), "they are missing", self.repair);
+            self.report.problem(
+                format!("reference counts {chunk}"),
+                "these reference counts are missing",
+                self.repair,
+            );
             self.fixes.insert(key::refs(chunk), page.encode());
         }
         Ok(())

@@ -41,7 +41,8 @@ pub(super) struct PendingRead {
     pub(super) failed: Option<StoreError>,
 }
 
-/// The reads and the writes of blocks that are in progress. A read of a block waits for writes of that block.
+/// The reads and the writes of blocks that are in progress. A read of a block waits for writes of
+/// that block.
 #[derive(Debug, Default)]
 pub(crate) struct BlockAccess {
     pub(super) reads: BTreeMap<u64, PendingRead>,

@@ -157,7 +157,7 @@ impl IndexRegion {
         let end = offset + len as u64;
         if !aligned || end > self.lock().len {
             return Err(damage(format!(
-                "the index accesses {len} bytes at {offset}, which are not whole pages of its storage"
+                "the index accesses {len} bytes at offset {offset}, which are not whole pages of its storage"
             )));
         }
         Ok((offset / BLOCK) as usize..(end / BLOCK) as usize)
@@ -269,7 +269,7 @@ impl redb::StorageBackend for IndexRegion {
         let mut state = self.lock();
         let capacity = state.checksums.len() as u64 * BLOCK;
         if len > capacity {
-            let what = format!("the index needs {len} bytes, but its region has only {capacity}");
+            let what = format!("the index needs {len} bytes, but its region has only {capacity} bytes");
             return Err(io::Error::new(io::ErrorKind::StorageFull, what));
         }
         let first = len.div_ceil(BLOCK) as usize;

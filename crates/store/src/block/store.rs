@@ -235,9 +235,9 @@ impl BlockStore {
         self.uuid
     }
 
-    /// Returns a future that resolves when a write or flush of the target fails, with a description
-    /// of the failure. After the failure, the target refuses all writes until a remount. Any thread
-    /// may await the future.
+    /// Returns a future that resolves once a write or flush of the target has failed, with a
+    /// description of the failure. After the failure, the target refuses all writes until a
+    /// remount. Any thread may await the future.
     pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let mut failure = self.mailbox.shared.failure.subscribe();
         async move {

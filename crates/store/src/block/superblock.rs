@@ -83,7 +83,7 @@ impl Superblock {
                 _ => return Err(corrupt("superblock", "regions overlap or lie outside the target")),
             }
             if !region.offset.is_multiple_of(BLOCK) || !region.len.is_multiple_of(BLOCK) {
-                return Err(corrupt("superblock", "a region is not aligned"));
+                return Err(corrupt("superblock", "a region is not aligned to the block size"));
             }
         }
         Ok(())
