@@ -162,7 +162,7 @@ pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), 
         return Ok(());
     }
     let what = format!(
-        "a stripe write of {parts} fragments, {k} of them data fragments of {len} bytes, at offset {offset} is not possible; length and offset must be multiples of {BLOCK} bytes, and at most 255 fragments, at least one of them a data fragment, are possible"
+        "a stripe write of {parts} fragments at offset {offset}, with {k} data fragments of {len} bytes each, is not possible: a write has at most 255 fragments, at least one data fragment, and a positive length and an offset that are multiples of {BLOCK} bytes"
     );
     Err(StoreError::InvalidArgument(what))
 }
