@@ -22,7 +22,7 @@ pub struct Code {
 }
 
 impl Code {
-    /// Creates the code of a geometry, computed by `kernel`.
+    /// Creates the code with the given geometry. `kernel` does the arithmetic.
     #[must_use]
     pub fn new(geometry: Geometry, kernel: &'static dyn Kernel) -> Code {
         let matrix = Matrix::parity(geometry);

@@ -1,4 +1,4 @@
-//! [`AbsentStore`]: the substitute for a target that cannot be mounted.
+//! [`AbsentStore`]: the substitute for the store of a target that cannot be mounted.
 
 use crate::{StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 

@@ -23,8 +23,8 @@ const PAGE_BYTES: usize = 1 << 20;
 /// Capacity that [`MemStore`] reports, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
-/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests and as the model that other
-/// implementations are compared with.
+/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests. It is also the reference model with
+/// which tests compare other implementations.
 ///
 /// Every call executes immediately: its future is already complete when the call returns.
 #[derive(Default)]

@@ -1,5 +1,5 @@
-//! Tests of `BlockStore` on real files: conformance, comparison with the model, remounts, and
-//! targets that must be refused.
+//! Tests of `BlockStore` on real files: conformance, comparison with the reference model, remounts,
+//! and targets that must be refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -29,9 +29,10 @@ pub enum FragmentState {
 pub struct FragmentSet<R> {
     layout: FileLayout,
     code: Code,
-    /// For each fragment, its input; `None` if it is missing.
+    /// For each fragment, its input; `None` if the fragment is missing.
     fragments: Vec<Option<R>>,
-    /// For each fragment, the index of its input.
+    /// For each fragment, the index of its input in the list of inputs; `None` if the fragment is
+    /// missing.
     positions: Vec<Option<usize>>,
     /// For each fragment: true if a record was unreadable or had a wrong checksum.
     failed: Vec<bool>,
@@ -95,15 +96,15 @@ impl<R: Read + Seek> FragmentSet<R> {
         self.positions.get(index).copied().flatten()
     }
 
-    /// Fragments that are absent, and fragments found damaged so far.
+    /// Returns the indices of the fragments that are absent or that were found damaged so far.
     #[must_use]
     pub fn lost(&self) -> Vec<usize> {
         let lost = |index: &usize| self.failed[*index] || self.fragments[*index].is_none();
         (0..self.fragments.len()).filter(lost).collect()
     }
 
-    /// Reads everything and returns the state of each fragment. Calls `progress` for each stripe
-    /// with the number of file bytes in the stripe.
+    /// Reads all fragments completely and returns the state of each fragment. Calls `progress` for
+    /// each stripe with the number of file bytes in the stripe.
     pub fn check(&mut self, mut progress: impl FnMut(u64)) -> Vec<FragmentState> {
         let present = |fragment: &Option<R>| match fragment {
             Some(_) => FragmentState::Intact,
@@ -124,8 +125,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         states
     }
 
-    /// Writes the file. Reads only as many fragments as needed: the data fragments, and parity
-    /// where data is lost.
+    /// Restores the file and writes it to `output`. Reads only as many fragments as needed: the
+    /// data fragments, and parity fragments for stripes in which data is lost.
     ///
     /// # Errors
     /// [`FragmentError::TooFew`] if too many units of a stripe are lost, and
@@ -221,7 +222,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         Ok(done?)
     }
 
-    /// Reads a fragment's unit into its buffer. Returns true if the unit is present and intact.
+    /// Reads a fragment's unit of a stripe into the fragment's buffer. Returns true if the unit is
+    /// present and intact.
     fn read(&mut self, index: usize, stripe: u64) -> bool {
         let Some(fragment) = &mut self.fragments[index] else { return false };
         let unit = self.layout.unit_of(stripe);

@@ -37,9 +37,9 @@ use crate::{EcError, Geometry};
 #[cfg(doc)]
 use crate::Code;
 
-/// Maximum stripe unit of a fragment file, in bytes.
+/// Maximum size of the stripe unit of a fragment file, in bytes.
 pub const UNIT_MAX: usize = 4 << 20;
-/// Stripe units of fragment files are multiples of this number of bytes.
+/// Sizes of the stripe units of fragment files are multiples of this number of bytes.
 pub const UNIT_MULTIPLE: usize = 64;
 /// Size of a record's checksum in bytes.
 const CRC: usize = 4;
@@ -90,7 +90,7 @@ impl FileLayout {
     }
 }
 
-/// Returns the shortest unit for a stripe of `filled` bytes.
+/// Returns the length of the shortest units that can hold `filled` bytes of a stripe.
 fn unit_for(filled: usize, k: usize) -> usize {
     filled.div_ceil(k).next_multiple_of(UNIT_MULTIPLE)
 }

@@ -176,7 +176,8 @@ fn registers<const W: usize>(bytes: &[u8]) -> [__m512i; W] {
     std::array::from_fn(|n| unsafe { _mm512_loadu_si512(chunks[n].as_ptr().cast()) })
 }
 
-/// Computes a part shorter than a register, in padded copies of register size.
+/// Computes the rest of the outputs, which is shorter than a register. Uses copies of the sources
+/// and the outputs that are padded to the size of a register.
 #[target_feature(enable = "gfni,avx512f")]
 fn last<const R: usize, const ADD: bool>(
     bits: &[i64],

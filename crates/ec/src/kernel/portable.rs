@@ -59,8 +59,8 @@ impl Transform for Plain {
     }
 }
 
-/// Multiplies a block of at most [`BLOCK`] bytes by a column, and adds the products to the outputs
-/// at offset `at`.
+/// Multiplies a block of at most [`BLOCK`] bytes by the coefficients of a column, and adds the
+/// products to the outputs at offset `at`.
 fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&mut [u8]], at: usize) {
     let mut block = [0; BLOCK];
     block[..source.len()].copy_from_slice(source);

@@ -21,8 +21,9 @@ use super::worker::{Worker, WorkerSettings};
 const MEASUREMENTS: usize = 5;
 
 /// Measures the rate for [`EngineRate::paper`]: the bytes of data per second that this core
-/// encodes. `encode` must encode `bytes` bytes with 128 data and 32 parity fragments. It is called
-/// several times, and the fastest run counts, because interference only slows a run down.
+/// encodes. `encode` must encode `bytes` bytes with 128 data and 32 parity fragments. This function
+/// calls `encode` several times and uses the fastest run, because interference only slows a run
+/// down.
 #[must_use]
 pub fn host_rate(bytes: u64, encode: impl FnMut()) -> f64 {
     fastest_rate(bytes, Instant::now, encode)

@@ -1,5 +1,5 @@
 //! Coding threads of a processor. Each thread executes one task at a time. The DPU's threads are
-//! `ec-0`, `ec-1` …, the host's are `ech-0` ….
+//! `ec-0`, `ec-1` …, the host's threads are `ech-0`, `ech-1` ….
 
 use std::io;
 

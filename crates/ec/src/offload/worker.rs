@@ -1,5 +1,5 @@
-//! [`Worker`]: threads that execute coding tasks. The DPU's accelerator and its cores are both
-//! workers.
+//! [`Worker`]: threads that execute coding tasks. The DPU's accelerator, the DPU's cores and the
+//! host's processor have one worker each.
 //!
 //! A task is a closure, and the caller that submits the task waits for the result. The queue is
 //! bounded. A worker without an [`EngineRate`] returns each result at once. A worker with an

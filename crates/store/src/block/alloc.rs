@@ -110,7 +110,7 @@ impl Allocator {
         self.taken.free_summary()
     }
 
-    /// Allocates `want` blocks. Returns `None` and allocates nothing if too few are free.
+    /// Allocates `want` blocks. Returns `None` and allocates nothing if too few blocks are free.
     pub(crate) fn alloc(&mut self, want: u64, purse: Purse) -> Option<Vec<Extent>> {
         self.room.take(want, purse).then(|| self.alloc_promised(want))
     }

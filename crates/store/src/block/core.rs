@@ -36,7 +36,7 @@ pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
     pub(crate) collections: Vec<CollectionId>,
     /// Stages that the call names and that were not released when the call arrived. The store keeps
-    /// them until the call is complete.
+    /// these stages until the call is complete.
     pub(crate) stages: Vec<u64>,
     pub(crate) loaded: Loaded,
     /// Number of outstanding loads.
@@ -79,7 +79,8 @@ pub(crate) enum Purpose {
 pub(crate) struct MemoryLimits {
     /// Limit of the cache of index values, in bytes.
     pub(crate) cache_bytes: usize,
-    /// Size of the buffers for reads without a destination and for unaligned writes, in bytes.
+    /// Total size of the buffers for reads without a destination and for unaligned writes, in
+    /// bytes.
     pub(crate) buffer_bytes: usize,
 }
 

@@ -26,7 +26,7 @@ use crate::Result;
 
 /// After this idle time, the store records in the log that the whole log was flushed.
 const IDLE: Duration = Duration::from_millis(5);
-/// Maximum number of commands taken from the mailbox in one turn.
+/// Maximum number of commands that one round of the driver takes from the mailbox.
 const BATCH: usize = 256;
 /// Number of threads that read the index for calls.
 const LOADERS: usize = 2;
@@ -116,8 +116,9 @@ impl Driver {
     /// Runs the target as a task of a Tokio runtime with I/O and time enabled, until the target is
     /// unmounted or its handle is dropped. Once polled, the task must stay on its thread. At the
     /// end, the task waits for outstanding drive requests, and then for a running checkpoint and
-    /// the closing of the index. The first wait blocks the thread. The second wait does not,
-    /// although closing the index of a failed drive may take as long as the drive's timeouts.
+    /// the closing of the index. The wait for drive requests blocks the thread. The wait for the
+    /// checkpoint and the index does not block the thread, because closing the index of a failed
+    /// drive may take as long as the drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(
@@ -155,7 +156,7 @@ impl Driver {
         match self.turn() {
             Err(error) => self.fail(&error),
             // Lets the other tasks of the thread run first, because they may add work for the next
-            // turn.
+            // round.
             Ok(true) => {
                 idle.counting = false;
                 cx.waker().wake_by_ref();

@@ -134,9 +134,9 @@ fn only_one_of_three_calls_that_compete_for_space_succeeds_and_all_get_replies()
 }
 
 /// Runs random transactions on a nearly full target, several at a time, and compares the target
-/// with a model. Then checks the target after power failures. The test runs at least three rounds,
-/// and more until enough transactions were refused, because the number of refusals in a round
-/// depends on the seed.
+/// with the reference model [`MemStore`]. Then checks the target after power failures. The test
+/// runs at least three rounds, and more until enough transactions were refused, because the number
+/// of refusals in a round depends on the seed.
 #[test]
 fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() {
     let (mut refused, mut done) = (0, 0);

@@ -22,7 +22,7 @@ const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard"
 #[derive(Debug, Default)]
 pub(crate) struct EntryBatch {
     pub(crate) entries: Vec<(Bytes, Bytes)>,
-    /// The key at which to continue, if entries remain.
+    /// The key at which to continue the scan, if entries remain.
     pub(crate) resume: Option<Bytes>,
 }
 
@@ -79,7 +79,7 @@ impl Index {
         })
     }
 
-    /// Runs `f`. If that fails, reopens the database and runs `f` again.
+    /// Runs `f`. If `f` fails, reopens the database and runs `f` again.
     fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
@@ -119,8 +119,8 @@ impl Index {
         })
     }
 
-    /// Returns entries with `from <= key < to`, in order: at most `limit` entries and about
-    /// `max_bytes` bytes. If entries remain, the result says at which key to continue.
+    /// Returns entries with `from <= key < to`, in order of the keys: at most `limit` entries and
+    /// about `max_bytes` bytes. If entries remain, the result says at which key to continue.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page that the call reads is damaged.
@@ -207,7 +207,7 @@ impl Index {
         })
     }
 
-    /// Returns the meta record of the index, which contains its position in the log.
+    /// Returns the meta record of the index, which contains the index's position in the log.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if the record is missing or damaged.

@@ -2,10 +2,10 @@
 //! when a new object is created.
 //!
 //! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
-//! of the index fills it in many reads. Keys that are put into the index during the scan are added,
-//! too. Until the scan ends, the filter reports every object as possibly present. Keys of removed
-//! objects stay in the filter. When the filter is too full to be useful, the store builds a larger
-//! filter.
+//! of the index, which consists of many reads, fills the filter. Keys that are put into the index
+//! during the scan are added to the filter, too. Until the scan ends, the filter reports every
+//! object as possibly present. Keys of removed objects stay in the filter. When the filter is too
+//! full to be useful, the store builds a larger filter.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;

@@ -33,8 +33,8 @@ pub(super) struct PendingRead {
     /// Number of bytes to return.
     pub(super) len: usize,
     pub(super) wholes: Vec<SplitBuffer>,
-    /// The caller's destination if the drive cannot write to it directly. The data is copied to it
-    /// at the end.
+    /// The caller's destination if the drive cannot write to it directly. The data is copied to
+    /// this destination when the read is complete.
     pub(super) copy_to: Option<ArenaBuf>,
     pub(super) left: usize,
     pub(super) period: u64,

@@ -32,7 +32,7 @@ use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, r
 pub struct MkfsOptions {
     /// Size of the new file, in bytes; `None` to use an existing file or a block device.
     pub size: Option<u64>,
-    /// The target's uuid; a random one if `None`.
+    /// The target's uuid; a random uuid if `None`.
     pub uuid: Option<Uuid>,
     /// Size of the log, in bytes. The default (`None`) is an eighth of the target, but at most 64
     /// MiB.

@@ -20,7 +20,7 @@ const IN_FLIGHT: usize = 8;
 /// Upper bound of the end of a random range, in bytes.
 const LARGEST: u64 = 600_000;
 
-/// Generator of random ops for the comparison with the model and for crash tests.
+/// Generator of random ops for the comparison with [`MemStore`] and for crash tests.
 pub(crate) struct Workload {
     rng: StdRng,
     fill: u64,

@@ -4,7 +4,7 @@
 //! The decision depends on the load that the host itself puts on its CPUs:
 //!
 //! - **Utilization** of the host's CPUs: all time except idle and I/O wait. Time stolen by a
-//!   hypervisor counts as busy, because the host cannot use it. Two parts are excluded:
+//!   hypervisor counts as busy, because the host cannot use it. Two parts of the time are excluded:
 //!   - Time of threads that **emulate the DPU** on these CPUs: the DPU's software and its emulated
 //!     devices. On a node with a real DPU, this work does not run on the host. The time is also
 //!     subtracted from the total, because it is not available to the host. So utilization is the
@@ -95,7 +95,8 @@ pub struct HostLoad {
     thresholds: Thresholds,
     load: LoadLevel,
     last: Option<(Instant, LoadCounters)>,
-    /// While the host is busy: the start of the period in which both values have been low.
+    /// While the host is busy: the start of the period in which utilization and pressure have been
+    /// below their calm thresholds.
     calming: Option<Instant>,
     /// Utilization and pressure of the last interval.
     parts: (f64, Option<f64>),

@@ -34,7 +34,7 @@ use super::{CodingPlace, Reason};
 const STALE: Duration = Duration::from_millis(250);
 /// At most one in this number of tasks explores a coding place.
 const EXPLORING: f64 = 100.0;
-/// Maximum number of explorations that can be saved up.
+/// Maximum number of allowed explorations that can accumulate.
 const MAX_CREDIT: f64 = 4.0;
 /// Without a queue, the DPU is explored only if it is slower than the host by at most this factor.
 const LITTLE_LOST: f64 = 2.0;
@@ -50,7 +50,7 @@ pub(super) struct Backlog {
     pub(super) head_bytes: u64,
 }
 
-/// State of the choice besides the cost estimates.
+/// State of the mode `hybrid:auto`, except the cost estimates.
 #[derive(Debug)]
 pub(super) struct Auto {
     /// Number of explorations that are allowed now.
@@ -67,8 +67,8 @@ impl Auto {
         Auto { credit: 1.0, stood: [0.0; 2], stands: [false; 2], at: None }
     }
 
-    /// Updates the shares of time after a change of the queue or of the tasks in service. The
-    /// caller has already started all tasks that need not wait.
+    /// Updates the shares of time in `stood` after a change of the queue or of the tasks in
+    /// service. The caller has already started all tasks that need not wait.
     pub(super) fn observe(&mut self, queued: usize, stations: &[Station; 2], now: Instant) {
         let since = self.at.replace(now).map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let kept = (-since.as_secs_f64() / MEMORY.as_secs_f64()).exp();

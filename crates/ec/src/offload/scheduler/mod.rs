@@ -64,7 +64,7 @@ enum Reason {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
     /// Maximum number of tasks in service, at least `lanes`: as many as the place needs to run at
-    /// full speed. For a device that works in batches, about two batches.
+    /// full speed. For a device that works in batches, the number of tasks of about two batches.
     pub slots: usize,
     /// Number of coding lanes, at least 1. A coding lane executes one task at a time, in parallel
     /// with the other lanes of the place. Each thread of a processor is a coding lane. A device
@@ -247,7 +247,8 @@ impl TaskSlot {
         self.place
     }
 
-    /// Reports that the task is done. Its duration is the time since the slot was granted.
+    /// Reports that the task is done. The scheduler measures the time that a coding lane of the
+    /// place spent on the task.
     pub fn done(mut self) {
         self.end(TaskOutcome::Done);
     }

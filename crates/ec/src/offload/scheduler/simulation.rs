@@ -45,7 +45,7 @@ struct Site {
 /// Times at which tasks arrive.
 #[derive(Debug, Clone, Copy)]
 enum Load {
-    /// A number of callers. Each has one task at a time, and pauses between two tasks.
+    /// A fixed number of callers. Each caller has one task at a time, and pauses between two tasks.
     Closed { callers: usize, pause_ns: u64 },
     /// A burst of tasks at fixed intervals, independent of earlier tasks.
     Open { burst: usize, every_ns: u64 },
