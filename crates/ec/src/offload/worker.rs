@@ -55,7 +55,7 @@ pub struct WorkerStats {
     pub tasks: u64,
     /// Data of the finished tasks, in bytes.
     pub bytes: u64,
-    /// Number of batches; equal to `tasks` if the worker does not work in batches.
+    /// Number of batches. If the worker does not work in batches, each task counts as one batch.
     pub batches: u64,
     /// Number of tasks without a result: a fault was injected, or the task panicked.
     pub failed: u64,

@@ -38,8 +38,8 @@ impl Checkpoint {
     /// the log keeps all changes until the index has committed them.
     ///
     /// # Errors
-    /// If the drive fails, or the index is damaged or full. The drive then has the state before or
-    /// after the checkpoint.
+    /// If the drive fails, or the index is damaged or full. The index may then have some of the
+    /// changes, but the log still has all of them.
     pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<CheckpointOutcome> {
         self.write_deferred(drive)?;
         let bitmap: Changes =

@@ -30,7 +30,7 @@ use crate::{CollectionId, Result, Space, StoreError, Transaction};
 /// Call number of the scan that fills [`Presence`].
 pub(crate) const SCAN: u64 = 0;
 
-/// A call that waits for its turn or for a load.
+/// A call that waits for its turn, for a load, for free blocks or for a checkpoint.
 #[derive(Debug)]
 pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
@@ -180,7 +180,7 @@ impl Core {
         self.next_id
     }
 
-    /// Whether calls wait for their turn or for a load.
+    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         !self.pending.is_empty()

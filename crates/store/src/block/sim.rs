@@ -377,7 +377,7 @@ impl SimStore {
         self.target.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether calls wait for their turn, for a load or for free space.
+    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         self.lock().core.has_queue()

@@ -203,7 +203,7 @@ impl IoRing {
     #[allow(unsafe_code)]
     fn register_range(&mut self, range: Registered) -> io::Result<()> {
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        // Reuse the entry of memory that only rings still refer to, so that this memory is
+        // Reuse the entry of memory that only I/O rings still refer to, so that this memory is
         // unmapped. The kernel keeps the memory of requests in progress.
         let index = buffers.iter().position(|b| b.memory.is_all_there_is()).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
@@ -221,8 +221,8 @@ impl IoRing {
         Ok(())
     }
 
-    /// Returns the index of the registered range that contains `memory`. Counts the request as one
-    /// with or without registered memory.
+    /// Returns the index of the registered range that contains `memory`. Counts the request as a
+    /// request with or without registered memory.
     fn registered(&self, memory: &[u8]) -> Option<u16> {
         let index = self.buffers.as_ref().and_then(|all| all.iter().position(|b| b.holds(memory)));
         match index {
@@ -241,8 +241,8 @@ impl IoRing {
         self.in_flight.len()
     }
 
-    /// Queues a request. The next [`wait`](Self::wait) or [`start`](Self::start) submits it to the
-    /// kernel at the latest.
+    /// Queues a request. The request reaches the kernel at the latest with the next call of
+    /// [`wait`](Self::wait) or [`start`](Self::start).
     ///
     /// # Errors
     /// If the kernel accepts no more requests.
