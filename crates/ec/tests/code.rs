@@ -79,7 +79,10 @@ fn encoding_stripes_returns_the_parity_of_their_units_and_its_checksums() {
             let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
             let (mut apart, mut apart_sums) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
             code.encode_units(&units, &mut slices_mut(&mut apart), &mut apart_sums).unwrap();
-            assert!(apart == parity && apart_sums == sums, "{k}+{m}, units that are not contiguous");
+            assert!(
+                apart == parity && apart_sums == sums,
+                "{k}+{m}: units that are not contiguous have another parity or other checksums"
+            );
             for (index, stripe) in data.chunks(k * unit).enumerate() {
                 let mut expected = vec![vec![0; unit]; m];
                 code.encode(&stripe.chunks(unit).collect::<Vec<_>>(), &mut slices_mut(&mut expected))

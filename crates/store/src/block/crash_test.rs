@@ -277,7 +277,10 @@ fn a_flipped_bit_after_a_crash_loses_only_data_not_recorded_as_flushed() {
             Err(StoreError::Corrupt { .. } | StoreError::NotATarget(_)) => reported += 1,
             Err(other) => panic!("flip {i}: {other}"),
             Ok(found) => {
-                assert!(story.states.contains(&found), "flip {i} of byte {byte} mixes states");
+                assert!(
+                    story.states.contains(&found),
+                    "after flip {i} of byte {byte}, the content matches no state of the workload"
+                );
                 let whole = story.states[least..].contains(&found);
                 assert!(whole || byte >= data, "flip {i} of byte {byte} lost an acknowledged change");
                 harmless += usize::from(whole);
@@ -356,7 +359,7 @@ fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
         let prefix = states.iter().rposition(|s| *s == found);
         assert!(
             states[durable..].contains(&found),
-            "round {round}: {prefix:?} of {}, {durable} durable",
+            "round {round}: the content is state {prefix:?} of {}, but state {durable} is durable",
             states.len()
         );
     }

@@ -92,7 +92,7 @@ fn a_transaction_whose_writes_do_not_all_fit_is_refused_and_later_calls_run() {
         "a read queued behind the transaction gets a reply"
     );
     run(removed).unwrap();
-    assert_eq!(run(listed).unwrap(), (vec![], false), "calls execute in order");
+    assert_eq!(run(listed).unwrap(), (vec![], false), "calls execute in the order of submission");
 }
 
 #[test]
@@ -143,7 +143,10 @@ fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() 
     let first = seed();
     let mut round = 0;
     while round < 3 || refused <= 20 || done <= 100 {
-        assert!(round < 20, "after {round} rounds: {refused} refused, {done} done");
+        assert!(
+            round < 20,
+            "after {round} rounds, only {refused} transactions were refused and {done} succeeded"
+        );
         let seed = first.wrapping_add(round);
         let start = {
             let (drive, store) = mount(fresh(8 << 20));
