@@ -121,7 +121,7 @@ async fn a_failed_coding_place_is_avoided_and_then_probed_by_one_task() {
     scheduler.admit(MB).await.unwrap().failed("the device is gone");
     late.failed("gone as well");
     scheduler.set_host_busy(true);
-    assert_eq!(letters(&scheduler, 3).await, "hhh", "even though the host is busy");
+    assert_eq!(letters(&scheduler, 3).await, "hhh", "a failed DPU is not used, even though the host is busy");
     scheduler.set_host_busy(false);
     advance(101 * MS).await;
     let probe = scheduler.admit(MB).await.unwrap();
