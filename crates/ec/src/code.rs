@@ -11,7 +11,8 @@ use crate::{EcError, Geometry, Result};
 ///
 /// The data fragments contain the data unchanged. Parity fragment `i` is the sum of all data
 /// fragments, each multiplied by a coefficient from row `i` of [`Matrix::parity`]. Every square
-/// submatrix of that matrix is invertible. Therefore any `k` fragments determine all others.
+/// submatrix of [`Matrix::parity`] is invertible. Therefore any `k` fragments determine all other
+/// fragments.
 #[derive(Debug, Clone)]
 pub struct Code {
     geometry: Geometry,
@@ -21,7 +22,7 @@ pub struct Code {
 }
 
 impl Code {
-    /// Creates the code of a geometry, computed by `kernel`.
+    /// Creates the code with the given geometry. `kernel` does the arithmetic.
     #[must_use]
     pub fn new(geometry: Geometry, kernel: &'static dyn Kernel) -> Code {
         let matrix = Matrix::parity(geometry);
@@ -69,8 +70,8 @@ impl Code {
 
     /// Updates parity after a change of data fragment `column`. `delta` is the XOR of the old and
     /// the new data. `parity` contains some or all parity rows (0 to `m` - 1), in any order. Each
-    /// row is paired with the bytes of its fragment at the place of the change. Leave out rows
-    /// whose fragments are lost.
+    /// row is paired with the bytes of its parity fragment at the offset of the change. Leave out
+    /// rows whose fragments are lost.
     ///
     /// # Errors
     /// [`EcError::NoSuch`] if the column or a row does not exist, [`EcError::Twice`] if a row is

@@ -2,10 +2,10 @@
 
 use crate::Geometry;
 
-/// Result of an operation on codes.
+/// Result of an operation on erasure codes.
 pub type Result<T, E = EcError> = std::result::Result<T, E>;
 
-/// Why a code cannot be created or applied.
+/// Reason why a code cannot be created or applied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EcError {
@@ -37,7 +37,7 @@ pub enum EcError {
     },
     /// The slices of one call differ in length.
     #[error(
-        "slice {index} of {what} has {found} bytes, but {expected} are needed; all fragments have the same length"
+        "slice {index} of {what} has {found} bytes, but {expected} are needed; all fragments must have the same length"
     )]
     Length {
         /// Purpose of the slices.
@@ -60,14 +60,14 @@ pub enum EcError {
         geometry: Geometry,
     },
     /// A fragment or a row is listed more than once.
-    #[error("{what} {index} is listed twice; list each once")]
+    #[error("{what} {index} is listed twice; list each index once")]
     Twice {
         /// Kind of index: `fragment` or `parity row`.
         what: &'static str,
         /// The index.
         index: usize,
     },
-    /// Too few fragments are present to reconstruct the others.
+    /// Too few fragments are present to reconstruct the lost fragments.
     #[error("{present} fragments are present, but {needed} are needed; bring back at least {} more", needed.saturating_sub(*present))]
     TooFew {
         /// Number of fragments present.
@@ -77,7 +77,7 @@ pub enum EcError {
     },
     /// The stripe unit has an invalid size.
     #[error(
-        "a stripe unit of {unit} bytes is not possible; choose a multiple of {multiple} bytes, at most {max}"
+        "a stripe unit of {unit} bytes is not possible; choose a multiple of {multiple} bytes, at most {max} bytes"
     )]
     Unit {
         /// The size in bytes.
@@ -103,10 +103,10 @@ pub enum EcError {
         /// The name.
         name: String,
     },
-    /// GFNI was requested, but the processor does not have these instructions.
+    /// The kernel `gfni` was requested, but the processor does not have both GFNI and AVX-512.
     #[error("this processor does not have both GFNI and AVX-512; use the kernel isal or portable")]
     NoGfni,
-    /// ISA-L was requested, but cannot be loaded.
+    /// The kernel `isal` was requested, but ISA-L cannot be loaded.
     #[error(
         "ISA-L cannot be loaded: {why}; install it (Debian and Ubuntu: libisal2) or use the kernel portable"
     )]

@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{EcError, Result};
 
-/// Maximum number of fragments of a code. The field has 256 elements. The matrix needs a distinct
-/// nonzero element for each fragment.
+/// Maximum number of fragments of a code. The matrix needs a distinct element of the field GF(2^8)
+/// for each fragment, and the field has 256 elements.
 pub const MAX_FRAGMENTS: usize = 255;
 
-/// Shape of a code: `k` data fragments and `m` parity fragments. Any `k` of them restore the data.
-/// Written as `4+2`.
+/// Shape of a code: `k` data fragments and `m` parity fragments. Any `k` fragments restore the
+/// data. The text form of a geometry is, for example, `4+2`.
 ///
 /// Fragments are numbered from 0: data fragments first, then parity fragments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_text_form_of_a_geometry_is_parsed() {
+    fn a_geometry_is_parsed_only_from_the_form_k_plus_m() {
         for (text, k, m) in [("1+1", 1, 1), ("4+2", 4, 2), ("128+32", 128, 32), ("254+1", 254, 1)] {
             let geometry: Geometry = text.parse().unwrap();
             assert_eq!((geometry.k(), geometry.m(), geometry.fragments()), (k, m, k + m));

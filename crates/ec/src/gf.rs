@@ -25,7 +25,8 @@ const fn tables() -> ([u8; 256], [u8; 510]) {
 
 /// Multiplies `x` by 2.
 pub(crate) const fn double(x: u8) -> u8 {
-    // Spreads the highest bit to all bits without a branch, so that compilers can vectorize this.
+    // Spreads the highest bit to all bits without a branch, so that compilers can vectorize the
+    // function.
     let carry = ((x as i8) >> 7) as u8;
     (x << 1) ^ (carry & POLYNOMIAL)
 }

@@ -12,7 +12,8 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Creates the matrix whose coefficient at (row, column) is the result of `coefficient`.
+    /// Creates the matrix whose coefficient at (row, column) is the result of `coefficient(row,
+    /// column)`.
     pub(crate) fn from_fn(rows: usize, columns: usize, coefficient: impl Fn(usize, usize) -> u8) -> Matrix {
         let cell = |at| coefficient(at / columns, at % columns);
         Matrix { rows, columns, coefficients: (0..rows * columns).map(cell).collect() }
@@ -55,7 +56,7 @@ impl Matrix {
         &self.coefficients[row * self.columns..][..self.columns]
     }
 
-    /// Multiplies this matrix by another one.
+    /// Multiplies this matrix by `other`.
     pub(crate) fn times(&self, other: &Matrix) -> Matrix {
         debug_assert_eq!(self.columns, other.rows);
         let mut product = Matrix::from_fn(self.rows, other.columns, |_, _| 0);
@@ -68,7 +69,8 @@ impl Matrix {
         product
     }
 
-    /// Inverts a square matrix by Gauss–Jordan elimination. Returns `None` if it is singular.
+    /// Inverts a square matrix by Gauss–Jordan elimination. Returns `None` if the matrix is
+    /// singular.
     pub(crate) fn inverted(&self) -> Option<Matrix> {
         let n = self.rows;
         debug_assert_eq!(n, self.columns);

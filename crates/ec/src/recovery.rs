@@ -5,8 +5,9 @@ use crate::kernel::Transform;
 use crate::matrix::Matrix;
 use crate::{Code, EcError, Result};
 
-/// Computes some fragments from `k` others. Created by [`Code::recovery`]. Creation inverts a
-/// matrix, so callers keep a `Recovery` while the same fragments are lost.
+/// A prepared reconstruction, which computes lost fragments from `k` other fragments. Created by
+/// [`Code::recovery`]. Creation inverts a matrix, so callers keep a `Recovery` while the same
+/// fragments are lost.
 #[derive(Debug)]
 pub struct Recovery {
     sources: Vec<usize>,
@@ -16,8 +17,8 @@ pub struct Recovery {
 
 impl Code {
     /// Prepares the reconstruction of the fragments `wanted`, data or parity, from the fragments
-    /// `present`. The reconstruction reads the first `k` of `present`, so callers list the cheapest
-    /// ones first.
+    /// `present`. The reconstruction reads the first `k` of `present`, so list the fragments that
+    /// are cheapest to read first.
     ///
     /// # Errors
     /// [`EcError::TooFew`] if fewer than `k` fragments are present, [`EcError::NoSuch`] if a
@@ -37,8 +38,8 @@ impl Code {
         Ok(Recovery { sources: sources.to_vec(), wanted: wanted.len(), transform })
     }
 
-    /// The matrix that computes these fragments from the data. Its rows come from the unit matrix,
-    /// followed by the parity matrix.
+    /// The matrix that computes these fragments from the data. The row of a data fragment comes
+    /// from the unit matrix, and the row of a parity fragment comes from the parity matrix.
     fn rows(&self, fragments: &[usize]) -> Matrix {
         let k = self.geometry().k();
         Matrix::from_fn(fragments.len(), k, |row, column| match fragments[row].checked_sub(k) {
@@ -55,8 +56,9 @@ impl Recovery {
         &self.sources
     }
 
-    /// Computes the wanted fragments. `sources` follows the order of [`sources`](Self::sources).
-    /// `out` follows the order in which the wanted fragments were named.
+    /// Computes the wanted fragments. `sources` contains the fragments in the order of
+    /// [`sources`](Self::sources). `out` receives the wanted fragments in the order in which they
+    /// were named.
     ///
     /// # Errors
     /// [`EcError::Count`] if there are too few or too many slices, and [`EcError::Length`] if the

@@ -6,9 +6,9 @@ use crate::code::{check_count, check_lengths};
 use crate::prefetch::{CACHE_LINE, prefetch};
 use crate::{Code, EcError, Result};
 
-/// Number of bytes of data and parity that are encoded before the parity is checksummed. So few
-/// bytes are still in the second-level cache at that time. A smaller value would make memory
-/// slower, because it shortens the sequential accesses.
+/// Number of bytes of data and parity that are encoded before the parity is checksummed. The parity
+/// of so few bytes is still in the second-level cache when it is checksummed. A smaller value would
+/// slow down memory accesses, because it shortens the sequential accesses.
 const CHUNK: usize = 1 << 20;
 
 impl Code {
@@ -16,13 +16,13 @@ impl Code {
     ///
     /// `data` consists of units of `unit` bytes. The first `k` units are stripe 0, one for each
     /// data fragment; the next `k` are stripe 1, and so on. `parity[i]` receives the units of
-    /// parity fragment `i`, one per stripe. The CRC-32C of each of its blocks of [`BLOCK_SIZE`]
-    /// bytes is appended to `checksums[i]`.
+    /// parity fragment `i`, one per stripe. The CRC-32C of each block of parity fragment `i`
+    /// ([`BLOCK_SIZE`] bytes) is appended to `checksums[i]`.
     ///
     /// # Errors
-    /// [`EcError::Unit`] unless units are whole blocks, [`EcError::PartialStripe`] unless `data`
-    /// consists of whole stripes, and [`EcError::Count`] or [`EcError::Length`] if `parity` or
-    /// `checksums` do not match the code and the data.
+    /// [`EcError::Unit`] unless units consist of whole blocks, [`EcError::PartialStripe`] unless
+    /// `data` consists of whole stripes, and [`EcError::Count`] or [`EcError::Length`] if `parity`
+    /// or `checksums` do not match the code and the data.
     pub fn encode_stripes(
         &self,
         unit: usize,
@@ -41,11 +41,11 @@ impl Code {
     }
 
     /// Like [`Code::encode_stripes`], for units that are not contiguous. `data` contains the units
-    /// of stripe 0, one for each data fragment, then those of stripe 1, and so on. All units must
-    /// have the same length.
+    /// of stripe 0, one for each data fragment, then the units of stripe 1, and so on. All units
+    /// must have the same length.
     ///
     /// # Errors
-    /// Like [`Code::encode_stripes`].
+    /// Those of [`Code::encode_stripes`].
     pub fn encode_units(
         &self,
         data: &[&[u8]],
@@ -98,9 +98,9 @@ fn chunk(fragments: usize, unit: usize) -> usize {
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: these units from an offset on. While the parity is checksummed,
-/// the first bytes of each unit are prefetched, because checksumming leaves memory bandwidth
-/// unused.
+/// The data that is encoded next: the bytes of `units`, beginning at offset `at`. While the parity
+/// is checksummed, the first bytes of each unit are prefetched, because checksumming leaves memory
+/// bandwidth unused.
 #[derive(Debug)]
 struct Ahead<'a> {
     units: &'a [&'a [u8]],

@@ -18,7 +18,7 @@ fn every_loss(fragments: usize, m: usize) -> Vec<Vec<usize>> {
 }
 
 #[test]
-fn every_loss_of_a_small_code_is_reconstructed() {
+fn every_set_of_up_to_m_lost_fragments_is_reconstructed() {
     for (k, m, patterns) in [(2, 1, 4), (4, 2, 22), (6, 3, 130)] {
         let losses = every_loss(k + m, m);
         assert_eq!(losses.len(), patterns);
@@ -30,7 +30,7 @@ fn every_loss_of_a_small_code_is_reconstructed() {
 }
 
 #[test]
-fn random_losses_of_wide_codes_are_reconstructed() {
+fn random_sets_of_lost_fragments_of_wide_codes_are_reconstructed() {
     for (k, m, len, rounds) in [(10, 4, 130, 1000), (128, 32, 64, 12), (223, 32, 17, 2), (1, 254, 9, 3)] {
         for code in codes(k, m) {
             let fragments = fragments(&code, 2, len);
@@ -45,7 +45,7 @@ fn random_losses_of_wide_codes_are_reconstructed() {
 }
 
 #[test]
-fn one_loss_too_many_is_an_error() {
+fn a_recovery_from_fewer_than_k_fragments_is_an_error() {
     for (k, m) in [(2, 1), (4, 2), (10, 4), (128, 32)] {
         for code in codes(k, m) {
             let present: Vec<usize> = (m + 1..k + m).collect();
@@ -65,7 +65,7 @@ fn a_recovery_reads_the_fragments_that_are_listed_first() {
 }
 
 #[test]
-fn stripes_get_the_parity_of_their_units_and_its_checksums() {
+fn encoding_stripes_returns_the_parity_of_their_units_and_its_checksums() {
     for (k, m, unit, stripes) in
         [(4, 2, 4096, 3), (10, 4, 65536, 2), (2, 1, 3 * 65536, 1), (128, 32, 8192, 1), (3, 2, 4096, 0)]
     {
@@ -79,7 +79,10 @@ fn stripes_get_the_parity_of_their_units_and_its_checksums() {
             let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
             let (mut apart, mut apart_sums) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
             code.encode_units(&units, &mut slices_mut(&mut apart), &mut apart_sums).unwrap();
-            assert!(apart == parity && apart_sums == sums, "{k}+{m}, units that are not contiguous");
+            assert!(
+                apart == parity && apart_sums == sums,
+                "{k}+{m}: units that are not contiguous have another parity or other checksums"
+            );
             for (index, stripe) in data.chunks(k * unit).enumerate() {
                 let mut expected = vec![vec![0; unit]; m];
                 code.encode(&stripe.chunks(unit).collect::<Vec<_>>(), &mut slices_mut(&mut expected))
@@ -154,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_losses_of_random_codes_are_reconstructed(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
+    fn random_sets_of_lost_fragments_of_random_codes_are_reconstructed(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
         for code in codes(k, m) {
             let fragments = fragments(&code, seed, len);
             let mut random = SmallRng::seed_from_u64(seed);
@@ -164,7 +167,7 @@ proptest! {
     }
 
     #[test]
-    fn an_update_equals_encoding_the_new_data(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
+    fn an_update_of_parity_equals_encoding_the_new_data(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
         for code in codes(k, m) {
             let mut fragments = fragments(&code, seed, len);
             let column = seed as usize % k;

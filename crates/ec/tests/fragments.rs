@@ -67,7 +67,7 @@ fn files_of_every_length_are_restored_from_any_k_fragments() {
 }
 
 #[test]
-fn fragments_match_the_documented_format_and_are_not_too_long() {
+fn fragments_match_the_documented_format_and_have_the_expected_length() {
     let data = noise(7, 1000);
     let (_, fragments) = cut("2+1", 256, 9, &data);
     // The file has one stripe of 512 bytes and one of 488 bytes. Units have 256 bytes in both.
@@ -183,7 +183,7 @@ fn an_unfinished_fragment_is_not_accepted() {
 }
 
 #[test]
-fn impossible_units_and_counts_are_refused() {
+fn impossible_stripe_units_and_numbers_of_fragments_are_refused() {
     let code = Code::new(Geometry::new(2, 1).unwrap(), KernelChoice::Portable.load().unwrap());
     let attempt = |unit, fragments| {
         encode(&code, unit, [0; 16], &mut &b""[..], &mut vec![Cursor::new(vec![]); fragments]).unwrap_err()
@@ -199,7 +199,7 @@ proptest! {
 
     /// Decoding damaged fragments returns either the original file or an error.
     #[test]
-    fn decoding_never_returns_wrong_data(
+    fn decoding_damaged_fragments_never_returns_wrong_data(
         len in 0..3000_usize,
         damage in proptest::collection::vec((0..6_usize, any::<prop::sample::Index>(), any::<u8>()), 0..12),
         cuts in proptest::collection::vec((0..6_usize, any::<prop::sample::Index>()), 0..3),

@@ -71,7 +71,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn small_codes_equal_an_independent_computation(k in 1..6_usize, m in 1..5_usize, len in 0..200_usize, seed: u64) {
+    fn the_parity_of_small_codes_equals_an_independent_computation(k in 1..6_usize, m in 1..5_usize, len in 0..200_usize, seed: u64) {
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
         for code in codes(k, m) {
             let mut parity = vec![vec![0xee; len]; m];
@@ -98,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn no_byte_outside_the_slices_is_written(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
+    fn kernels_write_no_byte_outside_the_given_slices(k in 1..12_usize, m in 1..7_usize, len in length(), seed: u64) {
         let data: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
         for code in codes(k, m) {
             let mut parity = vec![vec![0xee; len + 128]; m];
@@ -114,7 +114,7 @@ proptest! {
 }
 
 #[test]
-fn kernel_choices_are_parsed_by_name_and_auto_is_the_best() {
+fn kernel_choices_are_parsed_by_name_and_auto_loads_the_best_kernel() {
     for name in ["auto", "gfni", "isal", "portable"] {
         assert_eq!(name.parse::<KernelChoice>().unwrap().to_string(), name);
     }

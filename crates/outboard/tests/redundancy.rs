@@ -125,7 +125,7 @@ fn an_absent_drive_that_returns(placement: &str) {
     fs::copy(node.path("node/targets/2.img"), &drive).unwrap();
     let log = node.path(if placement == "dpu" { "node/log/store.log" } else { "node/log/node.log" });
     node.wait("another drive is refused", || {
-        fs::read_to_string(&log).unwrap().contains("check which drive is where")
+        fs::read_to_string(&log).unwrap().contains("check that the path names the right drive")
     });
     assert!(node.text(&["target", "ls"]).contains("failed"));
 

@@ -1,10 +1,10 @@
-//! [`AbsentStore`]: the substitute for a target that cannot be mounted.
+//! [`AbsentStore`]: the substitute for the store of a target that cannot be mounted.
 
 use crate::{StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
 /// Substitute for the store of a target that cannot be mounted. Requests fail with the reason, so a
-/// node with other targets can run without this target. Only releases of stages and unmounts
-/// succeed.
+/// node with other targets can run without this target. Only requests to release a stage or to
+/// unmount the target succeed.
 #[derive(Debug, Clone)]
 pub struct AbsentStore {
     why: String,

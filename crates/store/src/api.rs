@@ -31,15 +31,15 @@ pub struct Stat {
     pub allocated: u64,
 }
 
-/// Result of [`StoreCalls::read`]: whole blocks that cover the requested range, clipped at the
-/// object's end.
+/// Result of [`StoreCalls::read`]: the blocks that cover the requested range, up to the object's
+/// end.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadData {
-    /// Offset in the object of the first byte, in bytes: the start of the requested range, rounded
-    /// down to a block boundary.
+    /// Offset in the object at which `data` starts, in bytes. It is the start of the requested
+    /// range, rounded down to a block boundary.
     pub offset: u64,
-    /// The data, in consecutive pieces. It ends with the last requested block, or at the object's
-    /// end if that comes first.
+    /// The data, in consecutive buffers. The data ends with the last requested block, or at the
+    /// object's end if the object ends before.
     pub data: Vec<Bytes>,
     /// One CRC-32C per block, as stored. If the object ends inside its last block, that block's
     /// checksum covers the block padded with zeros.
@@ -58,14 +58,14 @@ impl ReadData {
         self.data.iter().map(|d| d.len() as u64).sum()
     }
 
-    /// Whether there is no data. A read returns no data if its range is empty or starts at or after
-    /// the object's end.
+    /// Whether `data` contains no bytes. A read returns no data if its range is empty or starts at
+    /// or after the object's end.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.data.iter().all(Bytes::is_empty)
     }
 
-    /// Returns the data in one piece. Copies the data only if it consists of several pieces.
+    /// Returns the data in one buffer. Copies the data only if it consists of several buffers.
     #[must_use]
     pub fn contiguous(&self) -> Bytes {
         match self.data.as_slice() {
@@ -82,7 +82,7 @@ impl ReadData {
     /// Compares every block with its checksum, unless `verified` is already set.
     ///
     /// # Errors
-    /// [`ChecksumMismatch`] names the first block that differs from its checksum.
+    /// [`ChecksumMismatch`] names the first block that does not match its checksum.
     pub fn verify(&self) -> std::result::Result<(), ChecksumMismatch> {
         if self.verified {
             return Ok(());
@@ -116,17 +116,17 @@ pub type Page<T> = (Vec<T>, bool);
 /// Access to collections of objects. An object has data, xattrs and an omap. Atomic transactions
 /// change objects and collections.
 ///
-/// **Order.** The call of [`submit`](Submit::submit) determines a request's place in the order, not
-/// the first poll of its future. The store applies a transaction even if the caller drops the
+/// **Order.** The store orders requests by their calls of [`submit`](Submit::submit), not by the
+/// first polls of their futures. The store applies a transaction even if the caller drops the
 /// transaction's future. Transactions of one collection commit in the order in which they were
 /// queued. Transactions of different collections commit in parallel. A read sees every transaction
 /// of its collection that was queued before the read, even if the transaction is not durable yet.
 ///
 /// **Durability.** The future of a transaction resolves with success once the transaction will
 /// survive a power failure. It resolves with an error if the transaction failed. A failed
-/// transaction has changed nothing, except that the errors
-/// [`Disconnected`](StoreError::Disconnected) and [`Poisoned`](StoreError::Poisoned) leave its
-/// outcome unknown.
+/// transaction has changed nothing, with two exceptions: after the errors
+/// [`Disconnected`](StoreError::Disconnected) and [`Poisoned`](StoreError::Poisoned), the outcome
+/// of the transaction is unknown.
 pub trait Submit {
     /// Future that resolves with the reply to a request. The caller may drop it at any time.
     type Reply: Future<Output = Result<StoreReply>> + Unpin + 'static;
@@ -143,9 +143,9 @@ pub trait Submit {
 
     /// Returns the alignment of staged bytes, in bytes. Writes into a stage, and transactions that
     /// name staged bytes, must use offsets and lengths that are multiples of this alignment. This
-    /// applies to offsets in the stage and to offsets in the object. Only the last part of a stage
-    /// or of an object may be shorter. The alignment is one block, or more if several targets store
-    /// fragments of one object.
+    /// applies to offsets in the stage and to offsets in the object. Only the write at the end of a
+    /// stage or of an object may have another length. The alignment is one block, or more if
+    /// several targets store fragments of one object.
     fn stage_alignment(&self) -> u64 {
         BLOCK
     }
@@ -190,7 +190,7 @@ impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for Re
 /// Checks that `asked` is the current incarnation. `None` means any incarnation and always passes.
 ///
 /// # Errors
-/// [`StoreError::Disconnected`] if `asked` is another incarnation.
+/// [`StoreError::Disconnected`] if `asked` is not `current`.
 pub fn check_incarnation(asked: Option<u64>, current: u64) -> Result<()> {
     match asked {
         Some(incarnation) if incarnation != current => {
@@ -200,7 +200,7 @@ pub fn check_incarnation(asked: Option<u64>, current: u64) -> Result<()> {
     }
 }
 
-/// Methods that submit the requests to a store, one for each kind of request.
+/// Methods that submit requests to a store, with one method for each kind of request.
 pub trait StoreCalls: Submit {
     /// Allocates a stage: free extents for `len` bytes, which a later transaction will name. No
     /// object contains the extents until then. If the store's process ends first, the store frees
@@ -221,8 +221,8 @@ pub trait StoreCalls: Submit {
     /// yet.
     ///
     /// A store must not keep the payload's memory after it has completed the request. The same
-    /// applies to payloads of transactions. The memory may be a staging buffer, or a range that a
-    /// peer waits to reuse.
+    /// applies to payloads of transactions. The memory may be a staging buffer, or a range of
+    /// memory that a peer is waiting to reuse.
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> ReplyOf<Self::Reply, ()> {
         answer(self.submit(StoreRequest::StageWrite { stage, offset, payload }))
     }

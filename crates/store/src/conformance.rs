@@ -1,8 +1,8 @@
-//! Conformance tests of [`ObjectStore`] that any implementation can run.
+//! Conformance tests that every implementation of [`ObjectStore`] must pass.
 //!
 //! [`CASES`] contains small scenarios. Each scenario needs an empty store. [`random_operations`]
-//! compares a store with [`MemStore`] over a random workload. [`Striped`] tests several stores that
-//! accept stripes. A case panics if the store does not conform.
+//! compares a store with [`MemStore`] over a random workload. [`Striped`] tests an implementation
+//! of [`StripeStores`](crate::stripes::StripeStores). A case panics if the store does not conform.
 
 mod cases;
 mod random;
@@ -35,8 +35,8 @@ pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F)
     }
 }
 
-/// Returns the seed in `OUTBOARD_SEED`, or a new one. Prints the seed, so that a failure can be
-/// reproduced.
+/// Returns the seed from the environment variable `OUTBOARD_SEED`, or a new seed if the variable is
+/// not set. Prints the seed, so that a failure can be reproduced.
 #[must_use]
 pub fn seed() -> u64 {
     let fresh = || {

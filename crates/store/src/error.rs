@@ -9,8 +9,9 @@ use uuid::Uuid;
 /// Result of a call to a store.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
 
-/// Reason why a call to a store failed. A failed transaction has changed nothing, except that
-/// [`Poisoned`](Self::Poisoned) and [`Disconnected`](Self::Disconnected) leave its outcome unknown.
+/// Reason why a call to a store failed. A failed transaction has changed nothing, with two
+/// exceptions: after [`Poisoned`](Self::Poisoned) and [`Disconnected`](Self::Disconnected), the
+/// outcome of the transaction is unknown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -57,7 +58,7 @@ pub enum StoreError {
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
     /// A part of the request, or the size of its result, exceeds a limit of the store.
-    #[error("the request is too large, split it: {what} is {size}, but at most {limit} is possible")]
+    #[error("the request is too large, split it: {what} is {size}, but the limit is {limit}")]
     TooLarge {
         /// Name of the size or count that exceeds its limit.
         what: String,
@@ -79,9 +80,7 @@ pub enum StoreError {
     },
     /// The named stage does not exist. It was never allocated, was released, or was lost when the
     /// store's process ended.
-    #[error(
-        "staged data {0} does not exist: it was released or the store has restarted; stage the data again"
-    )]
+    #[error("stage {0} does not exist: it was released, or the store has restarted; stage the data again")]
     NoSuchStage(u64),
     /// A write or flush failed earlier. Acknowledged changes are safe. Whether changes that were
     /// not acknowledged took effect is unknown. The store accepts no more changes until a remount.
@@ -94,7 +93,7 @@ pub enum StoreError {
         "target {0} is in use by another process, or contains a mounted file system; stop the process or unmount the file system first"
     )]
     InUse(String),
-    /// The target has another version of the on-disk format than this program supports.
+    /// The version of the target's on-disk format is not the version that this program supports.
     #[error(
         "the target has format version {found}, but this program reads version {supported}; use the program that created the target"
     )]
@@ -104,8 +103,10 @@ pub enum StoreError {
         /// Format version that this program supports.
         supported: u32,
     },
-    /// The target has another UUID than the caller expected.
-    #[error("the target has UUID {found}, expected {expected}; check which drive is where")]
+    /// The target's UUID is not the UUID that the caller expected.
+    #[error(
+        "the target has UUID {found}, but UUID {expected} was expected; check that the path names the right drive"
+    )]
     WrongUuid {
         /// UUID of the target.
         found: String,
@@ -114,7 +115,7 @@ pub enum StoreError {
     },
     /// The file or device is not an Outboard target.
     #[error(
-        "{0} is not an Outboard target; check which file or drive it is (`outboard up` creates the targets of a new node; for a drive it needs --format)"
+        "{0} is not an Outboard target; check that the path names the right file or drive (`outboard up` creates the targets of a new node; to use a drive as a target, add --format)"
     )]
     NotATarget(String),
     /// The store is being unmounted or its process has ended. It is unknown whether the call took

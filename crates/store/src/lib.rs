@@ -5,11 +5,11 @@
 //! suite checks all implementations. The store does not know pools, object names, clients or
 //! networks: it treats ids as opaque bytes.
 //!
-//! [`BlockStore`] keeps a target on a file or block device; `docs/format.md` draws the format.
-//! [`MemStore`] keeps everything in memory; tests use it as the model for other stores. [`stripes`]
-//! writes data to several stores at once. [`fsck`](fn@fsck) checks a target that is not mounted.
-//! All `unsafe` code of this crate is in two modules: the I/O ring, and the buffer segments that
-//! the ring fills.
+//! [`BlockStore`] keeps a target on a file or block device; `docs/format.md` describes the format.
+//! [`MemStore`] keeps everything in memory; tests use it as the reference model for other stores.
+//! [`stripes`] writes data to several stores at once. [`fsck`](fn@fsck) checks a target that is not
+//! mounted. All `unsafe` code of this crate is in two modules: the I/O ring, and the buffer
+//! segments that the ring fills.
 
 #![deny(unsafe_code)]
 

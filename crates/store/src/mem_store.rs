@@ -23,8 +23,8 @@ const PAGE_BYTES: usize = 1 << 20;
 /// Capacity that [`MemStore`] reports, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
-/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests and as the model that other
-/// implementations are compared with.
+/// An [`ObjectStore`](crate::ObjectStore) in memory, for tests. It is also the reference model with
+/// which tests compare other implementations.
 ///
 /// Every call executes immediately: its future is already complete when the call returns.
 #[derive(Default)]
@@ -45,7 +45,8 @@ struct MemStage {
     blocks: BTreeMap<u64, MemBlock>,
 }
 
-/// State that an op of a transaction replaced. If the transaction fails, the store restores it.
+/// State that an op of a transaction replaced. If the transaction fails, the store restores this
+/// state.
 enum Rollback {
     /// The object before the op; `None` if it did not exist.
     Object(CollectionId, ObjectId, Option<Arc<MemObject>>),
@@ -301,7 +302,7 @@ impl State {
     }
 }
 
-/// Returns the first of `items`, as many as fit on a page, and whether more items follow.
+/// Returns as many of the first `items` as fit on a page, and whether more items follow.
 fn page<T>(items: impl Iterator<Item = T>, limit: u64, bytes: impl Fn(&T) -> usize) -> Page<T> {
     let mut page = Vec::new();
     let mut total = 0;

@@ -34,7 +34,7 @@ impl std::fmt::Debug for RemountedStore {
 
 /// Number of low bits of a stage number that number the stages of one incarnation. The bits above
 /// them contain the incarnation's number. All stage numbers of an incarnation are therefore lower
-/// than those of the next incarnation.
+/// than all stage numbers of the next incarnation.
 const STAGES_PER_INCARNATION: u32 = 48;
 
 impl RemountedStore {
@@ -45,14 +45,14 @@ impl RemountedStore {
     }
 
     /// Returns the value of [`MountOptions::stages_after`](crate::MountOptions::stages_after) for
-    /// the store of `incarnation`. The stages of this incarnation get higher numbers.
+    /// the store of `incarnation`. The stages of this incarnation get numbers above this value.
     #[must_use]
     pub fn stages_after(incarnation: u64) -> u64 {
         incarnation << STAGES_PER_INCARNATION
     }
 
-    /// Begins the next incarnation, in which `store` is the current store. Earlier calls still
-    /// receive the replies of the earlier store.
+    /// Begins the next incarnation, in which `store` is the current store. Calls that were
+    /// submitted before still receive the replies of the previous store.
     pub fn replace(&self, store: Arc<dyn ObjectStore>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &current.memory {

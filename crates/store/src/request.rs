@@ -1,5 +1,5 @@
-//! Requests to a store and its replies, as one enum each. With these enums, a store, a wrapper
-//! around a store and a channel to a store need only one entry point.
+//! All requests to a store as one enum, and all replies of a store as another enum. With these
+//! enums, a store, a wrapper around a store and a channel to a store need only one entry point.
 
 use base::block::Payload;
 use base::mem::ArenaBuf;

@@ -10,7 +10,7 @@ pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) 
     let end = offset.checked_add(len).filter(|end| *end <= stage_len);
     let Some(end) = end else {
         return Err(StoreError::InvalidArgument(format!(
-            "{len} bytes at {offset} do not fit into a stage of {stage_len} bytes"
+            "{len} bytes at offset {offset} do not fit into a stage of {stage_len} bytes"
         )));
     };
     if !offset.is_multiple_of(BLOCK)
@@ -18,7 +18,7 @@ pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) 
         || (!len.is_multiple_of(BLOCK) && end != stage_len)
     {
         return Err(StoreError::InvalidArgument(format!(
-            "{len} bytes at {offset} are not whole blocks of their stage of {stage_len} bytes"
+            "{len} bytes at offset {offset} are not whole blocks of their stage of {stage_len} bytes"
         )));
     }
     Ok(())
@@ -36,20 +36,21 @@ pub(crate) fn check_staged_use(
     let end = from.checked_add(len).filter(|end| *end <= stage_len);
     let Some(end) = end else {
         return Err(StoreError::InvalidArgument(format!(
-            "staged bytes {from}+{len} lie outside their stage of {stage_len} bytes"
+            "{len} staged bytes at offset {from} lie outside their stage of {stage_len} bytes"
         )));
     };
     if !len.is_multiple_of(BLOCK) && (end != stage_len || offset + len < object_size) {
         return Err(StoreError::InvalidArgument(format!(
-            "{len} staged bytes end inside a block; only the last bytes of a stage, written to the end of an object, may do so"
+            "{len} staged bytes end inside a block; only the last bytes of a stage may end inside a block, and only if they are written to the end of an object"
         )));
     }
     Ok(())
 }
 
-/// Returns the error for a staged block that was never written, or that an earlier write has named.
+/// Returns the error for a staged block that was never written, or that an earlier write has
+/// already used.
 pub(crate) fn block_not_available(block: u64) -> StoreError {
     StoreError::InvalidArgument(format!(
-        "staged block {block} was never written, or an earlier write has already named it"
+        "staged block {block} was never written, or an earlier write has already used the block"
     ))
 }

@@ -85,16 +85,16 @@ opaque_id!(
 /// The source of the data of an [`Op::Write`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum WriteSource {
-    /// The transaction contains the data. The payload's phase must equal the write's offset modulo
-    /// the block size.
+    /// The transaction contains the data. The payload's phase (the offset of its first byte within
+    /// a block) must equal the write's offset modulo the block size.
     Inline(Payload),
     /// Bytes `offset..offset + len` of a stage. `offset` and the write's own offset must be
-    /// multiples of the block size. `len` must also be a multiple, unless the write ends at the end
-    /// of the stage and at or beyond the object's end.
+    /// multiples of the block size. `len` must also be a multiple of the block size, unless the
+    /// write ends at the end of the stage and at or beyond the object's end.
     Staged {
         /// The stage.
         stage: StageId,
-        /// Offset of the first byte in the stage, in bytes.
+        /// Offset in the stage at which the bytes start, in bytes.
         offset: u64,
         /// Number of bytes.
         len: u64,
@@ -139,7 +139,7 @@ pub enum Op {
     Write {
         /// The object.
         oid: ObjectId,
-        /// Offset of the first byte in the object, in bytes.
+        /// Offset in the object at which the range starts, in bytes.
         offset: u64,
         /// The data to write.
         source: WriteSource,
@@ -149,7 +149,7 @@ pub enum Op {
     Zero {
         /// The object.
         oid: ObjectId,
-        /// Offset of the first byte in the object, in bytes.
+        /// Offset in the object at which the range starts, in bytes.
         offset: u64,
         /// Number of bytes.
         len: u64,
@@ -181,7 +181,7 @@ pub enum Op {
         /// The xattr's name.
         name: Bytes,
     },
-    /// Removes all xattrs.
+    /// Removes all xattrs of the object.
     RemoveXattrs {
         /// The object.
         oid: ObjectId,
@@ -238,15 +238,15 @@ pub enum Op {
         src: ObjectId,
         /// The object to copy into.
         dst: ObjectId,
-        /// Offset of the first byte in `src`, in bytes.
+        /// Offset in `src` at which the range starts, in bytes.
         src_offset: u64,
         /// Number of bytes.
         len: u64,
-        /// Offset of the first byte in `dst`, in bytes.
+        /// Offset in `dst` at which the copy starts, in bytes.
         dst_offset: u64,
     },
     /// Moves an object, possibly to another collection. Fails with [`StoreError::NoSuchObject`] if
-    /// `src` does not exist, and with [`StoreError::Exists`] if `dst` does. The transaction is
+    /// `src` does not exist, and with [`StoreError::Exists`] if `dst` exists. The transaction is
     /// ordered with the requests of both collections.
     MoveRename {
         /// The object, in the transaction's collection.
@@ -324,8 +324,7 @@ impl Transaction {
     /// does this check first.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first op that no store
-    /// can accept.
+    /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first invalid op.
     pub fn validate(&self) -> Result<()> {
         self.ops.iter().try_for_each(Op::validate)
     }
@@ -369,7 +368,7 @@ fn check_range(offset: u64, len: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
         _ => Err(StoreError::InvalidArgument(format!(
-            "range {offset}+{len} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
+            "a range of {len} bytes at offset {offset} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
         ))),
     }
 }
@@ -378,7 +377,7 @@ fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
     match source {
         WriteSource::Inline(payload) if payload.phase() != offset % BLOCK => {
             Err(StoreError::InvalidArgument(format!(
-                "a payload with phase {} cannot be written at offset {offset}",
+                "a payload with phase {} cannot be written at offset {offset}: the phase must equal the offset modulo {BLOCK}",
                 payload.phase()
             )))
         }
@@ -386,7 +385,7 @@ fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
             if !offset.is_multiple_of(BLOCK) || !from.is_multiple_of(BLOCK) =>
         {
             Err(StoreError::InvalidArgument(format!(
-                "staged bytes at {from} cannot be written at {offset}: both offsets must be multiples of {BLOCK}"
+                "bytes at offset {from} of a stage cannot be written at offset {offset} of an object: both offsets must be multiples of {BLOCK}"
             )))
         }
         _ => Ok(()),

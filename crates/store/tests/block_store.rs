@@ -1,5 +1,5 @@
-//! Tests of `BlockStore` on real files: conformance, comparison with the model, remounts, and
-//! targets that must be refused.
+//! Tests of `BlockStore` on real files: conformance, comparison with the reference model, remounts,
+//! and targets that must be refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -69,7 +69,7 @@ async fn block_store_passes_the_conformance_suite() {
 }
 
 #[tokio::test]
-async fn block_store_behaves_like_the_model() {
+async fn block_store_behaves_like_the_reference_model() {
     let target = Target::new();
     random_operations(target.mount(), seed(), 1500).await;
 }
@@ -87,7 +87,7 @@ async fn a_store_driven_by_the_callers_thread_passes_the_conformance_suite() {
 }
 
 #[tokio::test]
-async fn a_store_driven_by_the_callers_thread_behaves_like_the_model() {
+async fn a_store_driven_by_the_callers_thread_behaves_like_the_reference_model() {
     let run = async {
         let (target, model, seed) = (Target::new(), MemStore::new(), seed());
         for round in 0..4 {
@@ -109,7 +109,7 @@ async fn a_store_driven_by_the_callers_thread_behaves_like_the_model() {
 
 /// Calls from other threads wake the thread that runs the target.
 #[tokio::test]
-async fn a_store_driven_by_another_thread_behaves_like_the_model() {
+async fn a_store_driven_by_another_thread_behaves_like_the_reference_model() {
     let target = Target::new();
     let (store, driver) = BlockStore::mount_driven(&target.path(), &options()).unwrap();
     let other = std::thread::spawn(move || {
@@ -146,7 +146,7 @@ async fn a_mounted_target_cannot_be_mounted_or_formatted() {
 }
 
 #[tokio::test]
-async fn unsuitable_targets_are_refused() {
+async fn targets_with_a_wrong_uuid_wrong_content_or_too_small_size_are_refused() {
     let target = Target::new();
     let options = MountOptions { expected_uuid: Some(uuid::Uuid::nil()), ..MountOptions::default() };
     assert!(matches!(BlockStore::mount(&target.path(), &options), Err(StoreError::WrongUuid { .. })));
@@ -237,7 +237,7 @@ async fn a_full_index_refuses_new_objects_and_keeps_the_existing_objects() {
     let c = CollectionId::new("c").unwrap();
     let log = ObjectId::new("log").unwrap();
     // Objects that are created one after the other are far apart in the index, so every change
-    // concerns another page.
+    // concerns a different page.
     let oid =
         |n: u32| ObjectId::new(format!("{:08x}-{}", n.wrapping_mul(0x9e37_79b1), "n".repeat(80))).unwrap();
     let note =

@@ -29,20 +29,22 @@ pub enum FragmentState {
 pub struct FragmentSet<R> {
     layout: FileLayout,
     code: Code,
-    /// For each fragment, its input; `None` if it is missing.
+    /// For each fragment, its input; `None` if the fragment is missing.
     fragments: Vec<Option<R>>,
-    /// For each fragment, the index of its input.
+    /// For each fragment, the index of its input in the list of inputs; `None` if the fragment is
+    /// missing.
     positions: Vec<Option<usize>>,
     /// For each fragment: true if a record was unreadable or had a wrong checksum.
     failed: Vec<bool>,
-    /// The present and the lost fragments of the last reconstruction, and the reconstruction.
+    /// The last reconstruction, with the lists of present and of lost fragments for which it was
+    /// prepared.
     recovery: Option<(Vec<usize>, Vec<usize>, Recovery)>,
     buffers: Vec<Vec<u8>>,
 }
 
 impl<R: Read + Seek> FragmentSet<R> {
-    /// Reads the headers, and ignores inputs without a valid header ([`position`](Self::position)
-    /// shows which). `kernel` computes lost fragments.
+    /// Reads the headers, and ignores inputs without a valid header. [`position`](Self::position)
+    /// shows which inputs are used. `kernel` computes lost fragments.
     ///
     /// # Errors
     /// [`FragmentError::NoFragments`] if no input is a fragment, [`FragmentError::Mixed`] if the
@@ -94,15 +96,15 @@ impl<R: Read + Seek> FragmentSet<R> {
         self.positions.get(index).copied().flatten()
     }
 
-    /// Fragments that are absent, and fragments found damaged so far.
+    /// Returns the indices of the fragments that are absent or that were found damaged so far.
     #[must_use]
     pub fn lost(&self) -> Vec<usize> {
         let lost = |index: &usize| self.failed[*index] || self.fragments[*index].is_none();
         (0..self.fragments.len()).filter(lost).collect()
     }
 
-    /// Reads everything and returns the state of each fragment. Calls `progress` for each stripe
-    /// with the number of file bytes in the stripe.
+    /// Reads all fragments completely and returns the state of each fragment. Calls `progress` for
+    /// each stripe with the number of file bytes in the stripe.
     pub fn check(&mut self, mut progress: impl FnMut(u64)) -> Vec<FragmentState> {
         let present = |fragment: &Option<R>| match fragment {
             Some(_) => FragmentState::Intact,
@@ -123,8 +125,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         states
     }
 
-    /// Writes the file. Reads only as many fragments as needed: the data fragments, and parity
-    /// where data is lost.
+    /// Restores the file and writes it to `output`. Reads only as many fragments as needed: the
+    /// data fragments, and parity fragments for stripes in which data is lost.
     ///
     /// # Errors
     /// [`FragmentError::TooFew`] if too many units of a stripe are lost, and
@@ -144,9 +146,9 @@ impl<R: Read + Seek> FragmentSet<R> {
         output.flush().map_err(FragmentError::Write)
     }
 
-    /// Writes fragments again, byte for byte as they were. Each fragment comes with an empty
-    /// writer. Calls `progress` for each finished stripe with the number of file bytes in the
-    /// stripe.
+    /// Writes fragments again, byte for byte as they were. `fragments` contains the index of each
+    /// fragment and an empty writer for it. Calls `progress` for each finished stripe with the
+    /// number of file bytes in the stripe.
     ///
     /// # Errors
     /// [`FragmentError::TooFew`] if too many units of a stripe are lost,
@@ -179,7 +181,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         })
     }
 
-    /// Loads or reconstructs the units of the fragments `wanted` into their buffers.
+    /// Loads or reconstructs one stripe's units of the fragments `wanted`, into the buffers of
+    /// these fragments.
     fn restore(&mut self, stripe: u64, wanted: &[usize]) -> Result<(), FragmentError> {
         let (k, fragments) = (self.layout.geometry.k(), self.layout.geometry.fragments());
         let mut present: Vec<usize> =
@@ -219,7 +222,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         Ok(done?)
     }
 
-    /// Reads a fragment's unit into its buffer. Returns true if the unit is present and intact.
+    /// Reads a fragment's unit of a stripe into the fragment's buffer. Returns true if the unit is
+    /// present and intact.
     fn read(&mut self, index: usize, stripe: u64) -> bool {
         let Some(fragment) = &mut self.fragments[index] else { return false };
         let unit = self.layout.unit_of(stripe);

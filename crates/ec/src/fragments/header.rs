@@ -19,7 +19,7 @@ pub(super) struct FragmentHeader {
     pub index: usize,
 }
 
-/// Why bytes are not a valid header.
+/// Reason why bytes are not a valid header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadHeader {
     #[error("it does not begin with the magic number of a fragment, or was never finished")]
@@ -157,7 +157,7 @@ mod tests {
         }
 
         #[test]
-        fn a_flipped_bit_is_detected(bit in 0..LEN * 8) {
+        fn a_flipped_bit_in_a_header_is_detected(bit in 0..LEN * 8) {
             let mut bytes = header().to_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert!(FragmentHeader::from_bytes(&bytes).is_err());

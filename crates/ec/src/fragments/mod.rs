@@ -1,4 +1,4 @@
-//! Splits a byte stream into `k + m` fragment files. Any `k` of them restore the stream and the
+//! Splits a byte stream into `k + m` fragment files. Any `k` fragments restore the stream and the
 //! other fragments.
 //!
 //! ```text
@@ -12,10 +12,11 @@
 //! record         one unit of the fragment, then its CRC-32C, u32
 //! ```
 //!
-//! Stripe `s` consists of the file's bytes from `s * k * unit` on. Fragment `j` < `k` contains unit
-//! `j` of each stripe. The other fragments contain parity ([`Code`]). The last stripe may have
-//! shorter units: their length is its bytes divided by `k`, rounded up to a multiple of 64. Zeros
-//! fill the units beyond the end of the file. An empty file has no stripes.
+//! Stripe `s` consists of the `k * unit` bytes of the file that begin at offset `s * k * unit`.
+//! Fragment `j` < `k` contains unit `j` of each stripe. The other fragments contain parity
+//! ([`Code`]). The last stripe may have shorter units: their length is the number of file bytes in
+//! the stripe divided by `k`, rounded up to a multiple of 64. Zeros fill the units beyond the end
+//! of the file. An empty file has no stripes.
 //!
 //! Each encoding has a new random id. So fragments of two files, or of two versions of one file,
 //! are never mixed. The header is written last, so an unfinished fragment has no valid header. A
@@ -36,9 +37,9 @@ use crate::{EcError, Geometry};
 #[cfg(doc)]
 use crate::Code;
 
-/// Maximum stripe unit of a fragment file, in bytes.
+/// Maximum size of the stripe unit of a fragment file, in bytes.
 pub const UNIT_MAX: usize = 4 << 20;
-/// Stripe units of fragment files are multiples of this number of bytes.
+/// Sizes of the stripe units of fragment files are multiples of this number of bytes.
 pub const UNIT_MULTIPLE: usize = 64;
 /// Size of a record's checksum in bytes.
 const CRC: usize = 4;
@@ -81,7 +82,7 @@ impl FileLayout {
         header::LEN as u64 + stripe * (self.unit + CRC) as u64
     }
 
-    /// Returns true if the lengths of the file and its fragments do not overflow.
+    /// Returns true if the lengths of the file and of its fragments, in bytes, fit into an `i64`.
     fn is_possible(&self) -> bool {
         let records = self.stripes().checked_mul((self.unit + CRC) as u64);
         let fragment = records.and_then(|records| records.checked_add(header::LEN as u64));
@@ -89,12 +90,12 @@ impl FileLayout {
     }
 }
 
-/// Returns the shortest unit for a stripe of `filled` bytes.
+/// Returns the length of the shortest units that can hold `filled` bytes of a stripe.
 fn unit_for(filled: usize, k: usize) -> usize {
     filled.div_ceil(k).next_multiple_of(UNIT_MULTIPLE)
 }
 
-/// Why a file cannot be split or restored.
+/// Reason why a file cannot be split or restored.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FragmentError {

@@ -24,10 +24,12 @@ const LANES: usize = 64;
 const WIDE: usize = 2;
 /// Maximum number of rows that are computed together, limited by the number of registers.
 const ROWS: usize = 6;
-/// Bytes of each source that all groups of rows process in turn while the bytes are in the cache.
+/// Number of bytes of each source that all groups of rows process in turn while the bytes are in
+/// the cache.
 const BLOCK: usize = 2048;
 
-/// See the [module](self). Only [`load`] creates it, after checking the processor.
+/// The kernel that the [module](self) documentation describes. Only [`load`] returns it, after
+/// checking the processor.
 #[derive(Debug)]
 struct Gfni(());
 
@@ -55,7 +57,7 @@ impl Kernel for Gfni {
 }
 
 /// Returns the bit matrix for multiplication by `coefficient`. Bit `i` of the product is the sum of
-/// the factor's bits that are selected by byte `7 - i`.
+/// those bits of the other factor that byte `7 - i` of the matrix selects.
 fn bits(coefficient: u8) -> i64 {
     let row =
         |bit: u32| (0..8).fold(0_u8, |row, from| row | (mul(coefficient, 1 << from) >> bit & 1) << from);
@@ -63,7 +65,7 @@ fn bits(coefficient: u8) -> i64 {
 }
 
 /// A matrix in the form of bit matrices. Each group of up to [`ROWS`] rows has the bit matrices of
-/// its first column, then those of the second, and so on.
+/// its first column, then the bit matrices of its second column, and so on.
 #[derive(Debug)]
 struct Bits {
     rows: usize,
@@ -87,8 +89,8 @@ impl Transform for Bits {
 }
 
 impl Bits {
-    /// Multiplies the columns from `first` on by the sources. With `ADD`, adds the products to the
-    /// outputs. The caller has checked the lengths.
+    /// Multiplies the matrix's columns, beginning with column `first`, by the sources. With `ADD`,
+    /// adds the products to the outputs. The caller has checked the lengths.
     fn run<const ADD: bool>(&self, first: usize, sources: &[&[u8]], outputs: &mut [&mut [u8]], len: usize) {
         for at in (0..len).step_by(BLOCK) {
             let block = at..len.min(at + BLOCK);
@@ -132,7 +134,7 @@ fn multiply<const R: usize, const ADD: bool>(
     }
 }
 
-/// Computes `W` registers of each of the `R` outputs, from offset `at` on.
+/// Computes `W` registers of each of the `R` outputs, beginning at offset `at`.
 #[inline]
 #[target_feature(enable = "gfni,avx512f")]
 fn step<const R: usize, const W: usize, const ADD: bool>(
@@ -174,7 +176,8 @@ fn registers<const W: usize>(bytes: &[u8]) -> [__m512i; W] {
     std::array::from_fn(|n| unsafe { _mm512_loadu_si512(chunks[n].as_ptr().cast()) })
 }
 
-/// Computes a part shorter than a register, in padded copies of register size.
+/// Computes the rest of the outputs, which is shorter than a register. Uses copies of the sources
+/// and the outputs that are padded to the size of a register.
 #[target_feature(enable = "gfni,avx512f")]
 fn last<const R: usize, const ADD: bool>(
     bits: &[i64],

@@ -1,8 +1,8 @@
 //! The kernel that uses Intel's ISA-L, loaded at run time.
 //!
 //! The signatures and sizes come from `erasure_code.h`. They are the same in all libraries named
-//! `libisal.so.2`. The content of the tables differs between versions and processors, so this code
-//! does not interpret it.
+//! `libisal.so.2`. The content of the tables differs between versions and processors, so this
+//! module does not interpret the tables.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
@@ -15,7 +15,7 @@ use crate::{EcError, Result};
 const SONAME: &CStr = c"libisal.so.2";
 /// Table bytes per coefficient.
 const TABLE: usize = 32;
-/// Maximum vector length of a call in bytes: the library counts in `int`.
+/// Maximum vector length of a call, in bytes. The library takes lengths as `int`.
 const LONGEST: usize = 1 << 30;
 
 /// Functions of ISA-L.
@@ -43,7 +43,7 @@ struct Isal {
 
 static LIBRARY: OnceLock<Result<Isal>> = OnceLock::new();
 
-/// Loads the library on the first call. It stays loaded until the process ends.
+/// Loads the library on the first call. The library stays loaded until the process ends.
 pub(super) fn load() -> Result<&'static dyn Kernel> {
     match LIBRARY.get_or_init(open) {
         Ok(isal) => Ok(isal),
@@ -97,7 +97,7 @@ impl Kernel for Isal {
         let (rows, columns) = (matrix.rows(), matrix.columns());
         assert!(
             rows <= MAX_FRAGMENTS && columns <= MAX_FRAGMENTS,
-            "a matrix of {rows} x {columns} is larger than that of any code"
+            "a matrix of {rows} x {columns} is larger than the matrix of any code"
         );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();

@@ -14,7 +14,8 @@ use std::str::FromStr;
 use crate::matrix::Matrix;
 use crate::{EcError, Result};
 
-/// An implementation of products over the field. All kernels produce the same bytes.
+/// An implementation of the multiplication over the field GF(2^8). All kernels produce the same
+/// bytes.
 pub trait Kernel: fmt::Debug + Send + Sync {
     /// Name of the kernel: `gfni`, `isal` or `portable`.
     fn name(&self) -> &'static str;
@@ -25,19 +26,21 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 
 /// A prepared matrix that multiplies byte vectors. Several threads may use it concurrently.
 ///
-/// It does not check untrusted input. Callers with external input use [`Code`](crate::Code)
-/// instead.
+/// A transform panics on wrong arguments. Callers with untrusted arguments use
+/// [`Code`](crate::Code) instead, which returns errors.
 pub trait Transform: fmt::Debug + Send + Sync {
     /// Sets `outputs[r]` to the sum of `matrix[r][c] * sources[c]` over all columns `c`.
     ///
     /// # Panics
-    /// Unless there is one source per column and one output per row, all of the same length.
+    /// If there is not exactly one source per column and one output per row, or if the slices
+    /// differ in length.
     fn apply(&self, sources: &[&[u8]], outputs: &mut [&mut [u8]]);
 
     /// Adds `matrix[r][column] * source` to `outputs[r]`.
     ///
     /// # Panics
-    /// Unless the column exists, and there is one output per row, each as long as the source.
+    /// If the column does not exist, if there is not exactly one output per row, or if an output is
+    /// not as long as the source.
     fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]);
 }
 
@@ -49,7 +52,7 @@ pub enum KernelChoice {
     Auto,
     /// Uses the processor's GFNI instructions; needs GFNI and AVX-512.
     Gfni,
-    /// Uses Intel's ISA-L, `libisal.so.2`, on the processor's vector instructions.
+    /// Uses Intel's library ISA-L (`libisal.so.2`), which uses the processor's vector instructions.
     Isal,
     /// Plain Rust code.
     Portable,

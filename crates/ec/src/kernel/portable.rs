@@ -1,17 +1,18 @@
 //! The kernel in plain Rust. It is the reference for the other kernels, and the fallback if they
 //! are not available.
 //!
-//! It uses no tables. A product is the sum of the source times 1, 2, 4 … 128, for each bit that is
-//! set in the coefficient. The multiples of a block are computed once and used for all rows. The
-//! kernel consists of shifts and XORs of whole blocks, which compilers turn into vector
+//! The kernel uses no tables. The product of a source and a coefficient is a sum over the bits that
+//! are set in the coefficient: bit 0 adds the source times 1, bit 1 adds the source times 2, and so
+//! on up to 128. The multiples of a block of the source are computed once and used for all rows.
+//! The kernel consists of shifts and XORs of whole blocks, which compilers turn into vector
 //! instructions on any processor.
 
 use super::{Kernel, Transform, assert_shape};
 use crate::gf::double;
 use crate::matrix::Matrix;
 
-/// Number of bytes that are processed at a time: four vector registers of 16 bytes, the smallest
-/// size of all supported processors.
+/// Number of bytes that are processed at a time: four vector registers of 16 bytes, which is the
+/// smallest register size of all supported processors.
 const BLOCK: usize = 64;
 
 type Block = [u8; BLOCK];
@@ -58,8 +59,8 @@ impl Transform for Plain {
     }
 }
 
-/// Multiplies a block of at most [`BLOCK`] bytes by a column, and adds the products to the outputs
-/// at offset `at`.
+/// Multiplies a block of at most [`BLOCK`] bytes by the coefficients of a column, and adds the
+/// products to the outputs at offset `at`.
 fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&mut [u8]], at: usize) {
     let mut block = [0; BLOCK];
     block[..source.len()].copy_from_slice(source);

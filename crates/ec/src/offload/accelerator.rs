@@ -1,11 +1,12 @@
 //! Emulates the DPU's coding accelerator, in the thread `eca-0`.
 //!
-//! The emulation computes real results, at the speed that the paper measured for a BlueField-3 (Ryu
-//! et al., figure 2). In that measurement with 128 data and 32 parity fragments, the accelerator
-//! needed 13.3 times the time of one host core for 8 MB, and 10.5 times the time for 128 MB. A
-//! linear fit gives the cost of a batch: the core's time for 24 MB, plus 10.3 times the core's time
-//! for the batch itself. The fixed cost makes single small tasks very slow. Therefore all tasks
-//! that wait when a batch begins form one batch.
+//! The emulation computes real results, at the speed that Ryu et al. measured for a BlueField-3
+//! (figure 2 of the paper that [`scheduler`](super::scheduler) names). In that measurement with 128
+//! data and 32 parity fragments, the accelerator needed 13.3 times the time of one host core for 8
+//! MB, and 10.5 times the time for 128 MB. A linear fit gives the time of a batch: the time that
+//! the core needs for 24 MB, plus 10.3 times the time that the core needs for the data of the
+//! batch. The fixed time makes single small tasks very slow. Therefore all tasks that wait when a
+//! batch begins form one batch.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,12 +17,13 @@ use base::thread::ThreadClass;
 use super::batch::EngineRate;
 use super::worker::{Worker, WorkerSettings};
 
-/// Number of measurements of the core's rate.
+/// Number of runs in which [`host_rate`] measures the core's rate.
 const MEASUREMENTS: usize = 5;
 
 /// Measures the rate for [`EngineRate::paper`]: the bytes of data per second that this core
-/// encodes. `encode` must encode `bytes` bytes with 128 data and 32 parity fragments. It is called
-/// several times, and the fastest run counts, because interference only slows a run down.
+/// encodes. `encode` must encode `bytes` bytes with 128 data and 32 parity fragments. This function
+/// calls `encode` several times and uses the fastest run, because interference only slows a run
+/// down.
 #[must_use]
 pub fn host_rate(bytes: u64, encode: impl FnMut()) -> f64 {
     fastest_rate(bytes, Instant::now, encode)
@@ -45,14 +47,15 @@ pub struct AcceleratorOptions {
     pub pace: EngineRate,
     /// Maximum number of waiting tasks, at least 1.
     pub queue: usize,
-    /// Maximum data of a batch of more than one task, in bytes.
+    /// Maximum number of bytes of data in a batch of several tasks. A batch of a single task may be
+    /// larger.
     pub batch_bytes: u64,
     /// Faults to inject.
     pub faults: Faults,
 }
 
 impl AcceleratorOptions {
-    /// Settings with this speed and default limits.
+    /// Returns the settings for this speed, with default limits.
     #[must_use]
     pub fn new(pace: EngineRate) -> AcceleratorOptions {
         AcceleratorOptions { pace, queue: 1024, batch_bytes: 32 << 20, faults: Faults::default() }
@@ -82,7 +85,7 @@ mod tests {
     const MB: u64 = 1_000_000;
 
     #[test]
-    fn the_rate_is_that_of_the_fastest_measurement() {
+    fn the_host_rate_is_the_rate_of_the_fastest_measurement() {
         let start = Instant::now();
         let mut times = [30, 20, 50, 20, 90].map(Duration::from_millis).into_iter();
         let mut now = start;

@@ -1,14 +1,13 @@
-//! Size of coding tasks, and the time that a batch device needs for a batch of them. The device is
-//! modelled on the measurements of Ryu et al. ("the paper"; see
-//! [`accelerator`](super::accelerator)).
+//! The size of a coding task, and the time that a device needs for a batch of coding tasks. The
+//! device is modelled on the measurements of Ryu et al. (see [`accelerator`](super::accelerator)).
 
 use std::time::Duration;
 
-/// Fixed cost of a batch, as the number of bytes that one host core encodes in that time.
+/// Fixed time of a batch, expressed as the number of bytes that one host core encodes in this time.
 const PER_BATCH: f64 = 24e6;
-/// Ratio of the accelerator's time per byte to that of one host core.
+/// Ratio of the accelerator's time per byte to the time per byte of one host core.
 const SLOWER: f64 = 10.3;
-/// Number of parity fragments per stripe in the paper's measurement.
+/// Number of parity fragments per stripe in the measurement of Ryu et al.
 const PAPER_COMPUTED: f64 = 32.0;
 /// Size of a coding task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,14 +26,15 @@ pub struct EngineRate {
 }
 
 impl EngineRate {
-    /// Creates the speed that the paper measured. It is relative to a host core that encodes
-    /// `host_rate` bytes of data per second with 128 data and 32 parity fragments.
+    /// Returns the speed of the accelerator that Ryu et al. measured, relative to a host core.
+    /// `host_rate` is the number of bytes of data per second that this host core encodes with 128
+    /// data and 32 parity fragments.
     #[must_use]
     pub fn paper(host_rate: f64) -> EngineRate {
         EngineRate { host_rate: host_rate.max(1.0) }
     }
 
-    /// Returns the time for a batch: a fixed cost, plus a time per byte of data. Each byte is
+    /// Returns the time for a batch: a fixed time, plus a time per byte of data. Each byte is
     /// multiplied and added once for each computed fragment. Therefore the time per byte is
     /// proportional to the number of computed fragments. It does not depend on the number of data
     /// fragments.
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn the_accelerator_is_slower_than_a_core_by_the_factors_of_the_paper() {
+    fn the_accelerator_is_slower_than_a_core_by_the_factors_that_ryu_et_al_measured() {
         let rate = 4e9;
         let slower = |mb: u64| {
             let core = (mb * MB) as f64 / rate;
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_has_one_fixed_cost_and_fewer_fragments_take_less_time() {
+    fn a_batch_has_one_fixed_cost_and_computing_fewer_fragments_takes_less_time() {
         let pace = EngineRate::paper(1e9);
         let [one, two] = [1, 2].map(|count| pace.of_batch(&vec![work(10 * MB, 32); count]));
         assert_eq!((one, two), (Duration::from_millis(24 + 103), Duration::from_millis(24 + 206)));

@@ -1,5 +1,5 @@
 //! Coding threads of a processor. Each thread executes one task at a time. The DPU's threads are
-//! `ec-0`, `ec-1` …, the host's are `ech-0` ….
+//! `ec-0`, `ec-1` …, the host's threads are `ech-0`, `ech-1` ….
 
 use std::io;
 
@@ -31,14 +31,14 @@ pub struct SoftwareOptions {
 }
 
 impl SoftwareOptions {
-    /// Settings for one thread of this processor, with default limits.
+    /// Returns the settings for one thread of this processor, with default limits.
     #[must_use]
     pub fn new(processor: Processor) -> SoftwareOptions {
         SoftwareOptions { processor, threads: 1, queue: 1024, faults: Faults::default() }
     }
 }
 
-/// Starts the threads.
+/// Starts the coding threads of a processor.
 ///
 /// # Errors
 /// If the system cannot create the threads.

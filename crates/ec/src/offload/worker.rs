@@ -1,10 +1,10 @@
-//! [`Worker`]: threads that execute coding tasks. The DPU's accelerator and its cores are both
-//! workers.
+//! [`Worker`]: threads that execute coding tasks. The DPU's accelerator, the DPU's cores and the
+//! host's processor have one worker each.
 //!
-//! A task is a closure; its caller waits for the result. The queue is bounded. A worker without an
-//! [`EngineRate`] returns each result at once. A worker with an `EngineRate` emulates a device: it
-//! takes all waiting tasks as one batch, computes them, and sleeps until the device would have
-//! finished.
+//! A task is a closure, and the caller that submits the task waits for the result. The queue is
+//! bounded. A worker without an [`EngineRate`] returns each result at once. A worker with an
+//! `EngineRate` emulates a device: it takes all waiting tasks as one batch, computes them, and
+//! sleeps until the device would have finished.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 
 use super::batch::{CodingWork, EngineRate};
 
-/// Why a task has no result.
+/// Reason why a task has no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerError {
     /// The queue is full.
@@ -34,17 +34,17 @@ pub enum WorkerError {
         waiting: usize,
     },
     /// The worker has stopped.
-    #[error("the worker {0:?} has been shut down; run the task elsewhere")]
+    #[error("the worker {0:?} has been shut down; run the task on another worker")]
     Stopped(&'static str),
     /// The task panicked.
     #[error("the task panicked: {0}; this is a bug, please report it")]
     Panicked(String),
     /// A fault was injected.
-    #[error("a fault was injected at {}; run the task elsewhere, or clear the fault", Site::EcOffload.name())]
+    #[error("a fault was injected at {}; run the task on another worker, or clear the fault", Site::EcOffload.name())]
     Injected,
 }
 
-/// Statistics of a worker, for `status`. Counts begin at its start.
+/// Statistics of a worker, for the command `status`. The counts begin when the worker starts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerStats {
     /// Name of the worker.
@@ -55,13 +55,14 @@ pub struct WorkerStats {
     pub tasks: u64,
     /// Data of the finished tasks, in bytes.
     pub bytes: u64,
-    /// Number of batches; equal to `tasks` if the worker does not work in batches.
+    /// Number of batches. If the worker does not work in batches, each task counts as one batch.
     pub batches: u64,
     /// Number of tasks without a result: a fault was injected, or the task panicked.
     pub failed: u64,
     /// CPU time used for the tasks, in nanoseconds.
     pub cpu_ns: u64,
-    /// Number of batches for which this machine needed longer than the emulated device would have.
+    /// Number of batches for which this machine needed more time than the emulated device would
+    /// have needed.
     pub overruns: u64,
 }
 
@@ -72,12 +73,14 @@ pub(super) struct WorkerSettings {
     pub(super) threads: usize,
     /// Maximum number of waiting tasks.
     pub(super) queue: usize,
-    /// For a device: its speed, and the maximum data of a batch of more than one task, in bytes.
+    /// For a device: its speed, and the maximum number of bytes of data in a batch of several
+    /// tasks.
     pub(super) device: Option<(EngineRate, u64)>,
     pub(super) faults: Faults,
 }
 
-/// A set of worker threads. Dropping it stops them and abandons unanswered tasks.
+/// A set of worker threads. Dropping the worker stops the threads and abandons the tasks that have
+/// no result yet.
 pub struct Worker {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -97,8 +100,8 @@ struct State {
     stopping: bool,
 }
 
-/// Computes the task. Its argument is true if a fault is injected; then the task fails. Returns
-/// `None` if no caller waits for the result.
+/// A closure that computes a task. The closure's argument is true if a fault is injected; then the
+/// task fails. The closure returns `None` if no caller waits for the result.
 type CodingJob = Box<dyn FnOnce(bool) -> Option<ComputedJob> + Send>;
 
 struct ComputedJob {
@@ -142,7 +145,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Name for display, which shows whether the worker is emulated.
+    /// Returns the name for display, which shows whether the worker is emulated.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.shared.settings.name
@@ -257,7 +260,7 @@ impl Shared {
     }
 
     /// Sleeps until the emulated device would have finished the computed batch. Returns `false` if
-    /// the worker stops before.
+    /// the worker stops earlier.
     fn keep_pace(&self, due: Instant) -> bool {
         if due <= Instant::now() {
             self.meters.overruns.fetch_add(1, Ordering::Relaxed);
@@ -298,7 +301,7 @@ impl Shared {
         Some((item.work, computed))
     }
 
-    /// Sleeps until `due`. Returns `false` if the worker stops before.
+    /// Sleeps until `due`. Returns `false` if the worker stops earlier.
     fn sleep_until(&self, due: Instant) -> bool {
         let mut state = self.lock();
         while !state.stopping {

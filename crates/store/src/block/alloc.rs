@@ -1,5 +1,5 @@
-//! The block allocator. It returns one free run if one is long enough, and otherwise the longest
-//! runs first.
+//! The block allocator. An allocation returns one free run if a run is long enough. Otherwise it
+//! returns several runs, the longest first.
 //!
 //! The unit of search is a page of the bitmap (128 MiB). When a search of a page fails, the
 //! allocator remembers the page's longest free run. It does not search full or fragmented pages
@@ -110,7 +110,7 @@ impl Allocator {
         self.taken.free_summary()
     }
 
-    /// Allocates `want` blocks. Returns `None` and allocates nothing if too few are free.
+    /// Allocates `want` blocks. Returns `None` and allocates nothing if too few blocks are free.
     pub(crate) fn alloc(&mut self, want: u64, purse: Purse) -> Option<Vec<Extent>> {
         self.room.take(want, purse).then(|| self.alloc_promised(want))
     }

@@ -28,8 +28,8 @@ use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError,
 pub(crate) enum Stop {
     /// These items must be loaded first.
     Need(Vec<Need>),
-    /// This number of blocks must be free, for the allocation that failed and all earlier
-    /// allocations of the transaction.
+    /// Too few blocks are free. The number is the sum of the blocks of the failed allocation and of
+    /// all earlier allocations of the transaction.
     Space(u64),
     /// A checkpoint must run first, because only then is it known whether the index has enough
     /// room. If the index still has too little room, the transaction fails with this error.

@@ -53,7 +53,7 @@ impl Bitmap {
     }
 
     /// Adds the blocks of a run to the set if `taken` is true, and removes them otherwise. Returns
-    /// the number of blocks for which this changed nothing.
+    /// the number of blocks that were already in the requested state.
     pub(crate) fn set(&mut self, extent: Extent, taken: bool) -> u64 {
         debug_assert!(self.covers(extent));
         let mut changed = 0;

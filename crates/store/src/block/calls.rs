@@ -18,8 +18,9 @@ use super::stages::PARKS_MAX;
 use super::view::Loaded;
 use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
-/// Maximum number of checkpoints that a call waits for before it fails for lack of index space.
-/// After each checkpoint, other calls may change the index again before this call's turn.
+/// Maximum number of checkpoints that a call waits for before it fails for lack of index space. One
+/// checkpoint may not suffice, because other calls may change the index again before this call's
+/// turn.
 const CHECKPOINTS_MAX: u32 = 8;
 /// Minimum size of the index reserve, in bytes. The index reserve is free space of the index for
 /// the node's own records and for freeing space.
@@ -107,7 +108,8 @@ impl Core {
         }
     }
 
-    /// Accepts a completion. Call [`advance`](Self::advance) afterwards.
+    /// Accepts an event: the completion of a drive request, of a load or of a checkpoint. Call
+    /// [`advance`](Self::advance) afterwards.
     pub(crate) fn complete(&mut self, event: CoreEvent) {
         match event {
             CoreEvent::Io(done) => self.io_done(done),
@@ -187,7 +189,7 @@ impl Core {
         }
     }
 
-    /// Tries to execute a call.
+    /// Executes a call if its data is loaded and no earlier call is in its queues.
     fn run(&mut self, op: u64) {
         let Some(mut pending) = self.pending.remove(&op) else { return };
         if pending.loading > 0 || !self.is_first(op, &pending) {
@@ -287,8 +289,8 @@ impl Core {
         }
     }
 
-    /// Whether a call may wait for a checkpoint. Further attempts before the end of the same
-    /// checkpoint do not count as another checkpoint.
+    /// Whether a call may wait for another checkpoint. Counts each checkpoint only once, even if
+    /// the call is tried several times before the checkpoint ends.
     fn may_ask_for_checkpoint(&self, pending: &mut PendingCall) -> bool {
         if pending.asked_in.replace(self.generation) != Some(self.generation) {
             pending.checkpoints += 1;

@@ -1,4 +1,5 @@
-//! Checkpoints. A checkpoint applies all changes before one position of the log to the index.
+//! Checkpoints. A checkpoint has a position in the log, and applies to the index all changes that
+//! the log records before this position.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,8 +38,8 @@ impl Checkpoint {
     /// the log keeps all changes until the index has committed them.
     ///
     /// # Errors
-    /// If the drive fails, or the index is damaged or full. The drive then has the state before or
-    /// after the checkpoint.
+    /// If the drive fails, or the index is damaged or full. The index may then have some of the
+    /// changes, but the log still has all of them.
     pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<CheckpointOutcome> {
         self.write_deferred(drive)?;
         let bitmap: Changes =

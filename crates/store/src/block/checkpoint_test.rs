@@ -73,7 +73,7 @@ fn stands_still(watch: &CheckpointWatch) -> bool {
 }
 
 #[test]
-fn the_watch_tells_whether_an_awaited_checkpoint_makes_progress() {
+fn the_checkpoint_watch_tells_whether_an_awaited_checkpoint_makes_progress() {
     let dir = tempfile::tempdir().unwrap();
     let path = made(dir.path());
     let file = Arc::new(FileDrive::open(&path, None).unwrap());

@@ -3,11 +3,11 @@
 //! Applied transactions gather while the drive writes the previous group. The store writes a
 //! group's data and its log sectors at the same time. When both writes have completed, one flush
 //! makes the group durable, and the store acknowledges its transactions. Groups become durable in
-//! order.
+//! the order in which they were formed.
 //!
 //! The store does not reuse freed blocks immediately, because recovery may still compare them with
-//! the checksums of their old content. A later group records that the group that freed them was
-//! flushed. When that later group is durable, the blocks are free for reuse.
+//! the checksums of their old content. A later group records that the group with the freeing
+//! transaction was flushed. When this later group is durable, the store may reuse the blocks.
 
 use std::sync::Arc;
 
@@ -25,9 +25,10 @@ use super::transfers::MAX_WRITE;
 use crate::{Result, StoreError};
 
 /// Maximum amount of data that waits for its group to be formed, in bytes. The data waits so that
-/// adjacent blocks can share a request. If more data waits, the store writes it immediately.
+/// adjacent blocks can share a request. If more data waits, the store writes all waiting data
+/// immediately.
 const GATHERED: usize = 256 << 10;
-/// A checkpoint starts when this many bytes of changes are in memory.
+/// A checkpoint starts at the latest when this many bytes of changes of the index are in memory.
 const MAX_CHANGES: usize = 32 << 20;
 
 impl Core {
@@ -97,7 +98,7 @@ impl Core {
         self.write_log(number, start, &bytes);
     }
 
-    /// Writes a group's sectors. Splits the write if the group continues at the start of the ring.
+    /// Writes a group's sectors. Splits the write if the group wraps around the end of the ring.
     fn write_log(&mut self, group: u64, start: u64, sectors: &[u8]) {
         let slot = start % self.commits.ring;
         let first = sectors.len().min((self.commits.ring - slot) as usize * SECTOR);
@@ -152,7 +153,8 @@ impl Core {
         self.commits.checkpointing && self.is_starved()
     }
 
-    /// Starts and continues checkpoints.
+    /// If a checkpoint is requested, freezes the state for it. Starts a frozen checkpoint when the
+    /// log is flushed up to the checkpoint's position.
     fn checkpoint_step(&mut self) {
         let commits = &mut self.commits;
         let busy = commits.frozen.is_some() || commits.checkpointing;
@@ -188,8 +190,8 @@ impl Core {
         self.commits.frozen = Some((self.commits.next, Box::new(checkpoint)));
     }
 
-    /// Handles the end of a checkpoint. Drops the changes that the checkpoint has written from
-    /// memory, and frees their space in the log.
+    /// Handles the end of a checkpoint. Drops from memory the changes that the checkpoint has
+    /// written, and frees the log space of these changes.
     pub(crate) fn checkpointed(&mut self, result: Result<super::checkpoint::CheckpointOutcome>) {
         self.commits.checkpointing = false;
         match result {
@@ -211,7 +213,8 @@ impl Core {
     /// Completes an unmount when no work is left.
     pub(crate) fn try_close(&mut self) {
         if self.poisoned.is_some() {
-            // The log sectors that this checkpoint waits for are never flushed.
+            // Drop the frozen checkpoint, because it waits for log sectors that will never be
+            // flushed.
             self.commits.frozen = None;
         }
         if self.closing.is_none()

@@ -54,7 +54,8 @@ pub(crate) struct Commits {
     pub(super) write_bytes: usize,
     pub(super) frees: Vec<Extent>,
     pub(super) groups: VecDeque<CommitGroup>,
-    /// Number of outstanding requests by group, including the group that is not formed yet.
+    /// Number of outstanding drive requests by group number. The next group, which is not formed
+    /// yet, may have requests, too.
     pub(super) outstanding: HashMap<u64, usize>,
     /// Number of the last group that the current flush covers.
     pub(super) flushing: Option<u64>,
@@ -63,13 +64,15 @@ pub(crate) struct Commits {
     pub(super) flushed_group: u64,
     /// Sequence number after the last group that has transactions.
     pub(super) content_end: u64,
-    /// Sequence number before which all sectors were flushed, as the log durably records.
+    /// Sequence number before which all sectors were flushed, according to the durable part of the
+    /// log.
     pub(super) witnessed: u64,
     pub(super) quarantine: VecDeque<Quarantined>,
     pub(super) quarantined: u64,
     pub(super) deferred: Deferred,
     pub(super) deferred_frozen: Option<Arc<Deferred>>,
-    /// A checkpoint that waits until the log is flushed up to a sequence number, with this number.
+    /// A checkpoint that waits for a flush of the log, and the sequence number up to which the log
+    /// must be flushed.
     pub(super) frozen: Option<(u64, Box<Checkpoint>)>,
     pub(super) checkpointing: bool,
     pub(super) want_checkpoint: bool,
@@ -113,8 +116,8 @@ impl Commits {
     }
 
     /// Whether no more transactions can be applied until a group is formed or the log has room for
-    /// one more. Applied transactions must always fit into the log. A checkpoint makes room in the
-    /// log, but it begins only when all applied transactions are in the log.
+    /// another transaction. Applied transactions must always fit into the log. A checkpoint makes
+    /// room in the log, but it begins only when all applied transactions are in the log.
     pub(crate) fn is_full(&self) -> bool {
         let most = self.max_record();
         // The limit does not include a record's lists of blocks, so add a quarter for them.

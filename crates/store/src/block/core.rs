@@ -1,7 +1,7 @@
 //! The state of a mounted target.
 //!
 //! [`Core`] does no I/O and never waits. It accepts commands and events ([`calls`](super::calls)).
-//! It puts drive requests and [`BlockingWork`] into [`CoreOutput`], from which its driver takes
+//! It puts drive requests and [`BlockingWork`] into [`CoreOutput`], from which the driver takes
 //! them. A test can therefore deliver events to the core in any order.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -27,16 +27,16 @@ use super::superblock::Superblock;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
 
-/// Call number that stands for the scan that fills [`Presence`].
+/// Call number of the scan that fills [`Presence`].
 pub(crate) const SCAN: u64 = 0;
 
-/// A call that waits for its turn or for a load.
+/// A call that waits for its turn, for a load, for free blocks or for a checkpoint.
 #[derive(Debug)]
 pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
     pub(crate) collections: Vec<CollectionId>,
     /// Stages that the call names and that were not released when the call arrived. The store keeps
-    /// them until the call is complete.
+    /// these stages until the call is complete.
     pub(crate) stages: Vec<u64>,
     pub(crate) loaded: Loaded,
     /// Number of outstanding loads.
@@ -60,15 +60,15 @@ pub(crate) enum CoreCall {
 /// Purpose of an I/O request.
 #[derive(Debug)]
 pub(crate) enum Purpose {
-    /// Data of the transactions of a group.
+    /// Data of the transactions of a commit group.
     Data { blocks: Extent, group: u64 },
-    /// Staged data, which groups may wait for.
+    /// Staged data, with the numbers of the commit groups that wait until it is written.
     Stage { blocks: Extent, write: u64, groups: Vec<u64> },
-    /// A piece of a log group.
+    /// A part of the log sectors of a commit group.
     Log { group: u64 },
     /// A flush.
     Flush,
-    /// Part of a read.
+    /// A run of blocks of a read.
     Read { read: u64 },
     /// A block that a call reads to merge new data into it.
     Block { op: u64, block: u64, whole: SplitBuffer },
@@ -79,7 +79,8 @@ pub(crate) enum Purpose {
 pub(crate) struct MemoryLimits {
     /// Limit of the cache of index values, in bytes.
     pub(crate) cache_bytes: usize,
-    /// Size of the buffers for reads without a destination and for unaligned writes, in bytes.
+    /// Total size of the buffers for reads without a destination and for unaligned writes, in
+    /// bytes.
     pub(crate) buffer_bytes: usize,
 }
 
@@ -95,7 +96,7 @@ pub(crate) struct Core {
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
     pub(crate) stages: HashMap<u64, Stage>,
-    /// The highest stage number in use. The target's handle also assigns stage numbers.
+    /// The highest stage number assigned so far. The target's handle also assigns stage numbers.
     pub(crate) last_stage: Arc<AtomicU64>,
     pub(crate) stage_writes: HashMap<u64, StageWrite>,
     pub(crate) waiting_stages: VecDeque<WaitingStage>,
@@ -113,7 +114,7 @@ pub(crate) struct Core {
     pub(crate) pool: BufferPool,
     pub(crate) index_space: (u64, u64),
     pub(crate) poisoned: Option<String>,
-    /// The group of the last transaction of each collection.
+    /// For each collection, the number of the commit group that contains its last transaction.
     pub(crate) changed_in: HashMap<CollectionId, u64>,
     pub(crate) closing: Option<ReplySender>,
     pub(crate) closed: bool,
@@ -179,7 +180,7 @@ impl Core {
         self.next_id
     }
 
-    /// Whether calls wait for their turn or for a load.
+    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         !self.pending.is_empty()
@@ -193,7 +194,8 @@ impl Core {
             && self.waiting_stages.is_empty()
     }
 
-    /// Whether calls wait for space. If so, the store should make freed blocks usable soon.
+    /// Whether calls wait for free blocks, or for room in the log or the index. If so, the store
+    /// should make freed blocks usable soon.
     pub(crate) fn is_starved(&self) -> bool {
         !self.starved.is_empty() || !self.waiting_stages.is_empty()
     }
@@ -225,7 +227,7 @@ impl Core {
     /// yet.
     pub(crate) fn poison(&mut self, reason: &str) {
         if self.poisoned.is_none() {
-            tracing::error!(reason, "the target refuses writes");
+            tracing::error!(reason, "the target refuses writes until a remount");
             metrics::counter!("outboard_store_poisoned_total").increment(1);
             self.poisoned = Some(reason.to_owned());
             self.alloc.room().close();

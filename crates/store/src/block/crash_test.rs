@@ -34,7 +34,8 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     futures::executor::block_on(future)
 }
 
-/// Returns the factor in `OUTBOARD_CRASH_FACTOR`, by which the tests run more rounds than usual.
+/// Returns the factor for the number of test rounds, from the environment variable
+/// `OUTBOARD_CRASH_FACTOR`; 1 by default.
 fn factor() -> usize {
     std::env::var("OUTBOARD_CRASH_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1)
 }
@@ -67,7 +68,7 @@ pub(super) async fn digest_of(
 }
 
 #[test]
-fn the_simulated_target_passes_the_conformance_suite() {
+fn a_store_on_a_simulated_drive_passes_the_conformance_suite() {
     let big = || {
         let drive = SimDrive::new(vec![0; 48 << 20]);
         let shared: Arc<dyn Drive> = drive.clone();
@@ -83,12 +84,12 @@ fn the_simulated_target_passes_the_conformance_suite() {
     run(random_operations(Arc::new(SimStore::mount(&drive, seed).unwrap()), seed, 400));
 }
 
-/// A workload that has run: its states, and the positions at which its transactions were
-/// acknowledged.
+/// A workload that has run: the states of the target, and the positions in the drive's history at
+/// which transactions were acknowledged.
 struct Story {
     drive: Arc<SimDrive>,
     start: Vec<u8>,
-    /// Digest after each applied transaction.
+    /// Digest of the target's content before the workload and after each applied transaction.
     states: Vec<u64>,
     /// For each acknowledged transaction: the number of transactions that were applied up to it,
     /// and the drive's position when it was acknowledged.
@@ -191,12 +192,12 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
 }
 
 #[test]
-fn a_crash_leaves_a_prefix_with_all_acknowledged_transactions() {
+fn a_crash_keeps_all_acknowledged_transactions_and_a_prefix_of_the_others() {
     crash(seed());
 }
 
 #[test]
-fn a_crash_while_a_checkpoint_runs_in_steps_leaves_a_prefix() {
+fn a_crash_while_a_checkpoint_runs_in_steps_keeps_a_prefix_of_the_transactions() {
     ALWAYS_IN_STEPS.set(true);
     crash(seed());
     ALWAYS_IN_STEPS.set(false);
@@ -222,8 +223,8 @@ fn crash(seed: u64) {
     assert!(checkpoints > 10, "the workloads include more than 10 checkpoints ({checkpoints})");
 }
 
-/// Checks the target after one crash. Returns whether the crash lost transactions, which may only
-/// be unacknowledged ones.
+/// Checks the target after one crash. Returns whether the crash lost transactions. Only
+/// unacknowledged transactions may be lost.
 fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let least =
         story.acknowledged.iter().filter(|(_, at)| *at <= position).map(|(n, _)| *n).max().unwrap_or(0);
@@ -241,8 +242,8 @@ fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     story.states[most] != found
 }
 
-/// Flips one bit of a target. Returns the position of its byte, and the digest of the content that
-/// the target then has, or the error.
+/// Flips one bit of a target. Returns the position of the bit's byte on the drive. Also returns the
+/// digest of the damaged target's content, or the error of the mount or of a read.
 fn flip(image: Vec<u8>, rng: &mut StdRng) -> (usize, Result<u64, StoreError>) {
     // A third of the flips hits any byte, a third hits the first part of the drive, where log and
     // index are, and a third hits bytes that are not zero.
@@ -276,7 +277,10 @@ fn a_flipped_bit_after_a_crash_loses_only_data_not_recorded_as_flushed() {
             Err(StoreError::Corrupt { .. } | StoreError::NotATarget(_)) => reported += 1,
             Err(other) => panic!("flip {i}: {other}"),
             Ok(found) => {
-                assert!(story.states.contains(&found), "flip {i} of byte {byte} mixes states");
+                assert!(
+                    story.states.contains(&found),
+                    "after flip {i} of byte {byte}, the content matches no state of the workload"
+                );
                 let whole = story.states[least..].contains(&found);
                 assert!(whole || byte >= data, "flip {i} of byte {byte} lost an acknowledged change");
                 harmless += usize::from(whole);
@@ -355,7 +359,7 @@ fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
         let prefix = states.iter().rposition(|s| *s == found);
         assert!(
             states[durable..].contains(&found),
-            "round {round}: {prefix:?} of {}, {durable} durable",
+            "round {round}: the content is state {prefix:?} of {}, but state {durable} is durable",
             states.len()
         );
     }
@@ -406,9 +410,10 @@ fn one_failed_write_or_flush_of_a_checkpoint_poisons_the_target() {
     assert!(fired > 5, "{fired} faults fired");
 }
 
-/// Mounts the target of `image` on a drive that fails one write or flush, after `after` others.
-/// Returns the drive and whether the fault was injected. A mount that makes fewer requests does not
-/// meet the fault. A mount can also succeed with the fault, if only the closing of the index fails.
+/// Mounts the target of `image` on a drive that fails one write or flush, after `after` successful
+/// writes and flushes. Returns the drive and whether the fault was injected. A mount that makes at
+/// most `after` such requests does not meet the fault. A mount succeeds despite the fault if only
+/// the closing of the index fails.
 fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<SimDrive>, bool) {
     let drive = SimDrive::new(image);
     drive.fail_once_after(after);
@@ -419,7 +424,7 @@ fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<SimDrive>, bool) {
 }
 
 #[test]
-fn a_target_mounts_after_any_two_failed_mounts() {
+fn a_target_can_be_mounted_after_any_two_failed_mounts() {
     let story = tell(fresh(), seed(), 10, End::Cut);
     let expected = *story.states.last().unwrap();
     let start = story.drive.image();

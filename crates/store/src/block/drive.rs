@@ -83,8 +83,8 @@ impl FileDrive {
         FileDrive::open_with(path, create, 0)
     }
 
-    /// Like [`open`](Self::open), for a path that may not be a target. Refuses a block device that
-    /// is mounted or that another user has opened exclusively.
+    /// Like [`open`](Self::open), for a path that need not be a target. Refuses a block device that
+    /// is mounted or that another process has opened exclusively.
     ///
     /// # Errors
     /// Those of [`open`](Self::open).
@@ -151,7 +151,7 @@ impl FileDrive {
             Err(e) => {
                 tracing::error!(
                     path = name,
-                    "other users can read the target, and its mode cannot be changed: {e}"
+                    "other users can read the target, and its mode cannot be changed: {e}; change the mode of the file to 0600"
                 )
             }
         }
@@ -167,8 +167,8 @@ impl FileDrive {
 /// Mode of a target's file. Read access to the file gives access to all objects.
 const PRIVATE: u32 = 0o600;
 
-/// Locks the file. Waits briefly in case a killed process still has the lock because the kernel
-/// completes its I/O.
+/// Locks the file. Waits briefly, because a killed process holds the lock until the kernel has
+/// completed the I/O of the process.
 fn lock(file: &File, name: &str) -> Result<()> {
     const TRIES: usize = 25;
     for attempt in 1.. {
@@ -215,7 +215,8 @@ impl Drop for FileDrive {
     }
 }
 
-/// Returns memory that contains `len` block-aligned bytes, and the offset of the first of them.
+/// Returns memory that contains `len` block-aligned bytes, and the offset of these bytes in the
+/// memory.
 fn aligned(len: usize) -> (Vec<u8>, usize) {
     let memory = vec![0; len + BLOCK_SIZE];
     let start = memory.as_ptr().align_offset(BLOCK_SIZE);

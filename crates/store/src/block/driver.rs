@@ -26,14 +26,14 @@ use crate::Result;
 
 /// After this idle time, the store records in the log that the whole log was flushed.
 const IDLE: Duration = Duration::from_millis(5);
-/// Maximum number of commands taken from the mailbox in one turn.
+/// Maximum number of commands that one round of the driver takes from the mailbox.
 const BATCH: usize = 256;
 /// Number of threads that read the index for calls.
 const LOADERS: usize = 2;
-/// Maximum number of loads that one of these threads takes at once.
+/// Maximum number of loads that one of the [`LOADERS`] threads takes at once.
 const LOADS_AT_ONCE: usize = 8;
 
-/// The state and the I/O ring of a mounted target.
+/// Runs a mounted target. The driver owns the target's state and I/O ring.
 ///
 /// While it runs, the driver never blocks on the drive, so a thread with other work can run it
 /// ([`run`](Self::run)). Then calls from that thread, and their replies, need not wake another
@@ -116,8 +116,9 @@ impl Driver {
     /// Runs the target as a task of a Tokio runtime with I/O and time enabled, until the target is
     /// unmounted or its handle is dropped. Once polled, the task must stay on its thread. At the
     /// end, the task waits for outstanding drive requests, and then for a running checkpoint and
-    /// the closing of the index. The first wait blocks the thread. The second wait does not,
-    /// although closing the index of a failed drive may take as long as the drive's timeouts.
+    /// the closing of the index. The wait for drive requests blocks the thread. The wait for the
+    /// checkpoint and the index does not block the thread, because closing the index of a failed
+    /// drive may take as long as the drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(
@@ -140,7 +141,7 @@ impl Driver {
             let _ = ended.send(());
         };
         if let Err(error) = base::thread::spawn(ThreadClass::Store, "end", join_all) {
-            tracing::warn!(%error, "cannot create a thread that waits for the target's workers; they end without it");
+            tracing::warn!(%error, "cannot create the thread that waits for the end of the target's worker threads; the driver ends without waiting for them");
         }
         // An error means that the waiting thread was not created.
         let _ = end.await;
@@ -155,7 +156,7 @@ impl Driver {
         match self.turn() {
             Err(error) => self.fail(&error),
             // Lets the other tasks of the thread run first, because they may add work for the next
-            // turn.
+            // round.
             Ok(true) => {
                 idle.counting = false;
                 cx.waker().wake_by_ref();
@@ -270,7 +271,7 @@ impl Driver {
         let is_load = |work: &BlockingWork| matches!(work, BlockingWork::Load { .. });
         let (mut loads, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
-        let ended = || io::Error::other("a worker thread has ended");
+        let ended = || io::Error::other("a worker thread of the target has ended");
         while !loads.is_empty() {
             // Send loads in batches, so that one wake-up serves several loads. Limit the batches,
             // so that several workers share the loads.

@@ -79,12 +79,12 @@ impl FsckReport {
 /// because the store does not know the meaning of xattrs.
 pub type Inspect<'a> = &'a dyn Fn(&ObjectId, u64, &BTreeMap<Bytes, Bytes>) -> Option<String>;
 
-/// Checks the target at `path`, which must not be mounted. With `repair`, it discards a damaged end
-/// of the log, corrects the bitmap, the reference counts and the block counts of objects, and
-/// removes entries that belong to no object. It reports blocks with wrong checksums but cannot
-/// repair them: restore their objects from copies. The report includes the problems that `inspect`
-/// finds. `progress` receives the number of blocks checked so far and the number of blocks that
-/// belong to objects.
+/// Checks the target at `path`, which must not be mounted. With `repair`, this function discards a
+/// damaged end of the log, corrects the bitmap, the reference counts and the block counts of
+/// objects, and removes entries that belong to no object. Blocks with wrong checksums are reported
+/// but cannot be repaired: restore their objects from copies. The report includes the problems that
+/// `inspect` finds. `progress` receives the number of blocks checked so far and the number of
+/// blocks that belong to objects.
 ///
 /// # Errors
 /// If the file is not a target of this version, if it is in use, or if the drive fails. Damage is
@@ -99,7 +99,7 @@ pub fn fsck(
     check(&drive, repair, inspect, &mut progress)
 }
 
-/// Checks a drive; see [`fsck`].
+/// Checks the target on `drive`; see [`fsck`].
 pub(crate) fn check(
     drive: &Arc<dyn Drive>,
     repair: bool,
@@ -225,7 +225,7 @@ impl Check<'_> {
             if let Some(other) = objects.insert(nid, object) {
                 report.problem(
                     place,
-                    format!("it has the same number as {}", other.key.escape_ascii()),
+                    format!("it has the same object number as onode {}", other.key.escape_ascii()),
                     false,
                 );
             }
@@ -391,7 +391,11 @@ impl Check<'_> {
             Ok(())
         })?;
         for (chunk, page) in expected {
-            self.report.problem(format!("reference counts {chunk}"), "they are missing", self.repair);
+            self.report.problem(
+                format!("reference counts {chunk}"),
+                "these reference counts are missing",
+                self.repair,
+            );
             self.fixes.insert(key::refs(chunk), page.encode());
         }
         Ok(())

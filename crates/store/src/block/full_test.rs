@@ -92,7 +92,7 @@ fn a_transaction_whose_writes_do_not_all_fit_is_refused_and_later_calls_run() {
         "a read queued behind the transaction gets a reply"
     );
     run(removed).unwrap();
-    assert_eq!(run(listed).unwrap(), (vec![], false), "calls execute in order");
+    assert_eq!(run(listed).unwrap(), (vec![], false), "calls execute in the order of submission");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
 }
 
 #[test]
-fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
+fn only_one_of_three_calls_that_compete_for_space_succeeds_and_all_get_replies() {
     let (_, store) = mount(fresh(12 << 20));
     create(&store, &["c", "d", "e"]);
     let (c, d, e) = (cid("c"), cid("d"), cid("e"));
@@ -134,16 +134,19 @@ fn only_one_of_three_competing_calls_fits_and_all_get_replies() {
 }
 
 /// Runs random transactions on a nearly full target, several at a time, and compares the target
-/// with a model. Then checks the target after power failures. The test runs at least three rounds,
-/// and more until enough transactions were refused, because the number of refusals in a round
-/// depends on the seed.
+/// with the reference model [`MemStore`]. Then checks the target after power failures. The test
+/// runs at least three rounds, and more until enough transactions were refused, because the number
+/// of refusals in a round depends on the seed.
 #[test]
-fn a_nearly_full_target_behaves_like_the_model_and_survives_crashes() {
+fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() {
     let (mut refused, mut done) = (0, 0);
     let first = seed();
     let mut round = 0;
     while round < 3 || refused <= 20 || done <= 100 {
-        assert!(round < 20, "after {round} rounds: {refused} refused, {done} done");
+        assert!(
+            round < 20,
+            "after {round} rounds, only {refused} transactions were refused and {done} succeeded"
+        );
         let seed = first.wrapping_add(round);
         let start = {
             let (drive, store) = mount(fresh(8 << 20));
@@ -335,7 +338,7 @@ fn a_write_that_changes_nothing_needs_no_free_block() {
 }
 
 #[test]
-fn a_target_with_a_full_index_accepts_changes_from_the_reserve() {
+fn a_target_with_a_full_index_accepts_changes_that_use_the_reserve() {
     let (drive, store) = mount(fresh(12 << 20));
     create(&store, &["c"]);
     let c = cid("c");

@@ -18,11 +18,11 @@ use crate::{Area, Result, StoreError};
 
 const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
 
-/// Entries of the index that one scan read.
+/// Entries of the index that one scan returns.
 #[derive(Debug, Default)]
 pub(crate) struct EntryBatch {
     pub(crate) entries: Vec<(Bytes, Bytes)>,
-    /// The key at which to continue, if entries remain.
+    /// The key at which to continue the scan, if entries remain.
     pub(crate) resume: Option<Bytes>,
 }
 
@@ -31,7 +31,7 @@ pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
 #[cfg(test)]
 std::thread_local! {
-    /// For crash tests: applies all changes in steps.
+    /// Whether all changes are applied in steps. Crash tests set this flag.
     pub(crate) static ALWAYS_IN_STEPS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
@@ -44,7 +44,7 @@ fn always_in_steps() -> bool {
 
 type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
-/// Number of changes per step when there is no room for all changes together.
+/// Number of changes per commit when the index has no room for all changes in one commit.
 const STEP: usize = 8;
 
 /// The index. Any thread may call its methods, which block.
@@ -53,8 +53,8 @@ pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
     database: RwLock<Option<Database>>,
-    /// Bytes in use at the last measurement plus the bytes written since; 0 before the first
-    /// measurement.
+    /// Estimate of the bytes in use: the last measurement plus four times the bytes written since;
+    /// 0 before the first measurement.
     used: AtomicU64,
 }
 
@@ -79,7 +79,7 @@ impl Index {
         })
     }
 
-    /// Runs `f`. If that fails, reopens the database and runs `f` again.
+    /// Runs `f`. If `f` fails, reopens the database and runs `f` again.
     fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
@@ -119,8 +119,8 @@ impl Index {
         })
     }
 
-    /// Returns entries with `from <= key < to`, in order: at most `limit` entries and about
-    /// `max_bytes` bytes. If entries remain, the result says at which key to continue.
+    /// Returns entries with `from <= key < to`, in order of the keys: at most `limit` entries and
+    /// about `max_bytes` bytes. If entries remain, the result says at which key to continue.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page that the call reads is damaged.
@@ -179,7 +179,10 @@ impl Index {
                 result => return result,
             }
         }
-        tracing::info!(changes = all.len(), "the index is nearly full; its changes are applied in steps");
+        tracing::info!(
+            changes = all.len(),
+            "the index is nearly full; a checkpoint applies its changes in steps"
+        );
         let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
         removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
         self.commit(&ending().collect::<Vec<_>>())
@@ -204,7 +207,7 @@ impl Index {
         })
     }
 
-    /// Returns the meta record of the index, which contains its position in the log.
+    /// Returns the meta record of the index, which contains the index's position in the log.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if the record is missing or damaged.

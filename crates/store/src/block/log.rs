@@ -1,9 +1,9 @@
 //! The redo log: a ring of 512-byte sectors, each with a checksum. See `docs/format.md`.
 //!
-//! A *record* describes one transaction. A *group* is the unit of writing and flushing. It consists
-//! of consecutively numbered sectors with the group's records, padded to 4 KiB. `mkfs` fills the
-//! ring with valid sectors. After a torn write, each sector therefore has its old or its new
-//! content, and any other content is damage.
+//! A *record* describes one transaction. A *group* is the unit of writing and flushing. A group
+//! consists of consecutively numbered sectors with the group's records, padded to 4 KiB. `mkfs`
+//! fills the ring with valid sectors. After a torn write, each sector therefore has its old or its
+//! new content, and any other content is damage.
 
 use base::block::crc32c;
 use bytes::{Bytes, BytesMut};
@@ -15,7 +15,8 @@ use super::records::corrupt;
 use super::superblock::{SECTOR, Superblock};
 use crate::Result;
 
-/// Groups start at multiples of this number of sectors, and are padded to a multiple of it.
+/// Alignment of groups, in sectors. Each group starts at a multiple of this number and is padded to
+/// a multiple of this number.
 pub(crate) const GROUP_SECTORS: u64 = 8;
 const HEADER: usize = 32;
 const PAYLOAD: usize = SECTOR - HEADER;
@@ -147,7 +148,8 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
     if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "bytes follow its last record")) }
 }
 
-/// Returns the initial content of a log: valid sectors of generation 0, numbered from 0.
+/// Returns a part of the initial content of a log: valid sectors of generation 0 with the given
+/// sequence numbers.
 pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
     let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
     for sequence in sequences {
@@ -171,7 +173,7 @@ pub(crate) struct FoundGroup {
 /// Content of the log after the last checkpoint.
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
-    /// Complete groups, in order.
+    /// The complete groups, in the order of the log.
     pub(crate) groups: Vec<FoundGroup>,
     /// Sequence number before which all sectors are known to have been flushed.
     pub(crate) witnessed: u64,
@@ -264,7 +266,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn groups_survive_encoding_and_decoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
+        fn log_groups_survive_encoding_and_decoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
             let records: Vec<Record> = lens.iter().map(|&len| Record {
                 puts: vec![(Bytes::from(vec![1; len]), Some(Bytes::from(vec![2; len]))), (Bytes::from("k"), None)],
                 allocs: vec![Extent { start: len as u64, len: 3 }],
@@ -278,7 +280,7 @@ mod tests {
         }
 
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn decoding_arbitrary_bytes_as_log_groups_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
             let _ = decode_group(&bytes);
             let mut sector = bytes;
             sector.resize(SECTOR, 0);

@@ -32,11 +32,12 @@ pub(super) struct MailboxState {
     pub(super) gone: AtomicBool,
     /// Whether the store was dropped or the I/O ring has failed.
     pub(super) abandoned: AtomicBool,
-    /// Whether calls wait for space.
+    /// Whether calls wait for free blocks, or for room in the log or the index.
     pub(super) starved: AtomicBool,
     /// The reason why the target refuses writes until a remount.
     pub(super) failure: watch::Sender<Option<String>>,
-    /// Whether calls wait for space while a checkpoint runs.
+    /// Whether a checkpoint runs while calls wait for free blocks, or for room in the log or the
+    /// index.
     pub(super) awaits_checkpoint: AtomicBool,
     /// Counter of the checkpoint thread's calls to the drive.
     pub(super) checkpoint_calls: DriveCalls,

@@ -15,8 +15,8 @@ pub(crate) type ReplySender = oneshot::Sender<Result<StoreReply>>;
 #[derive(Debug)]
 pub(crate) enum CoreCommand {
     Request(StoreRequest, ReplySender),
-    /// Creates a stage that already has its number and whose blocks are promised. The second value
-    /// is its length in bytes.
+    /// Creates a stage. The stage's number is already assigned, and its blocks are already
+    /// promised. The second value is the stage's length in bytes.
     StagePromised(StageId, u64),
     StageRelease(StageId),
 }
@@ -52,7 +52,7 @@ pub(crate) enum NeedAnswer {
 
 /// Reads the index for [`BlockingWork::Load`].
 pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
-    /// Approximate limit of the bytes that one scan reads.
+    /// Approximate maximum number of bytes that one scan reads.
     const SCAN_BYTES: usize = 4 << 20;
     needs
         .iter()

@@ -2,12 +2,12 @@
 //!
 //! - [`store`] is the handle of a target, and [`driver`] runs the target. [`mailbox`] passes
 //!   commands from the handle to the driver.
-//! - [`core`] is the state of a target, without any I/O. [`messages`] defines its inputs and
+//! - [`core`] is the state of a target, without any I/O. [`messages`] defines the core's inputs and
 //!   outputs.
 //! - [`calls`] executes calls: [`apply`] turns transactions into changes, [`stages`] handles staged
 //!   data, [`commit`] makes changes durable, and [`query`] executes reads and queries.
 //! - [`checkpoint`] updates the index, [`recovery`] makes a target consistent after a crash, and
-//!   [`mount`] prepares it for calls.
+//!   [`mount`] prepares the target for calls.
 //! - [`records`], [`log`], [`superblock`] and [`region`] define the formats.
 
 mod alloc;
@@ -56,8 +56,8 @@ pub use driver::Driver;
 pub use fsck::{FsckReport, Inspect, Problem, fsck};
 pub use store::{BlockStore, CheckpointWatch, MkfsOptions, MountOptions};
 
-/// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, leaf,
-/// reference counts, meta record, collection, header slot and checksum table of the index.
+/// Feeds `bytes` to every decoder of the on-disk format: superblock, log group and record, onode,
+/// leaf, reference counts, meta record, collection, header slot and checksum table of the index.
 pub(crate) fn decode_all(bytes: &[u8]) {
     let mut block = bytes.to_vec();
     block.resize(base::block::BLOCK_SIZE, 0);

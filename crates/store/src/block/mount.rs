@@ -16,7 +16,7 @@ use crate::{CollectionId, Result, StoreError};
 /// Recovers a target and prepares it for calls.
 ///
 /// # Errors
-/// Those of [`recover`], and [`StoreError::WrongUuid`] if the target has another UUID than `uuid`.
+/// Those of [`recover`], and [`StoreError::WrongUuid`] if the target's UUID is not `uuid`.
 pub(crate) fn mount(
     drive: &Arc<dyn Drive>,
     uuid: Option<Uuid>,

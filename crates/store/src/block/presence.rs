@@ -1,11 +1,11 @@
-//! A filter that tells which objects the index may contain. It saves a read of the drive when a new
-//! object is created.
+//! A filter that tells which objects the index may contain. The filter saves a read of the drive
+//! when a new object is created.
 //!
 //! The filter is a Bloom filter of the keys of onodes, in memory. After a mount, a background scan
-//! of the index fills it in many reads. Keys that are put into the index during the scan are added,
-//! too. Until the scan ends, the filter reports every object as possibly present. Keys of removed
-//! objects stay in the filter. When the filter is too full to be useful, the store builds a larger
-//! filter.
+//! of the index, which consists of many reads, fills the filter. Keys that are put into the index
+//! during the scan are added to the filter, too. Until the scan ends, the filter reports every
+//! object as possibly present. Keys of removed objects stay in the filter. When the filter is too
+//! full to be useful, the store builds a larger filter.
 
 use bytes::Bytes;
 use fastbloom::BloomFilter;
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn every_object_may_be_present_until_the_scan_has_ended() {
+    fn the_filter_reports_every_object_as_possibly_present_until_the_scan_ends() {
         let mut presence = Presence::new(0);
         assert!(presence.may_have(&onode(1)));
         let next = presence.scanned(&piece(0..10, Some(10)));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_that_is_too_full_stays_in_use_until_a_larger_one_is_complete() {
+    fn a_filter_that_is_too_full_stays_in_use_until_a_larger_filter_is_complete() {
         let mut presence = Presence::new(0);
         presence.scanned(&piece(0..0, None));
         let mut n = 0;

@@ -53,8 +53,8 @@ enum BlockSource {
 }
 
 impl Core {
-    /// Executes a read or query. If data must be loaded first, returns the request, its reply
-    /// sender and the data's description.
+    /// Executes a read or query. If data must be loaded first, returns the read or query, its reply
+    /// sender, and a description of the data to load.
     pub(crate) fn look(
         &mut self,
         collection: u64,
@@ -242,7 +242,7 @@ impl Core {
     }
 
     /// Fills `buffer` with the blocks in `map`. Copies blocks that are in memory, and starts reads
-    /// of the others.
+    /// of the other blocks.
     fn fill_buffer(&mut self, read: u64, buffer: ArenaBuf, map: &[Option<BlockRef>]) {
         let mut runs: Vec<(BlockSource, usize)> = Vec::new();
         for block in map {

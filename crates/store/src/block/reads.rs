@@ -1,4 +1,4 @@
-//! Reads and writes of blocks in progress.
+//! The reads and the writes of blocks that are in progress.
 
 use std::collections::BTreeMap;
 
@@ -33,15 +33,16 @@ pub(super) struct PendingRead {
     /// Number of bytes to return.
     pub(super) len: usize,
     pub(super) wholes: Vec<SplitBuffer>,
-    /// The caller's destination if the drive cannot write to it directly. The data is copied to it
-    /// at the end.
+    /// The caller's destination if the drive cannot write to it directly. The data is copied to
+    /// this destination when the read is complete.
     pub(super) copy_to: Option<ArenaBuf>,
     pub(super) left: usize,
     pub(super) period: u64,
     pub(super) failed: Option<StoreError>,
 }
 
-/// Reads and writes of blocks in progress. Reads of a block wait for writes of that block.
+/// The reads and the writes of blocks that are in progress. A read of a block waits for writes of
+/// that block.
 #[derive(Debug, Default)]
 pub(crate) struct BlockAccess {
     pub(super) reads: BTreeMap<u64, PendingRead>,

@@ -57,8 +57,8 @@ pub(crate) mod key {
         make(BITMAP, page, &[])
     }
 
-    /// Returns the first possible key with this kind and number, and the first key after all of
-    /// them.
+    /// Returns the first possible key with this kind and number, and the first key after all keys
+    /// with this kind and number.
     pub(crate) fn range(kind: u8, number: u64) -> (Bytes, Bytes) {
         (make(kind, number, &[]), make(kind, number + 1, &[]))
     }
@@ -152,7 +152,8 @@ pub(crate) struct BlockRef {
     pub(crate) block: u64,
     /// CRC-32C of the whole block.
     pub(crate) crc: u32,
-    /// Whether the block may have other references. The page of reference counts says how many.
+    /// Whether the block may have other references. The page of reference counts says how many
+    /// references the block has.
     pub(crate) shared: bool,
 }
 
@@ -164,8 +165,8 @@ pub(crate) struct MapLeaf {
     pub(crate) blocks: Vec<Option<BlockRef>>,
 }
 
-/// Flag in the first block number of an encoded run. It says that the run's blocks may have other
-/// references.
+/// Flag in the first block number of an encoded run. The flag says that the run's blocks may have
+/// other references.
 const SHARED: u64 = 1 << 47;
 
 impl MapLeaf {
@@ -174,8 +175,8 @@ impl MapLeaf {
         self.blocks.get(place as usize).copied().flatten()
     }
 
-    /// Maps the positions from `first` on to the blocks in `new`. Passes each replaced block to
-    /// `released`.
+    /// Maps consecutive positions, beginning with `first`, to the blocks in `new`. Passes each
+    /// replaced block to `released`.
     pub(crate) fn replace<E>(
         &mut self,
         first: u64,
@@ -333,7 +334,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn leaves_survive_encoding_and_decoding(leaf in leaves()) {
+        fn leaves_of_extent_maps_survive_encoding_and_decoding(leaf in leaves()) {
             let found = MapLeaf::decode(&leaf.encode(), 2000).unwrap();
             prop_assert!(found.places(0, LEAF_BLOCKS).eq(leaf.places(0, LEAF_BLOCKS)));
             prop_assert_eq!(found.mapped(), leaf.mapped());
@@ -347,7 +348,7 @@ mod tests {
         }
 
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn decoding_arbitrary_bytes_as_index_entries_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = (MapLeaf::decode(&bytes, 1 << 20), RefPage::decode(&bytes), Onode::decode(&bytes), Meta::decode(&bytes));
             let _ = decode_collection(&bytes, &bytes);
         }

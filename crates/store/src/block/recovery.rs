@@ -64,15 +64,15 @@ pub(crate) fn mkfs(
     Ok(superblock.uuid)
 }
 
-/// Returns the superblock of a new target on a drive of `size` bytes, which contains the locations
-/// of its parts.
+/// Returns the superblock of a new target on a drive of `size` bytes. The superblock contains the
+/// locations of the target's parts.
 ///
 /// # Errors
 /// [`StoreError::InvalidArgument`] if the parts do not fit.
 pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
     if size < MIN_TARGET {
         return Err(StoreError::InvalidArgument(format!(
-            "a target of {size} bytes is too small; it needs at least {MIN_TARGET}"
+            "a target of {size} bytes is too small; it needs at least {MIN_TARGET} bytes"
         )));
     }
     let whole = |len: u64| len - len % BLOCK;
@@ -163,8 +163,8 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         index_cache,
     )?;
     let meta = index.meta()?;
-    // The index may be ahead by any number of checkpoints: the superblock is written after each of
-    // them, and that write may have failed each time.
+    // The index may be ahead of the superblock by any number of checkpoints: the superblock is
+    // written after each checkpoint, and each of these writes may have failed.
     if meta.checkpoint < superblock.checkpoint {
         return Err(corrupt(
             "index",
@@ -234,7 +234,10 @@ fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<Strin
         }
     }
     if pages != taken.pages() && damage.is_none() {
-        return Err(corrupt("free-space bitmap", format!("{pages} pages instead of {}", taken.pages())));
+        return Err(corrupt(
+            "free-space bitmap",
+            format!("it has {pages} pages instead of {}", taken.pages()),
+        ));
     }
     let _ = taken.take_dirty();
     Ok(taken)
@@ -303,7 +306,8 @@ impl Recovered {
         Ok(())
     }
 
-    /// Calls `each` for every entry of one kind, in order of the keys, including the log's changes.
+    /// Calls `each` for every entry of one kind, in order of the keys. The entries include the
+    /// log's changes.
     pub(crate) fn entries(&self, kind: u8, mut each: impl FnMut(Bytes, Bytes) -> Result<()>) -> Result<()> {
         let (mut from, to) = key::kind_range(kind);
         let mut changed = self.changes.range(from.clone()..to.clone()).peekable();

@@ -14,7 +14,7 @@ use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use super::drive::Drive;
 use super::superblock::Region;
 
-/// Size of `redb`'s header, in bytes. Writes of other data to page 0 fail.
+/// Size of `redb`'s header, in bytes. Writes to page 0 beyond the header fail.
 const HEADER: usize = 320;
 const SECTOR: usize = 512;
 /// Number of checksums per sector of the table.
@@ -23,7 +23,7 @@ const ENTRIES: usize = (SECTOR - 8) / 4;
 const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
 /// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
-/// Table entry of a page whose checksum was lost with its sector.
+/// Table entry of a page whose checksum was lost, because its sector of the table is damaged.
 const LOST: u32 = u32::MAX;
 
 /// Error: the region's content differs from the data that was written, or an access lies outside
@@ -150,13 +150,14 @@ impl IndexRegion {
         self.shared.region.offset + (2 + table_blocks + page) as u64 * BLOCK
     }
 
-    /// Returns the pages of an access to other data than the header.
+    /// Returns the page numbers of an access to data after the header. Fails if the access does not
+    /// cover whole pages of the storage.
     fn page_range(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
         let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK_SIZE) && offset > 0;
         let end = offset + len as u64;
         if !aligned || end > self.lock().len {
             return Err(damage(format!(
-                "the index accesses {len} bytes at {offset}, which are not whole pages of its storage"
+                "the index accesses {len} bytes at offset {offset}, which are not whole pages of its storage"
             )));
         }
         Ok((offset / BLOCK) as usize..(end / BLOCK) as usize)
@@ -240,8 +241,8 @@ fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
     out
 }
 
-/// Returns the checksums in sector `number` of the table. If the sector is damaged, all of them are
-/// [`LOST`].
+/// Returns the checksums in sector `number` of the table. If the sector is damaged, all checksums
+/// are [`LOST`].
 pub(crate) fn decode_table(number: usize, sector: &[u8]) -> Vec<u32> {
     let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
     if crc32c(&sector[4..]) != word(0) || word(4) != number as u32 {
@@ -268,7 +269,7 @@ impl redb::StorageBackend for IndexRegion {
         let mut state = self.lock();
         let capacity = state.checksums.len() as u64 * BLOCK;
         if len > capacity {
-            let what = format!("the index needs {len} bytes, but its region has only {capacity}");
+            let what = format!("the index needs {len} bytes, but its region has only {capacity} bytes");
             return Err(io::Error::new(io::ErrorKind::StorageFull, what));
         }
         let first = len.div_ceil(BLOCK) as usize;

@@ -76,14 +76,14 @@ impl SimDrive {
         self.lock().history.len()
     }
 
-    /// Makes all writes and flushes fail after the next `count` of them.
+    /// Makes all writes and flushes fail after `count` more writes and flushes have succeeded.
     #[cfg(test)]
     pub(crate) fn fail_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), u64::MAX);
     }
 
-    /// Makes one write or flush fail, after the next `count` of them.
+    /// Makes one write or flush fail after `count` more writes and flushes have succeeded.
     #[cfg(test)]
     pub(crate) fn fail_once_after(&self, count: u64) {
         let mut state = self.lock();
@@ -163,8 +163,8 @@ impl Drive for SimDrive {
     }
 }
 
-/// Creates the drive images that a power failure can leave. The positions must be requested in
-/// ascending order.
+/// Creates the drive images that a power failure can leave. Request the images in ascending order
+/// of their positions.
 pub struct Crashes {
     history: Vec<Entry>,
     /// The drive's content with all writes that are certainly durable.
@@ -176,7 +176,8 @@ pub struct Crashes {
 }
 
 impl Crashes {
-    /// Starts with the first event of a drive whose content was `base` before its history.
+    /// Starts before the first event in the history of `drive`. `base` is the content of the drive
+    /// at that time.
     pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
@@ -263,7 +264,7 @@ impl SimTarget {
         self.work.append(&mut self.core.output.work);
     }
 
-    /// Processes one event. Returns `false` if none is left.
+    /// Processes one event. Returns `false` if no event is left.
     pub(crate) fn step(&mut self) -> bool {
         self.collect();
         let choices = self.requests.len() + self.work.len();
@@ -301,7 +302,7 @@ impl SimTarget {
         self.core.advance();
     }
 
-    /// Processes one event other than a checkpoint. Returns `false` if there is none.
+    /// Processes one event other than a checkpoint. Returns `false` if no such event is left.
     #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
         self.collect();
@@ -376,7 +377,7 @@ impl SimStore {
         self.target.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether calls wait for their turn, for a load or for free space.
+    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
     pub(crate) fn has_queue(&self) -> bool {
         self.lock().core.has_queue()

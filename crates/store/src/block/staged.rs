@@ -39,7 +39,7 @@ impl Stage {
     }
 
     /// Returns the runs of blocks of the data area that contain blocks `first..first + count` of
-    /// the stage, in order.
+    /// the stage, in the order of the stage.
     pub(crate) fn runs(&self, first: u64, count: u64) -> Vec<Extent> {
         let mut runs = Vec::new();
         let (mut skip, mut left) = (first, count);

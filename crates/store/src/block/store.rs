@@ -32,11 +32,13 @@ use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, r
 pub struct MkfsOptions {
     /// Size of the new file, in bytes; `None` to use an existing file or a block device.
     pub size: Option<u64>,
-    /// The target's uuid; a random one if `None`.
+    /// The target's uuid; a random uuid if `None`.
     pub uuid: Option<Uuid>,
-    /// Size of the log, in bytes; an eighth of the target, at most 64 MiB, if `None`.
+    /// Size of the log, in bytes. The default (`None`) is an eighth of the target, but at most 64
+    /// MiB.
     pub log_bytes: Option<u64>,
-    /// Size of the index, in bytes; a sixteenth of the target if `None`.
+    /// Size of the index, in bytes. The default (`None`) is a sixteenth of the target, but at least
+    /// 2 MiB.
     pub index_bytes: Option<u64>,
 }
 
@@ -49,7 +51,7 @@ impl MkfsOptions {
 /// Options for mounting a target.
 #[derive(Debug, Clone)]
 pub struct MountOptions {
-    /// The uuid that the target must have, if known.
+    /// The uuid that the target must have; `None` to accept any uuid.
     pub expected_uuid: Option<Uuid>,
     /// Number of the target, which is part of its threads' names.
     pub index: usize,
@@ -57,13 +59,13 @@ pub struct MountOptions {
     pub index_cache_bytes: usize,
     /// Size of the cache of index values, in bytes.
     pub metadata_cache_bytes: usize,
-    /// Size of the buffers for reads without a destination and for writes from unaligned memory, in
-    /// bytes.
+    /// Total size of the buffers for reads without a destination and for writes from unaligned
+    /// memory, in bytes.
     pub buffer_bytes: usize,
     /// Faults injected into the drive.
     pub faults: Faults,
-    /// Stages get numbers above this one. A process that mounts a target several times must use a
-    /// different range for each mount.
+    /// Stages get numbers above this number. A process that mounts a target several times must use
+    /// a different range for each mount.
     pub stages_after: u64,
 }
 
@@ -101,7 +103,7 @@ pub struct BlockStore {
 }
 
 /// Reports whether calls on a target wait for a checkpoint, and whether the checkpoint makes
-/// progress. Any thread may call the methods at any time. They cost almost nothing.
+/// progress. Any thread may call the methods at any time, and the calls are cheap.
 #[derive(Debug, Clone)]
 pub struct CheckpointWatch {
     shared: Arc<MailboxState>,
@@ -127,8 +129,8 @@ impl CheckpointWatch {
 }
 
 impl BlockStore {
-    /// Creates a target at `path` and writes every byte of it once. `progress` receives the number
-    /// of bytes written so far and the total number of bytes. Returns the target's uuid.
+    /// Creates a target at `path` and writes every byte of the target once. `progress` receives the
+    /// number of bytes written so far and the total number of bytes. Returns the target's uuid.
     ///
     /// # Errors
     /// [`StoreError::InUse`] if the file or device is in use, [`StoreError::InvalidArgument`] if it
@@ -146,8 +148,8 @@ impl BlockStore {
         layout(size, &options.sizes()).map(drop)
     }
 
-    /// Checks whether the file or device at `path` can become a target without a change of its
-    /// size. Changes nothing.
+    /// Checks whether the file or device at `path` can become a target with its present size.
+    /// Changes nothing.
     ///
     /// # Errors
     /// Those of [`mkfs`](Self::mkfs).
@@ -193,7 +195,8 @@ impl BlockStore {
         BlockStore::prepare_on(file, drive, path, options)
     }
 
-    /// Mounts the target at `path`, which is open as `file`. `drive` executes the blocking calls.
+    /// Mounts the target at `path`, which is open as `file`. `drive` executes the blocking reads,
+    /// writes and flushes.
     pub(super) fn prepare_on(
         file: Arc<FileDrive>,
         drive: Arc<dyn Drive>,
@@ -232,8 +235,9 @@ impl BlockStore {
         self.uuid
     }
 
-    /// Returns a future that resolves with the reason once a write or flush has failed. From then
-    /// on, the target refuses all writes until a remount. Any thread may wait for it.
+    /// Returns a future that resolves once a write or flush of the target has failed, with a
+    /// description of the failure. After the failure, the target refuses all writes until a
+    /// remount. Any thread may await the future.
     pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let mut failure = self.mailbox.shared.failure.subscribe();
         async move {
@@ -251,8 +255,8 @@ impl BlockStore {
     }
 }
 
-/// Waits for the allocation of a stage. Releases the stage if the caller is cancelled after the
-/// allocation.
+/// Future that waits for the allocation of a stage. If the future is dropped after the allocation,
+/// it releases the stage.
 struct Staging {
     answer: oneshot::Receiver<Result<StoreReply>>,
     mailbox: Mailbox,
@@ -294,9 +298,9 @@ impl Drop for BlockStore {
     }
 }
 
-/// Gathers memory into huge pages, and then registers it with the ring. This runs on a separate
-/// thread, because it takes milliseconds per page. Until the registration, the kernel pins the
-/// memory separately for each request.
+/// Gathers the memory of `arena` into huge pages, and then registers the memory with the I/O ring.
+/// Gathering runs on a separate thread, because it takes milliseconds per page. Until the
+/// registration, the kernel pins the memory separately for each request.
 fn register(arena: &Arc<Arena>, mailbox: &Mailbox) {
     let (memory, to_store) = (Arc::clone(arena), mailbox.clone());
     let gather = move || {

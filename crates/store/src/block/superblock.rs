@@ -15,7 +15,7 @@ pub(crate) const SECTOR: usize = 512;
 const MAGIC: &[u8; 8] = b"OUTBOARD";
 /// Version of the format that this program reads and writes.
 pub(crate) const VERSION: u32 = 2;
-/// Size of both copies together, in bytes. They are at the start of the target.
+/// Size of both copies together, in bytes. The copies are at the start of the target.
 pub(crate) const SUPERBLOCKS: u64 = 2 * BLOCK;
 
 /// A region of the target. Offset and length are in bytes.
@@ -51,7 +51,7 @@ impl Superblock {
         seal(out)
     }
 
-    /// Decodes one copy.
+    /// Decodes one copy of the superblock.
     ///
     /// # Errors
     /// [`StoreError::NotATarget`] if the magic number is missing, [`StoreError::WrongVersion`], or
@@ -83,7 +83,7 @@ impl Superblock {
                 _ => return Err(corrupt("superblock", "regions overlap or lie outside the target")),
             }
             if !region.offset.is_multiple_of(BLOCK) || !region.len.is_multiple_of(BLOCK) {
-                return Err(corrupt("superblock", "a region is not aligned"));
+                return Err(corrupt("superblock", "a region is not aligned to the block size"));
             }
         }
         Ok(())
@@ -109,7 +109,7 @@ impl Superblock {
                 }
             }
             (Ok(one), Err(error)) | (Err(error), Ok(one)) => {
-                tracing::warn!(%error, "one copy of the superblock is not valid; the other is used");
+                tracing::warn!(%error, "one copy of the superblock is not valid; the other copy is used");
                 one
             }
             (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),
@@ -189,7 +189,7 @@ mod tests {
         }
 
         #[test]
-        fn decoding_arbitrary_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
+        fn decoding_arbitrary_bytes_as_a_superblock_never_panics(bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
             let _ = Superblock::decode(&seal(bytes));
         }
     }

@@ -97,8 +97,8 @@ impl Registered {
 }
 
 /// Splits an arena of `len` bytes into ranges that are registered separately. Returns the start and
-/// the length of each range, in bytes. The kernel limits the size of a range. It can treat huge
-/// pages as units only in a range without other pages.
+/// the length of each range, in bytes. The kernel limits the size of a range. The kernel can treat
+/// huge pages as units only in a range without other pages.
 fn ranges(len: usize) -> Vec<(usize, usize)> {
     let huge = len - len % HUGE_PAGE;
     let pieces = (0..huge).step_by(MAX_BUFFER).map(|start| (start, MAX_BUFFER.min(huge - start)));
@@ -119,7 +119,8 @@ pub(crate) struct IoRing {
     /// Registered memory, by its index in the kernel's table; `None` if the kernel does not support
     /// the table.
     buffers: Option<Vec<Registered>>,
-    /// Counters of the reads and writes that use registered memory, and of the others.
+    /// Counters of the reads and writes that use registered memory, and of the reads and writes
+    /// that do not.
     registered_io: metrics::Counter,
     unregistered_io: metrics::Counter,
     // Dropped last, because the kernel may use the file until the ring is closed.
@@ -182,8 +183,8 @@ impl IoRing {
     }
 
     /// Registers the memory of `arena`, so that the kernel pins it once instead of for every
-    /// request. The kernel may refuse because of the limit on locked memory, or the table may be
-    /// full. Then requests work without registration.
+    /// request. The kernel may refuse the registration because of the limit on locked memory, or
+    /// the table may be full. In both cases, requests work without registration.
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
         let Some(buffers) = &self.buffers else { return };
         if buffers.iter().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {
@@ -202,7 +203,7 @@ impl IoRing {
     #[allow(unsafe_code)]
     fn register_range(&mut self, range: Registered) -> io::Result<()> {
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        // Reuse the entry of memory that only rings still refer to, so that this memory is
+        // Reuse the entry of memory that only I/O rings still refer to, so that this memory is
         // unmapped. The kernel keeps the memory of requests in progress.
         let index = buffers.iter().position(|b| b.memory.is_all_there_is()).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
@@ -220,8 +221,8 @@ impl IoRing {
         Ok(())
     }
 
-    /// Returns the index of the registered range that contains `memory`. Counts the request as one
-    /// with or without registered memory.
+    /// Returns the index of the registered range that contains `memory`. Counts the request as a
+    /// request with or without registered memory.
     fn registered(&self, memory: &[u8]) -> Option<u16> {
         let index = self.buffers.as_ref().and_then(|all| all.iter().position(|b| b.holds(memory)));
         match index {
@@ -240,8 +241,8 @@ impl IoRing {
         self.in_flight.len()
     }
 
-    /// Queues a request. The next [`wait`](Self::wait) or [`start`](Self::start) submits it to the
-    /// kernel at the latest.
+    /// Queues a request. The request reaches the kernel at the latest with the next call of
+    /// [`wait`](Self::wait) or [`start`](Self::start).
     ///
     /// # Errors
     /// If the kernel accepts no more requests.
@@ -424,7 +425,7 @@ mod tests {
 
     /// Two targets have one ring each, and both rings register the memory of every attachment.
     #[test]
-    fn registered_memory_is_released_when_only_rings_refer_to_it() {
+    fn registered_memory_is_released_when_only_io_rings_refer_to_it() {
         let dir = tempfile::tempdir().unwrap();
         let mut rings = [ring(dir.path(), "a"), ring(dir.path(), "b")];
         let mut earlier = Vec::new();

@@ -110,7 +110,8 @@ impl Loaded {
     }
 }
 
-/// Cache of recently read values of the index. It has two generations and a limit in bytes.
+/// Cache of recently read values of the index, with a limit in bytes. When the young generation is
+/// full, it replaces the old generation.
 #[derive(Debug, Default)]
 struct Cache {
     young: HashMap<Bytes, Option<Bytes>>,
@@ -328,7 +329,8 @@ mod tests {
         Bytes::copy_from_slice(&[byte])
     }
 
-    /// Returns the result of a scan of `from..to` with `limit` on a drive with these keys.
+    /// Returns the result of a scan of `from..to`, with at most `limit` entries, on a drive with
+    /// the entries `drive`.
     fn found(drive: &Changes, from: u8, to: u8, limit: usize) -> EntryBatch {
         let mut entries = drive.range(byte_key(from)..byte_key(to)).map(|(k, v)| (k.clone(), v.clone()));
         let taken: Vec<_> = entries.by_ref().take(limit).map(|(k, v)| (k, v.unwrap())).collect();
@@ -337,7 +339,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_scan_returns_the_drives_entries_for_any_order_of_loads(
+        fn a_scan_returns_the_entries_of_the_drive_for_any_order_of_loads(
             keys in proptest::collection::btree_set(0u8..200, 0..60),
             removed in proptest::collection::btree_set(0u8..200, 0..20),
             loads in proptest::collection::vec((0u8..200, 1u8..60, 1usize..9), 0..24),
@@ -396,7 +398,7 @@ mod tests {
             if view.presence_outgrown() {
                 break;
             }
-            // Some objects are in the frozen layer, the others in the active layer.
+            // Some objects are in the frozen layer, and the other objects are in the active layer.
             if n == 1000 {
                 view.freeze();
             }

@@ -33,13 +33,13 @@ cases!(
     xattrs_are_set_read_and_removed,
     omap_entries_are_set_read_and_removed,
     an_omap_is_read_in_pages,
-    objects_are_listed_in_order,
+    objects_are_listed_in_bytewise_order_of_their_ids,
     a_clone_and_its_source_change_independently,
     ranges_of_any_alignment_can_be_cloned,
     an_object_can_be_moved_and_renamed,
     a_collection_can_be_split,
     failed_transactions_change_nothing,
-    requests_of_a_collection_execute_in_order,
+    requests_of_a_collection_execute_in_the_order_of_submission,
     staged_bytes_become_data_of_objects,
     invalid_uses_of_stages_are_refused,
     damaged_payloads_are_detected,
@@ -195,7 +195,7 @@ async fn an_omap_is_read_in_pages(store: Store) {
     assert!(more && !page.is_empty() && page.len() < 5, "a page has at most about 1 MiB");
 }
 
-async fn objects_are_listed_in_order(store: Store) {
+async fn objects_are_listed_in_bytewise_order_of_their_ids(store: Store) {
     let c = with_collection(&store).await;
     let names: Vec<ObjectId> = [&b"\0"[..], b"\0\0", b"a", b"a\0", b"ab", b"b", b"\xff", b"\xff\xff"]
         .map(|n| ObjectId::new(Bytes::from_static(n)).unwrap())
@@ -269,7 +269,7 @@ async fn failed_transactions_change_nothing(store: Store) {
     assert!(store.omap_iterate(&c, &o, Bytes::new(), 9).await.unwrap().0.is_empty());
 }
 
-async fn requests_of_a_collection_execute_in_order(store: Store) {
+async fn requests_of_a_collection_execute_in_the_order_of_submission(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let mut pending = Vec::new();

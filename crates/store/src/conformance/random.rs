@@ -1,4 +1,4 @@
-//! Random operations on a store and on the model, whose results must agree.
+//! Random operations on a store and on the reference model [`MemStore`], whose results must agree.
 
 use std::sync::Arc;
 
@@ -10,16 +10,17 @@ use rand::{Rng, SeedableRng};
 use super::{cid, oid, pattern, write};
 use crate::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
-/// Numbers of collections and of objects per collection. They are small, so that operations often
+/// Number of collections. This number and the number of objects are small, so that operations often
 /// concern the same object.
 const COLLECTIONS: u32 = 3;
+/// Number of objects per collection.
 const OBJECTS: u32 = 6;
 /// Number of transactions that are queued before their results are compared.
 const IN_FLIGHT: usize = 8;
 /// Upper bound of the end of a random range, in bytes.
 const LARGEST: u64 = 600_000;
 
-/// Generator of random ops for the comparison with the model and for crash tests.
+/// Generator of random ops for the comparison with [`MemStore`] and for crash tests.
 pub(crate) struct Workload {
     rng: StdRng,
     fill: u64,
@@ -47,8 +48,8 @@ impl Workload {
         pattern(self.fill, len)
     }
 
-    /// Returns the offset and length of a random range: often a small range, often one of whole
-    /// blocks, sometimes a large one.
+    /// Returns the offset and length of a random range: often a small range, often a range of whole
+    /// blocks, sometimes a large range.
     fn range(&mut self) -> (u64, u64) {
         match self.rng.random_range(0..10) {
             0..4 => (self.rng.random_range(0..20_000), self.rng.random_range(0..3000)),
@@ -106,7 +107,7 @@ impl Workload {
         }
     }
 
-    /// Returns a transaction of one to three random ops, or sometimes one that creates a
+    /// Returns a transaction of one to three random ops, or sometimes a transaction that creates a
     /// collection.
     pub(crate) fn transaction(&mut self) -> Transaction {
         let mut t = Transaction::new(self.collection());
@@ -130,7 +131,8 @@ pub async fn random_operations(store: Arc<dyn ObjectStore>, seed: u64, steps: us
     random_operations_beside(store, &MemStore::new(), seed, steps).await;
 }
 
-/// Like [`random_operations`], for a `store` that has the same content as `model`.
+/// Like [`random_operations`], for a `store` that need not be empty but has the same content as
+/// `model`.
 ///
 /// # Panics
 /// If the stores differ.

@@ -1,4 +1,4 @@
-//! The engines that compute parity on the side of the stores.
+//! [`Engines`]: the engines that compute parity on the side of the stores.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,7 +24,7 @@ pub struct EngineOptions {
     pub threads: usize,
     /// The CPUs whose load [`Engines::host_reading`] reports; empty for all CPUs.
     pub cpus: Vec<usize>,
-    /// Faults injected into the engine on the host's processor.
+    /// Faults injected into the engine that uses the host's processor.
     pub faults: Faults,
 }
 
@@ -35,7 +35,8 @@ impl Default for EngineOptions {
     }
 }
 
-/// The engines and their prepared erasure codes. Any thread may use them.
+/// The engines that compute parity on the side of the stores: the host's processor and, if there is
+/// one, the DPU's accelerator. Any thread may use them.
 #[derive(Debug)]
 pub struct Engines {
     host: Worker,
@@ -44,7 +45,7 @@ pub struct Engines {
     codes: Mutex<HashMap<Geometry, Code>>,
 }
 
-/// The parity, and the duration of its computation if it is known.
+/// The computed parity, and the duration of the computation if it is known.
 pub(super) type EncodedParity = (Vec<Payload>, Option<Duration>);
 
 impl Engines {
@@ -66,7 +67,7 @@ impl Engines {
         std::iter::once(&self.host).chain(&self.accelerator).map(Worker::stats).collect()
     }
 
-    /// Computes the parity of fragments into the given buffers.
+    /// Computes the parity of the data fragments `data` into the buffers `parity`.
     pub(super) fn encode(
         &self,
         coder: ParityDevice,
@@ -122,8 +123,8 @@ impl Engines {
     /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
         let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
-        // If the host's CPUs are limited to a list, emulated devices run on other CPUs. Their work
-        // is then not part of the reading.
+        // If the host's CPUs are limited to a list, emulated devices run on other CPUs. The
+        // counters then do not include the work of these devices, so it need not be subtracted.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
         let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));

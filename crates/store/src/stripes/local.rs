@@ -1,4 +1,4 @@
-//! [`LocalStripes`]: stripes for stores in this process.
+//! [`LocalStripes`]: writes stripes to stores in this process.
 
 use std::sync::Arc;
 

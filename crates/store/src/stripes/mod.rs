@@ -36,7 +36,7 @@ pub enum ParityDevice {
 /// A fragment's bytes in consecutive pieces of whole blocks, with a checksum for each block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FragmentBytes {
-    /// The bytes.
+    /// The bytes of the fragment, in consecutive pieces.
     pub pieces: Vec<Bytes>,
     /// CRC-32C of each block.
     pub checksums: Vec<u32>,
@@ -82,7 +82,8 @@ impl From<Payload> for FragmentBytes {
     }
 }
 
-/// The source of the fragments that follow the data fragments. They contain parity or copies.
+/// The source of the fragments that follow the data fragments. These fragments contain parity or
+/// copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parity {
     /// The caller supplies these fragments.
@@ -97,7 +98,7 @@ pub enum Parity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
     /// For each fragment, data fragments first: the UUID of its target and its stage on that
-    /// target. `None` stands for a fragment that is not written.
+    /// target. `None` means that the fragment is not written.
     pub parts: Vec<Option<(u128, StageId)>>,
     /// Offset in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
@@ -123,7 +124,7 @@ impl StripeWrite {
     /// Checks that the fields do not contradict each other.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if they do.
+    /// [`StoreError::InvalidArgument`] if two fields contradict each other.
     pub fn check(&self) -> Result<(), StoreError> {
         let (len, k, m) = (self.fragment_len(), self.data.len(), self.parity_count());
         check_shape(len as u64, k, self.parts.len(), self.offset)?;
@@ -134,7 +135,7 @@ impl StripeWrite {
                 "the data fragments differ in length, or a fragment has a wrong number of checksums"
             }
             Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
-                "the parity fragments have a wrong number or length"
+                "the number of parity fragments is wrong, or a parity fragment has a wrong length or number of checksums"
             }
             Parity::Copies if k != 1 => "copies need exactly one data fragment",
             _ => return Ok(()),
@@ -150,7 +151,7 @@ impl StripeWrite {
 ///
 /// # Errors
 /// [`StoreError::InvalidArgument`] if `len` is 0, if `len` or `offset` is not a multiple of the
-/// block size, or if a number of fragments is out of range.
+/// block size, if `k` is not in `1..=parts`, or if `parts` exceeds [`ec::MAX_FRAGMENTS`].
 pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), StoreError> {
     let is_possible = len > 0
         && len.is_multiple_of(BLOCK)
@@ -161,7 +162,7 @@ pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), 
         return Ok(());
     }
     let what = format!(
-        "a stripe write of {parts} fragments, {k} of them data fragments of {len} bytes, at offset {offset} is not possible"
+        "a stripe write of {parts} fragments at offset {offset}, with {k} data fragments of {len} bytes each, is not possible: a write has at most 255 fragments, at least one data fragment, and a positive length and an offset that are multiples of {BLOCK} bytes"
     );
     Err(StoreError::InvalidArgument(what))
 }
@@ -202,7 +203,7 @@ pub trait StripeStores: Send + Sync {
     /// Returns the maximum total size of all fragments of one call, parity included, in bytes.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a part of each fragment to its stage, as
+    /// Writes a part of each fragment to the fragment's stage, as
     /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first
     /// if `write` requests that. Queue transactions that name the stages only after the future has
     /// resolved.

@@ -1,25 +1,26 @@
-//! Decides whether the host's processor is busy (`isCpuBusy` of Algorithm 1).
+//! Decides whether the host's processor is busy. The decision corresponds to `isCpuBusy` in
+//! Algorithm 1 of Ryu et al. ([`scheduler`](super::scheduler) names the paper).
 //!
 //! The decision depends on the load that the host itself puts on its CPUs:
 //!
 //! - **Utilization** of the host's CPUs: all time except idle and I/O wait. Time stolen by a
-//!   hypervisor counts as busy, because the host cannot use it. Two parts are excluded:
-//!   - Time of threads that **stand for the DPU** on these CPUs: its software and its emulated
-//!     devices. On a real node this work does not run on the host. The time is also subtracted from
-//!     the total, because it is not available to the host. So utilization is the busy share of the
-//!     remaining time.
-//!   - Time of **coding on the host**. If it counted, coding would make the host busy and the tasks
-//!     would move to the DPU; then the host would be idle and the tasks would move back. Coding
-//!     threads yield to other work, so their time counts as free.
-//! - **Pressure** (PSI, `some`): the share of time in which at least one task waited for a CPU. It
-//!   shows contention earlier than utilization does, for example with many tasks on few CPUs. But
-//!   it covers the whole machine, including waiting coding threads and threads that stand for the
-//!   DPU. Therefore pressure counts only while utilization is above a floor: then other tasks must
-//!   be waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if
-//!   the host has only some of the machine's CPUs.
+//!   hypervisor counts as busy, because the host cannot use it. Two parts of the time are excluded:
+//!   - Time of threads that **emulate the DPU** on these CPUs: the DPU's software and its emulated
+//!     devices. On a node with a real DPU, this work does not run on the host. The time is also
+//!     subtracted from the total, because it is not available to the host. So utilization is the
+//!     busy share of the remaining time.
+//!   - Time of **coding on the host**. If this time counted, coding would make the host busy and
+//!     the tasks would move to the DPU; then the host would be idle and the tasks would move back.
+//!     Coding threads yield to other work, so their time counts as free.
+//! - **Pressure** (PSI, `some`): the share of time in which at least one thread waited for a CPU.
+//!   Pressure shows contention earlier than utilization does, for example with many threads on few
+//!   CPUs. But pressure covers the whole machine, including waiting coding threads and threads that
+//!   emulate the DPU. Therefore pressure counts only while utilization is above a floor, because
+//!   then threads of other work must be waiting. Utilization alone decides if PSI is unavailable
+//!   (older kernels, kernel parameter `psi=0`), or if the host has only some of the machine's CPUs.
 //!
-//! The host becomes busy immediately. It becomes calm only after a period below lower thresholds.
-//! This hysteresis keeps the tasks from moving back and forth.
+//! The state changes to busy immediately, but it changes to calm only after a period below lower
+//! thresholds. This hysteresis keeps the tasks from moving back and forth.
 
 mod proc;
 
@@ -31,18 +32,18 @@ use serde::{Deserialize, Serialize};
 /// Minimum time between two samples: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Cumulative counters of the host.
+/// Cumulative counters of the load of the host's CPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadCounters {
-    /// Total time of the host's CPUs.
+    /// Total time of the host's CPUs, busy or idle.
     pub all: Duration,
     /// Time in which the CPUs were not idle.
     pub busy: Duration,
-    /// Part of `busy` used by threads that stand for the DPU.
+    /// Part of `busy` used by threads that emulate the DPU.
     pub dpu: Duration,
     /// Part of `busy` used by erasure coding on the host.
     pub coding: Duration,
-    /// Wall-clock time in which at least one task waited for a CPU; `None` if the kernel does not
+    /// Wall-clock time in which at least one thread waited for a CPU; `None` if the kernel does not
     /// report it.
     pub pressure: Option<Duration>,
 }
@@ -70,7 +71,7 @@ pub struct Thresholds {
     /// Pressure must also be below this value for `calm_after`, unless utilization is below
     /// `floor`.
     pub calm_pressure: f64,
-    /// Time for which both values must be low.
+    /// Time for which utilization and pressure must stay below their calm thresholds.
     pub calm_after: Duration,
 }
 
@@ -94,7 +95,8 @@ pub struct HostLoad {
     thresholds: Thresholds,
     load: LoadLevel,
     last: Option<(Instant, LoadCounters)>,
-    /// While the host is busy: the start of the period in which both values have been low.
+    /// While the host is busy: the start of the period in which utilization and pressure have been
+    /// below their calm thresholds.
     calming: Option<Instant>,
     /// Utilization and pressure of the last interval.
     parts: (f64, Option<f64>),
@@ -107,8 +109,8 @@ impl HostLoad {
         HostLoad { thresholds, load: LoadLevel::Calm, last: None, calming: None, parts: (0.0, None) }
     }
 
-    /// Evaluates the time since the previous sample. Ignores a sample less than 50 ms after the
-    /// previous one.
+    /// Evaluates the load since the previous sample. Ignores a sample that is taken less than 50 ms
+    /// after the previous sample.
     pub fn sample(&mut self, at: Instant, reading: LoadCounters) -> LoadLevel {
         let Some((last_at, last)) = self.last else {
             self.last = Some((at, reading));
@@ -127,7 +129,7 @@ impl HostLoad {
         self.load
     }
 
-    /// Utilization of the last interval, 0 to 1, without coding and without threads that stand for
+    /// Utilization of the last interval, 0 to 1, without coding and without threads that emulate
     /// the DPU.
     #[must_use]
     pub fn utilization(&self) -> f64 {
@@ -165,19 +167,20 @@ impl HostLoad {
     }
 }
 
-/// Returns the share of the host's available time that was used by work other than coding. Returns
-/// `None` if no CPU time has passed.
+/// Returns the share of the host's CPU time that was used by work other than coding. The time of
+/// threads that emulate the DPU is not part of the host's CPU time. Returns `None` if no CPU time
+/// has passed.
 fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
     // The counters are read at different moments, and the time of an ended thread disappears. So
-    // the parts may exceed the whole.
+    // the sum of `dpu` and `coding` may exceed `busy`.
     let busy = since(|reading| reading.busy).min(all);
     let dpu = since(|reading| reading.dpu).min(busy);
     let coding = since(|reading| reading.coding).min(busy - dpu);
     let left = all - dpu;
     match all > 0.0 {
-        // Threads that stand for the DPU used all the time. The host's load is unknown and counts
+        // Threads that emulate the DPU used all the CPU time. The host's load is unknown and counts
         // as calm.
         true if left <= 0.0 => Some(0.0),
         true => Some((busy - dpu - coding) / left),
@@ -185,7 +188,7 @@ fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     }
 }
 
-/// Returns the share of time in which at least one task waited.
+/// Returns the share of time in which at least one thread waited for a CPU.
 fn pressure(before: &LoadCounters, now: &LoadCounters, passed: Duration) -> Option<f64> {
     let waited = now.pressure?.saturating_sub(before.pressure?);
     Some((waited.as_secs_f64() / passed.as_secs_f64()).min(1.0))

@@ -13,7 +13,7 @@ const PRESSURE: &str = "/proc/pressure/cpu";
 /// kernel's own clock (`include/uapi/asm-generic/param.h`).
 const TICK_MS: u64 = 10;
 
-/// Why the host's counters cannot be read.
+/// Reason why the host's counters cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCpusError {
     /// A file cannot be read.
@@ -31,9 +31,9 @@ pub enum HostCpusError {
     NoCpus(Vec<usize>),
 }
 
-/// Reads the counters of a set of CPUs. The caller supplies the CPU times to exclude, because only
-/// the caller knows the threads. These must be times on the given CPUs: threads that run on other
-/// CPUs must not be included.
+/// Reads the counters of a set of CPUs. The caller supplies the CPU times of the threads that
+/// emulate the DPU and of coding, because only the caller knows these threads. The times must not
+/// include threads that run on CPUs outside the set.
 #[derive(Debug)]
 pub struct HostCpus<D, C> {
     cpus: Vec<usize>,
@@ -43,7 +43,7 @@ pub struct HostCpus<D, C> {
 
 impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
     /// Reads the counters of `cpus`, or of all CPUs if `cpus` is empty. `dpu` returns the CPU time
-    /// that the threads standing for the DPU have used so far (for example from `base::process`).
+    /// that the threads that emulate the DPU have used so far (for example from `base::process`).
     /// `coding` returns the CPU time of coding on the host.
     #[must_use]
     pub fn new(cpus: Vec<usize>, dpu: D, coding: C) -> HostCpus<D, C> {
@@ -71,9 +71,9 @@ impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
 }
 
 impl<D, C> HostCpus<D, C> {
-    /// Pressure covers the whole machine. If the host has only some of the CPUs, as beside an
-    /// emulated DPU, the value would include tasks that wait for the DPU's CPUs. Then the result is
-    /// `None`.
+    /// Returns the total time of pressure, which covers the whole machine. Returns `None` if the
+    /// host has only some of the CPUs, as beside an emulated DPU, because the value would include
+    /// threads that wait for the DPU's CPUs.
     fn pressure(&self) -> Option<Duration> {
         let text = self.cpus.is_empty().then(|| fs::read_to_string(PRESSURE).ok())??;
         some_pressure(&text)
@@ -89,7 +89,7 @@ struct CpuTicks {
 
 impl CpuTicks {
     /// Returns the sum over these CPUs in `/proc/stat`, or over all CPUs if `cpus` is empty; see
-    /// proc(5). `None` if none of them is listed.
+    /// proc(5). `None` if none of these CPUs is listed.
     fn of(stat: &str, cpus: &[usize]) -> Option<CpuTicks> {
         let each = stat.lines().filter_map(|line| {
             let (cpu, ticks) = line.strip_prefix("cpu")?.split_once(' ')?;
@@ -102,7 +102,7 @@ impl CpuTicks {
         })
     }
 
-    /// Parses `user nice system idle iowait irq softirq steal …`. The fields after these are
+    /// Parses `user nice system idle iowait irq softirq steal …`. The fields after `steal` are
     /// already included in `user` and `nice`. Old kernels have fewer fields.
     fn of_line(line: &str) -> Option<CpuTicks> {
         let mut fields = line.split_ascii_whitespace().take(8).map(|field| field.parse::<u64>());
@@ -150,14 +150,14 @@ mod tests {
     }
 
     #[test]
-    fn the_total_of_the_some_line_is_parsed() {
+    fn the_total_of_the_pressure_line_some_is_parsed() {
         let text = "some avg10=0.01 avg60=0.32 avg300=0.43 total=6392660984\nfull avg10=0.00 total=7\n";
         assert_eq!(some_pressure(text), Some(Duration::from_micros(6_392_660_984)));
         assert_eq!(some_pressure("full avg10=0.00 total=7\n"), None);
     }
 
     #[test]
-    fn the_counters_of_this_machine_can_be_read() {
+    fn the_load_counters_of_this_machine_can_be_read() {
         let mut cpus = HostCpus::new(Vec::new(), || Duration::from_secs(2), || Duration::from_secs(1));
         let reading = cpus.read().unwrap();
         assert!(reading.all >= reading.busy && reading.busy > Duration::ZERO);
@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parsing_arbitrary_text_never_panics(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
+        fn parsing_arbitrary_text_as_proc_files_never_panics(text in any::<String>(), cpus in prop::collection::vec(0usize..4, 0..3)) {
             let _ = some_pressure(&text);
             let _ = some_pressure(&format!("some {text}"));
             for stat in [text.clone(), format!("cpu1 {text}"), format!("cpu{text}")] {
@@ -184,7 +184,7 @@ mod tests {
         }
 
         #[test]
-        fn the_first_eight_fields_of_a_line_are_summed(fields in prop::collection::vec(any::<u64>(), 0..12)) {
+        fn the_first_eight_fields_of_a_cpu_line_are_summed(fields in prop::collection::vec(any::<u64>(), 0..12)) {
             let line: String = fields.iter().map(|field| format!(" {field}")).collect();
             let ticks = CpuTicks::of(&format!("cpu3{line}\n"), &[3]);
             let sum = |skipped: &[usize]| {
@@ -196,7 +196,7 @@ mod tests {
         }
 
         #[test]
-        fn every_total_is_parsed(total in any::<u64>()) {
+        fn every_total_of_the_pressure_is_parsed(total in any::<u64>()) {
             prop_assert_eq!(
                 some_pressure(&format!("some avg10=1.00 total={total}")),
                 Some(Duration::from_micros(total))

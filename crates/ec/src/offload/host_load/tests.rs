@@ -61,7 +61,7 @@ fn others(part: f64) -> Use {
 }
 
 #[test]
-fn a_host_becomes_busy_at_once_and_calm_after_a_while() {
+fn a_host_becomes_busy_at_once_and_calm_only_after_half_a_second() {
     let mut host = Host::new();
     assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
     assert_eq!(host.step(others(0.95)), LoadLevel::Busy);
@@ -79,20 +79,20 @@ fn a_host_becomes_busy_at_once_and_calm_after_a_while() {
 }
 
 #[test]
-fn coding_does_not_make_the_host_busy() {
+fn coding_on_the_host_does_not_make_the_host_busy() {
     let mut host = Host::new();
     let coding = Use { others: 0.2, coding: 0.8, pressure: 0.9, ..Use::default() };
     assert_eq!(
         host.steps(5, coding),
         [LoadLevel::Calm; 5],
-        "tasks that wait for coding threads do not count either"
+        "while other work is below the floor of utilization, pressure does not count"
     );
     let crowded = Use { others: 0.5, coding: 0.5, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.step(crowded), LoadLevel::Busy, "other tasks must be waiting");
+    assert_eq!(host.step(crowded), LoadLevel::Busy, "above the floor of utilization, pressure counts");
 }
 
 #[test]
-fn threads_that_stand_for_the_dpu_are_excluded() {
+fn threads_that_emulate_the_dpu_do_not_count_as_load_of_the_host() {
     let mut host = Host::new();
     let emulating = Use { others: 0.25, dpu: 0.5, pressure: 0.5, ..Use::default() };
     host.step(emulating);
@@ -104,7 +104,7 @@ fn threads_that_stand_for_the_dpu_are_excluded() {
 }
 
 #[test]
-fn pressure_counts_only_above_the_floor() {
+fn pressure_counts_only_while_utilization_is_above_the_floor() {
     let waiting = |others, pressure| Use { others, pressure, ..Use::default() };
     assert_eq!(Host::new().step(waiting(0.3, 0.9)), LoadLevel::Calm);
     assert_eq!(Host::new().step(waiting(0.5, 0.3)), LoadLevel::Calm);
@@ -115,12 +115,12 @@ fn pressure_counts_only_above_the_floor() {
     assert_eq!(
         host.steps(5, waiting(0.3, 0.9))[4],
         LoadLevel::Calm,
-        "below the floor, the waiting tasks are not the host's"
+        "below the floor of utilization, pressure does not count"
     );
 }
 
 #[test]
-fn utilization_alone_decides_if_pressure_is_unknown() {
+fn utilization_alone_decides_whether_the_host_is_busy_if_pressure_is_unknown() {
     let mut host = Host::without_pressure();
     assert_eq!(host.step(others(0.85)), LoadLevel::Calm);
     assert_eq!((host.step(others(0.95)), host.load.pressure()), (LoadLevel::Busy, None));

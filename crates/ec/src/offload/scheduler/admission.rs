@@ -1,4 +1,5 @@
-//! The queue and the choice of places, without asynchronous code. The caller passes the time.
+//! The queue of coding tasks and the choice of their coding places, without asynchronous code. The
+//! caller passes the time.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -52,7 +53,7 @@ pub(super) struct TaskAdmission<W> {
     next_id: u64,
     refused: u64,
     recent: Recent,
-    /// The state of each place, in the order of [`CodingPlace`].
+    /// The state of each coding place, in the order of [`CodingPlace`].
     stations: [Station; 2],
 }
 
@@ -155,8 +156,8 @@ impl<W> TaskAdmission<W> {
         Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
     }
 
-    /// Chooses the place of the task at the head of the queue, with the reason. `None` if the queue
-    /// is empty or the task must wait.
+    /// Chooses the coding place of the task at the head of the queue, with the reason. Returns
+    /// `None` if the queue is empty or the task must wait.
     fn place_of_head(&self, now: Instant) -> Option<(CodingPlace, Reason)> {
         let head_bytes = self.queue.front()?.bytes;
         let [host, offload] = CodingPlace::BOTH.map(|place| self.stations[place as usize].standing(now));
@@ -182,7 +183,8 @@ impl<W> TaskAdmission<W> {
         Some((place, if probe_due { Reason::Probe } else { reason }))
     }
 
-    /// Returns the place that Algorithm 1 selects by load or mode; `None` if `hybrid:auto` decides.
+    /// Returns the coding place that Algorithm 1 of Ryu et al. selects by load or mode; `None` if
+    /// `hybrid:auto` decides.
     fn asked_for(&self) -> Option<CodingPlace> {
         match self.mode {
             _ if self.host_busy => Some(CodingPlace::Offload),
@@ -213,5 +215,5 @@ impl<W> TaskAdmission<W> {
     }
 }
 
-/// Default time for which a place is not used after a failure.
+/// Default time for which a coding place is not used after a failure.
 pub(super) const COOL_DOWN: Duration = Duration::from_secs(2);

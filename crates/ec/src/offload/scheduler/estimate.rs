@@ -1,4 +1,4 @@
-//! Estimates the cost of tasks at a place from its finished tasks.
+//! Estimates the cost of tasks at a coding place from its finished tasks.
 
 use std::time::{Duration, Instant};
 
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 /// scatter of single measurements, and short enough for the estimate to follow a change of load
 /// within one second.
 pub(super) const MEMORY: Duration = Duration::from_millis(200);
-/// Minimum number of older tasks whose weight remains, so that the estimate of a slow place also
-/// rests on several tasks.
+/// Minimum total weight of older measurements, in tasks. The estimate of a slow coding place
+/// therefore rests on several tasks, too.
 const TASKS_KEPT: f64 = 3.0;
 /// A task belongs to its predecessor's batch if it ends within this fraction of the batch's time
 /// after the predecessor.
@@ -26,7 +26,7 @@ pub(super) struct Cost {
 }
 
 impl Cost {
-    /// Returns the cost of this number of tasks with `bytes` in total.
+    /// Returns the cost of `tasks` tasks with `bytes` bytes in total.
     pub(super) fn of(self, tasks: usize, bytes: u64) -> f64 {
         self.per_task * tasks as f64 + self.per_byte * bytes as f64
     }
@@ -81,7 +81,7 @@ impl Sums {
     }
 }
 
-/// The cost estimate for one place.
+/// The cost estimate for one coding place.
 #[derive(Debug, Default)]
 pub(super) struct PlaceEstimate {
     before: Sums,
@@ -91,8 +91,8 @@ pub(super) struct PlaceEstimate {
 }
 
 impl PlaceEstimate {
-    /// Adds a measurement: a task of this size has ended. `took` is the time that a lane spent on
-    /// the task: since the task's start, or since the end of its predecessor on the lane.
+    /// Adds a measurement: a task of `bytes` bytes has ended. `took` is the time that a lane spent
+    /// on the task: since the task's start, or since the end of its predecessor on the lane.
     pub(super) fn learn(&mut self, bytes: u64, took: Duration, now: Instant) {
         let (x, y) = (bytes as f64, took.as_secs_f64());
         let (tasks, batch_x, batch_y) = self.last;
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_equal_size_yield_the_cost_at_that_size() {
+    fn tasks_of_equal_size_yield_an_estimate_of_the_cost_at_that_size() {
         let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         feed(&mut estimate, &mut now, &[4096; 50], |_| 700);
         assert!(is_near(estimate.cost().unwrap().of(3, 3 * 4096), 2100e-6));

@@ -7,11 +7,11 @@ use super::{CodingPlace, Reason};
 
 /// Handles of the metrics, so that updating a metric needs no look-up.
 pub(super) struct SchedulerMeters {
-    /// Counters of started tasks, by place and reason.
+    /// Counters of started tasks, by coding place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],
     refused: Counter,
     queued: Gauge,
-    /// Number of tasks in service, by place.
+    /// Number of tasks in service, by coding place.
     in_service: [Gauge; 2],
     host_busy: Gauge,
 }

@@ -1,13 +1,15 @@
 //! Schedules coding tasks: chooses the host's processor or the DPU for each task.
 //!
-//! This is Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and Opportunistic Offloading
-//! Algorithms using DPU in Distributed Storage Systems", in the form of admission control. A caller
-//! with a task requests a place ([`Scheduler::admit`]), executes the task there, and reports the
-//! outcome ([`TaskSlot::done`], [`TaskSlot::failed`]). Tasks wait in one bounded FIFO queue. A
-//! place receives only as many tasks at a time as it needs to run at full speed. While the host's
+//! The scheduler implements Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and
+//! Opportunistic Offloading Algorithms using DPU in Distributed Storage Systems", in the form of
+//! admission control. A caller with a task requests a slot at a coding place
+//! ([`Scheduler::admit`]), executes the task at this place, and reports the outcome
+//! ([`TaskSlot::done`], [`TaskSlot::failed`]). Tasks wait in one bounded FIFO queue. A coding place
+//! receives only as many tasks at a time as it needs to run at full speed. While the host's
 //! processor is busy, all tasks go to the DPU. Otherwise the [`CodingMode`] decides. Two features
 //! go beyond the paper: a failed place is not used during a cool-down and is then probed
-//! (`base::health`), and `hybrid:auto` adapts the ratio α:β (`auto`).
+//! (`base::health`), and `hybrid:auto` adapts the ratio α:β of tasks for the host to tasks for the
+//! DPU (`auto`).
 //!
 //! The scheduler is used by one thread: it is neither `Send` nor `Sync`. It takes no locks except
 //! those of `base::health`. It uses tokio's clock.
@@ -38,7 +40,7 @@ use self::admission::{COOL_DOWN, TaskAdmission, TaskInService, TaskOutcome};
 use self::meters::SchedulerMeters;
 pub use self::snapshot::{PlaceSnapshot, Snapshot, offload_state};
 
-/// The place where a task runs.
+/// The place where a coding task runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodingPlace {
@@ -48,7 +50,7 @@ pub enum CodingPlace {
     Offload,
 }
 
-/// Why the scheduler chose the place of a task.
+/// Reason why the scheduler chose the coding place of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reason {
     Mode,
@@ -58,14 +60,15 @@ enum Reason {
     Explore,
 }
 
-/// Capacity of a place.
+/// Capacity of a coding place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
     /// Maximum number of tasks in service, at least `lanes`: as many as the place needs to run at
-    /// full speed. For a device that works in batches, about two batches.
+    /// full speed. For a device that works in batches, the number of tasks of about two batches.
     pub slots: usize,
-    /// Number of tasks that the place executes in parallel, at least 1: its number of threads. 1
-    /// for a device that executes one batch at a time.
+    /// Number of coding lanes, at least 1. A coding lane executes one task at a time, in parallel
+    /// with the other lanes of the place. Each thread of a processor is a coding lane. A device
+    /// that executes one batch at a time has one coding lane.
     pub lanes: usize,
 }
 
@@ -80,7 +83,7 @@ pub struct SchedulerConfig {
     pub host: Capacity,
     /// Capacity of the DPU.
     pub offload: Capacity,
-    /// Time for which a place is not used after a failure.
+    /// Time for which a coding place is not used after a failure.
     pub cool_down: Duration,
 }
 
@@ -96,7 +99,7 @@ impl Default for SchedulerConfig {
     }
 }
 
-/// Why a task was refused.
+/// Reason why a task was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TaskRefused {
     /// Too many tasks are waiting.
@@ -119,10 +122,10 @@ struct Shared {
     meters: SchedulerMeters,
 }
 
-/// A slot at a place for one task. If the slot is dropped without a report, the scheduler learns
-/// nothing about the place.
+/// A slot at a coding place for one task. If the slot is dropped without a report, it is free
+/// again, and the scheduler learns nothing about the place.
 #[derive(Debug)]
-#[must_use = "the slot stays occupied until this is dropped"]
+#[must_use = "the slot stays occupied until this value is dropped"]
 pub struct TaskSlot {
     scheduler: Scheduler,
     /// The task in service; `None` after the task has ended.
@@ -131,7 +134,7 @@ pub struct TaskSlot {
 }
 
 impl CodingPlace {
-    /// Both places, in the order of their indices.
+    /// Both coding places, in the order of their indices.
     const BOTH: [CodingPlace; 2] = [CodingPlace::Host, CodingPlace::Offload];
 
     /// Name for display and metrics: `host` or `offload`.
@@ -176,7 +179,7 @@ impl Scheduler {
         }))
     }
 
-    /// Waits for a slot for a task with this number of bytes of data. Tasks receive slots in FIFO
+    /// Waits for a slot for a task with `work_bytes` bytes of data. Tasks receive slots in FIFO
     /// order. The future may be dropped at any time.
     ///
     /// # Errors
@@ -185,8 +188,8 @@ impl Scheduler {
         let (sender, receiver) = oneshot::channel();
         let pushed = self.0.admission.borrow_mut().push(work_bytes, sender);
         let id = pushed.inspect_err(|_| self.0.meters.refused())?;
-        // Declared after the receiver, so that it is dropped first: the task leaves the queue
-        // before its receiver disappears.
+        // `_queued` is declared after the receiver and is therefore dropped first: the task leaves
+        // the queue before its receiver is dropped.
         let _queued = InQueue { scheduler: self, id };
         self.dispatch();
         Ok(receiver.await.expect("the task of a waiting caller leaves the queue only with a slot"))
@@ -244,12 +247,14 @@ impl TaskSlot {
         self.place
     }
 
-    /// Reports that the task is done. Its duration is the time since the slot was granted.
+    /// Reports that the task is done. The scheduler measures the time that a coding lane of the
+    /// place spent on the task.
     pub fn done(mut self) {
         self.end(TaskOutcome::Done);
     }
 
-    /// Reports that the task is done, and that the place spent `took` on it, without waiting time.
+    /// Reports that the task is done. `took` is the time that the place spent on the task, without
+    /// waiting time.
     pub fn done_in(mut self, took: Duration) {
         self.end(TaskOutcome::DoneIn(took));
     }

@@ -1,15 +1,15 @@
-//! [`RatioInterleaver`]: divides tasks between the places at a fixed ratio.
+//! [`RatioInterleaver`]: divides tasks between the coding places at a fixed ratio.
 
 use wire::CodingRatio;
 
 use super::CodingPlace;
 
-/// Chooses the place of the next task under a fixed ratio.
+/// Chooses the coding place of the next task under a fixed ratio.
 ///
-/// The paper takes α tasks from the queue for the host, and then β tasks for the DPU. Here the
-/// tasks are interleaved as evenly as possible (Bresenham's line). Any α + β consecutive tasks
-/// contain exactly α for the host and β for the DPU. No place receives its share as a burst while
-/// the other is idle.
+/// Algorithm 1 of Ryu et al. takes α tasks from the queue for the host, and then β tasks for the
+/// DPU. Here the tasks are interleaved as evenly as possible (Bresenham's line). Any α + β
+/// consecutive tasks contain exactly α for the host and β for the DPU. No coding place receives its
+/// share as a burst while the other place is idle.
 #[derive(Debug, Default)]
 pub(super) struct RatioInterleaver {
     /// Share that the DPU has not received yet, in units of 1/(α + β) of a task.
@@ -26,7 +26,7 @@ impl RatioInterleaver {
         }
     }
 
-    /// Records that the task was started at that place.
+    /// Records that a task was started at the place that [`next`](Self::next) returned.
     pub(super) fn taken(&mut self, ratio: CodingRatio) {
         self.owed = (self.owed + ratio.beta()) % (ratio.alpha() + ratio.beta());
     }
@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_are_interleaved_at_the_ratio() {
+    fn tasks_are_interleaved_as_evenly_as_the_ratio_allows() {
         let text = |alpha, beta| -> String {
             let ratio = CodingRatio::new(alpha, beta).unwrap();
             let letter = |place| if place == CodingPlace::Host { 'h' } else { 'o' };
@@ -64,7 +64,7 @@ mod tests {
     proptest! {
         /// The number of tasks sent to the DPU never differs from its share by a whole task.
         #[test]
-        fn no_place_is_ever_a_whole_task_ahead(alpha in 0u32..=40, beta in 0u32..=40) {
+        fn no_coding_place_gets_a_whole_task_more_than_its_share(alpha in 0u32..=40, beta in 0u32..=40) {
             prop_assume!(alpha + beta > 0);
             let mut offloaded = 0;
             for (so_far, place) in (1u32..).zip(turns(CodingRatio::new(alpha, beta).unwrap(), 3 * (alpha + beta))) {

@@ -1,4 +1,4 @@
-//! Counts the tasks that were started during the last second, by place.
+//! Counts the tasks that were started during the last second, by coding place.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ const SLICES: usize = 10;
 /// Length of a slice. All slices together cover one second.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Tasks of the last second, by place.
+/// Counters of the tasks that were started during the last second, by coding place.
 #[derive(Debug, Default)]
 pub(super) struct Recent {
     slices: [[u64; 2]; SLICES],
@@ -35,7 +35,7 @@ impl Recent {
     /// Returns the numbers of tasks sent to the host and to the DPU.
     pub(super) fn counts(&self, now: Instant) -> [u64; 2] {
         let over = self.since.map_or(SLICES, |since| slices_between(since, now)).min(SLICES);
-        // The slices that would have been reused since then are too old.
+        // The slices that a call of `sent` at time `now` would clear are too old.
         let old = |at: usize| (1..=over).any(|ahead| (self.current + ahead) % SLICES == at);
         let recent = (0..SLICES).filter(|&at| !old(at)).map(|at| self.slices[at]);
         recent.fold([0; 2], |[host, offload], [h, o]| [host + h, offload + o])

@@ -1,5 +1,5 @@
-//! Simulates places under load without using real time. `tests` compares `hybrid:auto` with every
-//! fixed ratio.
+//! Simulates coding places under load without using real time. `tests` compares `hybrid:auto` with
+//! every fixed ratio.
 
 mod tests;
 
@@ -18,14 +18,14 @@ const US: u64 = 1000;
 const MS: u64 = 1000 * US;
 const S: u64 = 1000 * MS;
 
-/// Cost of a task at a place: fixed nanoseconds, and nanoseconds per kilobyte.
+/// Cost of a task at a coding place: fixed nanoseconds, and nanoseconds per kilobyte.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     task_ns: u64,
     kb_ns: u64,
 }
 
-/// How a place executes tasks.
+/// How a coding place executes tasks.
 #[derive(Debug, Clone, Copy)]
 enum Server {
     /// This number of lanes. Each lane executes one task at a time.
@@ -42,14 +42,15 @@ struct Site {
     cost: Cost,
 }
 
-/// Source of the tasks.
+/// Times at which tasks arrive.
 #[derive(Debug, Clone, Copy)]
 enum Load {
-    /// A number of callers. Each has one task at a time, and pauses between two tasks.
+    /// A fixed number of callers. Each caller has one task at a time, and pauses between two tasks.
     Closed { callers: usize, pause_ns: u64 },
     /// A burst of tasks at fixed intervals, independent of earlier tasks.
     Open { burst: usize, every_ns: u64 },
-    /// Like `Closed`, but all callers above the first `few` sleep during every other period.
+    /// Like `Closed` without pauses, but in every other period of `every_ns`, only the first `few`
+    /// callers send tasks.
     Swinging { callers: usize, few: usize, every_ns: u64 },
 }
 
@@ -63,9 +64,9 @@ struct Pattern {
     sizes: &'static [u64],
     /// Time at which the costs of the places change, and the new costs.
     change: Option<(u64, Cost, Cost)>,
-    /// Start of the measured time.
+    /// Start of the measured time, in nanoseconds.
     from: u64,
-    /// End of the measured time.
+    /// End of the measured time, in nanoseconds.
     until: u64,
 }
 
@@ -84,7 +85,7 @@ enum Event {
         caller: usize,
     },
     Burst,
-    /// A lane of this place, or its batch, is done.
+    /// A lane or a batch of the place with this index is done.
     Served(usize),
     Change,
 }
@@ -92,7 +93,7 @@ enum Event {
 /// A task at a place: its size in bytes, and its caller.
 type Task = (TaskInService, u64, usize);
 
-/// A place with its tasks.
+/// A coding place with its tasks.
 struct Running {
     site: Site,
     waiting: VecDeque<Task>,
@@ -228,7 +229,7 @@ impl Simulation<'_> {
             }
         }
         let bytes = self.pattern.sizes[self.dice.random_range(0..self.pattern.sizes.len())];
-        // An open load loses the tasks that find the queue full.
+        // With an open load, tasks that arrive while the queue is full are lost.
         let _ = self.admission.push(bytes, (bytes, caller));
     }
 

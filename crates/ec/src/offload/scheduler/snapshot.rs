@@ -1,4 +1,4 @@
-//! The scheduler's state as plain data for `status`.
+//! The scheduler's state as plain data, for the command `status`.
 
 use std::time::Instant;
 
@@ -33,7 +33,7 @@ pub struct Snapshot {
     pub offload: PlaceSnapshot,
 }
 
-/// State of one place.
+/// State of one coding place.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlaceSnapshot {
     /// Number of tasks in service.
@@ -42,16 +42,16 @@ pub struct PlaceSnapshot {
     pub slots: usize,
     /// Number of tasks sent to this place, by reason.
     pub sent: CodingSent,
-    /// Estimated fixed cost of a task, in microseconds of a lane; `None` before the first
+    /// Estimated fixed cost of a task, in microseconds of one lane's time; `None` before the first
     /// measurement.
     pub us_per_task: Option<f64>,
-    /// Estimated additional cost of a megabyte (10^6 bytes), in microseconds of a lane.
+    /// Estimated additional cost of a megabyte (10^6 bytes), in microseconds of one lane's time.
     pub us_per_mb: Option<f64>,
     /// Health of the place.
     pub health: CodingHealth,
 }
 
-/// Returns the health of an offload without its times.
+/// Converts the state of an offload's health to plain data, without the end of the cool-down.
 #[must_use]
 pub fn offload_state(state: base::health::HealthState) -> OffloadState {
     match state {

@@ -1,4 +1,5 @@
-//! One place: its tasks in service, their cost, and the health of the place.
+//! [`Station`]: the state of one coding place, with its tasks in service, their cost, and the
+//! health of the place.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ struct StationTask {
     running: Option<Instant>,
 }
 
-/// Health of a place.
+/// Health of a coding place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StationHealth {
     /// The place works.
@@ -27,17 +28,17 @@ pub(super) enum StationHealth {
     Down,
 }
 
-/// State of one place.
+/// State of one coding place.
 #[derive(Debug)]
 pub(super) struct Station {
     pub(super) capacity: Capacity,
     pub(super) health: OffloadHealth,
     pub(super) estimate: PlaceEstimate,
-    /// Number of tasks sent here, by reason.
+    /// Number of tasks sent to this place, by reason.
     pub(super) sent: [u64; Reason::ALL.len()],
-    /// In the order of arrival; at most `capacity.slots`.
+    /// The tasks in service, in the order of arrival; at most `capacity.slots`.
     serving: Vec<StationTask>,
-    /// True if the task that was to be the probe was abandoned. Another task may be the probe.
+    /// True if a probe has begun but its task was abandoned. Then the next task becomes the probe.
     probe_vacant: bool,
 }
 
@@ -71,7 +72,7 @@ impl Station {
         }
     }
 
-    /// Makes the next task that is sent here the probe.
+    /// Begins a probe: the next task that is sent to this place is the probe.
     pub(super) fn begin_probe(&mut self, now: Instant) {
         let begun = self.health.begin_probe(now) || std::mem::take(&mut self.probe_vacant);
         debug_assert!(begun, "a probe must be due");
@@ -87,8 +88,8 @@ impl Station {
         self.run_next(now);
     }
 
-    /// Removes a task. Returns the time that a lane spent on it: since its start, or since the end
-    /// of its predecessor on the lane.
+    /// Removes a task. Returns the time that a lane spent on the task: since the task's start, or
+    /// since the end of its predecessor on the lane.
     pub(super) fn end(&mut self, id: u64, now: Instant) -> Duration {
         let at =
             self.serving.iter().position(|task| task.id == id).expect("a task in service ends only once");
@@ -115,8 +116,8 @@ impl Station {
         self.serving.iter().map(left).sum()
     }
 
-    /// Predicts the number of seconds until a task that is sent here now would be done; `None` if
-    /// unknown.
+    /// Predicts the number of seconds until a task that is sent to this place now would be done;
+    /// `None` if unknown.
     pub(super) fn completion(&self, bytes: u64, now: Instant) -> Option<f64> {
         let cost = self.estimate.cost()?;
         let waits = match self.serving.len() < self.capacity.lanes {
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_execute_tasks_in_parallel() {
+    fn the_lanes_of_a_coding_place_execute_tasks_in_parallel() {
         let (mut station, now) = (station(2, 4), Instant::now());
         (0..3).for_each(|id| station.begin(id, 1000, now));
         assert_eq!(station.end(1, now + 3 * MS), 3 * MS);
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn predictions_include_the_tasks_in_service() {
+    fn predictions_of_completion_times_include_the_tasks_in_service() {
         let (mut station, now) = (station(2, 4), Instant::now());
         assert!(station.completion(1, now).is_none() && station.drained(1, 1, now).is_none());
         station.estimate.learn(1000, 10 * MS, now);
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn another_task_can_replace_an_abandoned_probe() {
+    fn a_new_probe_may_begin_after_a_probe_was_abandoned() {
         let (mut station, now) = (station(1, 1), Instant::now());
         station.health.failed("broken", now);
         assert_eq!(station.standing(now), StationHealth::Down);

@@ -39,7 +39,7 @@ async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_mode_decides_and_a_busy_host_overrules_it() {
+async fn the_mode_chooses_the_coding_place_unless_the_host_is_busy() {
     let scheduler = scheduler("latency-sensitive", 4, 8);
     for (mode, calm) in [("latency-sensitive", "hhhh"), ("async", "oooo"), ("hybrid:3:1", "hhho")] {
         scheduler.set_mode(mode.parse().unwrap());
@@ -59,7 +59,7 @@ async fn the_mode_decides_and_a_busy_host_overrules_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_wait_in_order_and_a_full_queue_refuses_more() {
+async fn tasks_wait_in_fifo_order_and_a_full_queue_refuses_further_tasks() {
     let scheduler = scheduler("latency-sensitive", 1, 2);
     let slot = scheduler.admit(MB).await.unwrap();
     let mut first = pin!(scheduler.admit(2 * MB));
@@ -115,13 +115,13 @@ async fn a_change_of_mode_or_load_starts_waiting_tasks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_place_is_avoided_and_then_probed_by_one_task() {
+async fn a_failed_coding_place_is_avoided_and_then_probed_by_one_task() {
     let scheduler = scheduler("async", 4, 8);
     let late = scheduler.admit(MB).await.unwrap();
     scheduler.admit(MB).await.unwrap().failed("the device is gone");
     late.failed("gone as well");
     scheduler.set_host_busy(true);
-    assert_eq!(letters(&scheduler, 3).await, "hhh", "even though the host is busy");
+    assert_eq!(letters(&scheduler, 3).await, "hhh", "a failed DPU is not used, even though the host is busy");
     scheduler.set_host_busy(false);
     advance(101 * MS).await;
     let probe = scheduler.admit(MB).await.unwrap();
@@ -144,7 +144,7 @@ async fn a_failed_place_is_avoided_and_then_probed_by_one_task() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_run_on_the_host_while_both_places_are_down() {
+async fn tasks_run_on_the_host_while_both_coding_places_are_down() {
     let scheduler = scheduler("async", 4, 8);
     scheduler.admit(MB).await.unwrap().failed("no device");
     let slot = scheduler.admit(MB).await.unwrap();
@@ -158,7 +158,7 @@ async fn tasks_run_on_the_host_while_both_places_are_down() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_snapshot_shows_the_measured_cost() {
+async fn a_snapshot_shows_the_measured_cost_of_tasks() {
     let scheduler = scheduler("async", 1, 8);
     assert_eq!(scheduler.snapshot().offload.us_per_mb, None);
     let slot = scheduler.admit(4 * MB).await.unwrap();

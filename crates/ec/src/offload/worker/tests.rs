@@ -34,7 +34,7 @@ async fn hold(worker: &Worker) -> mpsc::Sender<()> {
 }
 
 #[tokio::test]
-async fn tasks_run_in_order_on_threads_of_the_workers_class() {
+async fn tasks_run_in_submission_order_on_threads_of_the_workers_class() {
     let name = || std::thread::current().name().map(str::to_owned);
     for (worker, thread) in [(threads(1), "ec-0"), (device(INSTANT, 8, 1), "eca-0")] {
         let held = hold(&worker).await;
@@ -59,7 +59,7 @@ async fn tasks_run_in_order_on_threads_of_the_workers_class() {
 }
 
 #[tokio::test]
-async fn threads_execute_tasks_in_parallel() {
+async fn the_threads_of_a_worker_execute_tasks_in_parallel() {
     let worker = threads(2);
     let _held = hold(&worker).await;
     assert_eq!(worker.submit(WORK, || 7).await, Ok(7));
@@ -84,7 +84,7 @@ async fn waiting_tasks_form_batches_up_to_the_size_limit() {
 }
 
 #[tokio::test]
-async fn a_result_is_delayed_until_the_device_would_have_finished() {
+async fn a_result_is_delayed_until_the_emulated_device_would_have_finished() {
     let worker = device(NEVER, 8, 1);
     let (computed, is_computed) = oneshot::channel();
     let mut result = Box::pin(worker.submit(WORK, move || computed.send(()).unwrap()));
@@ -97,7 +97,7 @@ async fn a_result_is_delayed_until_the_device_would_have_finished() {
 }
 
 #[tokio::test]
-async fn a_panic_fails_only_its_own_task() {
+async fn a_panic_in_a_task_fails_only_this_task() {
     for worker in [threads(1), device(INSTANT, 8, 1 << 20)] {
         let held = hold(&worker).await;
         let bad = worker.submit(WORK, || panic!("for a test"));

@@ -11,8 +11,8 @@ use crate::block::need::Need;
 use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key};
 
 impl Apply<'_> {
-    /// Loads leaves `first..=last` of an object into `leaves`. If some of them are not in memory,
-    /// returns one [`Stop::Need`] for all of them.
+    /// Loads leaves `first..=last` of an object into `leaves`. If some of the leaves are not in
+    /// memory, returns one [`Stop::Need`] for all missing leaves.
     pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> ApplyResult {
         let mut missing = Vec::new();
         for number in first..=last {
@@ -58,8 +58,8 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Maps the blocks of an object from block `first` on to `new`. Releases the blocks that they
-    /// were mapped to.
+    /// Maps consecutive blocks of an object, beginning with block `first`, to the blocks in `new`.
+    /// Releases the blocks to which they were mapped before.
     pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> ApplyResult {
         if new.is_empty() {
             return Ok(());
@@ -139,9 +139,9 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Allocates blocks. If too few blocks are free, returns [`Stop::Space`]. Its number includes
-    /// the blocks that the transaction has allocated so far, because the caller frees them before
-    /// it tries the transaction again.
+    /// Allocates blocks. If too few blocks are free, returns [`Stop::Space`]. The number in
+    /// [`Stop::Space`] includes the blocks that the transaction has allocated so far, because the
+    /// caller frees them before it tries the transaction again.
     pub(super) fn alloc(&mut self, blocks: u64) -> ApplyResult<Vec<Extent>> {
         let extents = self
             .alloc

@@ -13,9 +13,9 @@ enum ClonedRange {
     Bytes(Bytes),
 }
 
-/// Splits a range that is cloned from offset `from` to offset `to`, into runs of whole blocks,
-/// which can be shared, and parts of blocks. Returns for each of them its offset in the range, its
-/// length, and whether it is a run of whole blocks.
+/// Splits a range of `len` bytes that is cloned from offset `from` to offset `to`. The pieces are
+/// runs of whole blocks, which can be shared, and parts of blocks. Returns for each piece its
+/// offset in the range, its length, and whether it is a run of whole blocks.
 fn pieces(from: u64, to: u64, len: u64) -> Vec<(u64, u64, bool)> {
     let mut pieces: Vec<(u64, u64, bool)> = Vec::new();
     let mut done = 0;
@@ -97,8 +97,8 @@ impl Apply<'_> {
         })
     }
 
-    /// Adds one reference to each of the `count` blocks of an object from block `first` on, and
-    /// returns them. Marks them as shared.
+    /// Adds one reference to each of `count` blocks of an object, beginning with block `first`.
+    /// Marks the blocks as shared and returns them.
     fn share(&mut self, nid: u64, first: u64, count: u64) -> ApplyResult<Vec<Option<BlockRef>>> {
         let end = first + count;
         self.load_leaves(nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;

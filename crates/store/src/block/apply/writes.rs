@@ -37,7 +37,8 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Writes whole blocks to newly allocated blocks. If the last block is short, zeros follow.
+    /// Writes data for whole blocks of an object to newly allocated blocks. If `data` ends inside a
+    /// block, zeros fill the rest of this block.
     pub(super) fn write_run(
         &mut self,
         onode: &mut Onode,

@@ -29,8 +29,8 @@ const MIXED: &[u64] = &[4_000, 16_000, 64_000, 256_000, MB, MB, 4 * MB];
 
 /// Cost on a host core that encodes 5 GB/s.
 const CORE: Cost = Cost { task_ns: 5 * US, kb_ns: 200 };
-/// The paper's accelerator relative to this core: a fixed cost of the core's time for 24 MB, and
-/// 10.3 times the core's time per byte.
+/// The accelerator that Ryu et al. measured, relative to this core: a fixed cost of the core's time
+/// for 24 MB, and 10.3 times the core's time per byte.
 const PAPER: Site =
     Site { server: Server::Batches(64 * MB), slots: 32, cost: Cost { task_ns: 4800 * US, kb_ns: 2060 } };
 
@@ -51,7 +51,7 @@ fn pattern(name: &'static str, host: Site, offload: Site, load: Load, sizes: &'s
 }
 
 #[test]
-fn auto_is_near_the_best_fixed_ratio() {
+fn hybrid_auto_reaches_nearly_the_throughput_of_the_best_fixed_ratio() {
     let host = lanes(1, 1, CORE);
     let slow = lanes(1, 2, times(CORE, 10));
     let pausing = |callers| Load::Closed { callers, pause_ns: 3 * MS };
@@ -80,7 +80,7 @@ fn auto_is_near_the_best_fixed_ratio() {
 }
 
 #[test]
-fn auto_is_near_the_best_ratio_a_second_after_the_costs_change() {
+fn hybrid_auto_is_near_the_best_fixed_ratio_a_second_after_costs_change() {
     let host = lanes(1, 1, CORE);
     let (fast, slow) = (lanes(1, 2, CORE), lanes(1, 2, times(CORE, 10)));
     let [slower, slowest] = [10, 20].map(|factor| times(CORE, factor));
@@ -101,7 +101,7 @@ fn auto_is_near_the_best_ratio_a_second_after_the_costs_change() {
 
 /// A slow DPU must help only with load that the host cannot carry, not with short waits.
 #[test]
-fn a_slow_offload_is_at_most_explored_while_the_queue_is_short() {
+fn a_slow_dpu_gets_only_exploring_tasks_while_the_queue_is_short() {
     let slow = lanes(1, 2, times(CORE, 10));
     for (host, load, may_explore) in [
         (lanes(1, 1, CORE), closed(1), false),
@@ -148,6 +148,6 @@ fn any_pattern(seed: u64) -> Pattern {
 }
 
 #[test]
-fn auto_is_near_the_best_fixed_ratio_on_random_patterns() {
+fn hybrid_auto_is_near_the_best_fixed_ratio_on_random_patterns() {
     (0..20).for_each(|seed| assert_auto_is_near_the_best(&any_pattern(seed)));
 }
