@@ -1,11 +1,11 @@
 //! DPU memory and host memory, and their layouts.
 //!
 //! Host memory consists of the inbound ring, the outbox ring and the data region. DPU memory starts
-//! with a *mirror* of host memory, which has the same layout. The sender of an entry or a payload
-//! writes it into its own copy of the layout, and DMA moves it to the same offset on the other
-//! side. A request that holds a range of the data region therefore always has staging memory for
-//! that range, and never waits for staging memory. Behind the mirror, DPU memory contains the OSD's
-//! pool of staging buffers.
+//! with a *mirror* of host memory, which has the same layout. The sender writes an entry or a
+//! payload into its own memory, and DMA moves the bytes to the same offset of the layout on the
+//! other side. A request that holds a range of the data region therefore always has staging memory
+//! for that range, and never waits for staging memory. Behind the mirror, DPU memory contains the
+//! osd's pool of staging buffers.
 
 use std::sync::Arc;
 
@@ -84,7 +84,7 @@ impl MemoryLayout {
 pub struct MemoryOptions {
     /// The layout of the mirror.
     pub layout: MemoryLayout,
-    /// Total length of the OSD's staging buffers, in bytes.
+    /// Total length of the osd's staging buffers, in bytes.
     pub pool_len: usize,
     /// Largest staging buffer, in bytes; a power of two.
     pub largest_buffer: usize,
@@ -148,7 +148,7 @@ impl DpuMemory {
     }
 
     /// Offset of `bytes` from the start of DPU memory, in bytes. `None` if `bytes` is not in the
-    /// pool.
+    /// pool of staging buffers.
     #[must_use]
     pub fn offset_of(&self, bytes: &[u8]) -> Option<usize> {
         self.arena.offset_of(bytes).filter(|&offset| offset >= self.layout.len())
