@@ -118,7 +118,7 @@ pub(crate) enum StoreCall {
         stripes: Stripes,
         place: PayloadPlace,
     },
-    /// Asks how busy the host is. The header's target is ignored.
+    /// Asks for the load of the host's processor. The header's target is ignored.
     HostReading,
 }
 
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn long_error_texts_are_cut_and_keep_their_error_type() {
+    fn an_error_with_a_long_text_is_shortened_but_keeps_its_type() {
         let error = shorten(StoreError::NoSuchObject("ü".repeat(4000)));
         assert!(matches!(&error, StoreError::NoSuchObject(s) if s.len() < 130));
         let encoded = encode(&CallOutcome::Err(error.clone()));

@@ -41,7 +41,7 @@ pub struct AttachmentOptions {
     /// The cool-down: how long DMA is not used after a failure.
     pub cool_down: Duration,
     /// The host verifies the payload checksums of every n-th request; 0 means no request. After a
-    /// failure, it verifies the next 256 requests in any case.
+    /// failure, the host verifies the next 256 requests in any case.
     pub verify_every: u32,
     /// Settings that can be changed during the attachment.
     pub tuning: DmaTuning,

@@ -12,7 +12,7 @@ use tokio::sync::{Notify, watch};
 use crate::link::{CallError, StoreChannel};
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 
-/// Maximum number of calls that wait for the store's return. The OSD has a lower limit of requests
+/// Maximum number of calls that wait for the store's return. The osd has a lower limit of requests
 /// in flight.
 const MAX_WAITING: usize = 1 << 14;
 /// Maximum time for which the engine polls. An emulated engine shares its CPU with other threads.
@@ -59,7 +59,7 @@ enum AttachmentState {
     Closed,
 }
 
-/// A call made while the store was away.
+/// A call that was made while no store was connected.
 struct WaitingCall {
     deadline: Instant,
     call: LinkCall,
@@ -156,8 +156,8 @@ impl Shared {
                 let deadline = Instant::now() + self.options.wait_for_store;
                 waiting.push_back(WaitingCall { deadline, call: Box::new(call) });
             }
-            // Return a store error. The caller would retry a lost call, which would be refused
-            // again.
+            // Return a store error. The caller would retry a lost call, and the retry would be
+            // refused as well.
             AttachmentState::Away(_) => {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));

@@ -1,4 +1,4 @@
-//! Checks that `ProxyStore` behaves like every other `ObjectStore`, on every path of payload.
+//! Checks that `ProxyStore` behaves like every other `ObjectStore`, on every payload path.
 
 mod common;
 

@@ -197,8 +197,8 @@ impl State {
         Ok(())
     }
 
-    /// Handles the end of the DMA that fetches a read's data. `bytes` have arrived; `whole` says
-    /// whether these are all.
+    /// Handles the end of the DMA that fetches a read's data. `bytes` is the number of bytes that
+    /// have arrived; `whole` says whether they are all of the data.
     pub(super) fn fetched(&mut self, id: u64, bytes: usize, whole: bool) {
         let Some(done) = self.fetching.get_mut(&id) else { return };
         if !whole {
@@ -333,7 +333,7 @@ fn verified(answer: &CallAnswer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String>
     Ok(read.data)
 }
 
-/// Copies `rest` into the buffers, which count as one contiguous range, from byte `at`.
+/// Copies `rest` into the buffers, which count as one contiguous range, starting at byte `at`.
 fn fill(buffers: &mut [ArenaBuf], at: usize, rest: &[u8]) {
     let (mut skip, mut rest) = (at, rest);
     for buffer in buffers {
@@ -358,10 +358,10 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
     }
 }
 
-/// Chooses the memory for a read's data. If the engine can reach the caller's buffer, it chooses
-/// this buffer. If the caller has no buffer, it allocates buffers of the pool. Otherwise it chooses
-/// the mirror. The function never waits for a free buffer: the buffer's holder may itself wait for
-/// this incarnation, which would be a deadlock.
+/// Chooses the memory for a read's data. If the engine can reach the caller's buffer, the function
+/// chooses this buffer. If the caller has no buffer, the function allocates staging buffers from
+/// the pool. Otherwise it chooses the mirror. The function never waits for a free buffer: the
+/// buffer's holder may itself wait for this incarnation, which would be a deadlock.
 fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLanding {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {

@@ -31,8 +31,8 @@ use crate::poller::Poller;
 
 /// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;
-/// Maximum number of concurrent calls of one attachment, on both paths together. A correct osd
-/// stays below this limit.
+/// Maximum number of concurrent calls of one attachment, over ring and control socket together. A
+/// correct osd stays below this limit.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
 /// Maximum total length of calls that arrived before the transaction that they follow, in bytes. A
 /// correct osd needs little of this, because it sends calls with payload in their order.
@@ -267,7 +267,7 @@ impl Rings {
         let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
         let mut left = left.ok_or_else(|| {
             ChannelError::Protocol(format!(
-                "it reports {from} bytes as taken, but the outbox has had {}",
+                "it reports {from} bytes as taken, but the store has put only {} into the outbox",
                 self.head
             ))
         })? as usize;

@@ -304,12 +304,12 @@ struct ServingContext {
     serves: mpsc::Sender<Infallible>,
 }
 
-/// The places of peers that have not sent a hello. Few places suffice, because the server serves
-/// one osd at a time. When a new peer needs a place and none is free, a silent peer loses its
-/// place, preferably a peer of an address above its fair share.
+/// The slots of peers that have not sent a hello. Few slots suffice, because the server serves one
+/// osd at a time. When a new peer needs a slot and none is free, a silent peer loses its slot,
+/// preferably a peer of an address above its fair share.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
-    /// Notifies each peer when it has lost its place.
+    /// Notifies each peer when it has lost its slot.
     peers: RefCell<HashMap<u64, Rc<Notify>>>,
     last: Cell<u64>,
 }
@@ -346,7 +346,7 @@ impl Hellos {
     }
 }
 
-/// The place of one peer that has not sent a hello. Dropping it frees the place.
+/// The slot of one peer that has not sent a hello. Dropping it frees the slot.
 struct HelloPlace {
     hellos: Rc<Hellos>,
     id: u64,
@@ -354,7 +354,7 @@ struct HelloPlace {
 }
 
 impl HelloPlace {
-    /// Resolves when another peer has taken the place.
+    /// Resolves when another peer has taken the slot.
     async fn lost(&self) {
         self.lost.notified().await;
     }
@@ -437,7 +437,7 @@ impl ServingContext {
             };
             let opened = tokio::select! {
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-                () = place.lost() => return tracing::debug!("a peer without a hello has lost its place"),
+                () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             let (rings, control) = match opened {
@@ -463,7 +463,7 @@ impl ServingContext {
     }
 }
 
-/// Decides how to serve an osd. If it can, the server provides the host memory that the osd asks
+/// Decides how to serve an osd. If possible, the server provides the host memory that the osd asks
 /// for. Otherwise it states the reason, and the control socket carries all data, which is slower. A
 /// request above the server's limits is refused.
 fn decide(
