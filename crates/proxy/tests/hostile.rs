@@ -187,7 +187,7 @@ async fn an_invalid_request_fails_without_ending_the_attachment() {
 type Lie = fn(&mut EvilOsd);
 
 #[tokio::test]
-async fn an_impossible_doorbell_or_entry_ends_the_attachment() {
+async fn an_impossible_doorbell_count_or_entry_ends_the_attachment() {
     let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),

@@ -37,7 +37,7 @@ pub(super) struct ReceivedCall {
     pub(super) call: Result<(StoreCall, Bytes, Bytes)>,
 }
 
-/// A call that is complete.
+/// A call that is complete, with the data for its reply.
 pub(super) struct FinishedCall {
     pub(super) header: EntryHeader,
     pub(super) came: Instant,
@@ -70,8 +70,8 @@ impl ReceivedCall {
 
     /// Whether the part of the request that is in a range of host memory arrived damaged. An
     /// encoded transaction is always verified, and payload only if `payload` is true. The entry
-    /// itself was verified before. An invalid range does not count as damaged, because the call
-    /// itself then fails.
+    /// itself was verified when it was read. An invalid range does not count as damaged, because
+    /// the call itself then fails.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {

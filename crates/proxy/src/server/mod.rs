@@ -39,7 +39,7 @@ use tokio::task::LocalSet;
 use host_attachment::{HostAttachment, Reached, Rings};
 use offers::OfiHostSource;
 
-/// Maximum number of peers that have not sent a hello.
+/// Maximum number of connected peers that have not sent a hello.
 const HELLOS: usize = 32;
 
 /// How long a peer may take to send its hello.
@@ -65,7 +65,8 @@ pub enum StoreListener {
 }
 
 impl StoreListener {
-    /// Listens at `path`, and replaces a socket that a dead process left there.
+    /// Listens at `path`. Removes any existing file at `path` first, such as the socket of a dead
+    /// process.
     ///
     /// # Errors
     /// Fails if the path cannot be bound.
@@ -86,7 +87,7 @@ pub struct ServerOptions {
     /// Maximum number of an osd's unanswered requests on the ring.
     pub max_outstanding: usize,
     /// Options for host memory over libfabric, for osds on another machine or on a DPU. `None`
-    /// disables it. The device is opened when the first osd asks for it.
+    /// disables libfabric. The device is opened when the first osd asks for memory over libfabric.
     pub ofi: Option<OfiHostOptions>,
     /// Faults to inject.
     pub faults: Faults,
@@ -306,7 +307,7 @@ struct ServingContext {
 
 /// The slots of peers that have not sent a hello. Few slots suffice, because the server serves one
 /// osd at a time. When a new peer needs a slot and none is free, a silent peer loses its slot,
-/// preferably a peer of an address above its fair share.
+/// preferably a peer of an address that holds more than its fair share of slots.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
     /// Notifies each peer when it has lost its slot.
