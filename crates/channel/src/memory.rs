@@ -40,8 +40,10 @@ impl MemoryLayout {
         let sensible =
             |len: u64, least: u64, most: u64| len.is_multiple_of(4096) && (least..=most).contains(&len);
         if !sensible(ring_len, 2 * MAX_ENTRY as u64, MAX_RING) || !sensible(data_len, 1 << 20, MAX_DATA) {
-            let what =
-                format!("rings of {ring_len} bytes and a data region of {data_len} bytes are not possible");
+            let what = format!(
+                "rings of {ring_len} bytes and a data region of {data_len} bytes are not possible; \
+                 use multiples of 4096, 40 KiB to 64 MiB for a ring, and 1 MiB to 4 GiB for the region"
+            );
             return Err(ChannelError::Refused(what));
         }
         Ok(())
@@ -118,7 +120,8 @@ impl DpuMemory {
         let MemoryOptions { pool_len, largest_buffer, .. } = options;
         if !largest_buffer.is_power_of_two() || largest_buffer < MIN_BUFFER || pool_len < largest_buffer {
             let what = format!(
-                "staging memory of {pool_len} bytes with buffers of {largest_buffer} bytes is not possible"
+                "staging memory of {pool_len} bytes with buffers of {largest_buffer} bytes is not possible; \
+                 a buffer must be a power of two from {MIN_BUFFER} bytes to the size of the staging memory"
             );
             return Err(ChannelError::Refused(what));
         }

@@ -66,12 +66,12 @@ async fn all_sizes(path: Path) {
 }
 
 #[tokio::test]
-async fn payload_of_every_size_is_read_back_by_dma() {
+async fn payload_of_every_size_is_read_back_unchanged_by_dma() {
     all_sizes(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn payload_of_every_size_is_read_back_over_a_socket() {
+async fn payload_of_every_size_is_read_back_unchanged_over_a_socket() {
     all_sizes(Path::Tcp).await;
 }
 

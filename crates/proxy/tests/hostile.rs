@@ -210,7 +210,7 @@ async fn an_impossible_doorbell_count_or_entry_ends_the_attachment() {
 }
 
 #[tokio::test]
-async fn an_invalid_entry_ends_the_use_of_the_rings() {
+async fn an_invalid_ring_entry_ends_the_use_of_the_rings() {
     let lies: [(&str, Lie); 5] = [
         ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
         ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
