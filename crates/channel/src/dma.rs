@@ -169,8 +169,8 @@ pub enum RejectedChain {
     Refused(ChannelError),
 }
 
-/// A doorbell on which this side waits. The peer rings it with the number of bytes that it has put
-/// into a ring. Only one task may wait for a doorbell.
+/// A doorbell on which this side waits. The peer rings it with the number of bytes that the peer
+/// has put into a ring. Only one task may wait for a doorbell.
 pub trait Bell: Send {
     /// Waits until the doorbell's count is not zero. Then returns the count and resets it to zero.
     ///

@@ -22,9 +22,9 @@ const MAGIC: [u8; 4] = *b"OBBL";
 /// The state of one side of a connection: the doorbell credits of both directions, and the count
 /// that this side has not sent yet.
 pub(super) struct DoorbellCredits {
-    /// Number of doorbells that may be sent now.
+    /// Number of doorbells that this side may send before the peer returns credits.
     left: u32,
-    /// Received doorbells for which no credit was returned yet.
+    /// Number of received doorbells for which this side has not returned credits yet.
     owed: u32,
     /// Sum of the counts that were rung and not sent yet.
     pending: u64,

@@ -20,7 +20,7 @@ pub(super) struct OperationQueue {
     pub(super) last_write: u64,
     /// Number of the last read that was posted.
     last_read: u64,
-    /// All writes up to this number are in place.
+    /// All writes up to this number are in place in the peer's memory.
     pub(super) confirmed: u64,
     under_way: Vec<UnderWay>,
 }

@@ -233,8 +233,8 @@ enum ReadLanding {
     /// In the mirror of the read's range, because no other memory that DMA can reach was available.
     /// The data is then copied to the caller's buffer, if there is one.
     Mirror(Option<ArenaBuf>),
-    /// The control socket carries the data. It is copied into the caller's buffer if there is one.
-    /// Otherwise, the caller receives the frame's own memory.
+    /// The control socket carries the data. The data is copied into the caller's buffer if there is
+    /// one. Otherwise, the caller receives the frame's own memory.
     Socket(Option<ArenaBuf>),
 }
 

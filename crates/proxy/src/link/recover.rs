@@ -320,12 +320,12 @@ impl State {
         }
     }
 
-    /// Takes the offer to attach to, if there is one.
+    /// Takes the host's offer that the driver must attach to, if there is one.
     pub(super) fn take_offer(&mut self) -> Option<OfiOffer> {
         self.offer.take()
     }
 
-    /// Whether the driver should continue to attach.
+    /// Whether the driver should continue to attach the engine.
     pub(super) fn is_attaching(&self) -> bool {
         matches!(self.mode, DmaState::Probing { step: ProbeStep::Attaching, .. })
     }
@@ -346,7 +346,8 @@ impl State {
         }
     }
 
-    /// Sends the probe.
+    /// Starts the probe: writes random bytes into the inbound ring by DMA and rings the host's
+    /// doorbell.
     fn probe(&mut self) {
         self.mode = DmaState::Probing { since: Instant::now(), step: ProbeStep::There };
         self.announced = 0;

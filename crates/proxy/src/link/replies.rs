@@ -143,8 +143,8 @@ impl State {
     /// Registers a new stage. Releases it at once if the caller was cancelled.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
         self.last_stage += 1;
-        // The number includes the incarnation. A stage that was lost with its incarnation can
-        // therefore not be confused with a later stage.
+        // The stage's number includes the number of the incarnation. A stage that was lost with its
+        // incarnation can therefore not be confused with a later stage.
         let id = (self.incarnation << 40) | self.last_stage;
         self.stages
             .insert(id, StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });

@@ -23,8 +23,8 @@ impl Verify {
         self.suspects = Self::SUSPECTS;
     }
 
-    /// Whether the host must verify the next request. While faults are armed, it verifies every
-    /// request, because acknowledged data must be intact even then.
+    /// Whether the host must verify the next request. While faults are armed, the host verifies
+    /// every request, because acknowledged data must be intact even then.
     pub(super) fn next(&mut self, faults: &Faults) -> bool {
         self.count = self.count.wrapping_add(1);
         let suspect = self.suspects > 0;
