@@ -382,7 +382,7 @@ impl HostWorker {
         );
     }
 
-    /// Handles the port's events and completions. Returns `false` if there were none.
+    /// Handles the network device's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> Result<bool> {
         if self.faults.hit(Site::StoreDevice) == Some(Action::Fail) {
             return Err(ChannelError::Transfer("a fault was injected".to_owned()));

@@ -114,7 +114,7 @@ impl EngineWorker {
         match *work.fate.get_or_insert_with(|| Fate::of_transfer(&self.faults)) {
             Fate::Fails => Err("a fault was injected".to_owned()),
             Fate::Stalls(until) if until > Instant::now() => {
-                // Note the peer, so that the end of its connection also ends the delayed chain.
+                // Record the peer, so that the end of its connection also ends the delayed chain.
                 work.peer.get_or_insert(peer);
                 Ok(false)
             }

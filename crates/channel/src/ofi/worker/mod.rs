@@ -41,7 +41,7 @@ const RETRY: Duration = Duration::from_millis(1);
 
 /// Memory of this process that a caller has registered.
 struct Local {
-    /// `None` while there is no port, or if the registration failed.
+    /// `None` while no network device is open, or if the registration failed.
     registered: Option<MemoryRegion>,
     arena: Arc<Arena>,
 }
@@ -265,7 +265,8 @@ impl EngineWorker {
         }
     }
 
-    /// Ensures that the port suits `info` and that all local memory is registered.
+    /// Ensures that the open network device suits `info` and that all local memory is registered
+    /// with it.
     fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
         self.close_spoiled_port();
         if self.port.as_ref().is_some_and(|port| port.suits(info)) {
@@ -288,8 +289,8 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// Closes a port whose domain is unusable, and all its connections. The next chain opens them
-    /// again. Returns `true` if the port was closed.
+    /// Closes a network device whose domain is unusable, and all its connections. The next chain
+    /// opens them again. Returns `true` if the device was closed.
     fn close_spoiled_port(&mut self) -> bool {
         let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
         if spoiled {
@@ -309,7 +310,7 @@ impl EngineWorker {
         self.port = None;
     }
 
-    /// Handles the port's events and completions. Returns `false` if there were none.
+    /// Handles the network device's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
