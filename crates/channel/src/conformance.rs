@@ -59,8 +59,8 @@ pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
         ("doorbell_counts_add_up", |rig| Box::pin(doorbell_counts_add_up(rig))),
         ("invalid_chains_and_ranges_are_refused", |rig| Box::pin(invalid_chains_and_ranges_are_refused(rig))),
         ("a_failed_transfer_ends_its_chain", |rig| Box::pin(a_failed_transfer_ends_its_chain(rig))),
-        ("a_failed_chain_keeps_its_completed_transfers", |rig| {
-            Box::pin(a_failed_chain_keeps_its_completed_transfers(rig))
+        ("a_failed_chain_keeps_the_bytes_of_completed_transfers", |rig| {
+            Box::pin(a_failed_chain_keeps_the_bytes_of_completed_transfers(rig))
         }),
         ("the_chains_of_a_queue_run_in_order", |rig| Box::pin(the_chains_of_a_queue_run_in_order(rig))),
         ("an_empty_chain_completes_after_all_earlier_chains", |rig| {
@@ -69,21 +69,21 @@ pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
         ("a_dropped_region_still_serves_earlier_chains", |rig| {
             Box::pin(a_dropped_region_still_serves_earlier_chains(rig))
         }),
-        ("regions_that_are_dropped_at_once_are_unregistered", |rig| {
-            Box::pin(regions_that_are_dropped_at_once_are_unregistered(rig))
+        ("regions_dropped_right_after_registration_are_unregistered", |rig| {
+            Box::pin(regions_dropped_right_after_registration_are_unregistered(rig))
         }),
-        ("a_full_queue_wakes_its_caller_when_it_has_room", |rig| {
-            Box::pin(a_full_queue_wakes_its_caller_when_it_has_room(rig))
+        ("a_caller_is_woken_when_a_full_queue_has_room", |rig| {
+            Box::pin(a_caller_is_woken_when_a_full_queue_has_room(rig))
         }),
-        ("offsets_in_a_partial_region_count_from_its_start", |rig| {
-            Box::pin(offsets_in_a_partial_region_count_from_its_start(rig))
+        ("offsets_in_a_partial_region_count_from_the_regions_start", |rig| {
+            Box::pin(offsets_in_a_partial_region_count_from_the_regions_start(rig))
         }),
         ("a_reset_cancels_posted_chains", |rig| Box::pin(a_reset_cancels_posted_chains(rig))),
     ];
     for (name, check) in checks {
         let rig = Rig::new(attach().await);
         let done = tokio::time::timeout(2 * PATIENCE, check(rig)).await;
-        assert!(done.is_ok(), "{name} takes too long");
+        assert!(done.is_ok(), "the check {name} did not end in time");
     }
 }
 
@@ -263,7 +263,7 @@ async fn a_failed_transfer_ends_its_chain(rig: Rig) {
     assert_eq!(rig.completions(1).await[0].result, Ok(()), "the next chain succeeds");
 }
 
-async fn a_failed_chain_keeps_its_completed_transfers(rig: Rig) {
+async fn a_failed_chain_keeps_the_bytes_of_completed_transfers(rig: Rig) {
     let bytes = fill(&rig.here, 9);
     let transfers = vec![rig.send(0, 4096), rig.send(8192, 4096), rig.send(LEN, 1)];
     rig.post(BULK, transfers, 6);
@@ -331,7 +331,7 @@ async fn a_dropped_region_still_serves_earlier_chains(mut rig: Rig) {
     assert!(done[11].result.is_ok());
 }
 
-async fn regions_that_are_dropped_at_once_are_unregistered(rig: Rig) {
+async fn regions_dropped_right_after_registration_are_unregistered(rig: Rig) {
     let arena = Arena::shared("short", 4096).unwrap();
     for tag in 1..=500 {
         rig.post(BULK, vec![rig.send(0, 64)], tag);
@@ -347,7 +347,7 @@ async fn regions_that_are_dropped_at_once_are_unregistered(rig: Rig) {
     assert_eq!(Arc::strong_count(&arena), 1, "dropped regions are still registered");
 }
 
-async fn a_full_queue_wakes_its_caller_when_it_has_room(rig: Rig) {
+async fn a_caller_is_woken_when_a_full_queue_has_room(rig: Rig) {
     let (mut full, mut posted) = (0, 0);
     // Each chain takes some time, so the queue fills up.
     while posted < 2 * rig.engine.queue_depth() {
@@ -370,7 +370,7 @@ async fn a_full_queue_wakes_its_caller_when_it_has_room(rig: Rig) {
     assert!(full > 0, "the queue was never full");
 }
 
-async fn offsets_in_a_partial_region_count_from_its_start(rig: Rig) {
+async fn offsets_in_a_partial_region_count_from_the_regions_start(rig: Rig) {
     let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
     assert!(rig.here.copy_in(0, b"part"));
     rig.post(BULK, vec![rig.transfer(&rig.local, 0, &part, 4096, 4)], 1);

@@ -162,20 +162,20 @@ pub struct ChainFailure {
 /// A chain that the engine did not accept.
 #[derive(Debug)]
 pub enum RejectedChain {
-    /// The queue is full. The engine wakes the waker of [`DmaEngine::poll_completions`] when the
-    /// queue has room again.
+    /// The queue is full. When the queue has room again, the engine wakes the task that last called
+    /// [`DmaEngine::poll_completions`].
     Full(Chain),
     /// The chain is invalid.
     Refused(ChannelError),
 }
 
-/// A doorbell on which this side waits. The peer rings it with the number of bytes that it has put
-/// into a ring. Only one task may wait for a doorbell.
+/// A doorbell on which this side waits. The peer rings it with the number of bytes that the peer
+/// has put into a ring. Only one task may wait for a doorbell.
 pub trait Bell: Send {
     /// Waits until the doorbell's count is not zero. Then returns the count and resets it to zero.
     ///
     /// # Errors
-    /// Fails if no more counts can arrive.
+    /// Fails if the peer can no longer ring the doorbell.
     fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>>;
 }
 
@@ -184,7 +184,7 @@ pub trait Bell: Send {
 pub struct PeerId(pub u32);
 
 /// A store's process that an engine is attached to. Dropping this value detaches the peer after all
-/// chains that were posted before.
+/// chains that were posted before the drop.
 pub struct EnginePeer {
     /// The peer's number.
     pub id: PeerId,
@@ -221,8 +221,8 @@ pub struct Counters {
 
 /// Moves bytes between DPU memory and host memory. The osd's process owns the engine.
 ///
-/// The caller passes the access to a peer's memory on to the engine, as a file descriptor or an
-/// offer, and gets only a number for the memory. It can access the memory only by posting
+/// The caller hands the engine a file descriptor or an offer that gives access to a peer's memory,
+/// and gets only a number for the memory. The caller can access the memory only by posting
 /// transfers. All methods may be called from any thread, and none of them blocks.
 pub trait DmaEngine: Send + Sync {
     /// The engine's name in status reports and metrics, e.g. `shm`.
@@ -234,15 +234,15 @@ pub trait DmaEngine: Send + Sync {
     /// Maximum length of a transfer, in bytes.
     fn max_transfer(&self) -> usize;
 
-    /// Number of queues, at least one. A chain never waits for a whole chain of another queue, but
-    /// at most for that chain's current transfer.
+    /// Number of queues, at least one. A chain never waits for a whole chain of another queue. It
+    /// waits at most for the transfer that the other chain is performing.
     fn queues(&self) -> usize;
 
     /// Maximum number of chains per queue that are posted and not complete.
     fn queue_depth(&self) -> usize;
 
-    /// Fixed time that each chain of payload costs, regardless of its length. If this time is not
-    /// zero, one long chain is faster than several short chains.
+    /// Fixed time that each payload chain takes, in addition to the time that depends on its
+    /// length. If this time is not zero, one long chain is faster than several short chains.
     fn setup_cost(&self) -> Duration;
 
     /// Registers memory of this process, so that chains can use it.
@@ -254,14 +254,15 @@ pub trait DmaEngine: Send + Sync {
     /// How the engine reaches host memory. The osd asks the store for this kind of access.
     fn reach(&self) -> Reach;
 
-    /// Whether the engine must attach to a new offer of the peer after a failure. For these
-    /// engines, only the end of the old offer guarantees that no earlier transfer arrives late.
+    /// Whether the engine must attach to a new offer of the peer after a failure. For an engine
+    /// that returns `true`, only the end of the old offer guarantees that no earlier transfer
+    /// arrives late.
     fn attaches_anew(&self) -> bool;
 
-    /// Attaches to a store's process. That process has sent `access`, which leads to `len` bytes of
-    /// memory and two doorbells. Returns the peer and the doorbell that the peer rings. Await the
-    /// future within a tokio runtime, which then serves the doorbell. The engine limits the time of
-    /// the attempt. Dropping the future cancels the attempt.
+    /// Attaches to a store's process. `access`, which that process has sent, gives access to `len`
+    /// bytes of host memory and to two doorbells. Returns the peer and the doorbell that the peer
+    /// rings. Await the future within a tokio runtime, which then serves the doorbell. The engine
+    /// limits the time of the attempt. Dropping the future cancels the attempt.
     ///
     /// # Errors
     /// [`ChannelError::WrongMemoryAccess`] if the engine cannot use this kind of access. Also fails
@@ -273,7 +274,8 @@ pub trait DmaEngine: Send + Sync {
     /// The chains that use the region then fail.
     ///
     /// # Errors
-    /// Fails if the range is outside the memory, or if the engine has no room for another region.
+    /// Fails if the range is outside the peer's memory, or if the engine has no room for another
+    /// region.
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion>;
 
     /// Queues a chain. The memory that the chain names must stay valid and unchanged until the

@@ -1,8 +1,8 @@
 //! Doorbells: eventfds whose count is the number of new bytes in a ring.
 //!
 //! [`Doorbell::of_peer`] checks a doorbell that a peer created. Without this check, the peer could
-//! send another kind of descriptor or a blocking eventfd. A write to it could block the engine's
-//! thread until the peer reads.
+//! send another kind of descriptor or a blocking eventfd. A write to either of them could block the
+//! engine's thread until the peer reads.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -28,17 +28,18 @@ impl Doorbell {
         Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
     }
 
-    /// Checks a peer's doorbell and makes it non-blocking. This rejects other kinds of descriptors
-    /// and prevents accidental blocking. It does not protect against a malicious peer: both sides
-    /// share the flag `O_NONBLOCK`, so the peer can clear the flag later and fill the count. The
-    /// next write to the eventfd then blocks, and Linux offers no other way to write to an eventfd.
+    /// Checks a peer's doorbell and makes it non-blocking. The check rejects other kinds of
+    /// descriptors, and the flag prevents accidental blocking. Neither protects against a malicious
+    /// peer: both sides share the flag `O_NONBLOCK`, so the peer can clear the flag later and fill
+    /// the count. The next write to the eventfd then blocks, and Linux offers no other way to write
+    /// to an eventfd.
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if the descriptor is not an eventfd.
     pub(crate) fn of_peer(fd: OwnedFd) -> Result<OwnedFd> {
         let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
         if what.as_os_str() != "anon_inode:[eventfd]" {
-            let why = format!("a doorbell must be an eventfd, the peer sent {}", what.display());
+            let why = format!("a doorbell must be an eventfd, but the peer sent {}", what.display());
             return Err(ChannelError::protocol(why));
         }
         do_not_block(&fd)?;

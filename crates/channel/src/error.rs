@@ -23,11 +23,11 @@ pub enum ChannelError {
     #[error(transparent)]
     Fabric(#[from] fabric::FabricError),
     /// The engine does not support this form of access to host memory.
-    #[error("engine {engine} cannot use {what}; have the osd and the store use the same kind of engine")]
+    #[error("engine {engine} cannot use {what}; configure the same kind of engine for osd and store")]
     WrongMemoryAccess {
         /// The engine's name.
         engine: String,
-        /// The form of access that was given.
+        /// The form of access that the caller has passed to the engine.
         what: &'static str,
     },
     /// The transfer is invalid: it is too long, in an unknown region, or outside its region.

@@ -1,4 +1,5 @@
-//! Removes a region or a peer from an engine after all work that was posted before, in every queue.
+//! Removes a region or a peer from an engine after the engine has handled all chains that were
+//! posted earlier to any of its queues.
 //!
 //! Each queue of the engine gets one reference (*share*) to the region or peer. A queue delivers
 //! its items in order. When the engine takes a share out of a queue, it has therefore already
@@ -11,8 +12,8 @@ use std::sync::Arc;
 /// the last share out of its queue gets `what` from [`Arc::into_inner`].
 ///
 /// Only the queues hold references. If the sender kept another reference while it sends, the
-/// receiving threads could empty the queues first. None of them would then hold the last reference,
-/// and `what` would never be removed.
+/// receiving threads could empty the queues before the sender drops it. None of them would then
+/// hold the last reference, and `what` would never be removed.
 pub(crate) fn share_among_queues<T>(what: T, queues: usize, mut send: impl FnMut(usize, Arc<T>)) {
     // `repeat_n` moves the original into the last share and does not clone it.
     for (queue, share) in std::iter::repeat_n(Arc::new(what), queues).enumerate() {
@@ -25,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_share_is_found_even_if_each_share_is_received_at_once() {
+    fn the_last_share_yields_the_object_even_if_shares_are_received_immediately() {
         let mut ended = Vec::new();
         share_among_queues("region", 5, |queue, share| {
             ended.extend(Arc::into_inner(share).map(|what| (queue, what)));

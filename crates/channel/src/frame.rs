@@ -24,7 +24,7 @@ pub enum EntryKind {
     Hello = 1,
     /// First frame of the store on a control socket.
     Welcome = 2,
-    /// A call of an `ObjectStore` method.
+    /// A call from the osd to the store's process.
     Request = 3,
     /// The result of a request.
     Reply = 4,
@@ -61,7 +61,8 @@ pub struct EntryHeader {
     /// Bytes that were put into this ring before this entry; 0 on a socket. The position
     /// distinguishes a new entry from an old one.
     pub position: u64,
-    /// In a request: whether the receiver must verify the payload's checksums ([`VERIFY`]).
+    /// Flags: [`VERIFY`] in a request, and in any entry whether the header's checksum covers the
+    /// payload.
     pub flags: u32,
     /// In a reply: time between the store's receipt of the request and its reply, in microseconds.
     pub elapsed_us: u32,

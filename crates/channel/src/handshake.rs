@@ -1,11 +1,11 @@
 //! The handshake that opens an attachment over the control socket.
 //!
-//! The osd sends [`ChannelHello`]: protocol versions, a nonce, the wanted sizes, and how its engine
-//! reaches host memory. The store answers with [`ChannelWelcome`] or with a refusal. An engine on
-//! the same machine gets host memory and the two doorbells as descriptors, which need a UNIX
-//! socket. An engine that reaches memory over a network gets an offer in the welcome, over any
-//! socket. If the store cannot provide memory, it says why, and the control socket carries all
-//! data.
+//! The osd sends [`ChannelHello`]: protocol versions, a nonce, the requested memory sizes, and how
+//! its engine reaches host memory. The store answers with [`ChannelWelcome`] or with a refusal. An
+//! engine on the same machine gets host memory and the two doorbells as file descriptors, which
+//! only a UNIX socket can carry. An engine that reaches memory over a network gets an offer in the
+//! welcome, over any socket. If the store cannot provide memory, the welcome states the reason, and
+//! the control socket carries all data.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -47,7 +47,7 @@ pub struct ChannelHello {
     pub version_max: u16,
     /// A random number, which [`ChannelWelcome`] repeats.
     pub nonce: u64,
-    /// The host memory that the osd wants, or `None` for an attachment without host memory.
+    /// The host memory that the osd requests, or `None` for an attachment without host memory.
     pub memory: Option<MemoryRequest>,
     /// Maximum number of unanswered requests that the osd will send.
     pub outstanding: u32,
@@ -273,7 +273,7 @@ pub async fn accept<S>(
         let ChannelHello { version_min, version_max, .. } = hello;
         let what = format!(
             "the store uses protocol version {VERSION}, the osd versions {version_min} to {version_max}; \
-             update the older one"
+             update the older program"
         );
         Err(ChannelError::Refused(what))
     };

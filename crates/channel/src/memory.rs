@@ -1,11 +1,11 @@
 //! DPU memory and host memory, and their layouts.
 //!
 //! Host memory consists of the inbound ring, the outbox ring and the data region. DPU memory starts
-//! with a *mirror* of host memory, which has the same layout. The sender of an entry or a payload
-//! writes it into its own copy of the layout, and DMA moves it to the same offset on the other
-//! side. A request that holds a range of the data region therefore always has staging memory for
-//! that range, and never waits for staging memory. Behind the mirror, DPU memory contains the OSD's
-//! pool of staging buffers.
+//! with a *mirror* of host memory, which has the same layout. The sender writes an entry or a
+//! payload into its own memory, and DMA moves the bytes to the same offset of the layout on the
+//! other side. A request that holds a range of the data region therefore always has staging memory
+//! for that range, and never waits for staging memory. Behind the mirror, DPU memory contains the
+//! osd's pool of staging buffers.
 
 use std::sync::Arc;
 
@@ -40,8 +40,10 @@ impl MemoryLayout {
         let sensible =
             |len: u64, least: u64, most: u64| len.is_multiple_of(4096) && (least..=most).contains(&len);
         if !sensible(ring_len, 2 * MAX_ENTRY as u64, MAX_RING) || !sensible(data_len, 1 << 20, MAX_DATA) {
-            let what =
-                format!("rings of {ring_len} bytes and a data region of {data_len} bytes are not possible");
+            let what = format!(
+                "rings of {ring_len} bytes and a data region of {data_len} bytes are not possible; \
+                 use multiples of 4096, 40 KiB to 64 MiB for a ring, and 1 MiB to 4 GiB for the region"
+            );
             return Err(ChannelError::Refused(what));
         }
         Ok(())
@@ -84,7 +86,7 @@ impl MemoryLayout {
 pub struct MemoryOptions {
     /// The layout of the mirror.
     pub layout: MemoryLayout,
-    /// Total length of the OSD's staging buffers, in bytes.
+    /// Total length of the osd's staging buffers, in bytes.
     pub pool_len: usize,
     /// Largest staging buffer, in bytes; a power of two.
     pub largest_buffer: usize,
@@ -118,7 +120,8 @@ impl DpuMemory {
         let MemoryOptions { pool_len, largest_buffer, .. } = options;
         if !largest_buffer.is_power_of_two() || largest_buffer < MIN_BUFFER || pool_len < largest_buffer {
             let what = format!(
-                "staging memory of {pool_len} bytes with buffers of {largest_buffer} bytes is not possible"
+                "staging memory of {pool_len} bytes with buffers of {largest_buffer} bytes is not possible; \
+                 a buffer must be a power of two from {MIN_BUFFER} bytes to the size of the staging memory"
             );
             return Err(ChannelError::Refused(what));
         }
@@ -148,7 +151,7 @@ impl DpuMemory {
     }
 
     /// Offset of `bytes` from the start of DPU memory, in bytes. `None` if `bytes` is not in the
-    /// pool.
+    /// pool of staging buffers.
     #[must_use]
     pub fn offset_of(&self, bytes: &[u8]) -> Option<usize> {
         self.arena.offset_of(bytes).filter(|&offset| offset >= self.layout.len())

@@ -97,7 +97,7 @@ impl Ring {
             .and_then(|len| len.checked_add(HEADER_LEN))
             .filter(|&len| len <= MAX_ENTRY && footprint(len) <= available)
             .ok_or_else(|| {
-                ChannelError::protocol("an entry is longer than the doorbell has announced or than the limit")
+                ChannelError::protocol("an entry is longer than the announced bytes or than 20 KiB")
             })?;
         let mut sealed = vec![0; header.sealed_len()];
         sealed[..HEADER_LEN].copy_from_slice(&head);

@@ -152,7 +152,7 @@ async fn the_engine_passes_the_conformance_suite() {
 }
 
 #[tokio::test]
-async fn an_offer_admits_one_engine_and_only_with_its_secret() {
+async fn an_offer_admits_only_one_engine_that_knows_the_offers_secret() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
@@ -210,7 +210,7 @@ async fn a_wrong_memory_key_fails_only_the_attachment_that_uses_it() {
 }
 
 #[tokio::test]
-async fn the_loss_of_a_host_is_noticed_and_the_engine_can_attach_to_another() {
+async fn an_engine_notices_the_loss_of_a_host_and_can_attach_to_another_host() {
     let Some(first) = host() else { return };
     let rig = Rig::new(&first);
     let (peer, bell, region) = rig.attach().await;
@@ -230,7 +230,7 @@ async fn the_loss_of_a_host_is_noticed_and_the_engine_can_attach_to_another() {
 }
 
 #[tokio::test]
-async fn lost_connections_are_opened_again() {
+async fn connections_closed_by_a_reset_are_opened_again() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let (_peer, bell, region) = rig.attach().await;

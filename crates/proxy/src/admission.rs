@@ -9,9 +9,11 @@ use std::collections::BTreeMap;
 pub(crate) struct Admission<T> {
     /// Number of the last transaction handed over.
     admitted: u64,
-    /// Transactions that arrived early. The key is the transaction's number minus one.
+    /// Transactions that arrived before their predecessor. The key is the transaction's number
+    /// minus one.
     transactions: BTreeMap<u64, T>,
-    /// Other calls that arrived early. The key is the number of the transaction that they follow.
+    /// Other calls that arrived before the transaction that they follow. The key is that
+    /// transaction's number.
     others: BTreeMap<u64, Vec<T>>,
     /// Number of calls held back.
     held: usize,
@@ -64,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_wait_for_the_transactions_before_them() {
+    fn calls_wait_for_the_transactions_that_they_follow() {
         let mut admission = Admission::default();
         assert_eq!(admission.offer(0, false, "stat 0"), Ok(vec!["stat 0"]));
         assert_eq!(admission.offer(2, false, "stat 2"), Ok(vec![]));

@@ -49,8 +49,8 @@ pub struct Offload {
     pub fallback_bytes: u64,
 }
 
-/// The lasting association with one store process and its targets. Clones share one attachment. It
-/// is closed when its last clone and its last [`ProxyStore`] are dropped.
+/// The lasting association with one store process and its targets. Clones share one attachment. The
+/// attachment is closed when its last clone and its last [`ProxyStore`] are dropped.
 #[derive(Clone)]
 pub struct Attachment {
     handle: Arc<AttachmentHandle>,
@@ -58,7 +58,7 @@ pub struct Attachment {
 
 impl Attachment {
     /// Connects to the store at `endpoint`, and waits for the store if necessary. The attachment's
-    /// tasks run on the current tokio runtime. Use the runtime of the OSD's shard, so that a reply
+    /// tasks run on the current tokio runtime. Use the runtime of the osd's shard, so that a reply
     /// wakes the thread that waits for it.
     ///
     /// # Errors
@@ -92,8 +92,8 @@ impl Attachment {
         ))
     }
 
-    /// The store's targets, as named in the first handshake. A store with other targets is refused
-    /// later; see [`Attachment::superseded`].
+    /// The store's targets, as named in the first handshake. A store that later returns with other
+    /// targets is refused; see [`Attachment::superseded`].
     #[must_use]
     pub fn targets(&self) -> Vec<TargetInfo> {
         self.handle.shared.targets()
@@ -136,8 +136,8 @@ impl Attachment {
         &self.handle.shared.engine
     }
 
-    /// The current incarnation's number, counted from 1. When it changes, everything cached from
-    /// the store is invalid.
+    /// The current incarnation's number, counted from 1. When it changes, all data that the caller
+    /// has cached from the store is invalid.
     #[must_use]
     pub fn incarnation(&self) -> watch::Receiver<u64> {
         self.handle.shared.incarnation.subscribe()

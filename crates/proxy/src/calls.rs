@@ -15,8 +15,8 @@ pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
 /// The answer, or an error if the link dropped the call.
 pub(crate) type Received = Result<CallAnswered, oneshot::error::RecvError>;
 
-/// Passes a call to the current link, or queues it for the next link. The call's place in the order
-/// of calls is fixed when this function returns.
+/// Passes a call to the current link, or queues it for the next link. The call's position in the
+/// order of calls is fixed when this function returns.
 pub(crate) fn start(
     handle: &AttachmentHandle,
     target: u16,
@@ -41,8 +41,8 @@ pub(crate) fn deadline(handle: &AttachmentHandle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
-/// Waits for the answer to a call. If the call fails because its incarnation ended, makes the call
-/// again, until `deadline`.
+/// Waits for the answer to a call. If the call fails because its incarnation ended, repeats the
+/// call until `deadline`.
 pub(crate) async fn retrying<A: Future<Output = Received>>(
     handle: &AttachmentHandle,
     deadline: Instant,

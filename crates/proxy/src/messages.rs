@@ -30,8 +30,8 @@ pub(crate) enum ParityFrom {
     Payload,
     /// These fragments are copies of the first fragment.
     Copies,
-    /// This device computes these fragments. If the payload is in a range, they are stored there,
-    /// after the data fragments.
+    /// This device computes these fragments. If the payload is in a range, the fragments are stored
+    /// in that range, after the data fragments.
     By(ParityDevice),
 }
 
@@ -118,7 +118,7 @@ pub(crate) enum StoreCall {
         stripes: Stripes,
         place: PayloadPlace,
     },
-    /// Asks how busy the host is. The header's target is ignored.
+    /// Asks for the load of the host's processor. The header's target is ignored.
     HostReading,
 }
 
@@ -142,11 +142,10 @@ pub(crate) enum ChannelCall {
     /// Asks for a new offer of host memory, because the last offer is void. The rings must be
     /// closed.
     Offer,
-    /// Copies `len` bytes from the start of the inbound ring to the start of the outbox, then rings
-    /// the osd's doorbell. Does both only if the host's doorbell was rung. The rings must be
-    /// closed.
+    /// If the host's doorbell was rung: copies `len` bytes from the start of the inbound ring to
+    /// the start of the outbox, then rings the osd's doorbell. The rings must be closed.
     Probe { len: u32 },
-    /// Opens the rings again. Both start empty.
+    /// Opens the rings again. Both rings start empty.
     Open,
 }
 
@@ -184,7 +183,7 @@ pub(crate) enum CallAnswer {
     /// Parity was computed, in this many nanoseconds if the time is known. The final answer
     /// follows.
     Coded(Option<u64>),
-    /// No parity was computed, and nothing was written.
+    /// No parity was computed, for this reason, and nothing was written.
     NotCoded(String),
     /// The write of the fragment with this number failed, with this error.
     PartFailed(u16, StoreError),
@@ -271,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn long_error_texts_are_cut_and_keep_their_error_type() {
+    fn an_error_with_a_long_text_is_shortened_but_keeps_its_type() {
         let error = shorten(StoreError::NoSuchObject("ü".repeat(4000)));
         assert!(matches!(&error, StoreError::NoSuchObject(s) if s.len() < 130));
         let encoded = encode(&CallOutcome::Err(error.clone()));

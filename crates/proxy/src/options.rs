@@ -30,10 +30,10 @@ pub struct AttachmentOptions {
     pub outstanding: usize,
     /// Maximum payload of one read or one transaction, in bytes. At most 16 MiB.
     pub largest_request: usize,
-    /// How long calls wait for an absent store, and how long
+    /// How long calls wait for a store that is not connected, and how long
     /// [`Attachment::connect`](crate::Attachment::connect) tries to connect.
     pub wait_for_store: Duration,
-    /// Use the control socket alone, even if DMA is possible.
+    /// Whether to use the control socket alone, even if DMA is possible.
     pub socket_only: bool,
     /// Duration after which a transfer is overdue. After the same time without a reply, the osd
     /// asks the host for its ring positions.
@@ -41,7 +41,7 @@ pub struct AttachmentOptions {
     /// The cool-down: how long DMA is not used after a failure.
     pub cool_down: Duration,
     /// The host verifies the payload checksums of every n-th request; 0 means no request. After a
-    /// failure, it verifies the next 256 requests in any case.
+    /// failure, the host verifies the next 256 requests in any case.
     pub verify_every: u32,
     /// Settings that can be changed during the attachment.
     pub tuning: DmaTuning,
@@ -49,7 +49,7 @@ pub struct AttachmentOptions {
     pub faults: Faults,
 }
 
-/// Settings of DMA.
+/// Settings of DMA that can change during an attachment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DmaTuning {
     /// Number of engine queues to use. With 1, short requests wait behind long requests.

@@ -15,7 +15,7 @@ pub(crate) struct Poller {
 
 /// Polling stops after it has found no event this many times in a row.
 const CREDIT_MAX: u32 = 8;
-/// After polling has stopped, it is tried again after one of this many events.
+/// While polling is stopped, the task still polls after one of every this many events.
 const RETRY: u32 = 32;
 
 impl Default for Poller {
@@ -111,7 +111,7 @@ mod tests {
         let tried = (0..CREDIT_MAX + 4 * RETRY).filter(|_| in_vain(&mut poller)).count() as u32;
         assert!((CREDIT_MAX + 3..=CREDIT_MAX + 5).contains(&tried), "{tried} times");
         while !turn(&mut poller, true, LONG) {}
-        // An event arrives during polling, so polling pays again.
+        // An event arrives during polling, so polling is worthwhile again.
         assert!(turn(&mut poller, true, LONG) && in_vain(&mut poller));
     }
 }

@@ -1,4 +1,4 @@
-//! [`ProxyStore`]: the object store that the OSD uses for a target on the host.
+//! [`ProxyStore`]: the object store that the osd uses for a target on the host.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use crate::shared::AttachmentHandle;
 ///
 /// If the store restarts, `ProxyStore` repeats calls that only read, and `stage`. Any other
 /// unanswered call then fails with [`StoreError::Disconnected`], and its outcome is unknown. A call
-/// that is made while the store is away waits for the store.
+/// that is made while no store is connected waits for the store to return.
 ///
 /// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is split
 /// into several reads. Each of them is atomic, but the whole read is not.
@@ -36,8 +36,8 @@ impl ProxyStore {
         ProxyStore { handle, target }
     }
 
-    /// Passes a call to the current link, or queues it for the next link. The call's place in the
-    /// order of calls is fixed when this function returns.
+    /// Passes a call to the current link, or queues it for the next link. The call's position in
+    /// the order of calls is fixed when this function returns.
     fn start(&self, call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
@@ -92,7 +92,7 @@ struct PartialRead {
 }
 
 impl PartialRead {
-    /// Length of the blocks that cover the range, in bytes.
+    /// Length of the blocks that cover this part, in bytes.
     fn cover(&self) -> u64 {
         let end = align_up(self.offset.saturating_add(self.len)).unwrap_or(u64::MAX - u64::MAX % BLOCK);
         if self.len == 0 { 0 } else { end - align_down(self.offset) }

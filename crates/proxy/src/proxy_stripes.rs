@@ -1,4 +1,4 @@
-//! [`ProxyStripes`]: writes to several targets of a store process at once.
+//! [`ProxyStripes`]: calls that write to several targets of a store process.
 
 use std::sync::Arc;
 

@@ -12,10 +12,11 @@ use tokio::sync::{Notify, watch};
 use crate::link::{CallError, StoreChannel};
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 
-/// Maximum number of calls that wait for the store's return. The OSD has a lower limit of requests
+/// Maximum number of calls that wait for the store's return. The osd has a lower limit of requests
 /// in flight.
 const MAX_WAITING: usize = 1 << 14;
-/// Maximum time for which the engine polls. An emulated engine shares its CPU with other threads.
+/// Maximum time for which the engine polls before it sleeps. An emulated engine shares its CPU with
+/// other threads.
 const ENGINE_SPIN: Duration = Duration::from_micros(10);
 
 /// Closes the attachment when it is dropped.
@@ -59,7 +60,7 @@ enum AttachmentState {
     Closed,
 }
 
-/// A call made while the store was away.
+/// A call that was made while no store was connected.
 struct WaitingCall {
     deadline: Instant,
     call: LinkCall,
@@ -156,8 +157,8 @@ impl Shared {
                 let deadline = Instant::now() + self.options.wait_for_store;
                 waiting.push_back(WaitingCall { deadline, call: Box::new(call) });
             }
-            // Return a store error. The caller would retry a lost call, which would be refused
-            // again.
+            // Return a store error. The caller would retry a lost call, and the retry would be
+            // refused as well.
             AttachmentState::Away(_) => {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));
@@ -166,7 +167,8 @@ impl Shared {
         }
     }
 
-    /// The incarnation that a call made now belongs to: the current one, or else the next.
+    /// The incarnation to which a call made now belongs: the current incarnation, or the next one
+    /// while no store is connected.
     pub(crate) fn incarnation(&self) -> u64 {
         let state = self.lock();
         if matches!(state.phase, AttachmentState::Up(_)) {
@@ -206,7 +208,7 @@ impl Shared {
         fail(due, &format!("the store did not return in time: {why}"));
     }
 
-    /// Handles the end of the incarnation. New calls wait from now on.
+    /// Handles the end of the incarnation. From now on, new calls wait for the next incarnation.
     pub(crate) fn away(&self, why: &str) {
         let mut state = self.lock();
         state.last_failure = Some(why.to_owned());

@@ -135,9 +135,9 @@ struct HostRings {
     failure: Option<String>,
 }
 
-/// Attaches the engine to host memory. If the network prevents this now, a later probe may still
-/// succeed, so the function returns the rings together with the failure. It returns an error for an
-/// invalid offer.
+/// Attaches the engine to host memory. If the network currently prevents this, a later probe may
+/// still succeed, so the function returns the rings together with the failure. It returns an error
+/// for an invalid offer.
 async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings, ChannelError> {
     let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
     let outstanding = shared.options.outstanding.min(engine.queue_depth());

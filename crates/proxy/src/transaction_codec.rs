@@ -12,7 +12,7 @@ use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction
 /// An encoded transaction.
 #[derive(Debug, Default)]
 pub(crate) struct EncodedTransaction {
-    /// Everything except payload.
+    /// The encoding without the payload.
     pub(crate) control: Vec<u8>,
     /// Pieces of payload, each with its offset in the data section, in bytes.
     pub(crate) data: Vec<(usize, Bytes)>,
@@ -48,7 +48,7 @@ const REMOVE_COLLECTION: u8 = 20;
 const SPLIT_COLLECTION: u8 = 21;
 
 /// Encodes a transaction. Each payload starts at a multiple of `align` in the data section.
-/// `stage_id` translates the numbers of stages.
+/// `stage_id` translates the osd's number of a stage into the host's number.
 ///
 /// # Errors
 /// Fails if `stage_id` fails, if this version cannot express an op, or if there are too many ops.

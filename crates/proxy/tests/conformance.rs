@@ -1,4 +1,4 @@
-//! Checks that `ProxyStore` behaves like every other `ObjectStore`, on every path of payload.
+//! Checks that `ProxyStore` behaves like every other `ObjectStore`, on every payload path.
 
 mod common;
 
@@ -42,12 +42,12 @@ async fn the_conformance_suite_passes_over_tcp() {
 }
 
 #[tokio::test]
-async fn random_operations_match_the_model_by_dma() {
+async fn random_operations_by_dma_match_the_model() {
     like_the_model(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn random_operations_match_the_model_over_a_socket() {
+async fn random_operations_over_a_socket_match_the_model() {
     like_the_model(Path::Unix).await;
 }
 
@@ -65,7 +65,7 @@ async fn the_conformance_suite_passes_on_a_drive() {
 }
 
 #[tokio::test]
-async fn random_operations_match_the_model_on_a_drive() {
+async fn random_operations_on_a_drive_match_the_model() {
     let dir = tempfile::tempdir().unwrap();
     let node = node_of(Path::Dma, on_drive(&dir.path().join("target")), options()).await;
     random_operations(Arc::clone(&node.store), seed(), 800).await;

@@ -66,17 +66,17 @@ async fn all_sizes(path: Path) {
 }
 
 #[tokio::test]
-async fn payload_of_every_size_is_read_back_by_dma() {
+async fn payload_of_every_size_is_read_back_unchanged_by_dma() {
     all_sizes(Path::Dma).await;
 }
 
 #[tokio::test]
-async fn payload_of_every_size_is_read_back_over_a_socket() {
+async fn payload_of_every_size_is_read_back_unchanged_over_a_socket() {
     all_sizes(Path::Tcp).await;
 }
 
 #[tokio::test]
-async fn inline_payload_is_read_back_up_to_the_largest_request() {
+async fn inline_payload_up_to_the_largest_request_is_read_back() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     for (n, size) in SIZES.into_iter().take(8).enumerate() {
@@ -199,7 +199,7 @@ async fn many_concurrent_requests_succeed_in_little_memory() {
 }
 
 #[tokio::test]
-async fn dropped_futures_undo_no_change_and_leak_nothing() {
+async fn dropping_futures_undoes_no_change_and_leaks_nothing() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     for n in 0..20 {
@@ -348,7 +348,7 @@ async fn two_targets_of_an_attachment_are_independent() {
 }
 
 #[tokio::test]
-async fn threads_can_share_a_store_and_the_calls_of_each_keep_their_order() {
+async fn threads_can_share_a_store_and_calls_of_each_thread_keep_their_order() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     let threads: Vec<_> = (0..4)
@@ -446,7 +446,7 @@ async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
 }
 
 #[tokio::test]
-async fn calls_of_an_ended_attachment_precede_all_calls_of_the_next() {
+async fn calls_of_an_ended_attachment_precede_all_calls_of_the_next_attachment() {
     const EACH: usize = 64;
     let dir = tempfile::tempdir().unwrap();
     let mut node = node_of(Path::Dma, common::on_drive(&dir.path().join("target")), options()).await;

@@ -98,7 +98,7 @@ async fn the_loss_of_a_doorbell_to_the_osd_is_detected() {
 }
 
 #[tokio::test]
-async fn segments_that_had_arrived_are_not_sent_again() {
+async fn segments_that_arrived_before_a_failure_are_not_sent_again() {
     let faults = Faults::default();
     let node = faulty(&faults).await;
     // The third of the four segments of a transaction fails. No other call moves payload.

@@ -187,7 +187,7 @@ async fn an_invalid_request_fails_without_ending_the_attachment() {
 type Lie = fn(&mut EvilOsd);
 
 #[tokio::test]
-async fn an_impossible_doorbell_or_entry_ends_the_attachment() {
+async fn an_impossible_doorbell_count_or_entry_ends_the_attachment() {
     let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
@@ -210,7 +210,7 @@ async fn an_impossible_doorbell_or_entry_ends_the_attachment() {
 }
 
 #[tokio::test]
-async fn an_invalid_entry_ends_the_use_of_the_rings() {
+async fn an_invalid_ring_entry_ends_the_use_of_the_rings() {
     let lies: [(&str, Lie); 5] = [
         ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
         ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
@@ -320,7 +320,7 @@ async fn garbage_on_the_socket_ends_the_connection() {
 }
 
 #[tokio::test]
-async fn the_oldest_peers_without_a_hello_lose_their_places_to_new_peers() {
+async fn the_oldest_peers_without_a_hello_lose_their_slots_to_new_peers() {
     let node = vacant().await;
     let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("the endpoint is not a UNIX socket") };
     let mut silent = Vec::new();
@@ -336,8 +336,8 @@ async fn the_oldest_peers_without_a_hello_lose_their_places_to_new_peers() {
     still_serves(&node).await;
 }
 
-/// A store must not collect replies that its peer does not read. It then takes no more requests,
-/// and continues when the peer reads the replies.
+/// While a peer reads no replies, the store takes no more of the peer's requests, so that replies
+/// do not accumulate. The store continues when the peer reads the replies.
 #[tokio::test]
 async fn a_peer_that_reads_no_replies_cannot_send_more_requests() {
     const QUESTIONS: u64 = 10_000;
@@ -526,7 +526,7 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
 }
 
 #[tokio::test]
-async fn an_answer_of_the_wrong_kind_is_never_taken_for_success() {
+async fn an_answer_of_the_wrong_kind_is_never_treated_as_success() {
     let options =
         AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
     // The answers: a new stage, the bytes of a query, and damage although DMA carried nothing.
@@ -572,7 +572,7 @@ async fn ends_beside(store: impl Future<Output = ()>, osd: impl Future<Output = 
 }
 
 #[tokio::test]
-async fn reads_with_false_answers_end_and_fail_as_disconnected() {
+async fn reads_with_false_answers_fail_as_disconnected() {
     let options =
         AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
     // The store sends more data than announced, or a piece of data that was not requested.

@@ -1,8 +1,8 @@
 //! Tests of attachments whose engine is `ofi`. They run over `tcp` on the loopback interface,
-//! unless `OUTBOARD_TEST_FABRIC` names another provider and address, e.g. `verbs@192.0.2.1`. These
-//! attachments behave like other attachments, on one machine and with only the network between osd
-//! and store. After a failure, the store makes a new offer. If a store cannot offer memory, the osd
-//! learns the reason.
+//! unless `OUTBOARD_TEST_FABRIC` names another provider and address, e.g. `verbs@192.0.2.1`. The
+//! tests check that these attachments behave like attachments with the engine `shm`, also if only
+//! the network joins osd and store. They also check the store's new offer after a failure, and the
+//! reason that the osd learns if a store cannot offer memory.
 
 mod common;
 
@@ -185,7 +185,7 @@ async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, 
 }
 
 #[tokio::test]
-async fn without_an_offer_the_socket_carries_all_and_the_status_says_why() {
+async fn without_an_offer_the_socket_carries_all_data_and_the_status_states_the_reason() {
     if !has_fabric() {
         return;
     }
@@ -198,9 +198,9 @@ async fn without_an_offer_the_socket_carries_all_and_the_status_says_why() {
     let anywhere: std::net::SocketAddr = ([0, 0, 0, 0], 0).into();
     for (options, why) in [
         (ServerOptions::default(), "offers no memory by libfabric"),
-        (ofi("another", (address, 0).into()), "have both use the same"),
+        (ofi("another", (address, 0).into()), "configure the same provider"),
         (ofi(&provider, elsewhere), "cannot offer memory"),
-        (ofi(&provider, anywhere), "nobody can connect to"),
+        (ofi(&provider, anywhere), "no osd can connect to"),
     ] {
         let (attachment, _server, _dir) = joined(options, by_ofi(common::options())).await;
         let status = attachment.status();
@@ -290,7 +290,7 @@ fn ended_attachments_leave_no_descriptors_mappings_or_threads() {
 }
 
 #[tokio::test]
-async fn a_network_that_is_down_at_first_is_used_once_it_works() {
+async fn dma_is_used_once_the_network_works_even_if_it_was_down_at_first() {
     if !has_fabric() {
         return;
     }

@@ -180,7 +180,7 @@ async fn comes_back(osd: AttachmentOptions) {
         for write in staged {
             let _ = write.await;
         }
-        assert!(lost > 0, "the kill came too late to hit anything");
+        assert!(lost > 0, "the kill came after all calls had completed");
         // These calls are made while no store is running. The next process executes them.
         until("the loss was not noticed", || !attachment.status().connected).await;
         let collection = store.queue_transaction(transaction(Op::CreateCollection));
@@ -297,7 +297,7 @@ async fn idles(path: common::Path) {
     };
     let before = switches();
     tokio::time::sleep(Duration::from_millis(300)).await;
-    assert_eq!(switches(), before, "wake-ups of chan and dma threads");
+    assert_eq!(switches(), before, "an idle attachment has woken a chan or dma thread");
     node.store.space().await.unwrap();
     assert_ne!(switches(), before, "the wake-ups of a call are counted");
 }

@@ -1,5 +1,5 @@
 //! Checks that writes of stripes through the channel have the same results as direct writes, on
-//! every path of payload and during faults of DMA.
+//! every payload path and during faults of DMA.
 
 mod common;
 
@@ -16,7 +16,7 @@ use store::conformance::{Striped, seed};
 use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
 
-/// An accelerator that is as fast as this machine computes.
+/// An emulated accelerator that computes at the full speed of this machine.
 fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
     let options = AcceleratorOptions::new(EngineRate::paper(1e12));
     accelerator::start(AcceleratorOptions { faults: faults.clone(), ..options }).unwrap()

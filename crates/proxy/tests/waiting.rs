@@ -166,8 +166,8 @@ async fn a_transaction_waits_for_writes_to_its_stage_that_may_be_sent_again() {
     assert_eq!(node.attachment.status().incarnations, 1);
 }
 
-/// Without a cache, each request asks the host to open its window. Requests that had shared one
-/// question before also share its answer.
+/// Without a cache, each job asks the host to open its window. Jobs that shared one `Export` call
+/// before the cache was switched off also share its answer.
 #[tokio::test]
 async fn jobs_that_wait_for_a_window_continue_when_the_cache_is_switched_off() {
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options()).await;
@@ -214,7 +214,7 @@ fn a_buffer_that_dma_may_use_is_not_freed_with_the_runtime() {
 }
 
 #[tokio::test]
-async fn calls_above_the_limit_of_waiting_calls_fail_at_once() {
+async fn calls_above_the_limit_of_waiting_calls_fail_immediately() {
     let options = AttachmentOptions { wait_for_store: Duration::from_secs(600), ..options() };
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
     make_collection(&node.store).await;

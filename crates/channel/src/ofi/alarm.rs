@@ -51,7 +51,7 @@ impl Alarm {
 /// Sleeps until `fd` is readable or `timeout` has passed.
 pub(super) fn wait_for(fd: BorrowedFd<'_>, timeout: Option<Duration>) {
     let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
-    // The caller checks for work in any case; ignore the result.
+    // The caller checks for work even if `poll` fails; ignore the error.
     let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], timeout.as_ref());
 }
 

@@ -11,7 +11,7 @@
 
 use crate::{ChannelError, Result};
 
-/// Maximum number of doorbells that the peer has not acknowledged.
+/// Maximum number of sent doorbells for which the peer has not returned credits.
 const WINDOW: u32 = 8;
 /// Number of receives that a side keeps posted.
 pub(super) const RECEIVES: usize = WINDOW as usize + 4;
@@ -19,11 +19,12 @@ pub(super) const RECEIVES: usize = WINDOW as usize + 4;
 pub(super) const MESSAGE: usize = 16;
 const MAGIC: [u8; 4] = *b"OBBL";
 
-/// The credits and pending counts of both directions.
+/// The state of one side of a connection: the doorbell credits of both directions, and the count
+/// that this side has not sent yet.
 pub(super) struct DoorbellCredits {
-    /// Number of doorbells that may be sent now.
+    /// Number of doorbells that this side may send before the peer returns credits.
     left: u32,
-    /// Received doorbells for which no credit was returned yet.
+    /// Number of received doorbells for which this side has not returned credits yet.
     owed: u32,
     /// Sum of the counts that were rung and not sent yet.
     pending: u64,
@@ -64,22 +65,24 @@ impl DoorbellCredits {
         self.owed = 0;
     }
 
-    /// Handles a received message. The caller must have posted its receive again. Returns the
-    /// doorbell's count, or 0 if the message only returns credits.
+    /// Handles a received message. The caller must already have posted the message's receive buffer
+    /// again. Returns the doorbell's count, or 0 if the message only returns credits.
     ///
     /// # Errors
     /// Fails if the message is invalid.
     pub(super) fn received(&mut self, message: &[u8]) -> Result<u64> {
         let Ok(bytes) = <[u8; MESSAGE]>::try_from(message) else {
             return Err(ChannelError::protocol(format!(
-                "a doorbell has {} bytes, not {MESSAGE}",
+                "a doorbell message has {} bytes, not {MESSAGE}",
                 message.len()
             )));
         };
         let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("the slice has four bytes"));
         let count = u64::from_le_bytes(bytes[8..].try_into().expect("the slice has eight bytes"));
         if bytes[..4] != MAGIC || credits > WINDOW - self.left {
-            return Err(ChannelError::protocol("a doorbell is malformed or returns unused credits"));
+            return Err(ChannelError::protocol(
+                "a doorbell message is malformed or returns more credits than were used",
+            ));
         }
         self.left += credits;
         if count > 0 {
@@ -116,7 +119,7 @@ mod tests {
         /// For any interleaving of the two sides: counts arrive in full, no side has more messages
         /// in flight than receives are posted, and no side waits forever.
         #[test]
-        fn no_count_is_lost_and_posted_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
+        fn no_doorbell_count_is_lost_and_posted_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
             let mut sides = [DoorbellCredits::default(), DoorbellCredits::default()];
             let mut wires: [VecDeque<[u8; MESSAGE]>; 2] = Default::default();
             let (mut rung, mut heard) = ([0; 2], [0; 2]);
@@ -145,7 +148,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_messages_never_panic(messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 0..30)) {
+        fn handling_arbitrary_messages_never_panics(messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 0..30)) {
             let mut credits = DoorbellCredits::default();
             for message in messages {
                 let _ = credits.received(&message);

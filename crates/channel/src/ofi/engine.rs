@@ -89,7 +89,7 @@ impl OfiEngine {
     async fn attach_offer(&self, offer: OfiOffer, len: usize) -> Result<Joined> {
         if offer.provider != self.provider {
             let what = format!(
-                "it offers provider {}, but this osd uses {}; configure the same provider for both",
+                "the store offers provider {}, but this osd uses {}; configure the same provider for both",
                 offer.provider, self.provider
             );
             return Err(ChannelError::Refused(what));
@@ -106,7 +106,7 @@ impl OfiEngine {
         });
         let (reply, answer) = oneshot::channel();
         self.shared.send(OfiCommand::Attach { id, offer, rung: Arc::clone(&rung), reply });
-        // On failure, dropping `detach` makes the thread forget the peer.
+        // On failure, dropping `detach` makes the thread remove the peer.
         let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
             Ok(Ok(result)) => result?,
             Ok(Err(_)) => return Err(ChannelError::EngineStopped(self.name().to_owned())),
@@ -238,8 +238,8 @@ impl DmaEngine for OfiEngine {
         }
     }
 
-    /// Closes the connections to all peers. Only this guarantees that no transfer accesses memory
-    /// any more. The next chain for a peer opens its connections again.
+    /// Closes the connections to all peers. Only closed connections guarantee that no transfer
+    /// accesses memory any more. The next chain for a peer opens its connections again.
     fn reset(&self) {
         self.shared.queues.iter().for_each(|queue| queue.items.push(OfiItem::Reset));
         self.shared.send(OfiCommand::Reset);

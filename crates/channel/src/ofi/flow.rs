@@ -30,7 +30,7 @@ pub(super) struct ActiveChain {
     abandoned: Option<usize>,
 }
 
-/// A posted transfer. Its number counts the operations of its connection.
+/// A posted transfer. `number` is its operation number on the connection.
 struct PostedTransfer {
     number: u64,
     read: bool,
@@ -71,8 +71,8 @@ impl ActiveChain {
         self.posted.push(PostedTransfer { number, read, complete: false, corrupt });
     }
 
-    /// Handles the completion of a transfer. Returns the transfer, and whether the data that it
-    /// read must be damaged.
+    /// Handles the completion of a transfer. Returns the transfer, and whether an injected fault
+    /// must damage the data that the transfer has read.
     pub(super) fn complete(&mut self, number: u64) -> Option<(Transfer, bool)> {
         let at = self.posted.iter().position(|op| op.number == number)?;
         let op = &mut self.posted[at];
@@ -142,7 +142,7 @@ impl ActiveChain {
 pub(super) struct Flow {
     works: VecDeque<ActiveChain>,
     first: u64,
-    /// Whether the last chain must wait for a completion before it can continue.
+    /// Whether the queue can advance only after another event, such as a completion.
     pub(super) blocked: bool,
 }
 
@@ -171,7 +171,7 @@ impl Flow {
         self.works.get_mut(index)
     }
 
-    /// Removes the first chain if it is posted, complete, and everything that it awaits is
+    /// Removes the first chain if it is posted and complete, and all writes that it awaits are
     /// `confirmed`.
     pub(super) fn pop_finished(&mut self, confirmed: impl Fn(PeerId, u64) -> bool) -> Option<ActiveChain> {
         let work = self.works.front()?;

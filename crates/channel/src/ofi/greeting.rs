@@ -18,7 +18,8 @@ use super::QUEUES;
 const VERSION: u16 = 1;
 const LEN: usize = 28;
 
-/// Identifies the attachment and the connection that are requested.
+/// The content of a connection request, which identifies the attachment and the requested
+/// connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) queue: usize,

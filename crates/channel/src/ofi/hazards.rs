@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_waits_only_if_providers_do_not_order_it() {
+    fn an_operation_waits_only_for_overlapping_operations_that_a_provider_may_reorder() {
         let write = footprint(false, 1, 0..10, 100..110);
         let read = footprint(true, 1, 50..60, 100..110);
         assert!(!write.must_follow(&write), "providers order writes");

@@ -1,4 +1,5 @@
-//! The store's side of engine `ofi`: it grants the engine of an attachment access to host memory.
+//! The store's side of engine `ofi`: it grants the osd's engine access to the host memory of an
+//! attachment.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -37,7 +38,7 @@ pub struct OfiHostOptions {
     /// The libfabric provider, e.g. `verbs` or `tcp`.
     pub provider: String,
     /// The address to listen on; port 0 selects a free port. The osd's process must be able to
-    /// reach it.
+    /// reach this address.
     pub address: SocketAddr,
     /// Number of concurrent attachments for which the device's queues have room. More grants are
     /// possible, but their connections may fail.
@@ -62,7 +63,8 @@ impl OfiHostOptions {
     }
 }
 
-/// Listens for engines and serves them on one thread. Dropping it ends all attachments.
+/// Listens for connections of the osd's engine and serves them on one thread. Dropping it ends all
+/// attachments.
 pub struct OfiHost {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -185,8 +187,9 @@ impl OfiHost {
 
 impl OfiGrant {
     /// Ends the attachment, and returns when its connections are closed. After that, no transfer
-    /// reaches the memory. The call blocks until the host's thread has closed them, which usually
-    /// takes far less than a millisecond. It does not block if the host's device has failed.
+    /// reaches the memory. The call blocks until the host's thread has closed the connections,
+    /// which usually takes far less than a millisecond. It does not block if the host's device has
+    /// failed.
     ///
     /// # Errors
     /// Fails if this takes more than a second.
@@ -254,7 +257,7 @@ struct MemoryGrant {
 }
 
 impl MemoryGrant {
-    /// The connection that a token names, unless it was replaced.
+    /// The connection that `token` identifies, unless a newer connection has replaced it.
     fn line(&mut self, token: Token) -> Option<&mut EngineEndpoint> {
         if !token.is_of(self.attempt) {
             return None;
@@ -267,7 +270,8 @@ impl MemoryGrant {
         self.lines[URGENT].as_ref().is_some_and(|line| line.established)
     }
 
-    /// Sends the counts that the store has rung. Returns `false` if the provider's queue was full.
+    /// Sends the osd the doorbell counts that the store has rung. Returns `false` if the provider's
+    /// queue was full.
     fn flush(&mut self) -> Result<bool> {
         // Counts that are rung before the connection is established stay in the eventfd.
         if self.hears()
@@ -309,7 +313,7 @@ struct HostWorker {
     _listener: FabricListener,
     port: EngineDomain,
     faults: Faults,
-    /// Whether the provider's queue was full.
+    /// Whether the provider's queue was full, so that the thread must soon try again to send.
     retry: bool,
     running: bool,
 }
@@ -331,7 +335,7 @@ impl HostWorker {
                 Ok(polled) => worked |= polled,
                 Err(e) => {
                     tracing::error!(
-                        "the device for engine ofi failed: {e}; it is opened again when memory is next offered"
+                        "the network device of engine ofi failed: {e}; the next offer of host memory opens it again"
                     );
                     return;
                 }
@@ -378,7 +382,7 @@ impl HostWorker {
         );
     }
 
-    /// Handles the port's events and completions. Returns `false` if there were none.
+    /// Handles the network device's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> Result<bool> {
         if self.faults.hit(Site::StoreDevice) == Some(Action::Fail) {
             return Err(ChannelError::Transfer("a fault was injected".to_owned()));
@@ -425,7 +429,8 @@ impl HostWorker {
 
     /// Accepts a connection request if it belongs to an attachment and is not outdated.
     fn answer(&mut self, request: ConnectionRequest) {
-        // The grant precedes the request, but its command may not have been handled yet.
+        // The store granted the memory before the osd sent this request, but the thread may not
+        // have handled the grant's command yet.
         self.take_commands();
         let refuse = |request: ConnectionRequest, why: &str| {
             tracing::debug!("a connection was refused: {why}");
@@ -434,7 +439,7 @@ impl HostWorker {
             }
         };
         let Some(Greeting { queue, attempt, secret }) = Greeting::decode(request.data()) else {
-            return refuse(request, "not an engine of this version");
+            return refuse(request, "the request is not from an engine of this version");
         };
         let attachment = self.attachments.iter_mut().find(|(_, attachment)| attachment.secret == secret);
         let Some((id, attachment)) = attachment else { return refuse(request, "no such attachment") };
@@ -484,8 +489,8 @@ fn accept(request: ConnectionRequest, port: &EngineDomain, token: Token) -> Resu
     Ok(line)
 }
 
-/// Identifies an endpoint. It keeps only 24 bits of the attempt, which are enough to distinguish
-/// recent attempts.
+/// Identifies the host's endpoint of a connection. The token keeps only 24 bits of the attempt,
+/// which are enough to distinguish recent attempts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Token {
     attachment: u32,

@@ -1,17 +1,17 @@
-//! One queue's connection to one peer on the engine's side. It tracks operations in progress and
-//! the writes that are known to be in place.
+//! The engine's side of one queue's connection to one peer. It tracks the operations in progress
+//! and the writes that are known to be in place.
 
 use fabric::{PostError, RemoteRegion, Slice};
 
 use super::hazards::Footprint;
 use super::line::EngineEndpoint;
 
-/// Maximum number of operations in progress on a lane.
+/// Maximum number of operations in progress on a connection.
 pub(super) const WINDOW: usize = 32;
 /// Length of the read that confirms earlier writes, in bytes.
 const PROBE: usize = 8;
 
-/// The operations of one lane. Their numbers count from 1 in posting order.
+/// One connection and its operations, which are numbered from 1 in posting order.
 pub(super) struct OperationQueue {
     pub(super) line: EngineEndpoint,
     /// Number of the last operation that was posted.
@@ -20,21 +20,21 @@ pub(super) struct OperationQueue {
     pub(super) last_write: u64,
     /// Number of the last read that was posted.
     last_read: u64,
-    /// All writes up to this number are in place.
+    /// All writes up to this number are in place in the peer's memory.
     pub(super) confirmed: u64,
     under_way: Vec<UnderWay>,
 }
 
 struct UnderWay {
     number: u64,
-    /// The operation's chain and footprint; `None` for a probe.
+    /// The operation's chain and footprint; `None` for a read that only confirms writes.
     of: Option<(u64, Footprint)>,
 }
 
 /// An operation that has completed.
 pub(super) struct CompletedOperation {
     pub(super) number: u64,
-    /// The operation's chain; `None` for a probe.
+    /// The operation's chain; `None` for a read that only confirms writes.
     pub(super) chain: Option<u64>,
 }
 
@@ -49,7 +49,7 @@ impl OperationQueue {
         self.under_way.len() < WINDOW && !earlier.any(|(_, earlier)| footprint.must_follow(earlier))
     }
 
-    /// Posts one transfer of the chain `chain`, and returns the transfer's number.
+    /// Posts one transfer of the chain `chain`, and returns the transfer's operation number.
     pub(super) fn post(
         &mut self,
         chain: u64,
@@ -71,8 +71,8 @@ impl OperationQueue {
         Ok(number)
     }
 
-    /// Ensures that the writes up to `number` will be confirmed. Posts a probe unless a later read
-    /// or another probe is in progress.
+    /// Ensures that the writes up to `number` will be confirmed. Posts a confirming read, unless a
+    /// read was posted after these writes or another confirming read is in progress.
     pub(super) fn confirm(
         &mut self,
         number: u64,
@@ -102,7 +102,7 @@ impl OperationQueue {
     }
 }
 
-/// The memory into which probes read.
+/// The scratch memory that receives the data of confirming reads.
 pub(super) fn scratch(port: &super::port::EngineDomain) -> fabric::Result<Slice<'_>> {
     port.scratch.slice(0, PROBE)
 }

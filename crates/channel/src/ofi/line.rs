@@ -9,12 +9,12 @@ use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
 use super::credits::{DoorbellCredits, MESSAGE, RECEIVES};
 use crate::Result;
 
-/// Distance between the buffers of two messages, in bytes.
+/// Distance between the buffers of consecutive messages, in bytes.
 const SLOT: usize = 64;
 /// Maximum number of messages being sent. Their buffers follow the buffers of the receives.
 const SENDS: usize = RECEIVES;
-/// Maximum number of messages of a line that are being sent or received. The completion queue needs
-/// room for each of them.
+/// Maximum number of messages of a connection that are being sent or received. The completion queue
+/// needs room for each of them.
 pub(super) const DEPTH: usize = RECEIVES + SENDS;
 
 /// An endpoint with posted receives.
@@ -29,7 +29,7 @@ pub(super) struct EngineEndpoint {
 }
 
 impl EngineEndpoint {
-    /// Posts the receives. The caller must establish the endpoint after that.
+    /// Wraps `endpoint` and posts its receives. The caller must establish the endpoint afterwards.
     pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<EngineEndpoint> {
         let memory = Arena::anonymous(DEPTH * SLOT)?;
         let slots = MemoryRegion::register(domain, &memory, Access::Messages)?;
@@ -85,7 +85,8 @@ impl EngineEndpoint {
         self.free.push(completion.token as usize);
     }
 
-    /// Handles the successful completion of a receive. Returns the doorbell's count, or 0.
+    /// Handles the successful completion of a receive. Returns the doorbell's count, or 0 if the
+    /// message only returns credits.
     pub(super) fn received(&mut self, completion: &Completion) -> Result<u64> {
         let slot = completion.token as usize % RECEIVES;
         let mut message = [0; MESSAGE + 1];

@@ -23,15 +23,15 @@
 //! ([`fabric::Info::exposes_local_memory`]), so the engine refuses iWARP. The osd can read and
 //! write only the granted memory.
 //!
-//! **Order.** A doorbell is a message. The engine sends it on the same endpoint, after the writes
-//! that it announces. The engine requests `FI_ORDER_SAW` for its endpoints. According to fi_cq(3),
-//! all earlier writes are then in place when the message arrives. A write's own completion proves
-//! less: over `tcp`, a write completes as soon as it is handed to the socket. A chain with a tag is
-//! therefore complete only when a *read* that was posted after its last write has completed
-//! (`FI_ORDER_RAW`). If no such read is in progress, the engine posts a read of 8 bytes, which
-//! confirms the writes of all waiting chains. `FI_DELIVERY_COMPLETE` would prove the same, but
-//! `verbs` does not offer it. No provider orders a write after a read, or operations that use the
-//! same local bytes. The engine itself delays these operations (module `hazards`).
+//! **Order.** A doorbell is a message. The engine sends it after the writes that it announces, on
+//! the same endpoint as these writes. The engine requests `FI_ORDER_SAW` for its endpoints.
+//! According to fi_cq(3), all earlier writes are then in place when the message arrives. A write's
+//! own completion proves less: over `tcp`, a write completes as soon as it is handed to the socket.
+//! A chain with a tag is therefore complete only when a *read* that was posted after its last write
+//! has completed (`FI_ORDER_RAW`). If no such read is in progress, the engine posts a read of 8
+//! bytes, which confirms the writes of all waiting chains. `FI_DELIVERY_COMPLETE` would prove the
+//! same, but `verbs` does not offer it. No provider orders a write after a read, or operations that
+//! use the same local bytes. The engine itself delays these operations (module `hazards`).
 //!
 //! **Progress.** Over `tcp`, bytes move only while both sides poll. The thread of each side polls
 //! while it has work. After that, it polls for a short time if such polling has found work
@@ -70,7 +70,7 @@ pub use host::{OfiGrant, OfiHost, OfiHostOptions};
 /// Number of queues: the urgent queue, and four queues for payload. Each has its own connection.
 const QUEUES: usize = 5;
 
-/// A program that may use this engine or its host must call this first in `main`: see
+/// A program that may use this engine or [`OfiHost`] must call this function first in `main`: see
 /// [`fabric::Library::prepare`].
 pub fn prepare_process() {
     fabric::Library::prepare();

@@ -10,7 +10,7 @@ use fabric::{
 
 use crate::Result;
 
-/// Maximum number of events taken at once.
+/// Maximum number of events that one poll takes.
 const EVENTS: usize = 64;
 
 /// The device's libfabric objects, and scratch memory for the reads that confirm writes.

@@ -111,8 +111,9 @@ impl OfiQueue {
         while self.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             self.posted.fetch_sub(1, Ordering::SeqCst);
             self.was_full.store(true, Ordering::SeqCst);
-            // The thread wakes the caller only if it sees `was_full`. It may have emptied the queue
-            // before. In that case, the queue has room now, so try again.
+            // The thread wakes the caller only if it sees `was_full`. If the thread has emptied the
+            // queue before the flag was set, it wakes no caller, but the queue has room now. Try
+            // again in that case.
             if self.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

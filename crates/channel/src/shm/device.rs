@@ -17,13 +17,13 @@ use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Tr
 /// chains keep arriving, it reports them together, as interrupt coalescing does.
 const COALESCE_CHAINS: usize = 16;
 /// Length in bytes above which a chain counts as payload. Before a longer transfer, the device
-/// reports all that it holds back.
+/// reports all doorbells and completions that it holds back.
 const COALESCE_BYTES: usize = 64 << 10;
 /// After this many urgent chains in a row, the other queues get a turn.
 const URGENT_RUN: usize = 32;
 /// Polling stops after it has found no work this many times in a row.
 const SPIN_CREDIT_MAX: u32 = 8;
-/// After polling has stopped, it is tried again before one of this many sleeps.
+/// While polling is stopped, the thread still polls before one of every this many sleeps.
 const SPIN_RETRY: u32 = 32;
 
 /// A chain that is in progress.
@@ -413,7 +413,8 @@ impl ShmDevice {
                 }
             }
         }
-        // Report completions after the doorbells: a completion promises that its doorbell was rung.
+        // Report completions after the doorbells: a completion promises that the doorbell of its
+        // chain was rung.
         for completion in self.completions.drain(..) {
             self.shared.completions.push(completion);
         }

@@ -52,7 +52,7 @@ pub enum Profile {
     #[default]
     Memcpy,
     /// The speed of a BlueField-3 as DoCeph measured it (fitted to Table 3, row DMA). Chains of
-    /// payload run one at a time, and each takes 2.4 ms plus 0.38 ms per MB. The paper has no
+    /// payload run one at a time, and each takes 2.4 ms plus 0.38 ms per MB. DoCeph's paper has no
     /// figure below 1 MB. Ring entries therefore run at full speed; they correspond to the messages
     /// that DoCeph sends over DOCA's communication channel.
     Bf3Paper,
@@ -196,7 +196,8 @@ impl ShmEngine {
         let id = PeerId(self.fresh_id());
         let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
-        // Created before the wait, so that it detaches the peer even if the caller is cancelled.
+        // Create `detach` before the wait, so that the peer is detached even if the caller is
+        // cancelled.
         let detach = OnDrop::new(move || shared.to_every_queue(id, ShmItem::Detach));
         self.shared.send(ShmCommand::Attach { id, memory, len, doorbell: host_doorbell, reply });
         answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
@@ -324,8 +325,9 @@ impl DmaEngine for ShmEngine {
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
-            // The thread wakes the caller only if it sees `was_full`. It may have emptied the queue
-            // before. In that case, the queue has room now, so try again.
+            // The thread wakes the caller only if it sees `was_full`. If the thread has emptied the
+            // queue before the flag was set, it wakes no caller, but the queue has room now. Try
+            // again in that case.
             if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

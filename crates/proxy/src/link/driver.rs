@@ -336,7 +336,7 @@ impl State {
         let fits = self.announced.checked_add(count).filter(|sum| sum + self.asked <= limit);
         self.announced = fits.filter(|sum| sum.is_multiple_of(channel::ring::CELL)).ok_or_else(|| {
             ChannelError::Protocol(format!(
-                "the doorbell announced {count} bytes, more than fit in the outbox of {limit}"
+                "the doorbell announced {count} bytes, which exceed the outbox of {limit} bytes or end within a cell"
             ))
         })?;
         if self.asked == 0 {

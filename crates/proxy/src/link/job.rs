@@ -24,7 +24,7 @@ const MAX_INLINE_READ: usize = 8 << 10;
 /// Space reserved for a reply without data, such as an error text or a stat, in bytes.
 const SMALL_REPLY: usize = 1024;
 /// Maximum length of a payload that shares a chain with its ring entry, in bytes. With one chain,
-/// no task must be woken between payload and entry.
+/// no task needs to be woken between the transfers of payload and entry.
 const SHORT: usize = 64 << 10;
 
 /// How a request reaches the host.
@@ -80,7 +80,7 @@ pub(crate) struct ReadCall {
     pub(crate) oid: ObjectId,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// Length of the blocks that cover the range, in bytes.
+    /// Length of the blocks that cover the read bytes, in bytes.
     pub(crate) cover: usize,
     pub(crate) dest: Option<ArenaBuf>,
 }
@@ -117,7 +117,7 @@ pub(crate) struct Job {
     pub(super) answer_to: Option<AnswerTo>,
     /// The sender that reports that parity was computed.
     pub(super) coded: Option<Coded>,
-    /// When the call was made. `clock` measures the OSD request that the call belongs to.
+    /// When the call was made. `clock` measures the client's request that the call belongs to.
     pub(super) since: Instant,
     pub(super) clock: Option<Clock>,
 }
@@ -296,7 +296,7 @@ impl Job {
         self.upload.iter().map(|(_, piece)| piece.len()).sum()
     }
 
-    /// Whether staged data already mismatched its checksums before it was sent.
+    /// Whether staged data already did not match its checksums before it was sent.
     pub(super) fn was_wrong_before(&self) -> bool {
         match (&self.call, &self.upload[..]) {
             (StoreCall::StageWrite { phase, checksums, .. }, [(_, data)]) => {

@@ -158,7 +158,7 @@ impl State {
     }
 
     /// Counts a write of this stage as posted. Jobs that become ready from now on are sent after
-    /// it.
+    /// this write.
     fn write_posted(&mut self, stage: Option<u64>) {
         let Some(stage) = stage else { return };
         if let Some(staged) = self.stages.get_mut(&stage) {
@@ -169,8 +169,8 @@ impl State {
     /// Decides whether a stage write that is about to be posted is suspect, so that the host must
     /// verify its payload. The write is unsure if it is suspect or on the control socket, because a
     /// transaction that names the stage could then overtake it. Transactions that name the stage
-    /// wait until the write is answered. This does not apply without host memory: the control
-    /// socket then carries everything in order, and nothing is sent twice.
+    /// wait until the write is answered. These rules do not apply without host memory: the control
+    /// socket then carries all calls in order, and no call is sent twice.
     pub(super) fn doubt(&mut self, id: u64) {
         let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
         let Some(stage) = job.writes_stage else { return };
@@ -212,7 +212,7 @@ impl State {
         }
     }
 
-    /// Whether all writes to the stages that a transaction names precede it for certain.
+    /// Whether all writes to the stages that a transaction names certainly precede the transaction.
     fn stages_posted(&self, job: &Job) -> bool {
         let mut stages = job.names_stages.iter().filter_map(|stage| self.stages.get(&stage.0));
         stages.all(|staged| staged.unposted == 0 && staged.unsure == 0)

@@ -1,17 +1,17 @@
-//! The osd's end of the channel, for one incarnation of the store.
+//! The osd's end of the channel for one incarnation of the store, called a *link*.
 //!
 //! Any thread may submit a [`Job`] to the [`StoreChannel`], under a short lock. The calling thread
-//! itself posts every job that can be sent at once. Each link has one [`ChannelDriver`] task, which
-//! runs on the OSD's runtime and receives the host's replies. The osd's end has no thread of its
-//! own: such a thread would cost every call two more wake-ups. Instead, a reply wakes the thread
-//! that runs the waiting task.
+//! itself posts every job that can be sent immediately. Each link has one [`ChannelDriver`] task,
+//! which runs on the osd's runtime and receives the host's replies. The osd's end has no thread of
+//! its own: such a thread would cost every call two more wake-ups. Instead, a reply wakes the
+//! thread that runs the waiting task.
 //!
 //! **Order.** Each target has a *lane* for its transactions and reads. The link posts the jobs of a
 //! lane strictly in the order of the calls. Queries are sent over the control socket at once; the
 //! header of a query names the transaction that it follows, and the host holds the query back until
 //! it has that transaction. A write to a stage waits for no other call. A transaction that names
-//! the stage waits for the writes to that stage. Deadlock is impossible, because nothing that a
-//! transaction needs waits for a transaction or a query.
+//! the stage waits for the writes to that stage. Deadlock is impossible, because the stage writes
+//! that a transaction needs wait for neither transactions nor queries.
 
 mod dma;
 mod driver;
@@ -55,7 +55,7 @@ use replies::Fetching;
 pub(crate) use ring_side::RingSide;
 use verify::Verify;
 
-/// Maximum number of unanswered calls. It only bounds memory: the OSD has its own, lower limit of
+/// Maximum number of unanswered calls. It only bounds memory: the osd has its own, lower limit of
 /// requests in flight.
 pub(crate) const MAX_JOBS: usize = 1 << 15;
 /// Maximum length of a range, in bytes. The checksums of a read of this length still fit into a
@@ -133,7 +133,7 @@ struct State {
     stages: HashMap<u64, StageState>,
     /// Jobs that wait for a range of host memory, in arrival order.
     range_queue: VecDeque<u64>,
-    /// Jobs that wait only for credit of the ring.
+    /// Jobs that wait only for space in the rings.
     ring_ready: VecDeque<u64>,
     /// Jobs that the next `pump` sends over the control socket.
     socket_ready: VecDeque<u64>,
@@ -150,7 +150,7 @@ struct State {
     fetching: HashMap<u64, Fetching>,
     regions: Regions,
     mode: DmaState,
-    /// Jobs that carry data and wait until the host has said which earlier requests were lost.
+    /// Jobs that carry data and wait until the host has reported which earlier requests were lost.
     held: VecDeque<u64>,
     quarantine: Quarantine,
     health: Arc<OffloadHealth>,
@@ -184,7 +184,7 @@ struct State {
     fatal: Option<String>,
 }
 
-/// The transactions and reads of one target, in order.
+/// The transactions and reads of one target, in the order of the calls.
 #[derive(Default)]
 struct Lane {
     last_transaction: u64,
@@ -233,8 +233,8 @@ enum ReadLanding {
     /// In the mirror of the read's range, because no other memory that DMA can reach was available.
     /// The data is then copied to the caller's buffer, if there is one.
     Mirror(Option<ArenaBuf>),
-    /// The control socket carries the data. It is copied into the caller's buffer if there is one.
-    /// Otherwise, the caller receives the frame's own memory.
+    /// The control socket carries the data. The data is copied into the caller's buffer if there is
+    /// one. Otherwise, the caller receives the frame's own memory.
     Socket(Option<ArenaBuf>),
 }
 
@@ -324,8 +324,8 @@ impl StoreChannel {
         Arc::new(StoreChannel { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
-    /// Maximum payload of one request, in bytes. It is limited by one DMA transfer and by one
-    /// range.
+    /// Maximum payload of one request, in bytes: the engine's maximum transfer length or the
+    /// maximum length of a range, whichever is less.
     pub(crate) fn max_segment(&self) -> usize {
         let max_transfer = self.engine.as_ref().map_or(2 << 20, |engine| engine.max_transfer());
         (max_transfer.min(self.max_range) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER)
@@ -394,7 +394,8 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Sends a piece of each of several fragments. `targets` maps the UUIDs in `write` to targets.
+    /// Stages one piece of each of several fragments. `targets` maps the UUIDs in `write` to
+    /// targets.
     pub(crate) fn stage_stripes(
         &self,
         targets: &[TargetInfo],
@@ -426,7 +427,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Queues a transaction: assigns its number and its place in the target's lane.
+    /// Queues a transaction: assigns its number and its position in the target's lane.
     pub(crate) fn transaction(&self, target: u16, transaction: &store::Transaction, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
@@ -444,7 +445,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Submits a read. The length must not exceed one range.
+    /// Submits a read. The blocks that cover the read bytes must fit in one range.
     pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };

@@ -26,7 +26,8 @@ pub(super) enum ProbeStep {
     There,
     /// The host copies the probe and rings the doorbell.
     Echo,
-    /// The host has not heard the doorbell yet, so the link must ask again.
+    /// The host has not received the doorbell yet, so the link must repeat its request for the
+    /// echo.
     Unheard,
     /// The transfer back is in progress.
     Back,

@@ -20,7 +20,7 @@
 //!
 //! *Probing*: The link makes a small transfer in each direction, each with a doorbell. The result
 //! decides whether DMA is used again. Some engines lose their peer at a failure. The link first
-//! attaches such an engine again, for which the host makes a new offer of its memory.
+//! attaches such an engine again, to a new offer of host memory.
 
 use std::time::{Duration, Instant};
 
@@ -72,12 +72,12 @@ impl State {
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
         self.mode = DmaState::Closing { since: Instant::now() };
-        // Other transfers may have damaged data that nobody has verified, so verify the next
+        // Other transfers may have damaged data without being detected, so verify the next
         // requests.
         self.verify.suspect();
         self.quarantine_everything();
-        // Forget all windows: the failed transfer may be due to a broken mapping, which would fail
-        // again.
+        // Forget all windows: a broken mapping may have caused the failure, and would cause another
+        // failure.
         self.regions.forget();
         self.reroute();
         self.submit(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
@@ -320,12 +320,12 @@ impl State {
         }
     }
 
-    /// Takes the offer to attach to, if there is one.
+    /// Takes the host's offer that the driver must attach to, if there is one.
     pub(super) fn take_offer(&mut self) -> Option<OfiOffer> {
         self.offer.take()
     }
 
-    /// Whether the driver should continue to attach.
+    /// Whether the driver should continue to attach the engine.
     pub(super) fn is_attaching(&self) -> bool {
         matches!(self.mode, DmaState::Probing { step: ProbeStep::Attaching, .. })
     }
@@ -346,7 +346,8 @@ impl State {
         }
     }
 
-    /// Sends the probe.
+    /// Starts the probe: writes random bytes into the inbound ring by DMA and rings the host's
+    /// doorbell.
     fn probe(&mut self) {
         self.mode = DmaState::Probing { since: Instant::now(), step: ProbeStep::There };
         self.announced = 0;
@@ -381,7 +382,7 @@ impl State {
                 let mut bytes = vec![0; PROBE];
                 let inside = ring.arena().copy_out(ring.layout().outbox().offset, &mut bytes);
                 if !inside || bytes != self.probe_pattern {
-                    return self.probe_failed("the probe returned damaged");
+                    return self.probe_failed("the probe's data came back damaged");
                 }
                 self.step(ProbeStep::Bell);
                 self.bell_during_probe();
@@ -395,8 +396,8 @@ impl State {
         self.submit(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
     }
 
-    /// Handles the answer to the request to copy the probe. `rung` is 0 if the host has not heard
-    /// the doorbell yet; otherwise the host has copied the probe.
+    /// Handles the answer to the request to copy the probe. `rung` is 0 if the host has not
+    /// received the doorbell yet; otherwise the host has copied the probe.
     fn echoed(&mut self, rung: u64) {
         if !matches!(self.mode, DmaState::Probing { step: ProbeStep::Echo, .. }) {
             return;
@@ -428,7 +429,8 @@ impl State {
         self.health.probed(Err(why), Instant::now());
         self.post_fences();
         if opening {
-            // The host may have opened its rings. It has found no requests in them.
+            // The host may have opened its rings, but the link has sent no requests through them
+            // yet.
             if let Some(ring) = &mut self.ring {
                 ring.start_over();
             }

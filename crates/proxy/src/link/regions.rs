@@ -106,7 +106,7 @@ impl Regions {
     pub(super) fn wait(&mut self, window: usize, job: u64) -> bool {
         let asked = self.asked.entry(window).or_default();
         asked.waiting.push(job);
-        // Without a cache, every job asks the host for itself.
+        // Without a cache, every job sends its own request to the host.
         let asks = asked.times == 0 || self.capacity == 0;
         asked.times += usize::from(asks);
         asks
@@ -157,7 +157,7 @@ mod tests {
     use std::sync::Mutex;
 
     #[test]
-    fn the_least_recently_used_window_is_evicted_but_serves_its_users() {
+    fn the_least_recently_used_window_is_evicted_but_stays_registered_while_used() {
         let gone = Arc::new(Mutex::new(Vec::new()));
         let region = |id: u32| {
             let gone = Arc::clone(&gone);

@@ -143,8 +143,8 @@ impl State {
     /// Registers a new stage. Releases it at once if the caller was cancelled.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
         self.last_stage += 1;
-        // The number includes the incarnation. A stage that was lost with its incarnation can
-        // therefore not be confused with a later stage.
+        // The stage's number includes the number of the incarnation. A stage that was lost with its
+        // incarnation can therefore not be confused with a later stage.
         let id = (self.incarnation << 40) | self.last_stage;
         self.stages
             .insert(id, StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
@@ -197,8 +197,8 @@ impl State {
         Ok(())
     }
 
-    /// Handles the end of the DMA that fetches a read's data. `bytes` have arrived; `whole` says
-    /// whether these are all.
+    /// Handles the end of the DMA that fetches a read's data. `bytes` is the number of bytes that
+    /// have arrived; `whole` says whether they are all of the data.
     pub(super) fn fetched(&mut self, id: u64, bytes: usize, whole: bool) {
         let Some(done) = self.fetching.get_mut(&id) else { return };
         if !whole {
@@ -333,7 +333,7 @@ fn verified(answer: &CallAnswer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String>
     Ok(read.data)
 }
 
-/// Copies `rest` into the buffers, which count as one contiguous range, from byte `at`.
+/// Copies `rest` into the buffers, which count as one contiguous range, starting at byte `at`.
 fn fill(buffers: &mut [ArenaBuf], at: usize, rest: &[u8]) {
     let (mut skip, mut rest) = (at, rest);
     for buffer in buffers {
@@ -358,10 +358,10 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
     }
 }
 
-/// Chooses the memory for a read's data. If the engine can reach the caller's buffer, it chooses
-/// this buffer. If the caller has no buffer, it allocates buffers of the pool. Otherwise it chooses
-/// the mirror. The function never waits for a free buffer: the buffer's holder may itself wait for
-/// this incarnation, which would be a deadlock.
+/// Chooses the memory for a read's data. If the engine can reach the caller's buffer, the function
+/// chooses this buffer. If the caller has no buffer, the function allocates staging buffers from
+/// the pool. Otherwise it chooses the mirror. The function never waits for a free buffer: the
+/// buffer's holder may itself wait for this incarnation, which would be a deadlock.
 fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLanding {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {

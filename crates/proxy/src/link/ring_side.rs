@@ -124,8 +124,8 @@ impl RingSide {
         self.reserved + ring::footprint(len) <= self.layout().outbox().len
     }
 
-    /// Sends a request. A short payload travels with it; a longer payload is already in its range.
-    /// Returns the position in the ring at which the entry ends.
+    /// Sends a request. A short payload travels with the request; a longer payload is already in
+    /// its range. Returns the position in the ring at which the entry ends.
     pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job, range: RangeUse) -> u64 {
         let mut chain = Chain::default();
         let inline: &[(usize, Bytes)] = match (range, &job.region) {
@@ -277,7 +277,7 @@ impl RingSide {
         self.queues = queues.max(1);
     }
 
-    /// Uses this peer from now on. Regions registered with the previous peer become void.
+    /// Uses `peer` from now on. Regions registered with the previous peer become void.
     pub(crate) fn join(&mut self, peer: EnginePeer) -> channel::Result<()> {
         let rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
         self.host = Some(AttachedHost { peer, rings });

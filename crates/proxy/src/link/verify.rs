@@ -23,8 +23,8 @@ impl Verify {
         self.suspects = Self::SUSPECTS;
     }
 
-    /// Whether the host must verify the next request. While faults are armed, it verifies every
-    /// request, because acknowledged data must be right even then.
+    /// Whether the host must verify the next request. While faults are armed, the host verifies
+    /// every request, because acknowledged data must be intact even then.
     pub(super) fn next(&mut self, faults: &Faults) -> bool {
         self.count = self.count.wrapping_add(1);
         let suspect = self.suspects > 0;
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sample_of_requests_is_verified_and_every_request_after_a_failure() {
+    fn the_host_verifies_a_sample_of_requests_but_after_a_failure_every_request() {
         let (mut verify, faults) = (Verify::new(4), Faults::default());
         assert_eq!((0..8).filter(|_| verify.next(&faults)).count(), 2);
         verify.suspect();

@@ -37,7 +37,7 @@ pub(super) struct ReceivedCall {
     pub(super) call: Result<(StoreCall, Bytes, Bytes)>,
 }
 
-/// A call that is complete.
+/// A call that is complete, with the data for its reply.
 pub(super) struct FinishedCall {
     pub(super) header: EntryHeader,
     pub(super) came: Instant,
@@ -70,8 +70,8 @@ impl ReceivedCall {
 
     /// Whether the part of the request that is in a range of host memory arrived damaged. An
     /// encoded transaction is always verified, and payload only if `payload` is true. The entry
-    /// itself was verified before. An invalid range does not count as damaged, because the call
-    /// itself then fails.
+    /// itself was verified when it was read. An invalid range does not count as damaged, because
+    /// the call itself then fails.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
@@ -139,8 +139,8 @@ fn payload_of(lease: Option<&Lease>, place: PayloadPlace, data: Bytes) -> Result
 type Returned = Result<(CallAnswer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
-/// Starts the call. Its place in the store's order is fixed when this function returns. `lease` is
-/// the attachment's data region. The call completes only after the store has released the host
+/// Starts the call. Its position in the store's order is fixed when this function returns. `lease`
+/// is the attachment's data region. The call completes only after the store has released the host
 /// memory of the request, because the osd may then reuse that memory.
 pub(super) fn make(
     store: &Arc<dyn ObjectStore>,
@@ -212,7 +212,7 @@ fn start(
 }
 
 /// Copies the control part of a large transaction out of memory that the osd can write. The payload
-/// stays there.
+/// stays in that memory.
 fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)> {
     let data_at = control_len.checked_next_multiple_of(base::pool::MIN_BUFFER);
     let (Some(control), Some(data_at)) = (bytes.get(..control_len), data_at) else {

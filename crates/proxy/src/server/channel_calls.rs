@@ -104,11 +104,14 @@ impl Rings {
 
     fn probe(&mut self, cx: &mut Context<'_>, len: u32) -> Result<u64> {
         if !self.is_closed() || len > MAX_PROBE || len as usize > self.memory.layout.inbound().len {
-            return Err(StoreError::InvalidArgument(format!("no probe of {len} bytes is possible now")));
+            return Err(StoreError::InvalidArgument(format!(
+                "a probe of {len} bytes is too long, or the rings are still open"
+            )));
         }
         let rung = self.rung_while_closed(cx)?;
         if rung == 0 {
-            // Over a network, this call may arrive before the doorbell. The osd then asks again.
+            // Over a network, this call may arrive before the doorbell. The osd then repeats the
+            // call.
             return Ok(rung);
         }
         let (inbound, outbox) = (self.memory.layout.inbound(), self.memory.layout.outbox());

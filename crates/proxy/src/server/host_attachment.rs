@@ -31,8 +31,8 @@ use crate::poller::Poller;
 
 /// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;
-/// Maximum number of concurrent calls of one attachment, on both paths together. A correct osd
-/// stays below this limit.
+/// Maximum number of concurrent calls of one attachment, over ring and control socket together. A
+/// correct osd stays below this limit.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
 /// Maximum total length of calls that arrived before the transaction that they follow, in bytes. A
 /// correct osd needs little of this, because it sends calls with payload in their order.
@@ -44,15 +44,15 @@ const MAX_UNSENT: usize = 64 << 20;
 
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {
-    /// Through file descriptors, for as long as the osd keeps them.
+    /// Through file descriptors, for as long as the osd keeps the descriptors open.
     Descriptors { osd_doorbell: OwnedFd },
-    /// Through an offer, with this libfabric provider. Without a grant, the engine currently has no
+    /// Through an offer, with this libfabric provider. While `grant` is `None`, the engine has no
     /// access.
     Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
-/// Host memory that is ready for an osd: its access and the host's doorbell, the answer for the
-/// welcome, and the descriptors to send with the welcome.
+/// Host memory that is ready for an osd: how the osd reaches the memory, the host's doorbell, the
+/// answer for the welcome, and the descriptors to send with the welcome.
 type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
 impl Reached {
@@ -105,7 +105,7 @@ pub(super) struct Rings {
     doorbell: Doorbell,
     max_outstanding: usize,
     outstanding: usize,
-    /// Bytes that the doorbell announced and that were not taken yet.
+    /// Bytes that the doorbell announced and that the host has not taken from the inbound ring yet.
     announced: usize,
     /// Bytes taken from the inbound ring.
     taken: u64,
@@ -114,7 +114,7 @@ pub(super) struct Rings {
     /// Bytes put into the outbox since the osd's doorbell was last rung.
     unannounced: u64,
     /// `None` while the rings are in use. After a failure of DMA, the host does not use the rings,
-    /// and this is the sum of the doorbell's counts since then.
+    /// and this field is the sum of the doorbell's counts since then.
     closed: Option<u64>,
     /// Whether an invalid entry was found. The host takes no more entries until the rings are
     /// opened again.
@@ -156,7 +156,9 @@ impl Rings {
         let count = usize::try_from(count?).unwrap_or(usize::MAX);
         let sum = self.announced.checked_add(count);
         self.announced = sum.filter(|s| *s <= limit && s.is_multiple_of(ring::CELL)).ok_or_else(|| {
-            ChannelError::Protocol(format!("the doorbell announced {count} bytes, but the ring has {limit}"))
+            ChannelError::Protocol(format!(
+                "the doorbell announced {count} bytes, which exceed the ring of {limit} bytes or end within a cell"
+            ))
         })?;
         Ok(true)
     }
@@ -226,8 +228,8 @@ impl Rings {
         (self.taken, self.head)
     }
 
-    /// Closes the rings and returns their positions. Earlier transfers to offered memory have then
-    /// arrived, or never will.
+    /// Closes the rings and returns their positions. After this call, each earlier transfer to
+    /// offered memory either has arrived or will never arrive.
     pub(super) fn close(&mut self) -> channel::Result<(u64, u64)> {
         self.reached.revoke()?;
         self.closed = Some(0);
@@ -245,7 +247,9 @@ impl Rings {
         let io = |e: ChannelError| StoreError::Io(e.to_string());
         self.reached.revoke().map_err(io)?;
         let Reached::Offer { offers, provider, grant } = &mut self.reached else {
-            return Err(StoreError::InvalidArgument("this attachment's memory was not offered".into()));
+            return Err(StoreError::InvalidArgument(
+                "this attachment's memory was not offered through libfabric".into(),
+            ));
         };
         let host = offers.host(provider).map_err(StoreError::Io)?;
         let fresh = host.grant(&self.memory.arena).map_err(io)?;
@@ -267,7 +271,7 @@ impl Rings {
         let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
         let mut left = left.ok_or_else(|| {
             ChannelError::Protocol(format!(
-                "it reports {from} bytes as taken, but the outbox has had {}",
+                "it reports {from} bytes as taken, but the store has put only {} into the outbox",
                 self.head
             ))
         })? as usize;
@@ -320,7 +324,8 @@ enum RingRead {
     Damage(ChannelError),
 }
 
-/// The store's side of one attachment. It executes the osd's calls in the order that they require.
+/// The store's side of one attachment. It executes the osd's calls on each target in the order that
+/// [`Admission`] determines.
 pub(super) struct HostAttachment {
     targets: Arc<[ServedTarget]>,
     engines: Arc<Engines>,

@@ -39,7 +39,7 @@ use tokio::task::LocalSet;
 use host_attachment::{HostAttachment, Reached, Rings};
 use offers::OfiHostSource;
 
-/// Maximum number of peers that have not sent a hello.
+/// Maximum number of connected peers that have not sent a hello.
 const HELLOS: usize = 32;
 
 /// How long a peer may take to send its hello.
@@ -65,7 +65,8 @@ pub enum StoreListener {
 }
 
 impl StoreListener {
-    /// Listens at `path`, and replaces a socket that a dead process left there.
+    /// Listens at `path`. Removes any existing file at `path` first, such as the socket of a dead
+    /// process.
     ///
     /// # Errors
     /// Fails if the path cannot be bound.
@@ -86,7 +87,7 @@ pub struct ServerOptions {
     /// Maximum number of an osd's unanswered requests on the ring.
     pub max_outstanding: usize,
     /// Options for host memory over libfabric, for osds on another machine or on a DPU. `None`
-    /// disables it. The device is opened when the first osd asks for it.
+    /// disables libfabric. The device is opened when the first osd asks for memory over libfabric.
     pub ofi: Option<OfiHostOptions>,
     /// Faults to inject.
     pub faults: Faults,
@@ -304,12 +305,12 @@ struct ServingContext {
     serves: mpsc::Sender<Infallible>,
 }
 
-/// The places of peers that have not sent a hello. Few places suffice, because the server serves
-/// one osd at a time. When a new peer needs a place and none is free, a silent peer loses its
-/// place, preferably a peer of an address above its fair share.
+/// The slots of peers that have not sent a hello. Few slots suffice, because the server serves one
+/// osd at a time. When a new peer needs a slot and none is free, a silent peer loses its slot,
+/// preferably a peer of an address that holds more than its fair share of slots.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
-    /// Notifies each peer when it has lost its place.
+    /// Notifies each peer when it has lost its slot.
     peers: RefCell<HashMap<u64, Rc<Notify>>>,
     last: Cell<u64>,
 }
@@ -346,7 +347,7 @@ impl Hellos {
     }
 }
 
-/// The place of one peer that has not sent a hello. Dropping it frees the place.
+/// The slot of one peer that has not sent a hello. Dropping it frees the slot.
 struct HelloPlace {
     hellos: Rc<Hellos>,
     id: u64,
@@ -354,7 +355,7 @@ struct HelloPlace {
 }
 
 impl HelloPlace {
-    /// Resolves when another peer has taken the place.
+    /// Resolves when another peer has taken the slot.
     async fn lost(&self) {
         self.lost.notified().await;
     }
@@ -437,7 +438,7 @@ impl ServingContext {
             };
             let opened = tokio::select! {
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-                () = place.lost() => return tracing::debug!("a peer without a hello has lost its place"),
+                () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             let (rings, control) = match opened {
@@ -463,7 +464,7 @@ impl ServingContext {
     }
 }
 
-/// Decides how to serve an osd. If it can, the server provides the host memory that the osd asks
+/// Decides how to serve an osd. If possible, the server provides the host memory that the osd asks
 /// for. Otherwise it states the reason, and the control socket carries all data, which is slower. A
 /// request above the server's limits is refused.
 fn decide(

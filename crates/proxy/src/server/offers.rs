@@ -31,19 +31,20 @@ impl OfiHostSource {
         let Some(options) = &self.options else {
             return Err(
                 "this store offers no memory by libfabric; configure an address for it to listen on, \
-                 or have the osd use the engine shm"
+                 or configure the engine shm for the osd"
                     .to_owned(),
             );
         };
         if options.provider != provider {
             return Err(format!(
-                "this store uses libfabric's provider {}, the osd uses {provider}; have both use the same",
+                "this store uses libfabric's provider {}, the osd uses {provider}; \
+                 configure the same provider for both",
                 options.provider
             ));
         }
         if options.address.ip().is_unspecified() {
             return Err(format!(
-                "this store is configured to offer {}, which nobody can connect to; \
+                "this store is configured to offer {}, which no osd can connect to; \
                  configure the address at which the osd reaches the store",
                 options.address
             ));
@@ -52,7 +53,7 @@ impl OfiHostSource {
         if let Some(host) = host.as_ref().filter(|host| host.is_running()) {
             return Ok(Rc::clone(host));
         }
-        // The failed host must free its address first.
+        // The failed host must free its address before a new host can listen on it.
         *host = None;
         let started = OfiHost::start(options.clone()).map_err(|e| {
             let address = options.address;

@@ -24,7 +24,7 @@ struct Fragments {
     parity: Parity,
     /// Buffers for parity that the host computes.
     buffers: Vec<FragmentBuf>,
-    /// Each of them resolves when the stores have released a part of host memory.
+    /// Each future resolves when the stores have released a part of host memory.
     released: Vec<Released>,
 }
 

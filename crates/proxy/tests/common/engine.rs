@@ -1,4 +1,4 @@
-//! A DMA engine of which some calls fail.
+//! A DMA engine whose first calls fail, as often as a test requests.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,10 +16,11 @@ use futures::future::BoxFuture;
 /// Wraps another engine and makes some of the first calls fail.
 pub struct Unlucky {
     pub engine: Arc<dyn DmaEngine>,
-    /// Number of attempts to attach that still fail.
+    /// Number of further attempts to attach that will fail.
     pub refusals: AtomicUsize,
-    /// Number of regions of peer memory that are still registered wrongly. Chains that use such a
-    /// region fail. A region at the start of peer memory is never affected.
+    /// Number of further registrations of peer memory for which the engine will return an unknown
+    /// region. Chains that use this region fail. The registration of a region at the start of peer
+    /// memory is never affected.
     pub bad_windows: AtomicUsize,
 }
 

@@ -63,8 +63,8 @@ pub async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize
     assert!(read.contiguous() == pattern(seed, len), "object {n} of {len} bytes");
 }
 
-/// Runs several tasks that write objects of many sizes, read them back and compare, until `until`
-/// is true of the attachment's status. Returns the number of operations.
+/// Runs several tasks that write objects of many sizes, read them back and compare the bytes, until
+/// `until` returns true for the attachment's status. Returns the number of operations.
 pub async fn load(
     node: &Node,
     tasks: usize,

@@ -62,7 +62,7 @@ impl EngineWorker {
     }
 
     /// Posts the next transfer of the queue's last chain, or rings the chain's doorbell. Returns
-    /// `false` if this has to wait.
+    /// `false` if the transfer or the doorbell has to wait.
     fn push_on(&mut self, queue: QueueId, number: u64) -> bool {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         let Some(transfer) = work.next() else { return self.ring(queue) };
@@ -107,13 +107,14 @@ impl EngineWorker {
     }
 
     /// Decides whether the next transfer of the queue's last chain may be posted to this peer.
-    /// Returns `false` if an injected fault delays it, and an error if the fault fails it.
+    /// Returns `false` if an injected fault delays the transfer, and an error if the fault makes it
+    /// fail.
     fn may_go(&mut self, queue: QueueId, peer: PeerId) -> Result<bool, String> {
         let Some((_, work)) = self.flows[queue].last() else { return Ok(false) };
         match *work.fate.get_or_insert_with(|| Fate::of_transfer(&self.faults)) {
             Fate::Fails => Err("a fault was injected".to_owned()),
             Fate::Stalls(until) if until > Instant::now() => {
-                // Note the peer, so that the end of its connection also ends the delayed chain.
+                // Record the peer, so that the end of its connection also ends the delayed chain.
                 work.peer.get_or_insert(peer);
                 Ok(false)
             }
@@ -199,8 +200,8 @@ impl EngineWorker {
         true
     }
 
-    /// If the queue's last chain is fully posted and needs a completion, notes which writes the
-    /// completion must await.
+    /// If the queue's last chain is fully posted and needs a completion, records which writes must
+    /// be confirmed before the completion.
     fn settle(&mut self, queue: QueueId) {
         let Some((_, work)) = self.flows[queue].last() else { return };
         if !work.is_posted() || work.chain.tag.is_none() && !work.has_failed() {

@@ -1,4 +1,5 @@
-//! The engine's thread: its commands, the device and the peers. Chains are in [`chains`].
+//! The thread of the engine `ofi`. It handles the callers' commands, the network device and the
+//! peers. The module [`chains`] executes the chains.
 
 mod chains;
 
@@ -31,8 +32,8 @@ use crate::{ChannelError, DmaAddress, RegionId, Result};
 use base::spinner::Spinner;
 
 /// Size of the completion queue. It has room for the current peer and one peer that is still being
-/// detached. Each lane needs room for a window of transfers, one probe, and the messages of its
-/// line.
+/// detached. Each connection needs room for a window of transfers, one read that confirms writes,
+/// and its messages.
 const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
 /// Delay before a retry when the provider's queue is full although this thread has no operation in
 /// progress.
@@ -40,16 +41,16 @@ const RETRY: Duration = Duration::from_millis(1);
 
 /// Memory of this process that a caller has registered.
 struct Local {
-    /// `None` while there is no port, or if the registration failed.
+    /// `None` while no network device is open, or if the registration failed.
     registered: Option<MemoryRegion>,
     arena: Arc<Arena>,
 }
 
-/// A store's process, as peer of the engine.
+/// A store's process that the engine is attached to.
 struct Remote {
     offer: OfiOffer,
     rung: Arc<Rung>,
-    /// One lane per queue. Empty if the connections are closed.
+    /// One connection per queue. Empty if the connections are closed.
     lanes: Vec<OperationQueue>,
     state: PeerState,
     /// Number of attempts to connect so far.
@@ -89,7 +90,7 @@ pub(super) struct EngineWorker {
     port: Option<EngineDomain>,
     /// Whether new completions must be reported.
     completed: bool,
-    /// Whether the provider's queue was full.
+    /// Whether the provider's queue was full, so that the thread must soon try again to post.
     retry: bool,
     running: bool,
     bytes_metric: metrics::Counter,
@@ -260,11 +261,12 @@ impl EngineWorker {
         let ids: Vec<PeerId> =
             self.peers.iter().filter(|(_, peer)| overdue(peer)).map(|(id, _)| *id).collect();
         for id in ids {
-            self.lose(id, "the peer does not answer", Tell::Always);
+            self.lose(id, "the peer did not accept the connections in time", Tell::Always);
         }
     }
 
-    /// Ensures that the port suits `info` and that all local memory is registered.
+    /// Ensures that the open network device suits `info` and that all local memory is registered
+    /// with it.
     fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
         self.close_spoiled_port();
         if self.port.as_ref().is_some_and(|port| port.suits(info)) {
@@ -272,7 +274,7 @@ impl EngineWorker {
         }
         if self.peers.values().any(|peer| !peer.lanes.is_empty()) {
             let what = format!(
-                "{} is not reached through the device that is in use for another peer",
+                "{} is not reachable through the network device that connects another peer",
                 offer.address
             );
             return Err(ChannelError::Refused(what));
@@ -287,8 +289,8 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// Closes a port whose domain is unusable, and all its connections. The next chain opens them
-    /// again. Returns `true` if the port was closed.
+    /// Closes a network device whose domain is unusable, and all its connections. The next chain
+    /// opens them again. Returns `true` if the device was closed.
     fn close_spoiled_port(&mut self) -> bool {
         let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
         if spoiled {
@@ -308,7 +310,7 @@ impl EngineWorker {
         self.port = None;
     }
 
-    /// Handles the port's events and completions. Returns `false` if there were none.
+    /// Handles the network device's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
@@ -323,8 +325,8 @@ impl EngineWorker {
         }
         let worked = !events.is_empty() || !completions.is_empty();
         // Handle successful completions first: a doorbell may have arrived together with the end of
-        // its connection. Handle failed completions last: an event explains better why a connection
-        // ended.
+        // its connection. Handle failed completions last: an event explains better than a failed
+        // completion why a connection ended.
         let (well, failed): (Vec<_>, Vec<_>) = completions.into_iter().partition(|c| c.result.is_ok());
         well.iter().for_each(|completion| self.completed(completion));
         events.into_iter().for_each(|event| self.happened(event));
