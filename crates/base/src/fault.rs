@@ -283,7 +283,10 @@ impl Faults {
             return None;
         }
         let mut slots = self.lock();
-        let slot = slots.iter_mut().filter(|s| s.fault.site == site).find_map(FaultSlot::fires);
+        let mut at_site: Vec<&mut FaultSlot> = slots.iter_mut().filter(|s| s.fault.site == site).collect();
+        // Every fault counts this occasion, but at most one fires.
+        at_site.iter_mut().for_each(|slot| slot.occasions += 1);
+        let slot = at_site.into_iter().find_map(FaultSlot::fires);
         drop(slots);
         let fault = slot?;
         let action = fault.action;
@@ -299,7 +302,6 @@ impl Faults {
 
 impl FaultSlot {
     fn fires(&mut self) -> Option<Fault> {
-        self.occasions += 1;
         let spent = self.fault.count.is_some_and(|count| self.fired >= count);
         if spent || self.occasions <= self.fault.after || !self.dice.random_bool(self.fault.probability) {
             return None;
@@ -355,6 +357,17 @@ mod tests {
         assert_eq!(faults.fired(Site::DmaTransfer), 2);
         faults.clear();
         assert!(!faults.any() && faults.armed().is_empty());
+    }
+
+    #[test]
+    fn every_fault_of_a_site_counts_each_hit() {
+        let faults = Faults::default();
+        faults.arm("dma.transfer=fail,count=2".parse().unwrap()).unwrap();
+        faults.arm("dma.transfer=corrupt,after=2,count=1".parse().unwrap()).unwrap();
+        let hits: Vec<Option<Action>> = (0..4).map(|_| faults.hit(Site::DmaTransfer)).collect();
+        assert!(hits[..2].iter().all(|hit| *hit == Some(Action::Fail)), "{hits:?}");
+        assert_eq!(hits[2], Some(Action::Corrupt));
+        assert_eq!(hits[3], None);
     }
 
     #[test]

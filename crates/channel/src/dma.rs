@@ -234,8 +234,10 @@ pub trait DmaEngine: Send + Sync {
     /// Maximum length of a transfer, in bytes.
     fn max_transfer(&self) -> usize;
 
-    /// Number of queues, at least one. A chain never waits for a whole chain of another queue. It
-    /// waits at most for the transfer that the other chain is performing.
+    /// Number of queues, at least one. A chain waits at most for the transfer that another queue is
+    /// performing. There are two exceptions: the engine performs chains of the urgent queue as a
+    /// whole, because they are short, and an emulated device with a limited rate performs every
+    /// chain as a whole.
     fn queues(&self) -> usize;
 
     /// Maximum number of chains per queue that are posted and not complete.

@@ -28,6 +28,30 @@ pub enum MessengerError {
         /// The reason that the system or the stack gave.
         reason: String,
     },
+    /// This side cannot listen at an address.
+    #[error("cannot listen at {address}: {reason}; choose another address")]
+    CannotListen {
+        /// The address.
+        address: String,
+        /// The reason that the system or the provider gave.
+        reason: String,
+    },
+    /// A network that the configuration requires cannot be used on this machine.
+    #[error("cannot use the network {network}: {reason}; run `outboard doctor`, or choose another network")]
+    NetworkUnusable {
+        /// The network, for example `ofi:verbs`.
+        network: String,
+        /// The reason that the provider or the system gave.
+        reason: String,
+    },
+    /// The tenant's name is too long. No peer was asked.
+    #[error("the tenant's name has {len} bytes, but the limit is {limit} bytes; choose a shorter name")]
+    TenantTooLong {
+        /// Length of the name, in bytes.
+        len: usize,
+        /// The limit, in bytes.
+        limit: usize,
+    },
     /// The handshake failed, for example because the two sides support no common version or because
     /// all connection slots of the server are taken.
     #[error("peer refused the connection: {0}")]

@@ -149,14 +149,14 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
                 has_paths = true;
             }
             Err(e) if is_required => {
-                return Err(MessengerError::Unreachable { endpoint: name, reason: e.to_string() });
+                return Err(MessengerError::NetworkUnusable { network: name, reason: e.to_string() });
             }
             Err(e) => tracing::debug!(path = name, reason = %e, "the network path is not used"),
         }
     }
     if has_paths && use_as == UseAs::Client {
-        stack = stack.on_own_thread().map_err(|e| MessengerError::Unreachable {
-            endpoint: choice.to_string(),
+        stack = stack.on_own_thread().map_err(|e| MessengerError::NetworkUnusable {
+            network: choice.to_string(),
             reason: e.to_string(),
         })?;
     }

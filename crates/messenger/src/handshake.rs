@@ -195,8 +195,8 @@ impl Dialer {
         config: ConnectionConfig,
     ) -> Result<Dialer, MessengerError> {
         if options.tenant.len() > ConnectClaim::MAX_TENANT {
-            let limit = ConnectClaim::MAX_TENANT;
-            return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
+            let (len, limit) = (options.tenant.len(), ConnectClaim::MAX_TENANT);
+            return Err(MessengerError::TenantTooLong { len, limit });
         }
         let (backoff, endpoint) = (crate::connection::BACKOFF.0, endpoint.to_owned());
         Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })

@@ -117,9 +117,9 @@ impl<T: Transport> StreamStack<T> {
 impl<T: Transport> NetworkStack for StreamStack<T> {
     fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>> {
         Box::pin(async move {
-            let acceptor = self.transport.bind(address).await.map_err(|e| MessengerError::Unreachable {
-                endpoint: address.to_owned(),
-                reason: format!("cannot listen at this address: {e}"),
+            let acceptor = self.transport.bind(address).await.map_err(|e| MessengerError::CannotListen {
+                address: address.to_owned(),
+                reason: e.to_string(),
             })?;
             let base = acceptor.endpoint();
             let mut others = Vec::new();
@@ -129,8 +129,8 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                 match path.transport.bind(&address).await {
                     Ok(other) => others.push((path.name.clone(), other)),
                     Err(e) if path.is_required => {
-                        let reason = format!("cannot listen at this address over {}: {e}", path.name);
-                        return Err(MessengerError::Unreachable { endpoint: address, reason });
+                        let reason = format!("{}: {e}", path.name);
+                        return Err(MessengerError::CannotListen { address, reason });
                     }
                     Err(e) => {
                         tracing::info!(path = path.name, address, error = %e, "cannot listen on this path")

@@ -133,7 +133,7 @@ impl Endpoint {
     /// Creates an endpoint that will accept `request`.
     ///
     /// # Errors
-    /// If the provider fails. The request is then refused.
+    /// If the provider fails. The peer's attempt to connect then fails, too.
     pub fn answer(request: ConnectionRequest, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
         let endpoint = Endpoint::create(request.info(), queues, token, EndpointOrigin::Accepts)?;
         request.into_answered();

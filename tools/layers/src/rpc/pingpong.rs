@@ -14,10 +14,10 @@ use node::failure::{Doing, Failure, Result};
 /// duration.
 const ITERATIONS_MIN: u64 = 1000;
 
-/// Runs one measurement, always with one message in flight. Returns `None` if fi_pingpong is not
-/// installed, or if the stack does not use libfabric.
+/// Runs one measurement. Returns `None` if fi_pingpong is not installed, if the stack does not use
+/// libfabric, or if more than one message is in flight, because fi_pingpong has only one in flight.
 pub fn measure(args: &RpcArgs) -> Result<Option<RpcSample>> {
-    let Some(provider) = args.provider() else { return Ok(None) };
+    let Some(provider) = args.provider().filter(|_| args.in_flight == 1) else { return Ok(None) };
     if Command::new("fi_pingpong").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
         return Ok(None);
     }
