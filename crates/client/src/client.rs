@@ -83,17 +83,13 @@ impl Client {
         }
     }
 
-    pub(crate) fn requests(&self) -> &Requests {
-        &self.requests
-    }
-
     /// Returns a pool by its name without sending a request. If the pool does not exist, its first
     /// use fails.
     ///
     /// # Errors
     /// [`Error::Name`] if the name is invalid.
     pub fn pool(&self, name: &str) -> Result<Pool> {
-        Ok(Pool::new(self.clone(), PoolName::new(name)?, String::new()))
+        Ok(Pool::new(Arc::clone(&self.requests), PoolName::new(name)?, String::new()))
     }
 
     /// Creates a pool.

@@ -4,10 +4,22 @@ use bytes::Bytes;
 use wire::{Condition, Mutated, Mutation, OpBytes, PartId};
 
 use crate::engine::{ChangeRequest, Source};
-use crate::{Error, Object, Result};
+use crate::handle::ObjectHandle;
+use crate::{Error, Result};
+
+/// Options of a put.
+#[derive(Debug, Clone, Default)]
+pub struct PutOptions {
+    /// Whether the put is refused if the object exists.
+    pub exclusive: bool,
+    /// Version that the object must have. Otherwise the put is refused. `None` accepts any version.
+    pub if_version: Option<u64>,
+    /// Xattrs to set together with the data: names and values.
+    pub xattrs: Vec<(Bytes, Bytes)>,
+}
 
 /// Changes of one object that are applied together, if all conditions hold. Created by
-/// [`Object::compound`].
+/// [`Object::compound`](crate::Object::compound).
 ///
 /// Conditions are checked on the object's state before the compound. Each op sees the effects of
 /// the ops before it. The data of one op may be as large as an object. The data of all other ops is
@@ -31,7 +43,7 @@ use crate::{Error, Object, Result};
 #[derive(Debug)]
 #[must_use = "a compound has no effect until it is committed"]
 pub struct Compound {
-    object: Object,
+    object: ObjectHandle,
     conditions: Vec<Condition>,
     ops: Vec<Mutation>,
     /// Data of the ops: the index of an op, and the op's bytes.
@@ -39,8 +51,20 @@ pub struct Compound {
 }
 
 impl Compound {
-    pub(crate) fn new(object: Object) -> Compound {
+    pub(crate) fn new(object: ObjectHandle) -> Compound {
         Compound { object, conditions: Vec::new(), ops: Vec::new(), data: Vec::new() }
+    }
+
+    /// Creates a compound with the conditions and xattrs of a put.
+    pub(crate) fn of_put(object: ObjectHandle, options: PutOptions) -> Compound {
+        let mut compound = Compound::new(object);
+        if options.exclusive {
+            compound = compound.create();
+        }
+        if let Some(version) = options.if_version {
+            compound = compound.if_version(version);
+        }
+        options.xattrs.into_iter().fold(compound, |c, (name, value)| c.set_xattr(name, value))
     }
 
     /// Adds the condition that the object exists.
@@ -182,10 +206,9 @@ impl Compound {
 
     pub(crate) async fn commit_part(mut self, part: Option<PartId>) -> Result<Mutated> {
         let payload = self.take_payload().await?;
-        let (client, name) = self.object.parts();
-        let name = name.clone();
+        let ObjectHandle { requests, name } = self.object;
         let request = ChangeRequest { name, part, conditions: self.conditions, ops: self.ops, payload };
-        client.requests().mutate(request).await
+        requests.mutate(request).await
     }
 
     /// Returns the largest data of an op as the payload of the request, and embeds the data of all

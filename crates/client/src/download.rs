@@ -16,7 +16,8 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use wire::{Manifest, PartId};
 
 use crate::engine::{ReadReply, ReadRequest, Sink, SinkMemory};
-use crate::{Error, Object, Result};
+use crate::handle::ObjectHandle;
+use crate::{Error, Result};
 
 /// Maximum number of attempts of a read while the object keeps changing.
 const TRIES: usize = 8;
@@ -26,7 +27,7 @@ const TRIES: usize = 8;
 const FIRST_MAX: u64 = 16 << 20;
 
 /// Reads up to `len` bytes at `offset` into one buffer.
-pub(crate) async fn get_range(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
+pub(crate) async fn get_range(object: &ObjectHandle, offset: u64, len: u64) -> Result<Bytes> {
     let mut tries = 1;
     loop {
         match get_once(object, offset, len).await {
@@ -36,8 +37,8 @@ pub(crate) async fn get_range(object: &Object, offset: u64, len: u64) -> Result<
     }
 }
 
-async fn get_once(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
-    let likely = len.min(object.parts().0.requests().options().read_size) as usize;
+async fn get_once(object: &ObjectHandle, offset: u64, len: u64) -> Result<Bytes> {
+    let likely = len.min(object.requests.options().read_size) as usize;
     let first = Arc::new(PieceBuffer::empty(likely));
     let (mut pipeline, opened) = Pipeline::open(object, offset, len, Sink::Memory(first.clone())).await?;
     let begun = first.take(opened.first_len as usize);
@@ -66,7 +67,7 @@ async fn get_once(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
 /// Reads up to `len` bytes at `offset` into memory of the caller. Returns the number of bytes of
 /// the range that exist.
 pub(crate) async fn read_into(
-    object: &Object,
+    object: &ObjectHandle,
     offset: u64,
     len: u64,
     memory: &Arc<dyn SinkMemory>,
@@ -80,7 +81,12 @@ pub(crate) async fn read_into(
     }
 }
 
-async fn read_into_once(object: &Object, offset: u64, len: u64, memory: &Arc<dyn SinkMemory>) -> Result<u64> {
+async fn read_into_once(
+    object: &ObjectHandle,
+    offset: u64,
+    len: u64,
+    memory: &Arc<dyn SinkMemory>,
+) -> Result<u64> {
     let first = Sink::Memory(Arc::clone(memory));
     let (mut pipeline, opened) = Pipeline::open(object, offset, len, first).await?;
     let mut sink_for = |at, _| Sink::Memory(Arc::new(Shifted { memory: Arc::clone(memory), at }));
@@ -89,8 +95,8 @@ async fn read_into_once(object: &Object, offset: u64, len: u64, memory: &Arc<dyn
 }
 
 /// Writes all data of an object to a writer; returns the object's size in bytes.
-pub(crate) async fn get_to_writer(object: &Object, mut writer: impl AsyncWrite + Unpin) -> Result<u64> {
-    let mut reader = object.read_stream(0, u64::MAX);
+pub(crate) async fn get_to_writer(object: &ObjectHandle, mut writer: impl AsyncWrite + Unpin) -> Result<u64> {
+    let mut reader = RangeReader::new(object.clone(), 0, u64::MAX);
     let mut written = 0;
     while let Some(chunk) = reader.next().await? {
         writer.write_all(&chunk).await?;
@@ -104,9 +110,10 @@ fn is_changed(e: &Error) -> bool {
     matches!(e, Error::Node(wire::Error::Changed { .. }))
 }
 
-/// Streams a range of an object in chunks of arbitrary sizes. Created by [`Object::read_stream`].
+/// Streams a range of an object in chunks of arbitrary sizes. Created by
+/// [`Object::read_stream`](crate::Object::read_stream).
 pub struct RangeReader {
-    object: Object,
+    object: ObjectHandle,
     offset: u64,
     len: u64,
     /// `None` before the first request.
@@ -118,13 +125,13 @@ pub struct RangeReader {
 impl std::fmt::Debug for RangeReader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut shown = f.debug_struct("RangeReader");
-        shown.field("object", self.object.name()).field("offset", &self.offset).field("len", &self.len);
+        shown.field("object", &self.object.name).field("offset", &self.offset).field("len", &self.len);
         shown.finish_non_exhaustive()
     }
 }
 
 impl RangeReader {
-    pub(crate) fn new(object: Object, offset: u64, len: u64) -> RangeReader {
+    pub(crate) fn new(object: ObjectHandle, offset: u64, len: u64) -> RangeReader {
         RangeReader { object, offset, len, pipeline: None, ready: VecDeque::new() }
     }
 
@@ -213,7 +220,7 @@ struct Opened {
 
 /// Reads the pieces of a range in order, with several requests in flight.
 struct Pipeline {
-    object: Object,
+    object: ObjectHandle,
     /// Version of the object at the first request.
     version: u64,
     is_striped: bool,
@@ -227,8 +234,8 @@ struct Pipeline {
 
 impl Pipeline {
     /// Sends the first request and waits for the answer.
-    async fn open(object: &Object, offset: u64, len: u64, sink: Sink) -> Result<(Pipeline, Opened)> {
-        let options = object.parts().0.requests().options();
+    async fn open(object: &ObjectHandle, offset: u64, len: u64, sink: Sink) -> Result<(Pipeline, Opened)> {
+        let options = object.requests.options();
         let step = options.read_size;
         let wanted = len.min(step.saturating_mul(options.reads_in_flight as u64)).min(FIRST_MAX);
         let piece = Piece { part: None, if_version: None, offset, len: wanted };
@@ -270,7 +277,7 @@ impl Pipeline {
     /// `None` after the last piece. `sink_for` returns the destination of a piece, given the
     /// piece's offset in the range and its length in bytes. This method is cancel safe.
     async fn next(&mut self, sink_for: &mut impl FnMut(u64, u64) -> Sink) -> Result<Option<Vec<Bytes>>> {
-        let in_flight = self.object.parts().0.requests().options().reads_in_flight;
+        let in_flight = self.object.requests.options().reads_in_flight;
         while self.reads.len() < in_flight {
             let at = self.pieces.at - self.offset;
             let Some(piece) = self.pieces.next() else { break };
@@ -289,10 +296,10 @@ impl Pipeline {
 
 /// Returns the error for a missing part of an object whose version was `version` at the first
 /// request. Either the object was replaced, or it is damaged.
-async fn part_missing(object: &Object, version: u64) -> Error {
+async fn part_missing(object: &ObjectHandle, version: u64) -> Error {
     match object.stat().await {
         Ok(stat) if stat.version == version => {
-            wire::Error::Corrupt(format!("{} (a part is missing)", object.name())).into()
+            wire::Error::Corrupt(format!("{} (a part is missing)", object.name)).into()
         }
         Ok(stat) => wire::Error::Changed { wanted: version, found: stat.version }.into(),
         Err(e) => e,
@@ -300,22 +307,22 @@ async fn part_missing(object: &Object, version: u64) -> Error {
 }
 
 /// Reads a piece, and fails unless the whole piece exists.
-async fn read_whole(object: &Object, piece: &Piece, sink: Sink) -> Result<Vec<Bytes>> {
+async fn read_whole(object: &ObjectHandle, piece: &Piece, sink: Sink) -> Result<Vec<Bytes>> {
     let version = match read(object, piece, sink).await? {
         ReadReply::Data { len, chunks, .. } if len == piece.len => return Ok(chunks),
         ReadReply::Data { version, .. } | ReadReply::Striped { version, .. } => version,
     };
     let error = match piece.part {
-        Some(_) => wire::Error::Corrupt(format!("{} (a part is too short)", object.name())),
+        Some(_) => wire::Error::Corrupt(format!("{} (a part is too short)", object.name)),
         None => wire::Error::Changed { wanted: piece.if_version.unwrap_or(0), found: version },
     };
     Err(error.into())
 }
 
-async fn read(object: &Object, piece: &Piece, sink: Sink) -> Result<ReadReply> {
-    let (client, name) = object.parts();
+async fn read(object: &ObjectHandle, piece: &Piece, sink: Sink) -> Result<ReadReply> {
     let Piece { part, if_version, offset, len } = *piece;
-    client.requests().read(ReadRequest { name: name.clone(), part, offset, len, if_version, sink }).await
+    let name = object.name.clone();
+    object.requests.read(ReadRequest { name, part, offset, len, if_version, sink }).await
 }
 
 /// The part of the caller's memory that begins at byte `at`.

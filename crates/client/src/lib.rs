@@ -34,6 +34,7 @@ pub mod conformance;
 mod download;
 pub mod engine;
 mod error;
+mod handle;
 mod list;
 mod object;
 mod options;
@@ -42,11 +43,11 @@ mod requests;
 mod upload;
 
 pub use client::Client;
-pub use compound::Compound;
+pub use compound::{Compound, PutOptions};
 pub use download::RangeReader;
 pub use error::{Error, Result};
 pub use list::Listing;
-pub use object::{Description, Object, OmapPage, PutOptions};
+pub use object::{Description, Object, OmapPage};
 pub use options::Options;
 pub use pool::Pool;
 pub use wire::{

@@ -1,11 +1,13 @@
 //! Lists the objects of a pool.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use wire::{List, ObjectName, PoolName};
 
-use crate::{Client, Result};
+use crate::Result;
+use crate::requests::Requests;
 
 /// Number of names per request.
 const PAGE: u32 = 1000;
@@ -14,7 +16,7 @@ const PAGE: u32 = 1000;
 /// Objects that exist during the whole listing are listed exactly once.
 #[derive(Debug)]
 pub struct Listing {
-    client: Client,
+    requests: Arc<Requests>,
     pool: PoolName,
     namespace: Option<String>,
     prefix: Bytes,
@@ -24,9 +26,22 @@ pub struct Listing {
 }
 
 impl Listing {
-    pub(crate) fn new(client: Client, pool: PoolName, namespace: Option<String>, prefix: &str) -> Listing {
+    pub(crate) fn new(
+        requests: Arc<Requests>,
+        pool: PoolName,
+        namespace: Option<String>,
+        prefix: &str,
+    ) -> Listing {
         let prefix = Bytes::copy_from_slice(prefix.as_bytes());
-        Listing { client, pool, namespace, prefix, cursor: Bytes::new(), page: VecDeque::new(), ended: false }
+        Listing {
+            requests,
+            pool,
+            namespace,
+            prefix,
+            cursor: Bytes::new(),
+            page: VecDeque::new(),
+            ended: false,
+        }
     }
 
     /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`].
@@ -74,7 +89,7 @@ impl Listing {
             cursor: self.cursor.clone(),
             limit: PAGE,
         };
-        let listed = self.client.requests().list(request).await?;
+        let listed = self.requests.list(request).await?;
         for (namespace, object) in listed.names {
             self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
         }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
-use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, StatAnswer};
+use wire::{Mutated, ObjectName, QueryAnswer, QueryOp, StatAnswer};
 
 use crate::engine::{SinkMemory, Source};
-use crate::{Client, Compound, Error, RangeReader, Result};
+use crate::handle::{ObjectHandle, unexpected};
+use crate::{Compound, Error, PutOptions, RangeReader, Result};
 
 /// Maximum number of attempts of an append that is too large for one append op. An attempt fails if
 /// another client changes the object during the attempt.
@@ -16,21 +17,7 @@ const APPEND_TRIES: usize = 32;
 
 /// A handle of an object, which does not have to exist. Clones are cheap.
 #[derive(Debug, Clone)]
-pub struct Object {
-    client: Client,
-    name: ObjectName,
-}
-
-/// Options of a put.
-#[derive(Debug, Clone, Default)]
-pub struct PutOptions {
-    /// Whether the put is refused if the object exists.
-    pub exclusive: bool,
-    /// Version that the object must have. Otherwise the put is refused. `None` accepts any version.
-    pub if_version: Option<u64>,
-    /// Xattrs to set together with the data: names and values.
-    pub xattrs: Vec<(Bytes, Bytes)>,
-}
+pub struct Object(ObjectHandle);
 
 /// An object's metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,18 +38,14 @@ pub struct OmapPage {
 }
 
 impl Object {
-    pub(crate) fn new(client: Client, name: ObjectName) -> Object {
-        Object { client, name }
-    }
-
-    pub(crate) fn parts(&self) -> (&Client, &ObjectName) {
-        (&self.client, &self.name)
+    pub(crate) fn new(handle: ObjectHandle) -> Object {
+        Object(handle)
     }
 
     /// Returns the object's full name.
     #[must_use]
     pub fn name(&self) -> &ObjectName {
-        &self.name
+        &self.0.name
     }
 
     /// Replaces the object's data, or creates the object. Xattrs and omap do not change. Readers
@@ -109,7 +92,7 @@ impl Object {
         reader: impl AsyncRead + Unpin + Send,
         options: PutOptions,
     ) -> Result<Mutated> {
-        crate::upload::put_reader(self, reader, options).await
+        crate::upload::put_reader(&self.0, reader, options).await
     }
 
     /// Like [`Object::put_with`], with data from any source.
@@ -117,22 +100,10 @@ impl Object {
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Unsupported`] for a bulk descriptor.
     pub async fn put_from(&self, source: Source, options: PutOptions) -> Result<Mutated> {
-        if source.len() > self.client.requests().options().stripe_threshold {
-            return crate::upload::put_striped(self, source, options).await;
+        if source.len() > self.0.requests.options().stripe_threshold {
+            return crate::upload::put_striped(&self.0, source, options).await;
         }
-        self.put_compound(options).write_full_from(source).commit().await
-    }
-
-    /// Starts a compound with the conditions and xattrs of a put.
-    pub(crate) fn put_compound(&self, options: PutOptions) -> Compound {
-        let mut compound = self.compound();
-        if options.exclusive {
-            compound = compound.create();
-        }
-        if let Some(version) = options.if_version {
-            compound = compound.if_version(version);
-        }
-        options.xattrs.into_iter().fold(compound, |c, (name, value)| c.set_xattr(name, value))
+        Compound::of_put(self.0.clone(), options).write_full_from(source).commit().await
     }
 
     /// Returns all data of the object, from one version of the object.
@@ -149,7 +120,7 @@ impl Object {
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
     pub async fn get_range(&self, offset: u64, len: u64) -> Result<Bytes> {
-        crate::download::get_range(self, offset, len).await
+        crate::download::get_range(&self.0, offset, len).await
     }
 
     /// Reads up to `len` bytes at `offset` into the caller's memory, from one version of the
@@ -161,7 +132,7 @@ impl Object {
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist, or another error.
     /// After an error, the memory's content is undefined.
     pub async fn read_into(&self, offset: u64, len: u64, memory: Arc<dyn SinkMemory>) -> Result<u64> {
-        crate::download::read_into(self, offset, len, &memory).await
+        crate::download::read_into(&self.0, offset, len, &memory).await
     }
 
     /// Streams up to `len` bytes at `offset`, in order, from one version of the object. The sizes
@@ -169,7 +140,7 @@ impl Object {
     /// request.
     #[must_use]
     pub fn read_stream(&self, offset: u64, len: u64) -> RangeReader {
-        RangeReader::new(self.clone(), offset, len)
+        RangeReader::new(self.0.clone(), offset, len)
     }
 
     /// Writes all data of the object to `writer`, in constant memory. Returns the object's size in
@@ -179,7 +150,7 @@ impl Object {
     /// [`Changed`](wire::Error::Changed) if the object changes during the read. The data written so
     /// far is then invalid.
     pub async fn get_to_writer(&self, writer: impl AsyncWrite + Unpin + Send) -> Result<u64> {
-        crate::download::get_to_writer(self, writer).await
+        crate::download::get_to_writer(&self.0, writer).await
     }
 
     /// Writes data at an offset, in bytes. Creates or extends the object if necessary; holes read
@@ -201,7 +172,7 @@ impl Object {
     /// effect.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
-        if data.len() as u64 <= self.client.engine().limits().append_bytes_max {
+        if data.len() as u64 <= self.0.requests.engine().limits().append_bytes_max {
             return self.compound().append(data).commit().await;
         }
         let mut last = None;
@@ -254,7 +225,7 @@ impl Object {
 
     /// Starts a compound: several changes of the object, applied atomically, with conditions.
     pub fn compound(&self) -> Compound {
-        Compound::new(self.clone())
+        Compound::new(self.0.clone())
     }
 
     /// Returns the object's size, version, time of the last change, and manifest.
@@ -262,10 +233,7 @@ impl Object {
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn stat(&self) -> Result<StatAnswer> {
-        match self.query(vec![QueryOp::Stat]).await?.pop() {
-            Some(QueryAnswer::Stat(stat)) => Ok(stat),
-            other => Err(odd(other)),
-        }
+        self.0.stat().await
     }
 
     /// Returns the answer of [`Object::stat`] and all xattrs of the object, with one request.
@@ -273,12 +241,12 @@ impl Object {
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn describe(&self) -> Result<Description> {
-        let mut answers = self.query(vec![QueryOp::Stat, QueryOp::Xattrs]).await?;
+        let mut answers = self.0.query(vec![QueryOp::Stat, QueryOp::Xattrs]).await?;
         match (answers.pop(), answers.pop()) {
             (Some(QueryAnswer::Xattrs(xattrs)), Some(QueryAnswer::Stat(stat))) => {
                 Ok(Description { stat, xattrs })
             }
-            (other, _) => Err(odd(other)),
+            (other, _) => Err(unexpected(other)),
         }
     }
 
@@ -287,9 +255,9 @@ impl Object {
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn xattr(&self, name: impl Into<Bytes>) -> Result<Option<Bytes>> {
-        match self.query(vec![QueryOp::Xattr(name.into())]).await?.pop() {
+        match self.0.query(vec![QueryOp::Xattr(name.into())]).await?.pop() {
             Some(QueryAnswer::Xattr(value)) => Ok(value),
-            other => Err(odd(other)),
+            other => Err(unexpected(other)),
         }
     }
 
@@ -298,9 +266,9 @@ impl Object {
     /// # Errors
     /// [`NoSuchObject`](wire::Error::NoSuchObject) if the object does not exist.
     pub async fn xattrs(&self) -> Result<Vec<(Bytes, Bytes)>> {
-        match self.query(vec![QueryOp::Xattrs]).await?.pop() {
+        match self.0.query(vec![QueryOp::Xattrs]).await?.pop() {
             Some(QueryAnswer::Xattrs(xattrs)) => Ok(xattrs),
-            other => Err(odd(other)),
+            other => Err(unexpected(other)),
         }
     }
 
@@ -359,18 +327,9 @@ impl Object {
     }
 
     async fn omap(&self, op: QueryOp) -> Result<OmapPage> {
-        match self.query(vec![op]).await?.pop() {
+        match self.0.query(vec![op]).await?.pop() {
             Some(QueryAnswer::Omap { entries, more }) => Ok(OmapPage { entries, more }),
-            other => Err(odd(other)),
+            other => Err(unexpected(other)),
         }
     }
-
-    async fn query(&self, ops: Vec<QueryOp>) -> Result<Vec<QueryAnswer>> {
-        let query = Query { name: self.name.to_wire(), conditions: Vec::new(), ops };
-        self.client.requests().query(query).await
-    }
-}
-
-fn odd(answer: Option<QueryAnswer>) -> Error {
-    Error::Protocol(format!("unexpected answer {answer:?}"))
 }

@@ -1,20 +1,24 @@
 //! A pool, or one namespace in a pool.
 
+use std::sync::Arc;
+
 use wire::{ObjectName, PoolName};
 
-use crate::{Client, Listing, Object, Result};
+use crate::handle::ObjectHandle;
+use crate::requests::Requests;
+use crate::{Listing, Object, Result};
 
 /// A handle of a pool, or of one namespace in a pool. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct Pool {
-    client: Client,
+    requests: Arc<Requests>,
     name: PoolName,
     namespace: String,
 }
 
 impl Pool {
-    pub(crate) fn new(client: Client, name: PoolName, namespace: String) -> Pool {
-        Pool { client, name, namespace }
+    pub(crate) fn new(requests: Arc<Requests>, name: PoolName, namespace: String) -> Pool {
+        Pool { requests, name, namespace }
     }
 
     /// Returns a namespace of this pool. The empty name is the default namespace.
@@ -40,19 +44,19 @@ impl Pool {
     /// [`Error::Name`](crate::Error::Name) if the name is invalid.
     pub fn object(&self, name: &str) -> Result<Object> {
         let name = ObjectName::new(self.name.clone(), self.namespace.as_str(), name)?;
-        Ok(Object::new(self.client.clone(), name))
+        Ok(Object::new(ObjectHandle { requests: Arc::clone(&self.requests), name }))
     }
 
     /// Lists those objects of this namespace whose names start with `prefix`, in arbitrary order.
     #[must_use]
     pub fn list(&self, prefix: &str) -> Listing {
-        Listing::new(self.client.clone(), self.name.clone(), Some(self.namespace.clone()), prefix)
+        Listing::new(Arc::clone(&self.requests), self.name.clone(), Some(self.namespace.clone()), prefix)
     }
 
     /// Lists all objects of the pool, in any namespace, whose names start with `prefix`, in
     /// arbitrary order.
     #[must_use]
     pub fn list_all_namespaces(&self, prefix: &str) -> Listing {
-        Listing::new(self.client.clone(), self.name.clone(), None, prefix)
+        Listing::new(Arc::clone(&self.requests), self.name.clone(), None, prefix)
     }
 }

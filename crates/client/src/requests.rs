@@ -24,6 +24,12 @@ pub(crate) struct Requests {
     permits: Semaphore,
 }
 
+impl std::fmt::Debug for Requests {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Requests").field("engine", &self.engine).finish_non_exhaustive()
+    }
+}
+
 impl Requests {
     pub(crate) fn new(engine: Arc<dyn Engine>, options: Options) -> Requests {
         let options = options.clamped(&engine.limits());

@@ -9,14 +9,19 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 
 use crate::engine::Source;
-use crate::{Error, Object, PutOptions, Result};
+use crate::handle::ObjectHandle;
+use crate::{Compound, Error, PutOptions, Result};
 
 /// Time limit for removing the parts of a failed upload. After this time, the node's collector
 /// removes the remaining parts.
 const ABANDON: Duration = Duration::from_secs(5);
 
 /// Stores content of known length as a striped object.
-pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOptions) -> Result<Mutated> {
+pub(crate) async fn put_striped(
+    object: &ObjectHandle,
+    source: Source,
+    options: PutOptions,
+) -> Result<Mutated> {
     let upload = Upload::start(object)?;
     let mut parts = FuturesUnordered::new();
     let sent = async {
@@ -36,15 +41,15 @@ pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOpt
 /// Stores the content of a stream. Content that is shorter than one part is stored as one object,
 /// longer content as a striped object.
 pub(crate) async fn put_reader(
-    object: &Object,
+    object: &ObjectHandle,
     mut reader: impl AsyncRead + Unpin,
     options: PutOptions,
 ) -> Result<Mutated> {
-    let client_options = object.parts().0.requests().options();
+    let client_options = object.requests.options();
     let first_size = client_options.part_size.min(client_options.stripe_threshold).max(1);
     let first = read_up_to(&mut reader, first_size).await?;
     if (first.len() as u64) < first_size {
-        return object.put_with(first, options).await;
+        return Compound::of_put(object.clone(), options).write_full(first).commit().await;
     }
     let upload = Upload::start(object)?;
     let mut parts = FuturesUnordered::new();
@@ -79,7 +84,7 @@ pub(crate) async fn put_reader(
 
 /// An upload in progress.
 struct Upload<'a> {
-    object: &'a Object,
+    object: &'a ObjectHandle,
     id: UploadId,
     part_size: u64,
     in_flight: usize,
@@ -88,8 +93,8 @@ struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    fn start(object: &'a Object) -> Result<Upload<'a>> {
-        let requests = object.parts().0.requests();
+    fn start(object: &'a ObjectHandle) -> Result<Upload<'a>> {
+        let requests = &object.requests;
         let options = requests.options();
         Ok(Upload {
             object,
@@ -100,14 +105,18 @@ impl<'a> Upload<'a> {
         })
     }
 
+    fn compound(&self) -> Compound {
+        Compound::new(self.object.clone())
+    }
+
     fn put_part(&self, index: u64, source: Source) -> Result<impl Future<Output = Result<Mutated>>> {
-        let most = self.object.parts().0.engine().limits().parts_max;
+        let most = self.object.requests.engine().limits().parts_max;
         let index = u32::try_from(index).ok().filter(|i| *i < most).ok_or_else(|| {
             Error::Argument(format!("the object has more than {most} parts; set a larger part_size"))
         })?;
         let part = PartId { upload: self.id, index };
         self.begun.store(index + 1, Ordering::Relaxed);
-        Ok(self.object.compound().write_full_from(source).commit_part(Some(part)))
+        Ok(self.compound().write_full_from(source).commit_part(Some(part)))
     }
 
     /// Waits until the number of parts in flight is below its limit.
@@ -142,7 +151,7 @@ impl<'a> Upload<'a> {
             }
         };
         let manifest = Manifest { upload: self.id, part_size: self.part_size, size };
-        let head = self.object.put_compound(options).op(Mutation::SetManifest(manifest));
+        let head = Compound::of_put(self.object.clone(), options).op(Mutation::SetManifest(manifest));
         let committed = head.commit().await;
         // After other errors, the head object may have been committed, so the parts must stay.
         if matches!(&committed, Err(e) if e.is_conflict()) {
@@ -157,7 +166,7 @@ impl<'a> Upload<'a> {
             while parts.next().await.is_some() {}
             for index in 0..self.begun.load(Ordering::Relaxed) {
                 let part = PartId { upload: self.id, index };
-                if let Err(e) = self.object.compound().remove().commit_part(Some(part)).await {
+                if let Err(e) = self.compound().remove().commit_part(Some(part)).await {
                     tracing::debug!(index, error = %e, "cannot remove a part of a failed upload; the node's collector will remove it");
                 }
             }
