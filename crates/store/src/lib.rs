@@ -19,6 +19,7 @@ mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
+mod found;
 /// A store on a simulated drive, for tests of power failures.
 #[cfg(any(test, feature = "conformance"))]
 pub mod simulation {
@@ -34,18 +35,17 @@ pub mod stripes;
 mod transaction;
 
 pub use absent::AbsentStore;
-pub use api::{
-    ObjectStore, Page, ReadData, ReplyOf, StageId, Stat, StoreCalls, StoreFuture, Submit, check_incarnation,
-    ready,
-};
+pub use api::{ObjectStore, ReplyOf, StoreCalls, StoreFuture, Submit, check_incarnation, ready};
 pub use block::{
     BlockStore, CheckpointWatch, DriveCalls, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem,
     fsck,
 };
 pub use error::{Area, Result, StoreError};
+pub use found::{Page, ReadData, Stat};
 pub use mem_store::MemStore;
 pub use remount::RemountedStore;
 pub use request::{MetadataQuery, QueryReply, StoreReply, StoreRequest};
+pub use stage::StageId;
 pub use transaction::{
     CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
     MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,

@@ -1,8 +1,13 @@
-//! Checks of requests on stages, which all implementations of a store share.
+//! Ids of stages, and checks of requests on stages, which all implementations of a store share.
 
 use base::block::{BLOCK, Payload};
+use serde::{Deserialize, Serialize};
 
 use crate::{Result, StoreError};
+
+/// Identifies a stage: extents that [`StoreCalls::stage`](crate::StoreCalls::stage) allocated and that no object owns yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct StageId(pub u64);
 
 /// Checks a `stage_write` of `payload` at `offset` into a stage of `stage_len` bytes.
 pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) -> Result<()> {
