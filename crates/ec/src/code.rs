@@ -80,7 +80,7 @@ impl Code {
     pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
         let (k, m) = (self.geometry.k(), self.geometry.m());
         if column >= k {
-            return Err(EcError::NoSuch { what: "data fragment", index: column, geometry: self.geometry });
+            return Err(EcError::NoSuch { what: "data fragment", index: column, k, m });
         }
         check_distinct(parity.iter().map(|(row, _)| *row), m, "parity row", self.geometry)?;
         check_lengths("parity", parity.iter().map(|(_, p)| p.len()), delta.len())?;
@@ -124,7 +124,10 @@ pub(crate) fn check_distinct(
     let mut seen = vec![false; count];
     for index in numbers {
         match seen.get_mut(index) {
-            None => return Err(EcError::NoSuch { what, index, geometry }),
+            None => {
+                let (k, m) = (geometry.k(), geometry.m());
+                return Err(EcError::NoSuch { what, index, k, m });
+            }
             Some(true) => return Err(EcError::Twice { what, index }),
             Some(seen) => *seen = true,
         }

@@ -1,7 +1,5 @@
 //! Errors of erasure codes.
 
-use crate::Geometry;
-
 /// Result of an operation on erasure codes.
 pub type Result<T, E = EcError> = std::result::Result<T, E>;
 
@@ -50,14 +48,16 @@ pub enum EcError {
         found: usize,
     },
     /// The code has no fragment, column or row with this index.
-    #[error("a {geometry} code has no {what} {index}; indices start at 0")]
+    #[error("a {k}+{m} code has no {what} {index}; indices start at 0")]
     NoSuch {
         /// Kind of index: `fragment`, `data fragment` or `parity row`.
         what: &'static str,
         /// The index.
         index: usize,
-        /// The code's geometry.
-        geometry: Geometry,
+        /// Number of the code's data fragments.
+        k: usize,
+        /// Number of the code's parity fragments.
+        m: usize,
     },
     /// A fragment or a row is listed more than once.
     #[error("{what} {index} is listed twice; list each index once")]

@@ -119,7 +119,8 @@ fn calls_with_wrong_arguments_are_refused() {
 
     assert_eq!(code.update(0, a, &mut [(0, &mut x), (1, &mut y)]), Err(parity_length));
     assert_eq!(x, [0; 3], "the parity is unchanged");
-    let no_such = |what, index| EcError::NoSuch { what, index, geometry };
+    let (k, m) = (geometry.k(), geometry.m());
+    let no_such = |what, index| EcError::NoSuch { what, index, k, m };
     assert_eq!(code.update(2, a, &mut []), Err(no_such("data fragment", 2)));
     assert_eq!(code.update(0, b, &mut [(2, &mut y)]), Err(no_such("parity row", 2)));
     let twice = EcError::Twice { what: "parity row", index: 1 };
