@@ -19,6 +19,7 @@ mod pulls;
 mod range;
 mod read_buffer;
 mod reader;
+mod slot;
 mod task;
 mod turns;
 mod writer;
@@ -28,6 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, Semaphore, watch};
 
+pub(crate) use slot::ConnectionSlot;
 pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 
 use crate::config::{BULK_SLOTS, ConnectionConfig, MAX_PULLS};

@@ -16,7 +16,6 @@ use crate::transport::faulty::{FaultControl, Faulty, StreamFaults};
 use crate::transport::memory::MemoryNetwork;
 use crate::transport::tcp::Tcp;
 use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result};
-pub(crate) use listener::RegistryPlace;
 use listener::StreamListener;
 
 /// A network stack over a base [`Transport`], with optional faster [`Path`]s.

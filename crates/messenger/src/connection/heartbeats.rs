@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
+use super::slot::ConnectionSlot;
 use super::task::TransportEnd;
 use super::{Shared, State};
 use crate::config::{ConnectionConfig, REST_MAX};
-use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
 
 impl State {
@@ -34,7 +34,7 @@ impl Shared {
     pub(super) async fn watch_peer(
         &self,
         link: Option<&Link>,
-        place: Option<&RegistryPlace>,
+        place: Option<&dyn ConnectionSlot>,
     ) -> TransportEnd {
         let ConnectionConfig { heartbeat, grace, rest, .. } = self.config;
         // A pause that the peer announced on an earlier transport no longer applies.

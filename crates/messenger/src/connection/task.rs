@@ -12,9 +12,9 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::packets::PacketReader;
 use super::reader::{FrameReader, ReadFailure};
+use super::slot::ConnectionSlot;
 use super::{ConnectionState, Shared};
 use crate::handshake::{self, Dialer, HandshakeError};
-use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
 use crate::transport::{ConnectClaim, Road, Wire};
 use crate::{ConnectionEvent, MessengerError};
@@ -51,7 +51,7 @@ pub(crate) enum TransportSupply {
     /// The client dials new transports.
     Client(Box<Dialer>),
     /// The server waits until the client resumes the connection.
-    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<RegistryPlace> },
+    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<dyn ConnectionSlot> },
 }
 
 /// The reason why a transport is no longer used.
@@ -185,7 +185,7 @@ impl TransportSupply {
     }
 
     /// The connection's slot in its listener's registry.
-    fn registration(&self) -> Option<Arc<RegistryPlace>> {
+    fn registration(&self) -> Option<Arc<dyn ConnectionSlot>> {
         match self {
             TransportSupply::Client(_) => None,
             TransportSupply::Server { registration, .. } => Some(Arc::clone(registration)),

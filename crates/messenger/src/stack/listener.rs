@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::admissions::Shortage;
 use crate::config::ConnectionConfig;
-use crate::connection::{self, ConnectionSide, Resumption, Shared, TransportSupply};
+use crate::connection::{self, ConnectionSide, ConnectionSlot, Resumption, Shared, TransportSupply};
 use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
 use crate::handshake;
 use crate::paths::MAX_PATHS;
@@ -96,7 +96,7 @@ struct RegistryEntry {
 }
 
 /// The slot of a connection in its listener's registry. Dropping this value frees the slot.
-pub(crate) struct RegistryPlace {
+struct RegistryPlace {
     registry: Weak<Registry>,
     connection: u128,
     peer: base::budget::PeerAddress,
@@ -178,9 +178,8 @@ impl Registry {
     }
 }
 
-impl RegistryPlace {
-    /// Marks the connection as detached, because it has lost its transport.
-    pub(crate) fn hold(&self) -> Result<()> {
+impl ConnectionSlot for RegistryPlace {
+    fn hold(&self) -> Result<()> {
         let gone = || MessengerError::ConnectionLost("the connection's listener has been closed".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut connections = registry.lock();
@@ -201,8 +200,7 @@ impl RegistryPlace {
         Ok(())
     }
 
-    /// Marks the connection as having a transport again.
-    pub(crate) fn release(&self) {
+    fn release(&self) {
         if self.held.swap(false, Ordering::Relaxed)
             && let Some(registry) = self.registry.upgrade()
         {
@@ -212,9 +210,7 @@ impl RegistryPlace {
         }
     }
 
-    /// Records activity of the peer beyond heartbeats, which protects the connection from losing
-    /// its slot to another client.
-    pub(crate) fn heard(&self) {
+    fn heard(&self) {
         if let Some(registry) = self.registry.upgrade() {
             registry.lock().places.heard(self.connection, Instant::now().into_std());
         }
