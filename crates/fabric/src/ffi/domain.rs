@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
 use super::handle::Handle;
-use super::memory::RegisteredMemory;
+use super::registered::RegisteredMemory;
 use super::{Info, library, siw};
 use crate::quarantine::MemoryQuarantine;
 use crate::{FabricError, Result};
@@ -90,15 +90,7 @@ struct Inner {
 }
 
 impl Domain {
-    /// Opens the domain that `info` names.
-    ///
-    /// # Errors
-    /// If the provider fails.
-    pub fn open(fabric: &Fabric, info: Info) -> Result<Domain> {
-        siw::prepare(fabric, &info);
-        Domain::open_unprepared(fabric, info)
-    }
-
+    /// Opens the domain that `info` names, without the workarounds of [`Domain::open`].
     pub(super) fn open_unprepared(fabric: &Fabric, info: Info) -> Result<Domain> {
         let mut domain = std::ptr::null_mut();
         let parent = fabric.as_ptr();

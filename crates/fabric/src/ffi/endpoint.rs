@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::abi::{
@@ -12,6 +12,7 @@ use super::abi::{
 use super::event_queue::{EventRegistration, EventSource};
 use super::handle::Handle;
 use super::listener::private_data_room;
+use super::posting::{next_serial, posted};
 use super::{
     CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, ReceiveQueue, Slice, library,
 };
@@ -20,14 +21,6 @@ use crate::{FabricError, GatherBytes, Operation, PostError, RemoteSlice, Result}
 
 /// libfabric's value for "no address", because a connected endpoint has only one peer.
 const CONNECTED_PEER: u64 = u64::MAX;
-/// libfabric's value for a receive that accepts a message from any peer.
-pub(super) const ANY_PEER: u64 = u64::MAX;
-
-/// Returns a process-wide unique number for an endpoint or a shared receive queue.
-pub(super) fn next_serial() -> u64 {
-    static SERIAL: AtomicU64 = AtomicU64::new(0);
-    SERIAL.fetch_add(1, Ordering::Relaxed)
-}
 
 /// The queues that an endpoint reports to and receives from.
 #[derive(Clone, Copy)]
@@ -568,13 +561,5 @@ fn call_name(operation: Operation) -> &'static str {
         Operation::Receive => "fi_recv",
         Operation::Read => "fi_readmsg",
         Operation::Write => "fi_writemsg",
-    }
-}
-
-pub(super) fn posted(call: &'static str, code: isize) -> Result<(), PostError> {
-    match i32::try_from(code).unwrap_or(-libc::EIO) {
-        0 => Ok(()),
-        code if code == -libc::EAGAIN => Err(PostError::Full),
-        code => Err(library::error(call, -code).into()),
     }
 }

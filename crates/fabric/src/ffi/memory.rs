@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use base::mem::{Arena, ArenaBuf};
-use bytes::Bytes;
+use base::mem::Arena;
 
 use super::abi::{ENOKEY, FidMr, READ, RECV, REMOTE_READ, REMOTE_WRITE, SEND, WRITE};
 use super::handle::Handle;
+use super::registered::{ExposedMemory, RegisteredMemory};
 use super::{Domain, library};
 use crate::{Access, FabricError, RemoteRegion, Result};
 
@@ -38,40 +38,6 @@ struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Inner {}
-
-/// The memory that a region keeps mapped.
-#[derive(Clone)]
-pub(crate) enum RegisteredMemory {
-    Arena(Arc<Arena>),
-    Exposed(ExposedMemory),
-}
-
-/// Memory that is registered separately, for one peer and one purpose.
-#[derive(Debug, Clone)]
-pub enum ExposedMemory {
-    /// Memory that peers may read. The bytes never change.
-    Bytes(Bytes),
-    /// Memory that peers may read or write. This process must not access it before the region is
-    /// closed.
-    Buffer(Arc<ArenaBuf>),
-}
-
-impl RegisteredMemory {
-    /// Address of the first byte, and length in bytes.
-    pub(super) fn span(&self) -> (*mut u8, usize) {
-        match self {
-            RegisteredMemory::Arena(arena) => arena.as_raw(),
-            RegisteredMemory::Exposed(ExposedMemory::Bytes(bytes)) => {
-                (bytes.as_ptr().cast_mut(), bytes.len())
-            }
-            RegisteredMemory::Exposed(ExposedMemory::Buffer(buf)) => {
-                let (start, _) = buf.arena().as_raw();
-                // SAFETY: a buffer is inside its arena.
-                (unsafe { start.add(buf.offset()) }, buf.len())
-            }
-        }
-    }
-}
 
 impl MemoryRegion {
     /// Registers the whole `arena`. If the provider lets the caller choose the key, the key is

@@ -22,7 +22,10 @@ mod info;
 mod library;
 mod listener;
 mod memory;
+mod opening;
+mod posting;
 mod receive_queue;
+mod registered;
 mod siw;
 
 pub use completion::CompletionQueue;
@@ -33,5 +36,6 @@ pub use events::FabricEvent;
 pub use info::Info;
 pub use library::Library;
 pub use listener::{ConnectionRequest, FabricListener};
-pub use memory::{ExposedMemory, MemoryRegion, Slice};
+pub use memory::{MemoryRegion, Slice};
 pub use receive_queue::ReceiveQueue;
+pub use registered::ExposedMemory;

@@ -4,11 +4,14 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::abi::{Fid, FidEp};
-use super::endpoint::{ANY_PEER, posted};
 use super::handle::Handle;
+use super::posting::{next_serial, posted};
 use super::{CompletionQueue, Info, MemoryRegion, Slice, library};
 use crate::operations::{Held, PendingOperation};
 use crate::{FabricError, Operation, PostError, Result};
+
+/// libfabric's value for a receive that accepts a message from any peer.
+const ANY_PEER: u64 = u64::MAX;
 
 /// Receive buffers for messages from any endpoint that was created with the queue
 /// (`fi_srx_context`). A completion has the queue's token instead of the endpoint's. So each
@@ -39,7 +42,7 @@ impl ReceiveQueue {
         library::check("fi_srx_context", code)?;
         // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(queue, "fi_srx_context") }?;
-        let serial = super::endpoint::next_serial();
+        let serial = next_serial();
         Ok(ReceiveQueue(Arc::new(Inner { handle, completions: completions.clone(), serial, token })))
     }
 
