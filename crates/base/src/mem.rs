@@ -12,15 +12,23 @@
 //! memory. [`Arena::gather`] moves ordinary memory into huge pages, which takes time but needs no
 //! system setting.
 //!
-//! **Memory that another process can write.** A peer with the same memfd can change bytes under a
-//! slice at any time. Code therefore never reads control structures (ring entries, headers) in
-//! place: [`Arena::copy_out`] copies them once, and the code validates and uses the copy. Code
-//! reads payload in place, but only as uninterpreted bytes. Memory safety never depends on payload,
-//! and checksums detect changes of payload.
+//! **Outside access.** Devices, peers and other mappings access memory without regard to the
+//! references of this process. Without further steps, they get only pages that no allocator owns
+//! ([`Arena::admit`]). This process accesses these pages only by copies, so outside access needs no
+//! contract. [`OutsideAccess`] is the right to give them an arena with buffers, and states the
+//! contract.
+//!
+//! **Memory that another process can write.** A peer with the same memfd can violate that contract
+//! and change bytes under a slice at any time. No code of this process can prevent the change. Code
+//! therefore never reads control structures (ring entries, headers) in place: [`Arena::copy_out`]
+//! copies them once, and the code validates and uses the copy. Code reads payload in place, but
+//! only as uninterpreted bytes. Memory safety never depends on payload, and checksums detect
+//! changes of payload.
 
 mod concurrent;
 mod device;
 mod mapping;
+mod outside;
 mod uses;
 
 use std::collections::BTreeMap;
@@ -37,6 +45,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 pub use device::DeviceMemory;
 pub use mapping::HUGE_PAGE;
 use mapping::Mapping;
+pub use outside::OutsideAccess;
 use uses::Uses;
 
 /// `f_type` of the file system of huge pages, statfs(2).
@@ -69,6 +78,16 @@ pub enum MemError {
         "memory offered by the peer is refused: {0}; the peer must send a memfd of the announced size, sealed against shrinking and growing"
     )]
     Refused(String),
+    /// A device or a peer would get access to a buffer's memory.
+    #[error(
+        "an allocator owns pages in the {len} bytes at offset {offset} of an arena; devices and peers get access to buffers only by an OutsideAccess"
+    )]
+    Allocated {
+        /// Start of the range, in bytes from the start of the arena.
+        offset: usize,
+        /// Length of the range, in bytes.
+        len: usize,
+    },
 }
 
 /// One page-aligned mapping of memory. It is unmapped when the last handle and the last
@@ -199,7 +218,8 @@ impl Arena {
         Arena::map(fd, len)
     }
 
-    /// Maps a memfd from a peer, which announced `len` bytes.
+    /// Maps a memfd from a peer, which announced `len` bytes. No allocator can own pages of the
+    /// arena, because the peer can change the bytes at any time.
     ///
     /// # Errors
     /// [`MemError::Refused`] unless the memfd is sealed against shrinking and growing, and has
@@ -219,7 +239,9 @@ impl Arena {
                 "the memory file has {size} bytes, but the peer announced {len}"
             )));
         }
-        Arena::map(fd, len)
+        let arena = Arena::map(fd, len)?;
+        arena.admit(0, len)?;
+        Ok(arena)
     }
 
     /// Maps all of a memfd. The memfd has `len` bytes, rounded up to whole huge pages if it is in
@@ -312,15 +334,36 @@ impl Arena {
         self.len == 0
     }
 
-    /// Returns a duplicate of the memfd for a peer, or `None` for anonymous memory.
+    /// Returns a duplicate of the memfd for a peer, or `None` for anonymous memory. No allocator can
+    /// own pages of the arena after this call. See also [`OutsideAccess::share_fd`].
     ///
     /// # Errors
-    /// If the process is out of file descriptors.
+    /// If an allocator already owns pages of the arena, or if the process is out of file
+    /// descriptors.
     pub fn share_fd(&self) -> std::io::Result<Option<OwnedFd>> {
+        if self.fd.is_some() {
+            self.admit(0, self.len).map_err(std::io::Error::other)?;
+        }
+        self.duplicate_fd()
+    }
+
+    fn duplicate_fd(&self) -> std::io::Result<Option<OwnedFd>> {
         self.fd
             .as_ref()
             .map(|fd| File::from(fd.as_fd().try_clone_to_owned()?).try_clone().map(OwnedFd::from))
             .transpose()
+    }
+
+    /// Admits outside access to the `len` bytes at `offset`: by devices, by peers and by other
+    /// mappings. No allocator can own the pages of these bytes afterwards.
+    ///
+    /// # Errors
+    /// [`MemError::Allocated`] if an allocator already owns one of the pages, or if the range is not
+    /// inside the arena.
+    pub fn admit(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len);
+        let is_admitted = end.is_some_and(|end| self.uses.claim_for_copies(offset..end));
+        if is_admitted { Ok(()) } else { Err(MemError::Allocated { offset, len }) }
     }
 
     /// Returns the offset of `bytes` in this arena, in bytes; `None` if the arena does not contain
@@ -465,8 +508,9 @@ impl std::fmt::Debug for ArenaBuf {
 impl std::ops::Deref for ArenaBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: by the contract of `carve`, no other buffer uses the range. `carve` has checked
-        // that the range is inside the mapping.
+        // SAFETY: by the contract of `carve`, no other buffer uses the range. By the contract of
+        // `OutsideAccess::new`, no outside access changes it. `carve` has checked that the range is
+        // inside the mapping.
         unsafe { std::slice::from_raw_parts(self.arena.base.add(self.offset), self.len) }
     }
 }
@@ -607,9 +651,10 @@ mod tests {
     #[test]
     fn a_device_accesses_the_bytes_of_an_arena_through_its_own_addresses() {
         let arena = Arena::shared("test", 16384).unwrap();
+        // SAFETY: the devices and this thread access the buffer in turn.
+        let access = unsafe { OutsideAccess::new(&arena) };
         let mut buf = BufferPool::new(Arc::clone(&arena), 8192, 4096).try_alloc(4096).unwrap().unwrap();
-        let (whole, part) =
-            (arena.for_device(0..16384).unwrap(), arena.pinned_for_device(4096..16384).unwrap());
+        let (whole, part) = (access.for_device(0..16384).unwrap(), access.for_device(4096..16384).unwrap());
         assert!(whole.copy_in(100, b"payload") && part.copy_from(4096, &whole, 100, 7));
         assert_eq!(&buf[..7], b"payload");
         buf[0] = 0x0f;
@@ -624,6 +669,25 @@ mod tests {
             Arena::anonymous(4096).unwrap().for_device(0..4096).is_err(),
             "private memory cannot be mapped a second time"
         );
+    }
+
+    #[test]
+    fn outside_access_to_an_allocators_pages_is_refused() {
+        let arena = Arena::shared("test", 16384).unwrap();
+        let _pool = BufferPool::new(Arc::clone(&arena), 8192, 4096);
+        let refused = |range| matches!(arena.for_device(range), Err(MemError::Allocated { .. }));
+        assert!(refused(8192..12288) && refused(4096..12288));
+        assert!(arena.share_fd().is_err() && arena.admit(8191, 2).is_err());
+        assert!(OutsideAccess::of_copied(&arena).is_err());
+        assert!(arena.pinned_for_device(0..8192).is_ok() && arena.admit(8191, 1).is_ok());
+        assert!(arena.admit(16384, 1).is_err() && arena.admit(usize::MAX, 2).is_err());
+
+        let given = Arena::shared("test", 8192).unwrap();
+        let theirs = Arena::from_peer(given.share_fd().unwrap().unwrap(), 8192).unwrap();
+        for arena in [given, theirs] {
+            let allocator = std::panic::catch_unwind(|| Lease::new(arena, 0, 4096));
+            assert!(allocator.is_err(), "the other mapping can change bytes under a buffer");
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 
 use crate::{
     Bell, Chain, ChainCompletion, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer, QueueId,
@@ -104,7 +104,7 @@ impl Rig {
     fn new(attached: JoinedEngine) -> Rig {
         let JoinedEngine { engine, peer, bell, there, host_doorbell, osd_doorbell, keep } = attached;
         let here = Arena::shared("conformance", LEN).unwrap();
-        let local = engine.register_local(&here).unwrap();
+        let local = engine.register_local(&OutsideAccess::of_copied(&here).unwrap()).unwrap();
         let host = engine.register_peer(&peer, 0..LEN).unwrap();
         let host_doorbell = Doorbell::new(host_doorbell).unwrap();
         Rig { engine, peer, bell, host_doorbell, osd_doorbell, here, there, local, host, _keep: keep }
@@ -332,11 +332,11 @@ async fn a_dropped_region_still_serves_earlier_chains(mut rig: Rig) {
 }
 
 async fn regions_dropped_right_after_registration_are_unregistered(rig: Rig) {
-    let arena = Arena::shared("short", 4096).unwrap();
+    let memory = OutsideAccess::of_copied(&Arena::shared("short", 4096).unwrap()).unwrap();
     for tag in 1..=500 {
         rig.post(BULK, vec![rig.send(0, 64)], tag);
         for _ in 0..4 {
-            drop(rig.engine.register_local(&arena).unwrap());
+            drop(rig.engine.register_local(&memory).unwrap());
         }
     }
     rig.completions(500).await;
@@ -344,7 +344,7 @@ async fn regions_dropped_right_after_registration_are_unregistered(rig: Rig) {
         rig.post(queue, Vec::new(), 501);
     }
     rig.completions(rig.engine.queues()).await;
-    assert_eq!(Arc::strong_count(&arena), 1, "dropped regions are still registered");
+    assert_eq!(Arc::strong_count(memory.arena()), 1, "dropped regions are still registered");
 }
 
 async fn a_caller_is_woken_when_a_full_queue_has_room(rig: Rig) {

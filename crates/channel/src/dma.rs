@@ -1,19 +1,23 @@
 //! The contract between a DMA engine and its callers.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use futures::future::BoxFuture;
 
 use crate::{ChannelError, MemoryAccess, Reach, Result};
 
 /// Number of a memory region that is registered with an engine. Only this engine can find the
-/// memory by the number.
+/// memory by the number. Code that has the number can read and change the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct RegionId(pub u32);
+pub struct RegionId(pub(crate) u32);
+
+impl RegionId {
+    /// A number that no engine assigns.
+    pub const NONE: RegionId = RegionId(u32::MAX);
+}
 
 /// Runs a closure when it is dropped.
 pub struct OnDrop(Option<Box<dyn FnOnce() + Send + Sync>>);
@@ -224,7 +228,12 @@ pub struct Counters {
 /// The caller hands the engine a file descriptor or an offer that gives access to a peer's memory,
 /// and gets only a number for the memory. The caller can access the memory only by posting
 /// transfers. All methods may be called from any thread, and none of them blocks.
-pub trait DmaEngine: Send + Sync {
+///
+/// # Safety
+/// An engine may use an [`OutsideAccess`] only for the transfers of chains that name the memory's
+/// region. After a chain's completion, the engine may not access the memory for this chain.
+#[allow(unsafe_code)]
+pub unsafe trait DmaEngine: Send + Sync {
     /// The engine's name in status reports and metrics, e.g. `shm`.
     fn name(&self) -> &str;
 
@@ -247,11 +256,12 @@ pub trait DmaEngine: Send + Sync {
     /// length. If this time is not zero, one long chain is faster than several short chains.
     fn setup_cost(&self) -> Duration;
 
-    /// Registers memory of this process, so that chains can use it.
+    /// Registers memory of this process, so that chains can use it. The contract of
+    /// [`OutsideAccess::new`] covers the transfers of these chains.
     ///
     /// # Errors
     /// Fails if the engine has no room for another region.
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion>;
+    fn register_local(&self, memory: &OutsideAccess) -> Result<DmaRegion>;
 
     /// How the engine reaches host memory. The osd asks the store for this kind of access.
     fn reach(&self) -> Reach;

@@ -8,7 +8,7 @@
 //! `proxy`, the only user of this crate. `docs/channel.md` shows the memories, the rings and the
 //! entries.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod conformance;
 mod control;

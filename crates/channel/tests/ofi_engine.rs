@@ -11,7 +11,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use base::fault::{Faults, Site};
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 use outboard_channel::conformance::{self, JoinedEngine, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
@@ -54,6 +54,11 @@ fn engine_with(faults: &Faults) -> Arc<OfiEngine> {
         .unwrap()
 }
 
+/// Access to memory that the tests use only by copies.
+fn all_of(arena: &Arc<Arena>) -> OutsideAccess {
+    OutsideAccess::of_copied(arena).unwrap()
+}
+
 struct Rig {
     engine: Arc<OfiEngine>,
     here: Arc<Arena>,
@@ -70,8 +75,8 @@ impl Rig {
     fn with(host: &OfiHost, engine: Arc<OfiEngine>) -> Rig {
         let there = Arena::shared("there", LEN).unwrap();
         let here = Arena::shared("here", LEN).unwrap();
-        let local = engine.register_local(&here).unwrap();
-        let grant = host.grant(&there).unwrap();
+        let local = engine.register_local(&all_of(&here)).unwrap();
+        let grant = host.grant(&all_of(&there)).unwrap();
         Rig { engine, here, there, local, grant }
     }
 
@@ -136,7 +141,7 @@ async fn the_engine_passes_the_conformance_suite() {
     let host = Arc::new(host);
     conformance::run(async || {
         let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
-        let grant = host.grant(&there).unwrap();
+        let grant = host.grant(&all_of(&there)).unwrap();
         let (peer, bell) = engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await.unwrap();
         JoinedEngine {
             engine,
@@ -180,7 +185,7 @@ async fn a_dropped_grant_revokes_access_to_its_memory() {
     assert!(rig.here.copy_in(0, &[1; 4096]));
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     // Grant other memory under another secret. This drops the first grant.
-    rig.grant = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
+    rig.grant = host.grant(&all_of(&Arena::shared("other", LEN).unwrap())).unwrap();
     rig.lost().await;
     assert!(rig.here.copy_in(0, &[2; 4096]));
     let refused = rig.copy(&region, 4096).await.result.unwrap_err();
@@ -224,7 +229,7 @@ async fn an_engine_notices_the_loss_of_a_host_and_can_attach_to_another_host() {
         "no more counts can arrive"
     );
     let Some(second) = host() else { return };
-    let rig = Rig { grant: second.grant(&rig.there).unwrap(), ..rig };
+    let rig = Rig { grant: second.grant(&all_of(&rig.there)).unwrap(), ..rig };
     let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine works with the next host");
 }
@@ -267,7 +272,7 @@ async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
     let faults = Faults::default();
     let options = OfiHostOptions::new(&provider, SocketAddr::new(address, 0));
     let host = OfiHost::start(OfiHostOptions { faults: faults.clone(), ..options }).unwrap();
-    let memory = Arena::shared("there", LEN).unwrap();
+    let memory = all_of(&Arena::shared("there", LEN).unwrap());
     let grants: Vec<OfiGrant> = (0..100).map(|_| host.grant(&memory).unwrap()).collect();
     faults.arm("store.device=fail,count=1".parse().unwrap()).unwrap();
     // This wakes the host's thread, which then fails before or after it handles the grant.
@@ -279,7 +284,7 @@ async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
     };
     tokio::time::timeout(PATIENCE, ended).await.expect("the host did not stop in time");
     assert!(matches!(host.grant(&memory), Err(ChannelError::EngineStopped(_))));
-    assert_eq!(Arc::strong_count(&memory), 1, "all registrations have ended");
+    assert_eq!(Arc::strong_count(memory.arena()), 1, "all registrations have ended");
     let revoked = tokio::task::spawn_blocking(|| grants.into_iter().for_each(|g| g.revoke().unwrap()));
     tokio::time::timeout(PATIENCE, revoked)
         .await
@@ -298,7 +303,7 @@ async fn a_device_failure_is_reported_and_the_device_is_opened_again() {
         faults.clear();
         faults.arm("dma.device=fail,count=1".parse().unwrap()).unwrap();
         // This wakes the thread. No chain is in progress that could report the failure.
-        drop(rig.engine.register_local(&rig.here).unwrap());
+        drop(rig.engine.register_local(&all_of(&rig.here)).unwrap());
         rig.lost().await;
         assert_eq!(faults.fired(Site::DmaDevice), 1);
         // No device is open now. A delayed transfer still completes.
@@ -322,7 +327,7 @@ async fn ended_attachments_leave_no_file_descriptors_open() {
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     for _ in 0..50 {
-        let grant = host.grant(&rig.there).unwrap();
+        let grant = host.grant(&all_of(&rig.there)).unwrap();
         let (peer, _bell) = rig.engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await.unwrap();
         let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
@@ -344,7 +349,7 @@ async fn no_transfer_arrives_after_its_grant_was_revoked() {
         let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
         rig.engine.post(1, chain).unwrap();
     }
-    let other = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
+    let other = host.grant(&all_of(&Arena::shared("other", LEN).unwrap())).unwrap();
     let mut first = [0];
     let begun = async {
         while first != [1] {

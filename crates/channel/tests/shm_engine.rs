@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::fault::{Faults, Site};
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
@@ -38,7 +38,7 @@ async fn rig() -> Rig {
 async fn rig_with(options: ShmOptions) -> Rig {
     let engine = ShmEngine::start(options).unwrap();
     let (here, there) = (Arena::shared("here", LEN).unwrap(), Arena::shared("there", LEN).unwrap());
-    let local = engine.register_local(&here).unwrap();
+    let local = engine.register_local(&OutsideAccess::of_copied(&here).unwrap()).unwrap();
     // No test here checks the doorbells, so the engine gets the same eventfd as both doorbells.
     let bell = Doorbell::create().unwrap();
     let descriptors = MemoryFds {

@@ -72,9 +72,19 @@ pub enum FabricError {
         /// Length of the part, in bytes.
         len: usize,
     },
-    /// The registration would let peers write to memory that is shared for reading.
-    #[error("memory that is shared for reading cannot be registered for writing; expose a Buffer instead")]
+    /// The registration or the operation could change memory that is shared for reading.
+    #[error("memory that is shared for reading cannot be used for writing; expose a Buffer instead")]
     Immutable,
+    /// An operation or a peer would access memory that an allocator owns.
+    #[error(
+        "an allocator owns pages in the {len} bytes at offset {offset} of the arena; use a PeerBuffer, or register the arena with an OutsideAccess"
+    )]
+    Allocated {
+        /// Start of the range, in bytes from the start of the arena.
+        offset: usize,
+        /// Length of the range, in bytes.
+        len: usize,
+    },
     /// The message has no parts, or more parts than the provider supports.
     #[error("a message has {parts} parts, but must have 1 to {max}; copy several parts into one")]
     TooManyParts {

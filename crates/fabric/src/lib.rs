@@ -30,7 +30,8 @@
 //! ([`Access`]) and the peer has its key. iWARP is an exception ([`Info::exposes_local_memory`]):
 //! the driver siw sends any registered memory to a peer that has the memory's key. An access with a
 //! wrong key or range ends the connection over which it was attempted. Providers do not verify the
-//! identity of a peer.
+//! identity of a peer. With iWARP, a local safe caller can also reach memory that is registered only
+//! for local use, because [`MemoryRegion::remote`] returns the key of every region.
 
 #![deny(unsafe_code)]
 
@@ -47,7 +48,7 @@ mod wait;
 pub use error::{FabricError, PostError, Result};
 pub use ffi::{
     CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, EventQueue, ExposedMemory, Fabric,
-    FabricEvent, FabricListener, Info, Library, MemoryRegion, ReceiveQueue, Slice, Waitable,
+    FabricEvent, FabricListener, Info, Library, MemoryRegion, PeerBuffer, ReceiveQueue, Slice, Waitable,
 };
 pub use info::{EndpointAddress, MrMode, ProviderQuery};
 pub use operations::{Completion, GatherBytes, Operation};

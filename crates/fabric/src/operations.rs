@@ -6,7 +6,7 @@
 
 use bytes::Bytes;
 
-use crate::{FabricError, MemoryRegion};
+use crate::{FabricError, MemoryRegion, PeerBuffer};
 
 /// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +58,11 @@ pub(crate) struct PendingOperation {
 pub(crate) enum Held {
     /// The provider has copied the memory. The caller gets no completion for this operation.
     Copied,
-    Region(#[expect(dead_code, reason = "held so that it stays registered")] MemoryRegion),
+    /// A region, and the buffer in it that the operation uses, if the caller named one.
+    Region(
+        #[expect(dead_code, reason = "held so that it stays registered")] MemoryRegion,
+        #[expect(dead_code, reason = "held so that this process does not access it")] Option<PeerBuffer>,
+    ),
     Parts(Vec<GatherBytes>),
 }
 
@@ -67,7 +71,7 @@ impl Held {
     pub(crate) fn into_parts(self) -> Vec<GatherBytes> {
         match self {
             Held::Parts(parts) => parts,
-            Held::Copied | Held::Region(_) => Vec::new(),
+            Held::Copied | Held::Region(..) => Vec::new(),
         }
     }
 }

@@ -215,6 +215,11 @@ impl BulkRegion {
     /// Ends the offer after the peer has said that its transfers are complete. A sink has all its
     /// data when this call returns. If an offer is dropped instead, its exposed memory is not
     /// reused until the peer can no longer access it.
+    ///
+    /// **Limitation.** The stack cannot check the peer's statement. If the caller finishes an offer
+    /// too early, or the peer lies, a software provider of libfabric may still write a part of a
+    /// transfer into memory that has another use already. A caller must trust the peer of an offer,
+    /// as clients trust their node.
     pub fn finish(mut self) {
         if let Some(end) = self.end.take() {
             end(true);

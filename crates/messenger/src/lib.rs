@@ -35,7 +35,7 @@
 //! connection's message order, credits, offers and unacknowledged frames. `stack` creates
 //! connections by a handshake. `docs/protocol.md` describes the format of frames.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod admissions;
 mod api;

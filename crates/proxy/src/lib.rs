@@ -9,7 +9,7 @@
 //! decides which calls may be repeated. The crate `channel` moves the bytes. Neither crate
 //! interprets the data of objects.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod admission;
 mod attachment;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use base::health::OffloadHealth;
+use base::mem::OutsideAccess;
 use channel::{ChannelError, DmaEngine, DmaRegion, DpuMemory, TargetInfo};
 use store::StoreError;
 use tokio::sync::{Notify, watch};
@@ -81,6 +82,7 @@ impl State {
 impl Shared {
     /// Creates the state of an attachment and registers DPU memory with the engine. The store is
     /// not connected yet, so calls wait.
+    #[allow(unsafe_code)]
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
@@ -89,7 +91,11 @@ impl Shared {
     ) -> Result<Arc<Shared>, ChannelError> {
         let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
         let tuning = options.tuning;
-        let local = engine.register_local(memory.arena())?;
+        // SAFETY: only this crate posts chains with the region. The links post a transfer to a staging
+        // buffer only while they own the buffer and do not use it, and a transfer from a buffer only
+        // while they hold it as `Bytes`. They keep the buffer until the transfer has completed.
+        let access = unsafe { OutsideAccess::new(memory.arena()) };
+        let local = engine.register_local(&access)?;
         let state = State {
             phase: AttachmentState::Away(VecDeque::new()),
             targets: None,

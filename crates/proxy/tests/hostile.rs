@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 use bytes::Bytes;
 use channel::ring::{CELL, footprint};
 use channel::{
@@ -98,6 +98,13 @@ impl EvilOsd {
             .expect("the attachment did not end in time");
         assert!(gone.is_err());
     }
+}
+
+/// The descriptor of host memory.
+fn share(memory: &HostMemory) -> OwnedFd {
+    // SAFETY: these tests do not use the data region of the memory.
+    let access = unsafe { OutsideAccess::new(&memory.arena) };
+    access.share_fd().unwrap().unwrap()
 }
 
 fn request(id: u64) -> EntryHeader {
@@ -444,7 +451,7 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let memory = HostMemory::new(options.memory.layout).unwrap();
-    let fd = memory.arena.share_fd().unwrap().unwrap();
+    let fd = share(&memory);
     let (_out, pipe) = rustix::pipe::pipe().unwrap();
     rustix::fs::fcntl_setfl(&pipe, rustix::fs::OFlags::NONBLOCK).unwrap();
     while rustix::io::write(&pipe, &[0; 4096]).is_ok() {}
@@ -486,7 +493,7 @@ async fn a_protocol_violation_by_the_store_fails_calls_as_disconnected() {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
         let memory = HostMemory::new(options.memory.layout).unwrap();
-        let fd = memory.arena.share_fd().unwrap().unwrap();
+        let fd = share(&memory);
         let listener = UnixListener::bind(&at).unwrap();
         let (attachment, (_control, bell)) = tokio::join!(
             Attachment::connect(StoreEndpoint::Unix(at), options.clone()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 use base::process::ProcessUsage;
 use channel::ofi::{OfiEngine, OfiHost, OfiHostOptions, OfiOptions};
 use channel::{
@@ -117,7 +117,7 @@ async fn ofi(fabric: &str) -> Result<EngineRig> {
     let doing = format!("measuring the engine ofi over {provider}");
     let host = OfiHost::start(OfiHostOptions::new(provider, (address, 0).into())).doing(&doing)?;
     let there = Arena::shared("there", LEN).doing(&doing)?;
-    let grant = host.grant(&there).doing(&doing)?;
+    let grant = host.grant(&OutsideAccess::of_copied(&there).doing(&doing)?).doing(&doing)?;
     let options = OfiOptions { provider: provider.to_owned(), ..OfiOptions::default() };
     let engine = OfiEngine::start(options).doing(&doing)?;
     let attaching = engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await;
@@ -138,7 +138,9 @@ impl EngineRig {
         osd_doorbell: OwnedFd,
         keep: Box<dyn std::any::Any>,
     ) -> Result<EngineRig> {
-        let local = engine.register_local(&Arena::shared("here", LEN).doing(DOING)?).doing(DOING)?;
+        let here = Arena::shared("here", LEN).doing(DOING)?;
+        let here = OutsideAccess::of_copied(&here).doing(DOING)?;
+        let local = engine.register_local(&here).doing(DOING)?;
         let host = engine.register_peer(&peer, 0..LEN).doing(DOING)?;
         let host_doorbell = Doorbell::new(host_doorbell).doing(DOING)?;
         Ok(EngineRig { name, engine, local, host, peer, bell, host_doorbell, osd_doorbell, _keep: keep })

@@ -2,13 +2,15 @@
 //!
 //! A device copies bytes at any time after a transfer was posted, regardless of references to the
 //! bytes. The emulated device therefore has its own mapping. A change through this mapping has the
-//! same effect on references in this process as a change by another process or by hardware. The
-//! documentation of the parent module says how code handles memory that another process can write.
+//! same effect on references in this process as a change by another process or by hardware. So the
+//! mapping contains an allocator's pages only if it was created by an [`OutsideAccess`], whose
+//! contract covers every copy of the device.
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 
 use super::mapping::Mapping;
-use super::{Arena, MemError, os, round_to_pages};
+use super::{Arena, MemError, OutsideAccess, os, round_to_pages};
 
 /// Copies of at least this many bytes bypass the caches.
 #[cfg(target_arch = "x86_64")]
@@ -41,7 +43,17 @@ impl DeviceMemory {
         Ok(DeviceMemory::of(mapping, 0, len))
     }
 
-    pub(super) fn of(mapping: Mapping, offset: usize, len: usize) -> DeviceMemory {
+    /// Maps a part of an arena by a call of `map`.
+    fn map(
+        arena: &Arena,
+        range: Range<usize>,
+        map: fn(&OwnedFd, Range<usize>) -> rustix::io::Result<Mapping>,
+    ) -> Result<DeviceMemory, MemError> {
+        let (mapping, before) = arena.map_again(range.clone(), map)?;
+        Ok(DeviceMemory::of(mapping, before, range.len()))
+    }
+
+    fn of(mapping: Mapping, offset: usize, len: usize) -> DeviceMemory {
         let base = mapping.base().wrapping_add(offset);
         DeviceMemory { base, len, _mapping: mapping }
     }
@@ -68,8 +80,9 @@ impl DeviceMemory {
         }
         let at = self.base.wrapping_add(offset);
         // SAFETY: the offset was checked. This thread alone accesses the mapping, and nothing
-        // refers to bytes in it.
-        unsafe { at.write(!at.read()) };
+        // refers to bytes in it. The accesses are volatile, because other mappings of the byte may
+        // change it.
+        unsafe { at.write_volatile(!at.read_volatile()) };
         true
     }
 
@@ -105,25 +118,36 @@ impl DeviceMemory {
 
 impl Arena {
     /// Maps the bytes of `range` for a device. The system allocates the pages when they are first
+    /// touched. No allocator can own the pages afterwards. See also [`OutsideAccess::for_device`].
+    ///
+    /// # Errors
+    /// If the range does not consist of whole pages inside the arena, an allocator already owns one
+    /// of the pages, the arena is private memory, or the system does not have enough memory.
+    pub fn for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
+        self.admit(range.start, range.len())?;
+        DeviceMemory::map(self, range, Mapping::part)
+    }
+
+    /// Maps the bytes of `range` for a device and allocates all pages at once, as a device's
+    /// registration would. See [`for_device`](Self::for_device).
+    ///
+    /// # Errors
+    /// As for [`for_device`](Self::for_device).
+    pub fn pinned_for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
+        self.admit(range.start, range.len())?;
+        DeviceMemory::map(self, range, Mapping::populated_part)
+    }
+}
+
+impl OutsideAccess {
+    /// Maps the bytes of `range` for a device. The system allocates the pages when they are first
     /// touched.
     ///
     /// # Errors
     /// If the range does not consist of whole pages inside the arena, the arena is private memory,
     /// or the system does not have enough memory.
     pub fn for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
-        let (mapping, before) = self.map_again(range.clone(), Mapping::part)?;
-        Ok(DeviceMemory::of(mapping, before, range.len()))
-    }
-
-    /// Maps the bytes of `range` for a device and allocates all pages at once, as a device's
-    /// registration would.
-    ///
-    /// # Errors
-    /// If the range does not consist of whole pages inside the arena, the arena is private memory,
-    /// or the system does not have enough memory.
-    pub fn pinned_for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
-        let (mapping, before) = self.map_again(range.clone(), Mapping::populated_part)?;
-        Ok(DeviceMemory::of(mapping, before, range.len()))
+        DeviceMemory::map(self.arena(), range, Mapping::part)
     }
 }
 

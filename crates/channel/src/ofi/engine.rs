@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::fault::Faults;
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use base::thread::{ThreadClass, spawn};
 use fabric::Library;
 use futures::future::BoxFuture;
@@ -140,7 +140,11 @@ impl Drop for OfiEngine {
     }
 }
 
-impl DmaEngine for OfiEngine {
+// SAFETY: only the engine's thread has the registrations, and only the transfers of a chain use
+// them. The thread reports a chain's completion after its last operation has completed, or after the
+// operation's endpoint is closed.
+#[allow(unsafe_code)]
+unsafe impl DmaEngine for OfiEngine {
     fn name(&self) -> &str {
         "ofi"
     }
@@ -167,10 +171,10 @@ impl DmaEngine for OfiEngine {
         Duration::ZERO
     }
 
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion> {
+    fn register_local(&self, memory: &OutsideAccess) -> Result<DmaRegion> {
         let id = RegionId(self.fresh_id());
-        self.shared.send(OfiCommand::Local(id, Arc::clone(arena)));
-        Ok(self.region(id, arena.len()))
+        self.shared.send(OfiCommand::Local(id, memory.clone()));
+        Ok(self.region(id, memory.arena().len()))
     }
 
     fn reach(&self) -> Reach {

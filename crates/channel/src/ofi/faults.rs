@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use base::fault::{Action, Faults, Site};
-use base::mem::Arena;
+use base::mem::{Arena, OutsideAccess};
 use fabric::{Access, MemoryRegion};
 
 use super::port::EngineDomain;
@@ -39,13 +39,13 @@ const PAGE: usize = 4096;
 
 /// Inverts the byte in the middle of `len` bytes at `offset`, as a faulty device would. This works
 /// even if the bytes belong to an allocated buffer.
-pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
+pub(super) fn damage(memory: &OutsideAccess, offset: usize, len: usize) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
     let at = offset + len / 2;
     let page = at - at % PAGE;
-    let inside = arena.for_device(page..page + PAGE)?.invert(at - page);
+    let inside = memory.for_device(page..page + PAGE)?.invert(at - page);
     debug_assert!(inside, "the byte is in its page");
     Ok(())
 }
@@ -55,13 +55,13 @@ pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
 /// allocated buffer.
 pub(super) fn damaged_copy(
     port: &EngineDomain,
-    arena: &Arena,
+    memory: &OutsideAccess,
     offset: usize,
     len: usize,
 ) -> Result<MemoryRegion> {
     let mut bytes = vec![0; len];
     let (start, end) = (offset - offset % PAGE, (offset + len).next_multiple_of(PAGE));
-    let copied = len == 0 || arena.for_device(start..end)?.copy_out(offset - start, &mut bytes);
+    let copied = len == 0 || memory.for_device(start..end)?.copy_out(offset - start, &mut bytes);
     if let Some(byte) = bytes.get_mut(len / 2) {
         *byte = !*byte;
     }

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use fabric::{
@@ -152,13 +152,14 @@ impl OfiHost {
         !self.shared.stopped.load(Ordering::Acquire)
     }
 
-    /// Grants `memory` to the one attachment that gets the offer.
+    /// Grants `memory` to the one attachment that gets the offer. The contract of
+    /// [`OutsideAccess::new`] covers the accesses of the osd's engine.
     ///
     /// # Errors
     /// Fails if the host [does not serve](Self::is_running), if the memory cannot be registered, or
     /// if the process is out of file descriptors.
-    pub fn grant(&self, memory: &Arc<Arena>) -> Result<OfiGrant> {
-        let region = MemoryRegion::register(&self.domain, memory, Access::Remote)?;
+    pub fn grant(&self, memory: &OutsideAccess) -> Result<OfiGrant> {
+        let region = MemoryRegion::register_outside(&self.domain, memory, Access::Remote)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
         let offer = OfiOffer {
             provider: self.provider.clone(),

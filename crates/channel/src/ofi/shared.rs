@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use crossbeam_queue::SegQueue;
 use futures::task::AtomicWaker;
 use tokio::sync::oneshot;
@@ -60,7 +60,7 @@ pub(super) enum OfiItem {
 }
 
 pub(super) enum OfiCommand {
-    Local(RegionId, Arc<Arena>),
+    Local(RegionId, OutsideAccess),
     Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: oneshot::Sender<Result<usize>> },
     Window(RegionId, PeerId, Range<usize>),
     Reset,

@@ -22,7 +22,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
 use base::fault::Faults;
-use base::mem::{Arena, DeviceMemory};
+use base::mem::{DeviceMemory, OutsideAccess};
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use futures::future::BoxFuture;
@@ -249,7 +249,10 @@ impl Drop for ShmEngine {
     }
 }
 
-impl DmaEngine for ShmEngine {
+// SAFETY: only the device's thread has the mappings, and only the transfers of a chain use them. The
+// thread reports a chain's completion after its last transfer.
+#[allow(unsafe_code)]
+unsafe impl DmaEngine for ShmEngine {
     fn name(&self) -> &str {
         &self.name
     }
@@ -274,10 +277,10 @@ impl DmaEngine for ShmEngine {
         self.profile.pace().map_or(Duration::ZERO, |(setup, _)| setup)
     }
 
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion> {
-        let id = RegionId(self.fresh_id());
-        self.shared.send(ShmCommand::Local(id, arena.for_device(0..arena.len())?));
-        Ok(self.region(id, arena.len()))
+    fn register_local(&self, memory: &OutsideAccess) -> Result<DmaRegion> {
+        let (id, len) = (RegionId(self.fresh_id()), memory.arena().len());
+        self.shared.send(ShmCommand::Local(id, memory.for_device(0..len)?));
+        Ok(self.region(id, len))
     }
 
     fn reach(&self) -> Reach {

@@ -12,7 +12,7 @@ use super::abi::{
 use super::event_queue::{EventRegistration, EventSource};
 use super::handle::Handle;
 use super::listener::private_data_room;
-use super::posting::{next_serial, posted};
+use super::posting::{held, next_serial, posted};
 use super::{
     CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, ReceiveQueue, Slice, library,
 };
@@ -242,9 +242,9 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message. Must not be called on [sparse](EndpointQueues::sparse) endpoints. The
-    /// buffer must not change before the completion is reported. The completion does not mean that
-    /// the message has arrived.
+    /// Sends a message. Must not be called on [sparse](EndpointQueues::sparse) endpoints. If the
+    /// bytes change before the completion is reported, the peer gets arbitrary bytes. The completion
+    /// does not mean that the message has arrived.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -523,13 +523,12 @@ impl Endpoint {
         if operation != Operation::Receive {
             self.check_connected()?;
         }
-        let region: MemoryRegion = slice.region().clone();
         // A region's descriptor is valid only in the region's own domain.
-        if !region.domain().is(self.closing.completions.domain()) {
+        if !slice.region().domain().is(self.closing.completions.domain()) {
             return Err(FabricError::OtherDomain.into());
         }
         let (serial, endpoint) = (self.closing.serial, self.token);
-        let (earlier, memory) = (Vec::new(), Held::Region(region));
+        let (earlier, memory) = (Vec::new(), held(slice));
         let pending =
             PendingOperation { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
         let queue = &self.closing.completions;

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use base::mem::Arena;
+use base::mem::{Arena, ArenaBuf, OutsideAccess};
 
 use super::abi::{ENOKEY, FidMr, READ, RECV, REMOTE_READ, REMOTE_WRITE, SEND, WRITE};
 use super::handle::Handle;
 use super::registered::{ExposedMemory, RegisteredMemory};
-use super::{Domain, library};
+use super::{Domain, PeerBuffer, library};
 use crate::{Access, FabricError, RemoteRegion, Result};
 
 /// Maximum number of random keys to try if the chosen keys are in use.
@@ -44,9 +44,23 @@ impl MemoryRegion {
     /// random.
     ///
     /// # Errors
-    /// If the provider fails, usually because the limit on locked memory is too low.
+    /// [`FabricError::Allocated`] if `access` lets peers use the memory, and an allocator owns pages
+    /// of the arena. Otherwise if the provider fails, usually because the limit on locked memory is
+    /// too low.
     pub fn register(domain: &Domain, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion> {
+        if access.is_remote() {
+            admit(arena, 0, arena.len())?;
+        }
         MemoryRegion::open(domain, RegisteredMemory::Arena(Arc::clone(arena)), access)
+    }
+
+    /// Registers the whole arena of `memory`. Operations and peers may also access the arena's
+    /// buffers. See [`register`](Self::register).
+    ///
+    /// # Errors
+    /// If the provider fails.
+    pub fn register_outside(domain: &Domain, memory: &OutsideAccess, access: Access) -> Result<MemoryRegion> {
+        MemoryRegion::open(domain, RegisteredMemory::Outside(memory.clone()), access)
     }
 
     /// Registers exactly the bytes of `memory`. See [`register`](Self::register).
@@ -108,28 +122,78 @@ impl MemoryRegion {
 
     /// Records that the peer with the key has ended all its accesses. The memory is then released
     /// as soon as the region is closed.
-    pub fn settle(&self) {
+    ///
+    /// # Safety
+    /// No access of a peer to the region may be in progress or begin later. Software providers
+    /// continue an access in progress even after the region is closed.
+    pub unsafe fn settle(&self) {
         self.0.settled.store(true, Ordering::Relaxed);
     }
 
     /// Returns the range of `len` bytes at `offset`.
     ///
     /// # Errors
-    /// [`FabricError::OutOfRange`] if the range is not inside the region.
+    /// [`FabricError::OutOfRange`] if the range is not inside the region. [`FabricError::Allocated`]
+    /// if the region was registered without an [`OutsideAccess`], and an allocator owns pages of the
+    /// range. [`FabricError::Immutable`] if the region is [`ExposedMemory::Bytes`].
     pub fn slice(&self, offset: usize, len: usize) -> Result<Slice<'_>> {
         let region_len = self.len();
         if offset.checked_add(len).is_none_or(|end| end > region_len) {
             return Err(FabricError::OutOfRange { offset, len, region_len });
         }
-        Ok(Slice { region: self, offset, len })
+        match &self.0.memory {
+            RegisteredMemory::Arena(arena) => admit(arena, offset, len)?,
+            RegisteredMemory::Exposed(ExposedMemory::Bytes(_)) => return Err(FabricError::Immutable),
+            RegisteredMemory::Outside(_) | RegisteredMemory::Exposed(ExposedMemory::Buffer(_)) => {}
+        }
+        Ok(Slice { region: self, buffer: None, offset, len })
+    }
+
+    /// Returns the range of `len` bytes at `offset` of `buffer`. The region is the buffer's own, or
+    /// the buffer's whole arena. An operation with this range keeps the buffer until the operation
+    /// has ended.
+    ///
+    /// # Errors
+    /// [`FabricError::OutOfRange`] if the range is not inside the buffer, or the buffer is not
+    /// inside the region.
+    pub fn slice_of<'a>(&'a self, buffer: &'a PeerBuffer, offset: usize, len: usize) -> Result<Slice<'a>> {
+        let region_len = buffer.len();
+        match self.offset_of(buffer.start(), region_len) {
+            Some(at) if offset.checked_add(len).is_some_and(|end| end <= region_len) => {
+                Ok(Slice { region: self, buffer: Some(buffer), offset: at + offset, len })
+            }
+            _ => Err(FabricError::OutOfRange { offset, len, region_len }),
+        }
+    }
+
+    /// Returns the range of `buffer`, which must be inside the region.
+    ///
+    /// # Errors
+    /// [`FabricError::OutOfRange`] if the buffer is not inside the region.
+    ///
+    /// # Safety
+    /// Until every operation that is posted with the slice has ended, or its endpoint or queue is
+    /// closed, no code may access the bytes of the buffer or drop the buffer.
+    pub unsafe fn slice_of_lent(&self, buffer: &ArenaBuf) -> Result<Slice<'_>> {
+        let (start, _) = buffer.arena().as_raw();
+        let (offset, len) = (buffer.offset(), buffer.len());
+        match self.offset_of(start.wrapping_add(offset), len) {
+            Some(offset) => Ok(Slice { region: self, buffer: None, offset, len }),
+            None => Err(FabricError::OutOfRange { offset, len, region_len: self.len() }),
+        }
+    }
+
+    /// The offset of the `len` bytes at `start`, if they are inside the region.
+    fn offset_of(&self, start: *const u8, len: usize) -> Option<usize> {
+        let (region, region_len) = self.0.memory.span();
+        let at = (start as usize).checked_sub(region as usize)?;
+        at.checked_add(len).is_some_and(|end| end <= region_len).then_some(at)
     }
 
     /// Whether `bytes` are inside the region.
     #[must_use]
     pub fn contains(&self, bytes: &[u8]) -> bool {
-        let (start, len) = self.0.memory.span();
-        let at = (bytes.as_ptr() as usize).checked_sub(start as usize);
-        at.and_then(|at| at.checked_add(bytes.len())).is_some_and(|end| end <= len)
+        self.offset_of(bytes.as_ptr(), bytes.len()).is_some()
     }
 
     /// The domain in which the region is registered.
@@ -143,6 +207,7 @@ impl MemoryRegion {
     pub fn arena(&self) -> Option<&Arc<Arena>> {
         match &self.0.memory {
             RegisteredMemory::Arena(arena) => Some(arena),
+            RegisteredMemory::Outside(access) => Some(access.arena()),
             RegisteredMemory::Exposed(_) => None,
         }
     }
@@ -160,6 +225,11 @@ impl std::fmt::Debug for MemoryRegion {
             .field("access", &self.0.access)
             .finish_non_exhaustive()
     }
+}
+
+/// Checks that operations and peers may access the `len` bytes at `offset` of `arena`.
+fn admit(arena: &Arena, offset: usize, len: usize) -> Result<()> {
+    arena.admit(offset, len).map_err(|_| FabricError::Allocated { offset, len })
 }
 
 fn register(domain: &Domain, memory: &RegisteredMemory, rights: u64) -> Result<Handle<FidMr>> {
@@ -199,10 +269,14 @@ impl Drop for Inner {
     }
 }
 
-/// A range inside a [`MemoryRegion`].
+/// A range inside a [`MemoryRegion`], for an operation that reads or changes it. No allocator owns
+/// the bytes, or a [`PeerBuffer`] contains them, or the contract of [`OutsideAccess::new`] or
+/// [`MemoryRegion::slice_of_lent`] covers the operation.
 #[derive(Clone, Copy)]
 pub struct Slice<'a> {
     region: &'a MemoryRegion,
+    /// The buffer that contains the range, if the caller named one.
+    buffer: Option<&'a PeerBuffer>,
     offset: usize,
     len: usize,
 }
@@ -212,6 +286,10 @@ impl Slice<'_> {
         self.region
     }
 
+    pub(super) fn buffer(&self) -> Option<&PeerBuffer> {
+        self.buffer
+    }
+
     pub(super) fn descriptor(&self) -> *mut std::ffi::c_void {
         self.region.descriptor()
     }
@@ -219,7 +297,8 @@ impl Slice<'_> {
     /// Address of the slice's first byte.
     pub(super) fn start(&self) -> *mut u8 {
         let (start, _) = self.region.0.memory.span();
-        // SAFETY: `MemoryRegion::slice` has checked that the offset is inside the region.
+        // SAFETY: the functions that create slices have checked that the offset is inside the
+        // region.
         unsafe { start.add(self.offset) }
     }
 

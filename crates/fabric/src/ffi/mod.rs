@@ -10,6 +10,10 @@
 //!   closed.
 //! - Memory that peers can access stays mapped until all endpoints that may be writing to it are
 //!   closed.
+//! - Peers and operations access only memory to which this process has no references
+//!   ([`base::mem::Arena::admit`], [`PeerBuffer`]), memory that they only read ([`bytes::Bytes`]),
+//!   or memory for which an `unsafe` contract provides the same guarantee
+//!   ([`base::mem::OutsideAccess`], [`MemoryRegion::slice_of_lent`]).
 
 mod abi;
 mod completion;
@@ -23,6 +27,7 @@ mod library;
 mod listener;
 mod memory;
 mod opening;
+mod peer_buffer;
 mod posting;
 mod receive_queue;
 mod registered;
@@ -37,5 +42,6 @@ pub use info::Info;
 pub use library::Library;
 pub use listener::{ConnectionRequest, FabricListener};
 pub use memory::{MemoryRegion, Slice};
+pub use peer_buffer::PeerBuffer;
 pub use receive_queue::ReceiveQueue;
 pub use registered::ExposedMemory;

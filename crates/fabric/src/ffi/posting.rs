@@ -2,13 +2,19 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::library;
+use super::{Slice, library};
 use crate::PostError;
+use crate::operations::Held;
 
 /// Returns a process-wide unique number for an endpoint or a shared receive queue.
 pub(super) fn next_serial() -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     SERIAL.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The memory that an operation with `slice` must keep until it has ended.
+pub(super) fn held(slice: Slice<'_>) -> Held {
+    Held::Region(slice.region().clone(), slice.buffer().cloned())
 }
 
 /// Converts the result of a libfabric function that posts an operation.

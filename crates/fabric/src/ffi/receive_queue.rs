@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::abi::{Fid, FidEp};
 use super::handle::Handle;
-use super::posting::{next_serial, posted};
-use super::{CompletionQueue, Info, MemoryRegion, Slice, library};
-use crate::operations::{Held, PendingOperation};
+use super::posting::{held, next_serial, posted};
+use super::{CompletionQueue, Info, Slice, library};
+use crate::operations::PendingOperation;
 use crate::{FabricError, Operation, PostError, Result};
 
 /// libfabric's value for a receive that accepts a message from any peer.
@@ -51,9 +51,8 @@ impl ReceiveQueue {
     /// # Errors
     /// See [`PostError`].
     pub fn receive(&self, into: Slice<'_>, token: u64) -> Result<(), PostError> {
-        let region: MemoryRegion = into.region().clone();
         let queue = &self.0.completions;
-        if !region.domain().is(queue.domain()) {
+        if !into.region().domain().is(queue.domain()) {
             return Err(FabricError::OtherDomain.into());
         }
         let pending = PendingOperation {
@@ -63,7 +62,7 @@ impl ReceiveQueue {
             operation: Operation::Receive,
             len: into.len(),
             earlier: Vec::new(),
-            memory: Held::Region(region),
+            memory: held(into),
         };
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let context = number as *mut c_void;

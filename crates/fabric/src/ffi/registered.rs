@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use base::mem::{Arena, ArenaBuf};
+use base::mem::{Arena, OutsideAccess};
 use bytes::Bytes;
+
+use super::PeerBuffer;
 
 /// The memory that a region keeps mapped.
 #[derive(Clone)]
 pub(crate) enum RegisteredMemory {
     Arena(Arc<Arena>),
+    Outside(OutsideAccess),
     Exposed(ExposedMemory),
 }
 
@@ -17,9 +20,8 @@ pub(crate) enum RegisteredMemory {
 pub enum ExposedMemory {
     /// Memory that peers may read. The bytes never change.
     Bytes(Bytes),
-    /// Memory that peers may read or write. This process must not access it before the region is
-    /// closed.
-    Buffer(Arc<ArenaBuf>),
+    /// Memory that peers may read or write.
+    Buffer(PeerBuffer),
 }
 
 impl RegisteredMemory {
@@ -27,14 +29,11 @@ impl RegisteredMemory {
     pub(super) fn span(&self) -> (*mut u8, usize) {
         match self {
             RegisteredMemory::Arena(arena) => arena.as_raw(),
+            RegisteredMemory::Outside(access) => access.arena().as_raw(),
             RegisteredMemory::Exposed(ExposedMemory::Bytes(bytes)) => {
                 (bytes.as_ptr().cast_mut(), bytes.len())
             }
-            RegisteredMemory::Exposed(ExposedMemory::Buffer(buf)) => {
-                let (start, _) = buf.arena().as_raw();
-                // SAFETY: a buffer is inside its arena.
-                (unsafe { start.add(buf.offset()) }, buf.len())
-            }
+            RegisteredMemory::Exposed(ExposedMemory::Buffer(buf)) => (buf.start(), buf.len()),
         }
     }
 }

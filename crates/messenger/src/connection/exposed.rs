@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use base::block::{BLOCK, ChecksumMismatch, Payload, piece_count, verify_pieces};
-use base::mem::ArenaBuf;
-use fabric::MemoryRegion;
+use fabric::{MemoryRegion, PeerBuffer};
 use wire::{BulkSegment, RemoteMemory};
 
 use super::range::check_range;
@@ -25,7 +24,7 @@ pub(super) struct ExposedOffer {
     region: Option<MemoryRegion>,
     remote: RemoteMemory,
     /// For a sink: the memory that the peer writes to.
-    room: Option<Arc<ArenaBuf>>,
+    room: Option<PeerBuffer>,
     written: Vec<PeerWrite>,
 }
 
@@ -48,8 +47,8 @@ impl ExposedOffer {
                 (fabric::ExposedMemory::Bytes(data), checksums, None)
             }
             Offered::Sink(sink, _) => {
-                let room = Arc::new(link.room(usize::try_from(sink.len()).ok()?)?);
-                (fabric::ExposedMemory::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
+                let room = PeerBuffer::new(link.room(usize::try_from(sink.len()).ok()?)?);
+                (fabric::ExposedMemory::Buffer(room.clone()), Vec::new(), Some(room))
             }
         };
         let region = link.expose(memory).inspect_err(|e| {
@@ -77,20 +76,28 @@ impl ExposedOffer {
         self.region.take()
     }
 
+    /// Removes the registration of the memory from the offer, and returns it. The peer's access has
+    /// ended: the transport on which the memory was exposed has ended, or the offer was
+    /// [finished](crate::BulkRegion::finish), whose documentation states whom it trusts.
+    #[allow(unsafe_code)]
+    pub(super) fn hide_settled(&mut self) -> Option<MemoryRegion> {
+        let region = self.region.take()?;
+        // SAFETY: only the peer on that transport has the key, and it has ended its accesses. For a
+        // finished offer, this is the peer's own statement (see the limitation at `finish`).
+        unsafe { region.settle() };
+        Some(region)
+    }
+
     /// Ends the offer. If `is_done` is false, the peer may still use the memory, so the memory is
     /// kept until the transport ends.
     pub(super) fn end(mut self, is_done: bool) {
-        if let (Some(region), true) = (self.region.take(), is_done) {
-            region.settle();
-        }
+        drop(if is_done { self.hide_settled() } else { self.hide() });
     }
 
     /// Ends the peer's access and hands the written data to `sink`.
     pub(super) fn deliver(mut self, sink: &dyn BulkSink) {
-        if let Some(region) = self.region.take() {
-            region.settle();
-        }
-        let Some(room) = self.room.take().and_then(Arc::into_inner) else { return };
+        drop(self.hide_settled());
+        let Some(room) = self.room.take().and_then(PeerBuffer::into_inner) else { return };
         let data = room.freeze();
         for PeerWrite { offset, payload_phase, len, checksums } in self.written.drain(..) {
             let part = data.slice(offset as usize..offset as usize + len);
@@ -103,7 +110,7 @@ impl ExposedOffer {
     }
 
     /// Checks the peer's statement that it wrote a range. Returns the memory and the range.
-    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(Arc<ArenaBuf>, PeerWrite), String> {
+    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(PeerBuffer, PeerWrite), String> {
         Ok((self.written_room(wrote, phase)?, PeerWrite::new(wrote, phase)?))
     }
 
@@ -112,14 +119,14 @@ impl ExposedOffer {
         self.written.push(written);
     }
 
-    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
+    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<PeerBuffer, String> {
         let room = self.room.as_ref().ok_or("the offer is for pulling only")?;
         check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
         let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
             return Err("the range overlaps a range that was written before".into());
         }
-        Ok(Arc::clone(room))
+        Ok(room.clone())
     }
 }
 
@@ -135,8 +142,13 @@ impl PeerWrite {
     }
 
     /// Compares the checksums that the peer sent with the data in the sink's memory.
-    pub(super) fn verify(&self, room: &ArenaBuf) -> Result<(), ChecksumMismatch> {
-        let bytes = &room[self.offset as usize..self.offset as usize + self.len];
+    #[allow(unsafe_code)]
+    pub(super) fn verify(&self, room: &PeerBuffer) -> Result<(), ChecksumMismatch> {
+        let start = self.offset as usize;
+        // SAFETY: no operation of this process uses the memory of an offer. The protocol forbids
+        // that the peer changes bytes after the statement that it has written them. The bytes are
+        // payload, and are only compared with their checksums.
+        let bytes = unsafe { room.bytes(start..start + self.len) };
         verify_pieces(self.payload_phase, bytes, &self.checksums)
     }
 }

@@ -62,8 +62,7 @@ impl Offers {
     /// may be reused at once, because only the peer on that transport had the keys. Data that the
     /// peer wrote stays valid.
     pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
-        let hidden = self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide());
-        hidden.inspect(MemoryRegion::settle).collect()
+        self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide_settled()).collect()
     }
 
     /// Ends the peer's access to the memory of expired offers.

@@ -205,7 +205,7 @@ impl PullReads<'_> {
         let phase = (self.at.phase + at as u64) % BLOCK;
         let first = if at == 0 { 0 } else { piece_count(self.at.phase, at as u64) as usize };
         let count = piece_count(phase, len as u64) as usize;
-        let bytes = &self.landing.bytes()[at..at + len];
+        let bytes = self.landing.bytes(at..at + len);
         verify_pieces(phase, bytes, &self.checksums[first..first + count]).map_err(|e| e.to_string())
     }
 }

@@ -162,7 +162,7 @@ mod tests {
         let region = |id: u32| {
             let gone = Arc::clone(&gone);
             let unregister = OnDrop::new(move || gone.lock().unwrap().push(id));
-            Arc::new(DmaRegion::new(RegionId(id), 4096, unregister))
+            Arc::new(DmaRegion::new(RegionId::NONE, 4096, unregister))
         };
         let mut regions = Regions::new(4096, 10_000, 2);
         assert_eq!((regions.window_of(8191), regions.range_of(2)), (1, 8192..10_000));
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn every_waiting_job_continues_when_the_cache_is_switched_off_or_on() {
-        let region = Arc::new(DmaRegion::new(RegionId(1), 4096, OnDrop::new(|| ())));
+        let region = Arc::new(DmaRegion::new(RegionId::NONE, 4096, OnDrop::new(|| ())));
         let mut regions = Regions::new(4096, 8192, 1);
         assert!(regions.wait(0, 1) && !regions.wait(0, 2), "the host is asked once for both jobs");
         regions.set_capacity(0);

@@ -31,7 +31,7 @@ struct AttachedHost {
 }
 
 /// Region number in place of the rings while no host is attached. Chains that name it fail.
-const NOWHERE: RegionId = RegionId(u32::MAX);
+const NOWHERE: RegionId = RegionId::NONE;
 
 /// Memory, engine and ring positions of one incarnation.
 pub(crate) struct RingSide {
@@ -377,6 +377,7 @@ fn segments(src: DmaAddress, dst: DmaAddress, len: usize, most: usize) -> impl I
 #[cfg(test)]
 mod tests {
     use super::*;
+    use base::mem::OutsideAccess;
     use channel::{EntryKind, MemoryOptions, ShmEngine, ShmOptions};
 
     #[test]
@@ -385,7 +386,8 @@ mod tests {
         let memory = DpuMemory::new(MemoryOptions { layout, pool_len: 64 << 10, largest_buffer: 64 << 10 });
         let memory = memory.unwrap();
         let engine: Arc<dyn DmaEngine> = ShmEngine::start(ShmOptions::default()).unwrap();
-        let local = engine.register_local(memory.arena()).unwrap();
+        let rings = Arena::shared("rings", layout.len()).unwrap();
+        let local = engine.register_local(&OutsideAccess::of_copied(&rings).unwrap()).unwrap();
         let mut ring = RingSide::new(memory, engine, local.id(), 8, 1);
         let reply =
             |consumed| EntryHeader { consumed, ..EntryHeader::new(EntryKind::Reply, 0, 1) }.seal(b"answer");

@@ -10,6 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
+use base::mem::OutsideAccess;
 use bytes::Bytes;
 use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
@@ -55,11 +56,20 @@ pub(super) enum Reached {
 /// answer for the welcome, and the descriptors to send with the welcome.
 type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
+/// The right to let the osd's engine access host memory.
+#[allow(unsafe_code)]
+fn outside_access(memory: &HostMemory) -> OutsideAccess {
+    // SAFETY: only the osd's engine gets access. The osd assigns the ranges of the data region. By
+    // the protocol, it makes no transfer to a range while a call of the host uses the range, and no
+    // transfer from a range before the call has ended.
+    unsafe { OutsideAccess::new(&memory.arena) }
+}
+
 impl Reached {
     /// Makes the memory available through file descriptors, for engines on the same machine.
     pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<OpenedMemory> {
         let no_fd = || std::io::Error::other("host memory has no descriptor");
-        let memory = memory.arena.share_fd()?.ok_or_else(no_fd)?;
+        let memory = outside_access(memory).share_fd()?.ok_or_else(no_fd)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
         let ours =
             (Reached::Descriptors { osd_doorbell: osd_doorbell.try_clone()? }, host_doorbell.try_clone()?);
@@ -73,7 +83,7 @@ impl Reached {
         provider: &str,
         memory: &HostMemory,
     ) -> channel::Result<OpenedMemory> {
-        let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&memory.arena)?;
+        let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&outside_access(memory))?;
         let (host_doorbell, offer) = (grant.host_doorbell.try_clone()?, grant.offer.clone());
         let (offers, provider) = (Rc::clone(offers), provider.to_owned());
         let ours = (Reached::Offer { offers, provider, grant: Some(grant) }, host_doorbell);
@@ -252,7 +262,7 @@ impl Rings {
             ));
         };
         let host = offers.host(provider).map_err(StoreError::Io)?;
-        let fresh = host.grant(&self.memory.arena).map_err(io)?;
+        let fresh = host.grant(&outside_access(&self.memory)).map_err(io)?;
         let doorbell = fresh.host_doorbell.try_clone().and_then(Doorbell::new);
         self.doorbell = doorbell.map_err(|e| StoreError::Io(e.to_string()))?;
         self.closed = Some(0);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Context;
 use std::time::Duration;
 
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use channel::{
     Chain, ChainCompletion, ChannelError, Counters, DmaEngine, DmaRegion, EnginePeer, EngineTuning, Joined,
     MemoryAccess, OnDrop, QueueId, Reach, RegionId, RejectedChain,
@@ -34,7 +34,8 @@ fn goes_wrong(left: &AtomicUsize) -> bool {
     left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
 }
 
-impl DmaEngine for Unlucky {
+// SAFETY: the inner engine makes all transfers.
+unsafe impl DmaEngine for Unlucky {
     fn name(&self) -> &str {
         "unlucky"
     }
@@ -53,8 +54,8 @@ impl DmaEngine for Unlucky {
     fn setup_cost(&self) -> Duration {
         self.engine.setup_cost()
     }
-    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<DmaRegion> {
-        self.engine.register_local(arena)
+    fn register_local(&self, memory: &OutsideAccess) -> channel::Result<DmaRegion> {
+        self.engine.register_local(memory)
     }
     fn reach(&self) -> Reach {
         self.engine.reach()
@@ -70,7 +71,7 @@ impl DmaEngine for Unlucky {
     }
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> channel::Result<DmaRegion> {
         if range.start > 0 && goes_wrong(&self.bad_windows) {
-            return Ok(DmaRegion::new(RegionId(u32::MAX), range.len(), OnDrop::new(|| ())));
+            return Ok(DmaRegion::new(RegionId::NONE, range.len(), OnDrop::new(|| ())));
         }
         self.engine.register_peer(peer, range)
     }

@@ -97,7 +97,8 @@ impl EngineWorker {
             self.locals.get(&here.region).ok_or_else(|| format!("{:?} is not registered", here.region))?;
         let (at, (peer, window)) = there;
         let end = |offset: usize, limit: usize| offset.checked_add(len).filter(|end| *end <= limit);
-        let (Some(here_end), Some(_)) = (end(here.offset, local.arena.len()), end(at, window.len())) else {
+        let (Some(here_end), Some(_)) = (end(here.offset, local.memory.arena().len()), end(at, window.len()))
+        else {
             return Err(format!("{transfer:?} is outside its regions"));
         };
         let start = window.start + at;
@@ -144,7 +145,7 @@ impl EngineWorker {
         let (from, len) = (footprint.local.1.start, footprint.local.1.len());
         let copy = match (&self.port, self.locals.get(&footprint.local.0)) {
             (Some(port), Some(local)) if !read && work.fate == Some(Fate::Corrupts) => {
-                Some(damaged_copy(port, &local.arena, from, len).map_err(|e| e.to_string())?)
+                Some(damaged_copy(port, &local.memory, from, len).map_err(|e| e.to_string())?)
             }
             _ => None,
         };

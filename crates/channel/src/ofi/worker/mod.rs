@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use base::fault::{Action, Faults, Site};
-use base::mem::Arena;
+use base::mem::OutsideAccess;
 use fabric::{
     Access, Completion, Endpoint, EndpointAddress, EndpointQueues, FabricEvent, Info, Library, MemoryRegion,
     Operation,
@@ -43,7 +43,7 @@ const RETRY: Duration = Duration::from_millis(1);
 struct Local {
     /// `None` while no network device is open, or if the registration failed.
     registered: Option<MemoryRegion>,
-    arena: Arc<Arena>,
+    memory: OutsideAccess,
 }
 
 /// A store's process that the engine is attached to.
@@ -183,9 +183,9 @@ impl EngineWorker {
         while let Some(command) = self.shared.commands.pop() {
             worked = true;
             match command {
-                OfiCommand::Local(id, arena) => {
-                    let registered = self.port.as_ref().and_then(|port| register(port, &arena));
-                    self.locals.insert(id, Local { registered, arena });
+                OfiCommand::Local(id, memory) => {
+                    let registered = self.port.as_ref().and_then(|port| register(port, &memory));
+                    self.locals.insert(id, Local { registered, memory });
                 }
                 OfiCommand::Attach { id, offer, rung, reply } => {
                     let state = PeerState::Down;
@@ -283,7 +283,8 @@ impl EngineWorker {
         let target = EndpointAddress::Connect(offer.address);
         let port = EngineDomain::open(query(self.library, &offer.provider, target)?, DEPTH)?;
         for local in self.locals.values_mut() {
-            local.registered = Some(MemoryRegion::register(&port.domain, &local.arena, Access::Local)?);
+            let registered = MemoryRegion::register_outside(&port.domain, &local.memory, Access::Local)?;
+            local.registered = Some(registered);
         }
         self.port = Some(port);
         Ok(())
@@ -391,7 +392,7 @@ impl EngineWorker {
                     let DmaAddress { region, offset } = transfer.dst;
                     if corrupt
                         && let Some(local) = self.locals.get(&region)
-                        && let Err(e) = damage(&local.arena, offset, transfer.len)
+                        && let Err(e) = damage(&local.memory, offset, transfer.len)
                     {
                         tracing::error!("an injected fault could not damage the data: {e}");
                     }
@@ -505,8 +506,8 @@ impl EngineWorker {
     }
 }
 
-fn register(port: &EngineDomain, arena: &Arc<Arena>) -> Option<MemoryRegion> {
-    let registered = MemoryRegion::register(&port.domain, arena, Access::Local);
+fn register(port: &EngineDomain, memory: &OutsideAccess) -> Option<MemoryRegion> {
+    let registered = MemoryRegion::register_outside(&port.domain, memory, Access::Local);
     registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
 }
 

@@ -340,15 +340,17 @@ impl Link {
         }
     }
 
+    #[allow(unsafe_code)]
     fn post_own(&self, buf: ArenaBuf, region: &MemoryRegion) -> Result<(), String> {
-        let (offset, len) = (buf.offset(), buf.len());
         let endpoint = self.endpoint();
         let Some(endpoint) = &*endpoint else { return Ok(()) };
         let mut state = self.state();
         state.next_token += 1;
         let token = state.next_token;
+        // SAFETY: the buffer is in `posted`, where no code accesses its bytes, until its receive has
+        // completed or `fail` has closed the endpoint.
+        let into = unsafe { region.slice_of_lent(&buf) }.map_err(|e| e.to_string())?;
         state.posted.insert(token, buf);
-        let into = region.slice(offset, len).map_err(|e| e.to_string())?;
         endpoint.receive(into, token).map_err(|e| {
             state.posted.remove(&token);
             e.to_string()

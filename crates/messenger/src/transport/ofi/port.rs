@@ -221,13 +221,13 @@ impl<L> Port<L> {
 
     /// Posts one buffer of `region` to the shared queue. If the queue still holds a buffer that was
     /// posted for a link that has ended, the existing buffer suffices, and `buf` is dropped.
+    #[allow(unsafe_code)]
     pub(super) fn post_shared(
         &self,
         queue: &ReceiveQueue,
         buf: ArenaBuf,
         region: &MemoryRegion,
     ) -> Result<(), String> {
-        let (offset, len) = (buf.offset(), buf.len());
         let mut state = self.lock();
         if state.surplus > 0 {
             state.surplus -= 1;
@@ -235,12 +235,12 @@ impl<L> Port<L> {
         }
         state.next_token += 1;
         let token = state.next_token;
+        // SAFETY: the buffer is in `posted`, where no code accesses its bytes, until its receive has
+        // completed. The port drops `posted` last: links hold the port until their endpoints are
+        // closed, and the field `receives` then closes the queue.
+        let into = unsafe { region.slice_of_lent(&buf) }.map_err(|e| e.to_string())?;
         state.posted.insert(token, buf);
-        let posted = region
-            .slice(offset, len)
-            .map_err(fabric::PostError::from)
-            .and_then(|into| queue.receive(into, token));
-        posted.map_err(|e| {
+        queue.receive(into, token).map_err(|e| {
             state.posted.remove(&token);
             e.to_string()
         })

@@ -1,22 +1,21 @@
 //! The one-sided reads of a link that are in progress, and the buffers that they fill.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use base::mem::ArenaBuf;
-use fabric::MemoryRegion;
+use fabric::{MemoryRegion, PeerBuffer, Slice};
 use tokio::sync::oneshot;
 
 /// The destination of one-sided reads. The buffer has no other owner while a read may write to it.
 #[derive(Debug)]
 pub(crate) struct LandingBuffer {
     /// `None` once this destination is no longer used.
-    buf: Option<Arc<ArenaBuf>>,
+    buf: Option<PeerBuffer>,
     /// The registration of the buffer. `None` once this destination is no longer used.
     region: Option<MemoryRegion>,
-    /// Offset of the buffer in the region.
-    base: usize,
 }
 
 /// A one-sided read in progress.
@@ -75,15 +74,15 @@ impl RmaReads {
 }
 
 impl LandingBuffer {
-    /// Creates a destination from `buf`, which begins at byte `base` of `region`.
-    pub(super) fn new(buf: Arc<ArenaBuf>, region: MemoryRegion, base: usize) -> Arc<LandingBuffer> {
-        Arc::new(LandingBuffer { buf: Some(buf), region: Some(region), base })
+    /// Creates a destination from `buf`, which is inside `region`.
+    pub(super) fn new(buf: PeerBuffer, region: MemoryRegion) -> Arc<LandingBuffer> {
+        Arc::new(LandingBuffer { buf: Some(buf), region: Some(region) })
     }
 
-    /// The region that contains the buffer, and the position of the buffer's byte `at` in this
-    /// region. Returns `None` if this destination is no longer used.
-    pub(super) fn place(&self, at: usize) -> Option<(&MemoryRegion, usize)> {
-        self.region.as_ref().map(|region| (region, self.base + at))
+    /// The destination of a read into the `len` bytes at `at` of the buffer. Returns `None` if this
+    /// destination is no longer used.
+    pub(super) fn slice(&self, at: usize, len: usize) -> Option<fabric::Result<Slice<'_>>> {
+        Some(self.region.as_ref()?.slice_of(self.buf.as_ref()?, at, len))
     }
 
     /// Returns the buffer, or `None` if a read still uses it.
@@ -92,18 +91,23 @@ impl LandingBuffer {
         landing.end()
     }
 
-    /// The content of the buffer. The caller may use only those parts to which no read writes.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.buf.as_ref().map_or(&[], |buf| buf)
+    /// The bytes of `range` of the buffer. No read may write to them, now or later.
+    #[allow(unsafe_code)]
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        // SAFETY: a pull reads each range once, and calls this function after the read. Only
+        // providers that expose local memory let the peer change the bytes, which violates the
+        // protocol. The bytes are payload, and are only compared with their checksums.
+        self.buf.as_ref().map_or(&[], |buf| unsafe { buf.bytes(range) })
     }
 
+    #[allow(unsafe_code)]
     fn end(&mut self) -> Option<ArenaBuf> {
         if let Some(region) = self.region.take() {
-            // No read is in progress, because each read keeps its destination until the read has
-            // ended or the endpoint is closed.
-            region.settle();
+            // SAFETY: no read is in progress, because each read keeps its destination until the
+            // read has ended or the endpoint is closed. No peer has the key of the region.
+            unsafe { region.settle() };
         }
-        self.buf.take().and_then(Arc::into_inner)
+        self.buf.take().and_then(PeerBuffer::into_inner)
     }
 }
 

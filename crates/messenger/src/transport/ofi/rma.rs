@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Access, ExposedMemory, GatherBytes, MemoryRegion, RemoteRegion};
+use fabric::{Access, ExposedMemory, GatherBytes, MemoryRegion, PeerBuffer, RemoteRegion};
 use tokio::sync::oneshot;
 
 use super::link::{Link, LinkFailed};
@@ -15,17 +15,16 @@ impl Link {
     /// Registers `buf` as a destination of one-sided reads. If the registration fails, returns
     /// `buf` and the reason.
     pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<LandingBuffer>, (ArenaBuf, String)> {
-        let buf = Arc::new(buf);
-        let exposes = self.port.domain.info().exposes_local_memory();
-        let (region, base) = if exposes {
-            let memory = ExposedMemory::Buffer(Arc::clone(&buf));
-            (self.exposed(memory, Access::ReadSink), 0)
+        let arena = Arc::clone(buf.arena());
+        let buf = PeerBuffer::new(buf);
+        let region = if self.port.domain.info().exposes_local_memory() {
+            self.exposed(ExposedMemory::Buffer(buf.clone()), Access::ReadSink)
         } else {
-            (self.port.region(buf.arena(), Access::Local), buf.offset())
+            self.port.region(&arena, Access::Local)
         };
         match region {
-            Ok(region) => Ok(LandingBuffer::new(buf, region, base)),
-            Err(e) => match Arc::into_inner(buf) {
+            Ok(region) => Ok(LandingBuffer::new(buf, region)),
+            Err(e) => match buf.into_inner() {
                 Some(buf) => Err((buf, e)),
                 None => unreachable!("a failed registration keeps no reference to the buffer"),
             },
@@ -46,9 +45,9 @@ impl Link {
     ) -> Result<(), LinkFailed> {
         let bad = |e: fabric::FabricError| LinkFailed(e.to_string());
         let remote = from.slice(offset, len).map_err(bad)?;
-        let place = landing.place(at);
-        let (region, start) = place.ok_or_else(|| LinkFailed("the destination is no longer used".into()))?;
-        let into = region.slice(start, len).map_err(bad)?;
+        let into = landing.slice(at, len);
+        let into =
+            into.ok_or_else(|| LinkFailed("the destination is no longer used".into()))?.map_err(bad)?;
         let (done, finished) = oneshot::channel();
         let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
         // The guard removes the read if it was not posted, for example because this future was
