@@ -138,7 +138,7 @@ async fn injected_faults_fail_only_the_tasks_that_they_hit() {
         results.push(worker.submit(WORK, move || number).await);
     }
     assert_eq!(results, [Ok(0), Err(WorkerError::Injected), Ok(2), Ok(3)]);
-    assert_eq!(faults.fired(Site::EcOffload), 2);
+    assert_eq!(faults.fired(Site::EcOffload), 3, "one task failed, and two were delayed");
 }
 
 #[tokio::test]
