@@ -12,7 +12,8 @@ use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
 /// Provides access to the pools and objects of an [`Engine`]. Clones share the engine and the limit
-/// on requests in flight. Any thread may use a client.
+/// on requests in flight. Any thread may use a client. The administrative methods fail with
+/// [`Error::Unsupported`] if the engine has no [administration](Engine::administration).
 ///
 /// Over the [`NativeEngine`], a client is a session with a node. [`Client::close`] ends the
 /// session, and so does dropping the last clone. In both cases the client tells the node that the

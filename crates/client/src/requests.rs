@@ -62,7 +62,13 @@ impl Requests {
     }
 
     pub(crate) async fn administer(&self, request: AdminRequest) -> Result<AdminReply> {
-        self.run(|deadline| self.engine.administer(request, deadline)).await
+        let Some(administration) = self.engine.administration() else {
+            return Err(Error::Unsupported(format!(
+                "the engine \"{}\" has no administration; administer its storage with the tools of that storage",
+                self.engine.name()
+            )));
+        };
+        self.run(|deadline| administration.administer(request, deadline)).await
     }
 
     /// Closes the engine. Requests that wait for a permit fail.

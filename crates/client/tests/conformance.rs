@@ -3,8 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use client::engine::{Engine, FaultRates, FaultyEngine, MemEngine};
+use base::BoxFuture;
+use client::engine::{
+    BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, FaultRates, FaultyEngine, MemEngine,
+    ReadReply, ReadRequest,
+};
 use client::{Client, Options, conformance};
+use tokio::time::Instant;
+use wire::{List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
 async fn with_pool(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
     Client::over(Arc::clone(&engine), Options::default()).create_pool("pool").await.unwrap();
@@ -54,7 +60,7 @@ async fn a_request_fails_with_a_timeout_at_its_deadline() {
     let faulty = Arc::new(FaultyEngine::new(inner, rates, 1));
     let options = Options { request_timeout: Duration::from_secs(10), ..Options::default() };
     let client = Client::over(Arc::clone(&faulty) as Arc<dyn Engine>, options);
-    let began = tokio::time::Instant::now();
+    let began = Instant::now();
     let error = client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap_err();
     assert!(matches!(error, client::Error::TimedOut(_)), "{error}");
     assert_eq!(began.elapsed(), Duration::from_secs(10));
@@ -76,4 +82,55 @@ async fn a_memory_engine_with_a_file_keeps_its_content_across_reopening() {
     std::fs::write(&path, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
     let error = MemEngine::open(&path).unwrap_err().to_string();
     assert!(error.contains("memory engine"), "{error}");
+}
+
+/// An engine without administration, like an engine on the storage of another system.
+#[derive(Debug)]
+struct Unadministered(MemEngine);
+
+impl Engine for Unadministered {
+    fn name(&self) -> &'static str {
+        "unadministered"
+    }
+
+    fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated> {
+        self.0.mutate(request, deadline)
+    }
+
+    fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply> {
+        self.0.read(request, deadline)
+    }
+
+    fn query(&self, request: Query, deadline: Instant) -> BoxCall<'_, Vec<QueryAnswer>> {
+        self.0.query(request, deadline)
+    }
+
+    fn list(&self, request: List, deadline: Instant) -> BoxCall<'_, Listed> {
+        self.0.list(request, deadline)
+    }
+
+    fn next_upload(&self) -> client::Result<UploadId> {
+        self.0.next_upload()
+    }
+
+    fn limits(&self) -> EngineLimits {
+        self.0.limits()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        self.0.close()
+    }
+}
+
+#[tokio::test]
+async fn a_client_refuses_administrative_requests_if_its_engine_has_no_administration() {
+    let client = Client::over(Arc::new(Unadministered(MemEngine::new())), Options::default());
+    let error = client.create_pool("pool").await.unwrap_err();
+    assert!(matches!(&error, client::Error::Unsupported(why) if why.contains("unadministered")), "{error}");
+    let object = client.pool("pool").unwrap().object("x").unwrap();
+    assert!(object.get().await.unwrap_err().is_not_found(), "other requests reach the engine");
 }

@@ -1,5 +1,4 @@
-//! Runs a node: contains its directory, its configuration, the supervisor, and the code that all
-//! roles share.
+//! Runs a node: contains its directory, its configuration, the supervisor, and its roles.
 //!
 //! Other crates do the work of the roles: `osd`, `store` and `proxy`. The command line (crate
 //! `outboard`) calls this crate. No code in this crate is on the data path.
@@ -28,6 +27,7 @@ pub mod remount;
 pub mod report;
 pub mod request_side;
 pub mod role;
+pub mod roles;
 pub mod state;
 pub mod store_address;
 pub mod supervise;

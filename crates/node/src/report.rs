@@ -95,7 +95,7 @@ pub struct ProcessReport {
     /// Pid of the process; `None` while the process is down.
     pub pid: Option<u32>,
     /// State of the process.
-    pub phase: ProcessState,
+    pub state: ProcessState,
     /// Time since the start of the process, in seconds.
     pub uptime_seconds: Option<f64>,
     /// How often the role was restarted.
@@ -297,7 +297,7 @@ impl NodeReport {
             format!("the {} is down{how}", p.role.as_str())
         });
         let mut problems: Vec<String> = down.collect();
-        problems.extend(processes.iter().filter(|p| p.phase == ProcessState::Hung).map(|p| {
+        problems.extend(processes.iter().filter(|p| p.state == ProcessState::Hung).map(|p| {
             let why = p.last_exit.as_deref().unwrap_or("hung");
             format!("the {} is being killed and started again: {why}", p.role.as_str())
         }));
@@ -406,8 +406,8 @@ impl ProcessReport {
         ProcessReport {
             role: process.role,
             pid: alive.then_some(process.pid),
-            phase: match process.phase {
-                phase if alive => phase,
+            state: match process.state {
+                state if alive => state,
                 _ if !up => ProcessState::Stopped,
                 _ => ProcessState::Waiting,
             },
@@ -572,7 +572,7 @@ impl ProcessReport {
             "{:<11} {:>8} {:<9} {:>9} {:>8} {:>4} {:>9} {:>11} {:>13}  {}",
             self.role.as_str(),
             self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
-            self.phase.as_str(),
+            self.state.as_str(),
             seconds(self.uptime_seconds),
             self.restarts,
             self.hangs,
@@ -606,10 +606,10 @@ mod tests {
     use crate::state::MountedTarget;
 
     fn state() -> NodeState {
-        let mut live = Process { phase: ProcessState::Running, ..Process::new(Role::Supervisor) };
+        let mut live = Process { state: ProcessState::Running, ..Process::new(Role::Supervisor) };
         live.set_pid(std::process::id());
         let dead = Process {
-            phase: ProcessState::Waiting,
+            state: ProcessState::Waiting,
             restarts: 2,
             last_exit: Some("killed by signal 9".into()),
             ..Process::new(Role::Store)
@@ -638,7 +638,7 @@ mod tests {
     fn the_report_of_a_stopped_node_shows_no_address_and_no_live_process() {
         let report = NodeReport::of_state(Path::new("/n"), false, Some(state()));
         assert_eq!(report.endpoint, None, "a stale address is not reported");
-        assert!(report.processes.iter().all(|p| p.pid.is_none() && p.phase == ProcessState::Stopped));
+        assert!(report.processes.iter().all(|p| p.pid.is_none() && p.state == ProcessState::Stopped));
         assert!(!NodeReport::of_state(Path::new("/n"), false, None).up);
     }
 }

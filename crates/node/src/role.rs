@@ -160,6 +160,12 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
     Ok(RoleProcess { config, metrics, controls, heartbeat, is_supervised })
 }
 
+/// Prepares the process for libfabric, which it may load later. A program must call this function
+/// first in `main`, before the process starts another thread: see [`fabric::Library::prepare`].
+pub fn prepare_process() {
+    fabric::Library::prepare();
+}
+
 fn with_remedy(e: &std::io::Error) -> String {
     format!("{e}; choose another address with --metrics or metrics.listen")
 }

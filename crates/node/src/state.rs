@@ -79,8 +79,9 @@ pub struct Process {
     pub role: Role,
     /// Process id of the role's current or last process; 0 before the first start.
     pub pid: u32,
-    /// State of the process.
-    pub phase: ProcessState,
+    /// State of the process. Older versions of Outboard call the field `phase`.
+    #[serde(alias = "phase")]
+    pub state: ProcessState,
     /// Start time in clock ticks since the machine's boot. Together with the pid it identifies the
     /// process.
     pub start_ticks: Option<u64>,
@@ -142,7 +143,7 @@ impl Process {
         Process {
             role,
             pid: 0,
-            phase: ProcessState::Starting,
+            state: ProcessState::Starting,
             start_ticks: None,
             started_unix_ms: unix_ms(),
             restarts: 0,
@@ -222,5 +223,14 @@ mod tests {
         assert_eq!(NodeState::load(&dir), Some(state));
         std::fs::write(dir.state(), "{").unwrap();
         assert_eq!(NodeState::load(&dir), None);
+    }
+
+    #[test]
+    fn a_state_file_of_an_older_version_can_be_loaded() {
+        let process = Process { state: ProcessState::Waiting, ..Process::new(Role::Osd) };
+        let text = serde_json::to_string(&process).unwrap();
+        let older = text.replace(r#""state":"waiting""#, r#""phase":"waiting""#);
+        assert_ne!(older, text);
+        assert_eq!(serde_json::from_str::<Process>(&older).unwrap(), process);
     }
 }

@@ -144,7 +144,7 @@ impl Supervisor {
             }
         }
         if let Some(supervisor) = self.state.processes.iter_mut().find(|p| p.role == Role::Supervisor) {
-            supervisor.phase = ProcessState::Stopped;
+            supervisor.state = ProcessState::Stopped;
         }
         self.state.save(&self.dir)?;
         tracing::info!("stopped");
@@ -158,11 +158,11 @@ impl Supervisor {
             RoleEvent::Started { pid } => {
                 process.restarts += u64::from(process.pid != 0);
                 process.set_pid(*pid);
-                process.phase = ProcessState::Starting;
+                process.state = ProcessState::Starting;
                 tracing::info!(role = role.as_str(), pid, "started");
             }
             RoleEvent::Ready(ready) => {
-                process.phase = ProcessState::Running;
+                process.state = ProcessState::Running;
                 process.metrics.clone_from(&ready.metrics);
                 if ready.endpoint.is_some() {
                     self.state.endpoint.clone_from(&ready.endpoint);
@@ -175,13 +175,13 @@ impl Supervisor {
                 tracing::info!(role = role.as_str(), "ready");
             }
             RoleEvent::Hung { reason } => {
-                process.phase = ProcessState::Hung;
+                process.state = ProcessState::Hung;
                 process.hangs += 1;
                 process.last_exit = Some(reason.clone());
                 tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; killing the process");
             }
             RoleEvent::Died { reason, pause, .. } => {
-                process.phase = ProcessState::Waiting;
+                process.state = ProcessState::Waiting;
                 process.last_exit = Some(reason.clone());
                 tracing::error!(
                     role = role.as_str(),
@@ -189,9 +189,9 @@ impl Supervisor {
                     "the role has died: {reason}"
                 );
             }
-            RoleEvent::Stopped => process.phase = ProcessState::Stopped,
+            RoleEvent::Stopped => process.state = ProcessState::Stopped,
         }
-        let (up, restarts, hangs) = (process.phase == ProcessState::Running, process.restarts, process.hangs);
+        let (up, restarts, hangs) = (process.state == ProcessState::Running, process.restarts, process.hangs);
         metrics::gauge!("outboard_supervisor_role_up", "role" => role.as_str()).set(f64::from(u8::from(up)));
         metrics::counter!("outboard_supervisor_restarts", "role" => role.as_str()).absolute(restarts);
         metrics::counter!("outboard_supervisor_hangs", "role" => role.as_str()).absolute(hangs);
@@ -262,7 +262,7 @@ mod tests {
         .unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Osd).unwrap();
-            p.restarts == 1 && p.phase == ProcessState::Running
+            p.restarts == 1 && p.state == ProcessState::Running
         })
         .await;
         let process = NodeState::load(&dir).unwrap().process(Role::Osd).unwrap().clone();
@@ -290,7 +290,7 @@ mod tests {
         s.start(vec![scripted(Role::Store, &dir, &script)]).await.unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Store).unwrap();
-            p.restarts == 2 && p.phase == ProcessState::Running
+            p.restarts == 2 && p.state == ProcessState::Running
         })
         .await;
         s.stop().await.unwrap();
@@ -312,7 +312,7 @@ mod tests {
         s.start(vec![scripted(Role::Osd, &dir, &script)]).await.unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Osd).unwrap();
-            p.restarts == 2 && p.phase == ProcessState::Running
+            p.restarts == 2 && p.state == ProcessState::Running
         })
         .await;
         s.stop().await.unwrap();
@@ -336,7 +336,7 @@ mod tests {
         assert!(
             matches!(&error, SuperviseError::RoleFailed { role: Role::Osd, reason, .. } if reason == "no such moon")
         );
-        assert_eq!(s.state.process(Role::Store).unwrap().phase, ProcessState::Stopped);
+        assert_eq!(s.state.process(Role::Store).unwrap().state, ProcessState::Stopped);
         assert!(!s.state.process(Role::Store).unwrap().is_alive());
     }
 
@@ -365,7 +365,7 @@ mod tests {
         }
         assert_eq!(pauses, [1, 2, 4, 4]);
         until(&mut s, |state| state.process(Role::Node).unwrap().restarts == 4).await;
-        until(&mut s, |state| state.process(Role::Node).unwrap().phase == ProcessState::Running).await;
+        until(&mut s, |state| state.process(Role::Node).unwrap().state == ProcessState::Running).await;
         let last = s.state.process(Role::Node).unwrap().clone();
         s.stop().await.unwrap();
         assert!(!last.is_alive());

@@ -1,4 +1,5 @@
-//! Creates the targets of a node at its first start, and mounts them in the role that owns them.
+//! Creates the targets of a node at its first start, mounts them in the role that owns them, and
+//! checks them while the node is stopped.
 
 use std::ffi::OsString;
 use std::io;
@@ -7,11 +8,14 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use base::block::BLOCK;
 use base::fault::Faults;
 use store::{
     AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreCalls, StoreError,
 };
 use uuid::Uuid;
+
+pub use store::FsckReport;
 
 use super::config::Config;
 use super::dir::{DirError, NodeDir, remove_file, sync_parent};
@@ -250,19 +254,24 @@ impl FromStr for KnownTarget {
     }
 }
 
+/// The targets that a role mounts.
+#[derive(Debug, Clone)]
+pub struct TargetPaths {
+    /// Path of each target's file or device.
+    pub paths: Vec<PathBuf>,
+    /// Targets whose UUIDs are known. If one of them cannot be mounted, the role serves the other
+    /// targets.
+    pub known: Vec<KnownTarget>,
+}
+
 /// Mounts targets, and runs each target on its own thread. Blocks while the logs of the targets are
 /// replayed.
 ///
 /// # Errors
-/// If no target can be mounted, or if a target that is not in `known` cannot be mounted. After an
+/// If no target can be mounted, or if a target whose UUID is not known cannot be mounted. After an
 /// error, no target is mounted.
-pub fn mount(
-    paths: &[PathBuf],
-    known: &[KnownTarget],
-    config: &Config,
-    faults: &Faults,
-) -> Result<Vec<Mounted>, TargetError> {
-    mount_each(paths, known, config, faults, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
+pub fn mount(targets: &TargetPaths, config: &Config, faults: &Faults) -> Result<Vec<Mounted>, TargetError> {
+    mount_each(targets, config, faults, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
 }
 
 /// Mounts targets and returns their drivers, which the caller must run. Blocks while the logs of
@@ -271,12 +280,11 @@ pub fn mount(
 /// # Errors
 /// The same errors as [`mount`].
 pub fn mount_driven(
-    paths: &[PathBuf],
-    known: &[KnownTarget],
+    targets: &TargetPaths,
     config: &Config,
     faults: &Faults,
 ) -> Result<(Vec<Mounted>, Vec<Driver>), TargetError> {
-    mount_each(paths, known, config, faults, BlockStore::mount_driven, |mounted| mounted)
+    mount_each(targets, config, faults, BlockStore::mount_driven, |mounted| mounted)
 }
 
 /// Returns the mount options of target number `index`.
@@ -293,8 +301,7 @@ pub fn mount_options(index: usize, config: &Config, faults: &Faults) -> MountOpt
 }
 
 fn mount_each<T, D>(
-    paths: &[PathBuf],
-    known: &[KnownTarget],
+    targets: &TargetPaths,
     config: &Config,
     faults: &Faults,
     mount: impl Fn(&Path, &MountOptions) -> store::Result<T>,
@@ -309,8 +316,8 @@ fn mount_each<T, D>(
     };
     let (mut mounted, mut drivers) = (Vec::new(), Vec::new());
     let mut failure = None;
-    for (index, path) in paths.iter().enumerate() {
-        let known = known.iter().find(|known| known.path == *path);
+    for (index, path) in targets.paths.iter().enumerate() {
+        let known = targets.known.iter().find(|known| known.path == *path);
         match (mount((index, path)), known) {
             (Ok((target, driver)), _) => {
                 mounted.push(target);
@@ -370,4 +377,16 @@ pub async fn unmount(mounted: Vec<Mounted>) -> Result<(), TargetError> {
         }
     }
     result
+}
+
+/// Checks a target that no process has mounted, and repairs some kinds of damage with `repair`.
+/// Shows the progress after `label` on a terminal.
+///
+/// # Errors
+/// If the target cannot be checked.
+pub fn check(path: &Path, repair: bool, label: &str) -> store::Result<FsckReport> {
+    let progress = ProgressMeter::bytes(label, 0);
+    store::fsck(path, repair, &osd::inspect_object, |done, all| {
+        progress.set(done.saturating_mul(BLOCK), all.saturating_mul(BLOCK));
+    })
 }

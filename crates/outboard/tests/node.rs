@@ -81,9 +81,9 @@ impl Node {
     /// Kills the process of `role`, and waits until the role runs again. Returns the number of
     /// restarts of the role.
     fn kill(&self, role: &str) -> u64 {
-        let before = self.process(role, |p| p["phase"] == "running");
+        let before = self.process(role, |p| p["state"] == "running");
         signal(&before, Signal::KILL);
-        let after = self.process(role, |p| p["phase"] == "running" && p["pid"] != before["pid"]);
+        let after = self.process(role, |p| p["state"] == "running" && p["pid"] != before["pid"]);
         assert_eq!(after["last_exit"], "killed by signal 9", "{after:#}");
         assert!(after["restarts"].as_u64() > before["restarts"].as_u64(), "{after:#}");
         after["restarts"].as_u64().unwrap()
@@ -156,7 +156,7 @@ fn a_node_in_dpu_placement_restarts_killed_roles_and_stops_completely() {
     assert_eq!(node.status()["endpoint"], endpoint.as_str(), "a restarted osd keeps its address");
     eventually("the targets answer again", || node.status()["targets"][0]["free"].as_u64() > Some(0));
     for role in ["supervisor", "store", "osd"] {
-        let process = node.process(role, |p| p["phase"] == "running");
+        let process = node.process(role, |p| p["state"] == "running");
         let page = metrics_of(&process);
         assert!(page.contains("outboard_process_cpu_seconds"), "{page}");
         let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
@@ -237,7 +237,7 @@ fn a_directory_and_a_target_belong_to_one_node_only() {
     assert_eq!(output.status.code(), Some(1));
     assert!(said(&output).contains("is in use by another process"), "{}", said(&output));
     assert_eq!(
-        node.process("node", |p| p["phase"] == "running")["restarts"],
+        node.process("node", |p| p["state"] == "running")["restarts"],
         0,
         "the first node was not disturbed"
     );
@@ -257,7 +257,7 @@ fn roles_raise_their_soft_limit_of_descriptors_to_the_hard_limit() {
     let output = command.env("OUTBOARD_LISTEN", ANY_PORT).output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
     for role in ["supervisor", "store", "osd"] {
-        let process = node.process(role, |p| p["phase"] == "running");
+        let process = node.process(role, |p| p["state"] == "running");
         assert_eq!(process["max_fds"].as_u64(), hard.or(Some(u64::MAX)), "{process:#}");
     }
     assert!(node.logs().contains("limit of open file descriptors"), "{}", node.logs());
@@ -280,11 +280,11 @@ fn commands_wait_until_a_restarting_osd_is_ready() {
     assert!(up.output().unwrap().status.success(), "{}", node.logs());
     run(&["pool", "create", "p"]);
     for command in [&["ls", "p"][..], &["debug", "faults"]] {
-        let before = node.process("osd", |p| p["phase"] == "running");
+        let before = node.process("osd", |p| p["state"] == "running");
         signal(&before, Signal::KILL);
         node.process("osd", |p| p["pid"].is_null());
         run(command);
-        let after = node.process("osd", |p| p["phase"] == "running");
+        let after = node.process("osd", |p| p["state"] == "running");
         assert!(after["restarts"].as_u64() > before["restarts"].as_u64(), "{after:#}");
     }
     node.down();

@@ -371,7 +371,7 @@ fn kill(node: &Node, role: &str) {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
         let now = process(&node.status());
-        if now["phase"] == "running" && now["pid"] != before["pid"] {
+        if now["state"] == "running" && now["pid"] != before["pid"] {
             assert!(now["restarts"].as_u64() > before["restarts"].as_u64(), "{now:#}");
             return;
         }

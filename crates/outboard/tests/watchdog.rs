@@ -77,7 +77,7 @@ impl Node {
     fn hang(&self, role: &str) {
         let before = self.process(role);
         signal(&before, Signal::STOP);
-        let after = self.until(role, |p| p["phase"] == "running" && p["pid"] != before["pid"]);
+        let after = self.until(role, |p| p["state"] == "running" && p["pid"] != before["pid"]);
         assert_eq!(after["hangs"].as_u64(), before["hangs"].as_u64().map(|n| n + 1), "{after:#}");
         assert_eq!(after["restarts"].as_u64(), before["restarts"].as_u64().map(|n| n + 1), "{after:#}");
         assert!(after["last_exit"].as_str().unwrap().contains("no heartbeat of"), "{after:#}");

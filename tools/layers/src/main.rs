@@ -57,7 +57,7 @@ fn seconds(text: &str) -> Result<Duration, &'static str> {
 
 fn main() -> ExitCode {
     // This sets environment variables, so it must run before the first other thread starts.
-    channel::ofi::prepare_process();
+    fabric::Library::prepare();
     let outcome = match LayersCli::parse().layer {
         Layer::Rpc(args) => rpc::run(args),
         Layer::Osd(args) => osd_layer::run(&args),

@@ -43,6 +43,9 @@
 //! and untagged writes may have been lost. A reset needs no report, because its caller knows of it.
 //! For the next chain of the peer, the engine connects again. The store's process replaces older
 //! connections with newer ones.
+//!
+//! **Preparation.** A program that may use this engine must call [`fabric::Library::prepare`] first
+//! in `main`.
 
 mod alarm;
 mod credits;
@@ -69,12 +72,6 @@ pub use host::{OfiGrant, OfiHost, OfiHostOptions};
 
 /// Number of queues: the urgent queue, and four queues for payload. Each has its own connection.
 const QUEUES: usize = 5;
-
-/// A program that may use this engine or [`OfiHost`] must call this function first in `main`: see
-/// [`fabric::Library::prepare`].
-pub fn prepare_process() {
-    fabric::Library::prepare();
-}
 
 /// The data that the osd's process needs to reach an attachment's host memory. The offer is a
 /// secret, since every process that has it can access the memory.

@@ -8,11 +8,11 @@ use base::BoxFuture;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::Instant;
-use wire::{
-    AdminReply, AdminRequest, Error as NodeError, List, Listed, Mutated, Query, QueryAnswer, UploadId,
-};
+use wire::{Error as NodeError, List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
-use super::{BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, ReadReply, ReadRequest};
+use super::{
+    Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, ReadReply, ReadRequest,
+};
 use crate::{Error, Result};
 
 /// Probability of each kind of fault in an attempt, from 0 to 1.
@@ -113,10 +113,6 @@ impl Engine for FaultyEngine {
         self.wrap(self.inner.list(request, deadline), false)
     }
 
-    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
-        self.inner.administer(request, deadline)
-    }
-
     fn next_upload(&self) -> Result<UploadId> {
         self.inner.next_upload()
     }
@@ -127,6 +123,10 @@ impl Engine for FaultyEngine {
 
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
+    }
+
+    fn administration(&self) -> Option<&dyn Administration> {
+        self.inner.administration()
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -21,8 +21,8 @@ use wire::{
 };
 
 use super::{
-    BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply, ReadRequest,
-    Sink, Source,
+    Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS,
+    ReadReply, ReadRequest, Sink, Source,
 };
 use crate::{Error, Result};
 
@@ -125,10 +125,6 @@ impl Engine for MemEngine {
         Box::new(Ask { engine: self, request, answer: Model::list })
     }
 
-    fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
-        Box::new(Ask { engine: self, request, answer: Model::administer })
-    }
-
     fn next_upload(&self) -> Result<UploadId> {
         let mut model = self.lock();
         model.uploads += 1;
@@ -143,9 +139,19 @@ impl Engine for MemEngine {
         Capabilities::NONE
     }
 
+    fn administration(&self) -> Option<&dyn Administration> {
+        Some(self)
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         self.save_or_warn();
         Box::pin(async {})
+    }
+}
+
+impl Administration for MemEngine {
+    fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
+        Box::new(Ask { engine: self, request, answer: Model::administer })
     }
 }
 

@@ -13,6 +13,7 @@
 //!
 //! Every engine must pass the suite in [`conformance`](crate::conformance).
 
+mod administration;
 mod capability;
 mod faulty;
 mod limits;
@@ -24,10 +25,11 @@ mod source;
 
 use base::BoxFuture;
 use tokio::time::Instant;
-use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer, UploadId};
+use wire::{List, Listed, Mutated, Query, QueryAnswer, UploadId};
 
 use crate::{Error, Result};
 
+pub use administration::Administration;
 pub use capability::{Capabilities, Capability};
 pub use faulty::{FaultCounts, FaultRates, FaultyEngine};
 pub use limits::EngineLimits;
@@ -59,10 +61,6 @@ pub trait Engine: std::fmt::Debug + Send + Sync {
     /// Lists a page of object names.
     fn list(&self, request: List, deadline: Instant) -> BoxCall<'_, Listed>;
 
-    /// Executes an administrative request. Front ends do not use this method. An engine may refuse
-    /// any of these requests with [`Error::Unsupported`].
-    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply>;
-
     /// Returns an id for the parts of a new striped object. The id is unique among all uploads.
     ///
     /// # Errors
@@ -74,6 +72,12 @@ pub trait Engine: std::fmt::Debug + Send + Sync {
 
     /// Returns the engine's features beyond `docs/semantics.md`.
     fn capabilities(&self) -> Capabilities;
+
+    /// Returns the administration of the engine's storage; `None` if operators cannot administer
+    /// this storage through the engine.
+    fn administration(&self) -> Option<&dyn Administration> {
+        None
+    }
 
     /// Closes the engine, within two seconds. Calls in progress fail with [`Error::Closed`];
     /// changes among them may have taken effect.

@@ -3,10 +3,8 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use base::block::BLOCK;
 use clap::Args;
 use serde::Serialize;
-use store::FsckReport;
 
 use crate::args::NodeArgs;
 use crate::commands::locate;
@@ -14,7 +12,7 @@ use crate::output;
 use node::config_file;
 use node::dir::{DirLock, NodeDir};
 use node::failure::{Doing, Failure, Result};
-use node::progress::ProgressMeter;
+use node::targets::{self, FsckReport};
 use node::units::ByteSize;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
@@ -103,11 +101,7 @@ fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> 
 }
 
 fn check(path: PathBuf, repair: bool, label: &str) -> Checked {
-    let progress = ProgressMeter::bytes(label, 0);
-    let result = store::fsck(&path, repair, &osd::inspect_object, |done, all| {
-        progress.set(done.saturating_mul(BLOCK), all.saturating_mul(BLOCK));
-    });
-    match result {
+    match targets::check(&path, repair, label) {
         Ok(report) => Checked { path, clean: report.is_clean(), error: None, report: Some(report) },
         Err(e) => Checked { path, clean: false, error: Some(e.to_string()), report: None },
     }

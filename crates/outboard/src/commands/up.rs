@@ -271,7 +271,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
     })?;
     let mut supervisor = Process::new(Role::Supervisor);
     supervisor.set_pid(std::process::id());
-    (supervisor.phase, supervisor.metrics) = (ProcessState::Running, Some(metrics));
+    (supervisor.state, supervisor.metrics) = (ProcessState::Running, Some(metrics));
     let state = NodeState {
         placement: config.placement,
         endpoint: None,

@@ -22,8 +22,8 @@ use wire::{
 };
 
 use super::{
-    BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply, ReadRequest,
-    Refused, Sink,
+    Administration, BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply,
+    ReadRequest, Refused, Sink,
 };
 use crate::{Error, Options, Result};
 use call::NativeCall;
@@ -139,13 +139,6 @@ impl Engine for NativeEngine {
         })
     }
 
-    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
-        Box::new(NativeCall::new(&self.link, request, Bulk::None, deadline, |answer| match answer.body {
-            ReplyBody::Admin(reply) => Ok(reply),
-            other => Err(unexpected(&other)),
-        }))
-    }
-
     fn next_upload(&self) -> Result<UploadId> {
         let session = self.link.session().ok_or(Error::Closed)?;
         Ok(UploadId { session, number: self.link.next_upload() })
@@ -159,8 +152,21 @@ impl Engine for NativeEngine {
         Capabilities::NONE
     }
 
+    fn administration(&self) -> Option<&dyn Administration> {
+        Some(self)
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(self.link.close())
+    }
+}
+
+impl Administration for NativeEngine {
+    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
+        Box::new(NativeCall::new(&self.link, request, Bulk::None, deadline, |answer| match answer.body {
+            ReplyBody::Admin(reply) => Ok(reply),
+            other => Err(unexpected(&other)),
+        }))
     }
 }
 

@@ -1,0 +1,99 @@
+//! The role `store`, which owns the targets and serves them to an osd.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use channel::ofi::OfiHostOptions;
+use channel::{MemoryLayout, MemoryOptions};
+use proxy::{Server, ServerOptions};
+use store::BlockStore;
+use uuid::Uuid;
+
+use crate::announce::Ready;
+use crate::coding;
+use crate::config::EngineKind;
+use crate::cpus::ChannelSide;
+use crate::failure::{Doing, Failure, Result};
+use crate::remount;
+use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
+use crate::state::Role;
+use crate::store_address::StoreAddress;
+use crate::targets::{self, TargetPaths};
+
+/// Name of the thread that serves the osd and runs the targets.
+const EVENT_LOOP: &str = "chan-0";
+
+/// Runs the role until a signal stops it. The role waits for the osd at `socket`.
+///
+/// # Errors
+/// If the role cannot be set up, or the targets cannot be mounted, served or unmounted.
+pub fn run(args: &RoleArgs, targets: TargetPaths, socket: StoreAddress) -> Result<()> {
+    role::run(Role::Store, args, |process| serve(process, targets, socket))
+}
+
+async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -> Result<()> {
+    let mut signals = StopSignals::catch()?;
+    let faults = process.controls.faults();
+    let accelerator = coding::accelerator(&process.config, socket.cpus(process.config.osd.cpus), faults)
+        .doing("starting the emulated accelerator")?;
+    socket
+        .cpus(process.config.store.cpus)
+        .apply(ChannelSide::Host)
+        .doing("restricting the process to the CPUs of store.cpus")?;
+    let engines =
+        coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
+    let progress = process.report_progress();
+    let (mut mounted, drivers) =
+        targets::mount_driven(&paths, &process.config, faults).doing("mounting targets")?;
+    drop(progress);
+    let listener = socket.listen().map_err(|e| {
+        let why = format!("{e}; choose another address with --socket");
+        Failure::new(format!("waiting for the osd at {}", socket), why)
+    })?;
+    let offered = mounted
+        .iter()
+        .map(|m| proxy::ServedTarget { uuid: m.uuid.as_u128(), store: m.object_store() })
+        .collect();
+    let channel = &process.config.channel;
+    let ofi = match &channel.engine {
+        EngineKind::Shm => None,
+        EngineKind::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
+    };
+    let defaults = ServerOptions::default();
+    let layout = MemoryLayout { data_len: channel.window.0, ..MemoryOptions::default().layout };
+    let options = ServerOptions {
+        max_memory: defaults.max_memory.max(layout.len()),
+        ofi,
+        faults: faults.clone(),
+        engines: Some(engines),
+        poll: Duration::from_micros(channel.host_poll_us),
+        ..defaults
+    };
+    let checkpoints = targets::checkpoints(&mounted);
+    let (heartbeat, watched) = (process.heartbeat, checkpoints.clone());
+    let beside = move || async move {
+        if let Some(heartbeat) = heartbeat {
+            heartbeat.beat(EVENT_LOOP, watched).await;
+        }
+    };
+    let server = Server::serve_and_drive(listener, offered, drivers, options, beside)
+        .doing("starting to serve targets")?;
+    role::ready(Ready {
+        metrics: Some(process.metrics),
+        targets: targets::announced(&mounted),
+        loops: vec![EVENT_LOOP.to_owned()],
+        ..Ready::default()
+    });
+    let replace = |uuid: Uuid, store: Arc<BlockStore>, driver| {
+        server.replace(uuid.as_u128(), store, Some(driver));
+    };
+    let mount = BlockStore::mount_driven;
+    let config = &process.config;
+    tokio::select! {
+        () = signals.next() => {}
+        never = remount::keep_mounted(&mut mounted, config, &checkpoints, faults, mount, replace) => match never {},
+    }
+    role::stopping();
+    server.stop();
+    targets::unmount(mounted).await.doing("unmounting targets")
+}
