@@ -10,6 +10,7 @@
 
 #![deny(unsafe_code)]
 
+#[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod control;
 mod dma;

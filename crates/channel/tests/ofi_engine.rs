@@ -1,7 +1,6 @@
 //! Tests of the engine `ofi` with both ends on one machine. They run over `tcp` on the loopback
 //! interface, unless `OUTBOARD_TEST_FABRIC` names another provider and address. Example:
 //! `verbs@192.0.2.1`, with the address of a network device that supports RDMA.
-#![allow(clippy::print_stderr, reason = "a skipped test prints why it is skipped")]
 
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
@@ -28,19 +27,19 @@ fn provider() -> (String, IpAddr) {
     (provider.to_owned(), address.parse().expect("OUTBOARD_TEST_FABRIC must contain an IP address"))
 }
 
-/// Starts a host. Without libfabric, panics in CI, and elsewhere prints a message and returns
-/// `None`.
-fn host() -> Option<OfiHost> {
-    let (provider, address) = provider();
-    match OfiHost::start(OfiHostOptions::new(&provider, SocketAddr::new(address, 0))) {
-        Ok(host) => Some(host),
-        Err(e @ ChannelError::Fabric(_)) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
-        Err(ChannelError::Fabric(e)) => {
-            eprintln!("SKIPPED: {e}");
-            None
-        }
-        Err(e) => panic!("{e}"),
-    }
+/// Returns the result, or panics with the remedy if libfabric cannot be used.
+fn with_libfabric<T>(result: outboard_channel::Result<T>) -> T {
+    result.unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""))
+}
+
+fn host() -> OfiHost {
+    host_with(&Faults::default())
+}
+
+fn host_with(faults: &Faults) -> OfiHost {
+    let ((provider, address), faults) = (provider(), faults.clone());
+    let options = OfiHostOptions::new(&provider, SocketAddr::new(address, 0));
+    with_libfabric(OfiHost::start(OfiHostOptions { faults, ..options }))
 }
 
 fn engine() -> Arc<OfiEngine> {
@@ -50,8 +49,8 @@ fn engine() -> Arc<OfiEngine> {
 fn engine_with(faults: &Faults) -> Arc<OfiEngine> {
     let faults = faults.clone();
     let attach_timeout = PATIENCE;
-    OfiEngine::start(OfiOptions { provider: provider().0, attach_timeout, faults, ..OfiOptions::default() })
-        .unwrap()
+    let options = OfiOptions { provider: provider().0, attach_timeout, faults, ..OfiOptions::default() };
+    with_libfabric(OfiEngine::start(options))
 }
 
 /// Access to memory that the tests use only by copies.
@@ -137,8 +136,7 @@ impl Rig {
 
 #[tokio::test]
 async fn the_engine_passes_the_conformance_suite() {
-    let Some(host) = host() else { return };
-    let host = Arc::new(host);
+    let host = Arc::new(host());
     conformance::run(async || {
         let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
         let grant = host.grant(&all_of(&there)).unwrap();
@@ -158,7 +156,7 @@ async fn the_engine_passes_the_conformance_suite() {
 
 #[tokio::test]
 async fn an_offer_admits_only_one_engine_that_knows_the_offers_secret() {
-    let Some(host) = host() else { return };
+    let host = host();
     let rig = Rig::new(&host);
     let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
     let refused =
@@ -179,7 +177,7 @@ async fn an_offer_admits_only_one_engine_that_knows_the_offers_secret() {
 
 #[tokio::test]
 async fn a_dropped_grant_revokes_access_to_its_memory() {
-    let Some(host) = host() else { return };
+    let host = host();
     let mut rig = Rig::new(&host);
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; 4096]));
@@ -198,7 +196,7 @@ async fn a_dropped_grant_revokes_access_to_its_memory() {
 
 #[tokio::test]
 async fn a_wrong_memory_key_fails_only_the_attachment_that_uses_it() {
-    let Some(host) = host() else { return };
+    let host = host();
     let (victim, rig) = (Rig::new(&host), Rig::new(&host));
     let (_victims_peer, _victims_bell, victims_region) = victim.attach().await;
     let mut offer = rig.grant.offer.clone();
@@ -216,7 +214,7 @@ async fn a_wrong_memory_key_fails_only_the_attachment_that_uses_it() {
 
 #[tokio::test]
 async fn an_engine_notices_the_loss_of_a_host_and_can_attach_to_another_host() {
-    let Some(first) = host() else { return };
+    let first = host();
     let rig = Rig::new(&first);
     let (peer, bell, region) = rig.attach().await;
     drop(first);
@@ -228,7 +226,7 @@ async fn an_engine_notices_the_loss_of_a_host_and_can_attach_to_another_host() {
         tokio::time::timeout(PATIENCE, end).await.expect("the doorbell did not end in time").is_err(),
         "no more counts can arrive"
     );
-    let Some(second) = host() else { return };
+    let second = host();
     let rig = Rig { grant: second.grant(&all_of(&rig.there)).unwrap(), ..rig };
     let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine works with the next host");
@@ -236,7 +234,7 @@ async fn an_engine_notices_the_loss_of_a_host_and_can_attach_to_another_host() {
 
 #[tokio::test]
 async fn connections_closed_by_a_reset_are_opened_again() {
-    let Some(host) = host() else { return };
+    let host = host();
     let rig = Rig::new(&host);
     let (_peer, bell, region) = rig.attach().await;
     let mut given_up = 0;
@@ -265,13 +263,8 @@ async fn connections_closed_by_a_reset_are_opened_again() {
 
 #[tokio::test]
 async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
-    if host().is_none() {
-        return;
-    }
-    let (provider, address) = provider();
     let faults = Faults::default();
-    let options = OfiHostOptions::new(&provider, SocketAddr::new(address, 0));
-    let host = OfiHost::start(OfiHostOptions { faults: faults.clone(), ..options }).unwrap();
+    let host = host_with(&faults);
     let memory = all_of(&Arena::shared("there", LEN).unwrap());
     let grants: Vec<OfiGrant> = (0..100).map(|_| host.grant(&memory).unwrap()).collect();
     faults.arm("store.device=fail,count=1".parse().unwrap()).unwrap();
@@ -294,7 +287,7 @@ async fn a_host_with_a_failed_device_frees_memory_and_blocks_no_caller() {
 
 #[tokio::test]
 async fn a_device_failure_is_reported_and_the_device_is_opened_again() {
-    let Some(host) = host() else { return };
+    let host = host();
     let faults = Faults::default();
     let rig = Rig::with(&host, engine_with(&faults));
     let (_peer, _bell, region) = rig.attach().await;
@@ -314,7 +307,7 @@ async fn a_device_failure_is_reported_and_the_device_is_opened_again() {
 
 #[tokio::test]
 async fn attaching_to_a_stopped_host_fails() {
-    let Some(host) = host() else { return };
+    let host = host();
     let rig = Rig::new(&host);
     drop(host);
     assert!(rig.engine.attach(MemoryAccess::Offer(rig.grant.offer.clone()), LEN).await.is_err());
@@ -322,7 +315,7 @@ async fn attaching_to_a_stopped_host_fails() {
 
 #[tokio::test]
 async fn ended_attachments_leave_no_file_descriptors_open() {
-    let Some(host) = host() else { return };
+    let host = host();
     let rig = Rig::new(&host);
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
@@ -339,7 +332,7 @@ async fn ended_attachments_leave_no_file_descriptors_open() {
 
 #[tokio::test]
 async fn no_transfer_arrives_after_its_grant_was_revoked() {
-    let Some(host) = host() else { return };
+    let host = host();
     let mut rig = Rig::new(&host);
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; LEN]));
@@ -368,9 +361,6 @@ async fn no_transfer_arrives_after_its_grant_was_revoked() {
 
 #[tokio::test]
 async fn an_engine_refuses_memory_access_meant_for_another_engine() {
-    if host().is_none() {
-        return;
-    }
     let fd = || Doorbell::create().unwrap();
     let descriptors = MemoryFds { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
     let refused = engine().attach(MemoryAccess::Descriptors(descriptors), LEN).await.err();
@@ -379,7 +369,7 @@ async fn an_engine_refuses_memory_access_meant_for_another_engine() {
 
 #[tokio::test]
 async fn injected_faults_have_their_documented_effects() {
-    let Some(host) = host() else { return };
+    let host = host();
     let faults = Faults::default();
     let rig = Rig::with(&host, engine_with(&faults));
     let (peer, _bell, region) = rig.attach().await;

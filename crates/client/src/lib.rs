@@ -30,6 +30,7 @@
 
 mod client;
 mod compound;
+#[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod download;
 pub mod engine;

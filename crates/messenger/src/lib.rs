@@ -41,6 +41,7 @@ mod admissions;
 mod api;
 mod choice;
 mod config;
+#[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod connection;
 pub mod frame;

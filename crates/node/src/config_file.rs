@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn the_documentation_lists_every_key_as_declared() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
-        let text = std::fs::read_to_string(&path).unwrap();
+        let mut text = std::fs::read_to_string(&path).unwrap();
         let expected: Vec<String> = keys()
             .iter()
             .map(|k| format!("| `{}` | `{}` | `{}` | {} |", k.path(), k.env(), k.default_value(), k.text()))
@@ -329,8 +329,8 @@ mod tests {
         if std::env::var_os("UPDATE_DOCS").is_some() {
             let (head, tail) = text.split_at(text.find("| `").unwrap());
             let tail: Vec<&str> = tail.lines().skip_while(is_row).collect();
-            std::fs::write(&path, format!("{head}{}\n{}\n", expected.join("\n"), tail.join("\n"))).unwrap();
-            return;
+            text = format!("{head}{}\n{}\n", expected.join("\n"), tail.join("\n"));
+            std::fs::write(&path, &text).unwrap();
         }
         let documented: Vec<&str> = text.lines().filter(is_row).collect();
         assert_eq!(

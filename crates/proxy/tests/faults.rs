@@ -16,7 +16,7 @@ use common::engine::Unlucky;
 use common::load::{
     self, MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, watched,
 };
-use common::{Node, Path, make_collection, oid, payload, transaction};
+use common::{Node, Path, child_process, make_collection, oid, payload, transaction};
 use outboard_proxy::{AttachmentOptions, Server};
 use store::{MemStore, Op, StoreCalls, WriteSource};
 
@@ -209,22 +209,16 @@ fn held() -> (usize, usize) {
     )
 }
 
+/// The child process counts descriptors, so it runs no other test.
 #[test]
 fn attachments_that_are_closed_during_transfers_leak_nothing() {
-    // Run this test in a process of its own, so that descriptors of other tests do not count.
-    if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
-        let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([
-                "attachments_that_are_closed_during_transfers_leak_nothing",
-                "--exact",
-                "--test-threads=1",
-            ])
-            .env("OUTBOARD_TEST_ALONE", "1")
-            .status()
-            .unwrap();
-        assert!(status.success());
-        return;
-    }
+    child_process("child_process_that_closes_attachments");
+}
+
+/// Not a test: the child process of [`attachments_that_are_closed_during_transfers_leak_nothing`].
+#[test]
+#[ignore = "runs as a child process of another test"]
+fn child_process_that_closes_attachments() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let faults = Faults::default();

@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use base::fault::{Faults, Site};
 use base::health::HealthState;
 use channel::DmaEngine;
-use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
+use channel::ofi::{OfiHostOptions, OfiOptions};
 use common::engine::Unlucky;
 use common::load::{
     MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, survives, watched,
 };
 use common::{
-    Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, node_with, offering, options, target,
+    Node, Path, by_ofi, child_process, fabric, make_collection, node_of, node_with, offering, ofi_engine,
+    options, target,
 };
 use outboard_proxy::{
     Attachment, AttachmentOptions, AttachmentStatus, Server, ServerOptions, StoreEndpoint, StoreListener,
@@ -34,9 +35,6 @@ fn patient(faults: &Faults) -> AttachmentOptions {
 }
 
 async fn every_case(path: Path) {
-    if !has_fabric() {
-        return;
-    }
     let nodes: Mutex<Vec<Node>> = Mutex::default();
     let make = || async {
         let node = node_of(path, Arc::new(MemStore::new()), options()).await;
@@ -59,9 +57,6 @@ async fn the_conformance_suite_passes_with_a_tcp_socket() {
 
 #[tokio::test]
 async fn random_operations_match_the_model_with_either_socket() {
-    if !has_fabric() {
-        return;
-    }
     for path in PATHS {
         let node = node_of(path, Arc::new(MemStore::new()), options()).await;
         random_operations(Arc::clone(&node.store), seed(), 1000).await;
@@ -73,9 +68,6 @@ async fn random_operations_match_the_model_with_either_socket() {
 
 /// Injects a fault and checks the recovery, with both kinds of control socket.
 async fn goes_wrong(text: &str, site: Site) {
-    if !has_fabric() {
-        return;
-    }
     for path in PATHS {
         survives(path, patient(&Faults::default()), text, site).await;
     }
@@ -108,9 +100,6 @@ async fn the_loss_of_a_doorbell_to_the_host_is_detected() {
 
 #[tokio::test]
 async fn a_failed_device_of_the_store_is_opened_again_in_the_same_attachment() {
-    if !has_fabric() {
-        return;
-    }
     let faults = Faults::default();
     let store = ServerOptions { faults: faults.clone(), ..offering() };
     let osd = patient(&Faults::default());
@@ -126,9 +115,6 @@ async fn a_failed_device_of_the_store_is_opened_again_in_the_same_attachment() {
 
 #[tokio::test]
 async fn dma_recovers_from_a_reset_of_the_engine_under_load() {
-    if !has_fabric() {
-        return;
-    }
     for path in PATHS {
         let node = faulty_node(path, patient(&Faults::default())).await;
         for times in 1..=2 {
@@ -149,9 +135,6 @@ async fn dma_recovers_from_a_reset_of_the_engine_under_load() {
 
 #[tokio::test]
 async fn dma_recovers_from_random_faults_of_every_kind() {
-    if !has_fabric() {
-        return;
-    }
     let faults = Faults::default();
     let node = faulty_node(Path::OfiTcp, patient(&faults)).await;
     for (seed, text) in [
@@ -186,9 +169,6 @@ async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, 
 
 #[tokio::test]
 async fn without_an_offer_the_socket_carries_all_data_and_the_status_states_the_reason() {
-    if !has_fabric() {
-        return;
-    }
     let (provider, address) = fabric();
     let ofi = |provider: &str, address| ServerOptions {
         ofi: Some(OfiHostOptions::new(provider, address)),
@@ -221,11 +201,9 @@ async fn a_store_that_makes_offers_also_serves_engines_on_its_machine() {
     while server.status().connected {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    if has_fabric() {
-        let attachment =
-            Attachment::connect(StoreEndpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
-        assert!(attachment.status().by_dma, "host memory through an offer");
-    }
+    let endpoint = StoreEndpoint::Unix(dir.path().join("s"));
+    let attachment = Attachment::connect(endpoint, by_ofi(options())).await.unwrap();
+    assert!(attachment.status().by_dma, "host memory through an offer");
 }
 
 /// Numbers of open descriptors, of memfd mappings and of threads of this process.
@@ -235,26 +213,16 @@ fn held() -> (usize, usize, usize) {
     (count("/proc/self/fd"), maps.lines().filter(|l| l.contains("memfd")).count(), count("/proc/self/task"))
 }
 
+/// The child process counts descriptors, so it runs no other test.
 #[test]
 fn ended_attachments_leave_no_descriptors_mappings_or_threads() {
-    // Run this test in a process of its own, so that descriptors of other tests do not count.
-    if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
-        let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([
-                "ended_attachments_leave_no_descriptors_mappings_or_threads",
-                "--exact",
-                "--test-threads=1",
-                "--nocapture",
-            ])
-            .env("OUTBOARD_TEST_ALONE", "1")
-            .status()
-            .unwrap();
-        assert!(status.success());
-        return;
-    }
-    if !has_fabric() {
-        return;
-    }
+    child_process("child_process_that_ends_attachments");
+}
+
+/// Not a test: the child process of [`ended_attachments_leave_no_descriptors_mappings_or_threads`].
+#[test]
+#[ignore = "runs as a child process of another test"]
+fn child_process_that_ends_attachments() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let faults = Faults::default();
@@ -291,10 +259,7 @@ fn ended_attachments_leave_no_descriptors_mappings_or_threads() {
 
 #[tokio::test]
 async fn dma_is_used_once_the_network_works_even_if_it_was_down_at_first() {
-    if !has_fabric() {
-        return;
-    }
-    let engine = OfiEngine::start(OfiOptions { provider: fabric().0, ..OfiOptions::default() }).unwrap();
+    let engine = ofi_engine(OfiOptions::default());
     let engine: Arc<dyn DmaEngine> = Arc::new(Unlucky { refusals: 2.into(), ..Unlucky::new(engine) });
     let osd = AttachmentOptions { engine: Some(engine), ..patient(&Faults::default()) };
     let (attachment, server, _dir) = joined(offering(), osd).await;

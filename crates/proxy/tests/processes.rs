@@ -10,9 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{
-    by_ofi, cid, has_fabric, make_collection, offering, oid, options, pattern, payload, target, transaction,
-};
+use common::{by_ofi, cid, make_collection, offering, oid, options, pattern, payload, target, transaction};
 use outboard_proxy::{
     Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
 };
@@ -35,7 +33,7 @@ struct Process(Child);
 impl Process {
     fn start(role: &str, socket: &FsPath) -> Process {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_process", "--nocapture", "--test-threads=1"])
+            .args(["--ignored", "--exact", "child_process_of_a_node", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(SOCKET, socket)
             .stdout(Stdio::piped())
@@ -64,10 +62,11 @@ impl Drop for Process {
     }
 }
 
-/// Not a test: the code that a [`Process`] runs. Without a role, it does nothing.
+/// Not a test: the code that a [`Process`] runs.
 #[test]
-fn child_process() {
-    let Ok(role) = std::env::var(ROLE) else { return };
+#[ignore = "runs as a child process of another test"]
+fn child_process_of_a_node() {
+    let role = std::env::var(ROLE).expect("the parent sets the role");
     let socket = PathBuf::from(std::env::var(SOCKET).unwrap());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     match role.as_str() {
@@ -141,9 +140,7 @@ fn an_attachment_continues_after_its_store_was_killed() {
 
 #[test]
 fn an_attachment_by_ofi_continues_after_its_store_was_killed() {
-    if has_fabric() {
-        alone(async { comes_back(by_ofi(options())).await });
-    }
+    alone(async { comes_back(by_ofi(options())).await });
 }
 
 async fn comes_back(osd: AttachmentOptions) {
@@ -282,9 +279,7 @@ fn an_idle_attachment_wakes_no_thread() {
 
 #[test]
 fn an_idle_attachment_by_ofi_wakes_no_thread() {
-    if has_fabric() {
-        alone(idles(common::Path::OfiTcp));
-    }
+    alone(idles(common::Path::OfiTcp));
 }
 
 async fn idles(path: common::Path) {
@@ -309,9 +304,7 @@ fn acknowledged_writes_survive_the_kill_of_the_store() {
 
 #[test]
 fn acknowledged_writes_by_ofi_survive_the_kill_of_the_store() {
-    if has_fabric() {
-        alone(async { survives_kills(by_ofi(options())).await });
-    }
+    alone(async { survives_kills(by_ofi(options())).await });
 }
 
 async fn survives_kills(osd: AttachmentOptions) {

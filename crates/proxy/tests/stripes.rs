@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use base::fault::{Faults, Site};
 use common::load::{fault, watched};
-use common::{Node, Path, has_fabric, node_over, offering, options};
+use common::{Node, Path, node_over, offering, options};
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::EngineRate;
 use outboard_proxy::{AttachmentOptions, ServedTarget, ServerOptions};
@@ -45,11 +45,9 @@ async fn stripe_writes_are_correct_by_dma_and_over_sockets() {
 
 #[tokio::test]
 async fn stripe_writes_are_correct_over_libfabric() {
-    if has_fabric() {
-        let (node, striped) = striped(Path::Ofi, options(), &Faults::default()).await;
-        striped.run(seed()).await;
-        assert_eq!(node.attachment.status().incarnations, 1);
-    }
+    let (node, striped) = striped(Path::Ofi, options(), &Faults::default()).await;
+    striped.run(seed()).await;
+    assert_eq!(node.attachment.status().incarnations, 1);
 }
 
 #[tokio::test]

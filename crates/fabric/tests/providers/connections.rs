@@ -11,12 +11,12 @@ use fabric::{
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
 
-/// The environment variable that makes a test process the peer of another test process.
+/// The environment variable that tells a child process the address of its server.
 const SERVER: &str = "OUTBOARD_TEST_FABRIC_SERVER";
 
 #[test]
 fn providers_are_listed_with_their_limits() {
-    let Some(library) = library() else { return };
+    let library = library();
     assert!(library.version() >= (1, 14));
     let all = library.query(&ProviderQuery::default()).unwrap();
     let tcp =
@@ -35,7 +35,7 @@ fn providers_are_listed_with_their_limits() {
 
 #[test]
 fn messages_arrive_in_both_directions() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, client) = pair.connect();
     let ours = pair.server.region(8192, Access::Local);
     let theirs = pair.client.region(8192, Access::Local);
@@ -65,7 +65,7 @@ fn messages_arrive_in_both_directions() {
 
 #[test]
 fn receives_beyond_the_queue_depth_are_refused() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, _client) = pair.connect();
     let region = pair.server.region(4096, Access::Local);
     let posted = (0..1000).take_while(|i| match server.receive(region.slice(0, 16).unwrap(), *i) {
@@ -79,7 +79,7 @@ fn receives_beyond_the_queue_depth_are_refused() {
 /// The endpoint could fill a queue of this depth with receives alone.
 #[test]
 fn a_completion_queue_has_room_for_sends_even_if_receives_could_fill_it() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let completions = CompletionQueue::open(&pair.client.domain, pair.to_server.receive_depth()).unwrap();
     let queues = EndpointQueues::new(&pair.client.events, &completions);
     let client = Endpoint::connecting(&pair.to_server, queues, 2).unwrap();
@@ -106,7 +106,7 @@ fn a_completion_queue_has_room_for_sends_even_if_receives_could_fill_it() {
 /// each round.
 #[test]
 fn queues_can_be_opened_at_any_offset_of_the_device_memory_map() {
-    let Some(pair) = Pair::with_shared_receives(true) else { return };
+    let pair = Pair::with_shared_receives(true);
     let (info, completions) = (pair.server.domain.info(), &pair.server.completions);
     for others in 0..16 {
         let open = |_| CompletionQueue::open(&pair.server.domain, 64);
@@ -120,7 +120,7 @@ fn queues_can_be_opened_at_any_offset_of_the_device_memory_map() {
 /// Both sides send as many messages as the queues accept before either side polls its completions.
 #[test]
 fn a_full_queue_refuses_messages_instead_of_overrunning() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, client) = pair.connect();
     let (ours, theirs) = (pair.server.region(4096, Access::Local), pair.client.region(4096, Access::Local));
     for i in 0..40 {
@@ -150,7 +150,7 @@ fn a_full_queue_refuses_messages_instead_of_overrunning() {
 
 #[test]
 fn a_refused_peer_receives_the_reason_for_the_refusal() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let endpoint = pair.client_endpoint(5);
     endpoint.establish(b"").unwrap();
     pair.request().refuse(b"full").unwrap();
@@ -177,7 +177,7 @@ fn a_refused_peer_receives_the_reason_for_the_refusal() {
 
 #[test]
 fn an_endpoint_without_a_peer_address_is_not_created() {
-    let Some(library) = library() else { return };
+    let library = library();
     let listen = info(library, anywhere()).unwrap();
     let side = Side::open(info(library, anywhere()).unwrap());
     let endpoint = Endpoint::connecting(&listen, side.queues(), 3);
@@ -186,7 +186,7 @@ fn an_endpoint_without_a_peer_address_is_not_created() {
 
 #[test]
 fn only_receives_can_be_posted_before_the_connection_is_established() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (ours, theirs) = (pair.server.region(4096, Access::Remote), pair.client.region(4096, Access::Local));
     let all_refused = |endpoint: &Endpoint, local: &MemoryRegion, remote: &MemoryRegion| {
         let (slice, there) = (local.slice(0, 16).unwrap(), remote.remote().slice(0, 16).unwrap());
@@ -216,7 +216,7 @@ fn only_receives_can_be_posted_before_the_connection_is_established() {
 
 #[test]
 fn memory_registered_in_another_domain_is_refused() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, _client) = pair.connect();
     let theirs = pair.client.region(4096, Access::Local);
     let posted = server.receive(theirs.slice(0, 16).unwrap(), 1);
@@ -228,20 +228,21 @@ fn memory_registered_in_another_domain_is_refused() {
 
 #[test]
 fn connecting_to_a_port_without_a_listener_fails() {
-    let Some(library) = library() else { return };
+    let library = library();
     let port = std::net::TcpListener::bind((provider().1, 0)).unwrap().local_addr().unwrap();
     let to = info(library, EndpointAddress::Connect(port)).unwrap();
     let side = Side::open(info(library, EndpointAddress::Connect(port)).unwrap());
     let endpoint = Endpoint::connecting(&to, side.queues(), 3).unwrap();
-    if let Err(e) = endpoint.establish(b"") {
-        assert!(matches!(e, FabricError::Call { .. }));
-        return;
+    match endpoint.establish(b"") {
+        Err(e) => assert!(matches!(e, FabricError::Call { .. }), "{e}"),
+        Ok(()) => {
+            let event = await_event(&side);
+            assert!(
+                matches!(event, FabricEvent::Failed { endpoint: 3, .. } | FabricEvent::SomeFailed { .. }),
+                "{event:?}"
+            );
+        }
     }
-    let event = await_event(&side);
-    assert!(
-        matches!(event, FabricEvent::Failed { endpoint: 3, .. } | FabricEvent::SomeFailed { .. }),
-        "{event:?}"
-    );
 }
 
 /// Sleeps until the side has a connection event, and returns the event.
@@ -261,7 +262,7 @@ fn await_event(side: &Side) -> FabricEvent {
 
 #[test]
 fn closing_an_endpoint_closes_the_connection_at_the_peer() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, client) = pair.connect();
     let region = pair.client.region(4096, Access::Local);
     client.receive(region.slice(0, 16).unwrap(), 1).unwrap();
@@ -277,9 +278,9 @@ fn closing_an_endpoint_closes_the_connection_at_the_peer() {
 
 #[test]
 fn killing_a_peer_closes_only_its_own_connection() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "connections::helper_process_that_another_test_kills", "--nocapture"])
+        .args(["--ignored", "--exact", "connections::child_process_to_be_killed", "--nocapture"])
         .env(SERVER, pair.listener.address().to_string())
         .stdout(Stdio::null())
         .spawn()
@@ -296,10 +297,11 @@ fn killing_a_peer_closes_only_its_own_connection() {
 
 /// Not a test: the process that [`killing_a_peer_closes_only_its_own_connection`] kills.
 #[test]
-fn helper_process_that_another_test_kills() {
-    let Ok(address) = std::env::var(SERVER) else { return };
+#[ignore = "runs as a child process of another test"]
+fn child_process_to_be_killed() {
+    let address = std::env::var(SERVER).expect("the parent sets the address");
     let target = EndpointAddress::Connect(address.parse().unwrap());
-    let library = library().unwrap();
+    let library = library();
     let to = info(library, target).unwrap();
     let side = Side::open(info(library, target).unwrap());
     let endpoint = Endpoint::connecting(&to, side.queues(), 0).unwrap();
@@ -310,7 +312,7 @@ fn helper_process_that_another_test_kills() {
 
 #[test]
 fn two_hundred_connections_leak_no_descriptors() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     // Concurrent tests of this process open at most a hundred descriptors of their own.
     drop(pair.connect());
@@ -328,7 +330,7 @@ fn two_hundred_connections_leak_no_descriptors() {
 
 #[test]
 fn an_idle_side_sleeps_until_a_message_arrives() {
-    let Some(mut pair) = Pair::new() else { return };
+    let mut pair = Pair::new();
     let (server, client) = pair.connect();
     let region = pair.server.region(4096, Access::Local);
     server.receive(region.slice(0, 16).unwrap(), 1).unwrap();

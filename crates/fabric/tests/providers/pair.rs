@@ -12,16 +12,12 @@ use fabric::{
 
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Loads libfabric. If the loading fails, returns `None` and prints a notice, or panics in CI.
-pub fn library() -> Option<Library> {
-    match Library::load() {
-        Ok(library) => Some(library),
-        Err(e) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
-        Err(e) => {
-            eprintln!("SKIPPED: {e}");
-            None
-        }
-    }
+/// Loads libfabric.
+///
+/// # Panics
+/// If libfabric cannot be loaded.
+pub fn library() -> Library {
+    Library::load().unwrap_or_else(|e| panic!("libfabric cannot be loaded: {e}; run \"scripts/setup test\""))
 }
 
 /// The objects of one side, as a process would have them.
@@ -91,21 +87,21 @@ pub fn info_with(
 
 impl Pair {
     /// Opens a listening server and a client, without a connection.
-    pub fn new() -> Option<Pair> {
+    pub fn new() -> Pair {
         Pair::with_shared_receives(false)
     }
 
     /// Like [`new`](Self::new). If `shared` is true, the server's endpoints can share a receive
     /// queue.
-    pub fn with_shared_receives(shared: bool) -> Option<Pair> {
-        let library = library()?;
+    pub fn with_shared_receives(shared: bool) -> Pair {
+        let library = library();
         let listen = info_with(library, anywhere(), shared).unwrap();
         let server = Side::open(listen);
         let listener = FabricListener::open(server.domain.info(), &server.events).unwrap();
         let connect = || info(library, EndpointAddress::Connect(listener.address())).unwrap();
         let client = Side::open(connect());
         let to_server = connect();
-        Some(Pair { server, client, listener, to_server, happened: Vec::new(), completed: Vec::new() })
+        Pair { server, client, listener, to_server, happened: Vec::new(), completed: Vec::new() }
     }
 
     /// Polls both sides once. If neither side had an event or a completion, sleeps until one may

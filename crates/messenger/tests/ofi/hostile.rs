@@ -214,16 +214,16 @@ struct Victim {
 }
 
 impl Victim {
-    async fn new(queue: ReceiveQueueKind) -> Option<Victim> {
+    async fn new(queue: ReceiveQueueKind) -> Victim {
         // A long grace period, so that a busy machine does not look like a successful attack.
-        let rig = super::patient_rig(queue, 3)?;
+        let rig = super::patient_rig(queue, 3);
         let mut listener = rig.listen().await;
         let endpoint = listener.endpoint();
         let options = ConnectOptions { tenant: "other".into(), ..ConnectOptions::default() };
         let connecting = rig.stack.connect(&endpoint, options);
         let (client, server) = tokio::join!(connecting, listener.accept());
         let (client, server) = (client.expect("connects"), server.expect("accepts"));
-        Some(Victim { endpoint, listener, client, server, _rig: rig })
+        Victim { endpoint, listener, client, server, _rig: rig }
     }
 
     /// Runs `attack` on a separate thread. Returns the server's end of the attacker's connection.
@@ -270,7 +270,7 @@ async fn interrupted(ends: &mut Ends) {
 /// which is also the test's process.
 #[tokio::test]
 async fn a_client_cannot_reach_the_memory_of_its_server() {
-    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let arena = Arena::anonymous(1 << 20).expect("memory");
     let (start, _) = arena.as_raw();
     let start = start as u64;
@@ -303,7 +303,7 @@ async fn a_client_cannot_reach_the_memory_of_its_server() {
 #[tokio::test]
 async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link() {
     for queue in [ReceiveQueueKind::Shared, ReceiveQueueKind::PerConnection] {
-        let Some(mut victim) = Victim::new(queue).await else { return };
+        let mut victim = Victim::new(queue).await;
         let attacks: [fn(&mut Attacker); 4] = [
             // More packets than the server granted: the attacker does not wait for grants.
             |a| {
@@ -348,7 +348,7 @@ async fn a_peer_that_exceeds_its_credit_or_sends_invalid_packets_loses_its_link(
 /// The server delivers only the packet with the right token.
 #[tokio::test]
 async fn packets_with_a_wrong_token_are_dropped() {
-    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let (mut connection, attack) = victim
         .attacked(|mut attacker| {
             for wrong in [0, 1, attacker.token ^ 1, u64::MAX] {
@@ -373,7 +373,7 @@ async fn packets_with_a_wrong_token_are_dropped() {
 /// The client states one tenant in the connect request and another tenant in the Hello.
 #[tokio::test]
 async fn a_hello_frame_that_differs_from_the_connect_request_is_rejected() {
-    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
         let mut attacker = Attacker::dial(&endpoint, "somebody");
@@ -390,7 +390,7 @@ async fn a_hello_frame_that_differs_from_the_connect_request_is_rejected() {
 /// other clients do not wait.
 #[tokio::test]
 async fn a_pull_from_a_stalled_client_returns_its_buffer() {
-    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let mut victim = Victim::new(ReceiveQueueKind::Shared).await;
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let (tell, told) = std::sync::mpsc::channel();
     let (connection, attack) = victim

@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LEN: usize = 8 << 20;
 const ROUNDS: u32 = 6;
 
-/// Environment variable with the role of the helper process: `client ENDPOINT` or `server`.
+/// Environment variable with the role of the child process: `client ENDPOINT` or `server`.
 const ROLE: &str = "OUTBOARD_TEST_KILLED";
 
 fn data() -> Vec<u8> {
@@ -27,9 +27,9 @@ fn data() -> Vec<u8> {
 
 /// Creates a stack that uses only links. Its server ends a connection soon after the transport
 /// broke.
-fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<OfiControl>)> {
+fn stack() -> (Arc<dyn NetworkStack>, Arc<OfiControl>) {
     let (provider, _) = super::provider();
-    let ofi = super::load(OfiConfig::new(&provider))?;
+    let ofi = super::load(OfiConfig::new(&provider));
     let control = ofi.control();
     let (heartbeat, grace) = super::patience(&provider);
     let config = ConnectionConfig {
@@ -38,20 +38,20 @@ fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<OfiControl>)> {
         hold: Duration::from_millis(100),
         ..ConnectionConfig::default()
     };
-    Some((Arc::new(StreamStack::over(ofi, config)), control))
+    (Arc::new(StreamStack::over(ofi, config)), control)
 }
 
 fn patient() -> ConnectOptions {
     ConnectOptions { timeout: PATIENCE, ..ConnectOptions::default() }
 }
 
-/// The helper process, which a test kills.
+/// The child process, which a test kills.
 struct Other(Child);
 
 impl Other {
     fn start(role: &str) -> Other {
         let child = Command::new(std::env::current_exe().expect("a program"))
-            .args(["--exact", "killed::helper_process_that_the_other_tests_kill", "--nocapture"])
+            .args(["--ignored", "--exact", "killed::child_process_to_be_killed", "--nocapture"])
             .env(ROLE, role)
             .stdout(Stdio::piped())
             .spawn();
@@ -92,19 +92,29 @@ async fn offer(client: &Ends) -> outboard_messenger::BulkRegion {
     region
 }
 
-/// Not a test: the program of the helper process. Without its environment variable, it does
-/// nothing.
+/// Not a test: the program of the child process.
 #[tokio::test]
-async fn helper_process_that_the_other_tests_kill() {
-    let Ok(role) = std::env::var(ROLE) else { return };
-    let (stack, _) = stack().expect("libfabric works, as in the process that started this one");
-    if let Some(endpoint) = role.strip_prefix("client ") {
-        let client = stack.connect(endpoint, patient()).await.expect("connects");
-        let region = offer(&client).await;
-        tokio::time::sleep(2 * PATIENCE).await;
-        drop(region);
-        return;
+#[ignore = "runs as a child process of another test"]
+async fn child_process_to_be_killed() {
+    let role = std::env::var(ROLE).expect("the parent sets the role");
+    match role.strip_prefix("client ") {
+        Some(endpoint) => offer_until_killed(endpoint).await,
+        None => read_until_killed().await,
     }
+}
+
+/// Offers memory to the server at `endpoint`.
+async fn offer_until_killed(endpoint: &str) {
+    let (stack, _) = stack();
+    let client = stack.connect(endpoint, patient()).await.expect("connects");
+    let region = offer(&client).await;
+    tokio::time::sleep(2 * PATIENCE).await;
+    drop(region);
+}
+
+/// Reads the memory of the first client again and again.
+async fn read_until_killed() {
+    let (stack, _) = stack();
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     tell(&format!("ENDPOINT {}", listener.endpoint()));
     let mut server = listener.accept().await.expect("accepts");
@@ -117,7 +127,7 @@ async fn helper_process_that_the_other_tests_kill() {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "the process that started this one reads the output")]
+#[expect(clippy::print_stdout, reason = "the parent reads the output")]
 fn tell(line: &str) {
     println!("{line}");
 }
@@ -126,7 +136,7 @@ fn tell(line: &str) {
 /// the pool, no link is left, and the server serves the next client.
 #[tokio::test]
 async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
-    let Some((stack, control)) = stack() else { return };
+    let (stack, control) = stack();
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
     let pool = conformance::pool();
     let free = pool.free_bytes().0;
@@ -169,7 +179,7 @@ async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
 /// and gets its memory back.
 #[tokio::test]
 async fn a_server_killed_while_it_reads_client_memory_leaves_no_link_at_the_client() {
-    let Some((stack, control)) = stack() else { return };
+    let (stack, control) = stack();
     for _ in 0..ROUNDS {
         let mut other = Other::start("server");
         let mut lines = BufReader::new(other.0.stdout.take().expect("piped")).lines();

@@ -2,7 +2,6 @@
 //! connection. The default is the provider `tcp` on the loopback interface. The environment
 //! variable `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` chooses another provider and address, here those
 //! of an RDMA device.
-#![allow(clippy::print_stderr, reason = "a skipped test reports this")]
 
 mod hostile;
 mod killed;
@@ -29,31 +28,27 @@ fn patience(provider: &str) -> (Duration, Duration) {
     (grace / 6, grace)
 }
 
-/// Loads libfabric. If the loading fails, returns `None` and prints a notice, or panics in CI.
-fn load(config: OfiConfig) -> Option<Ofi> {
-    match Ofi::new(config) {
-        Ok(ofi) => Some(ofi),
-        Err(e) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
-        Err(e) => {
-            eprintln!("SKIPPED: {e}");
-            None
-        }
-    }
+/// Loads libfabric.
+///
+/// # Panics
+/// If libfabric cannot be used.
+fn load(config: OfiConfig) -> Ofi {
+    Ofi::new(config).unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""))
 }
 
-fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
+fn rig(receive_queue: ReceiveQueueKind) -> Rig {
     patient_rig(receive_queue, 1)
 }
 
 /// Creates a rig whose grace period is the usual one multiplied by `times`.
-fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
+fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Rig {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
     let grace = grace * times;
     let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
-    let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) })?;
+    let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) });
     let (cut, freeze) = (ofi.control(), ofi.control());
-    Some(Rig {
+    Rig {
         stack: Arc::new(StreamStack::over(ofi, config)),
         address,
         cut: Box::new(move || cut.cut()),
@@ -61,14 +56,14 @@ fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
         grace,
         slow: provider != "tcp",
         seed: conformance::seed(),
-    })
+    }
 }
 
 macro_rules! with_queue {
     ($queue:expr, $check:ident) => {
         #[tokio::test]
         async fn $check() {
-            let Some(rig) = super::rig($queue) else { return };
+            let rig = super::rig($queue);
             let check = super::conformance::$check(&rig);
             // A thousand connections take long in an emulated machine.
             tokio::time::timeout(std::time::Duration::from_secs(400), check).await.expect("the check hangs");
@@ -99,7 +94,7 @@ mod per_connection {
 #[tokio::test]
 async fn bulk_data_in_memory_moves_by_one_sided_transfers() {
     use outboard_messenger::{ConnectOptions, ConnectionEvent, Message};
-    let Some(rig) = rig(ReceiveQueueKind::Shared) else { return };
+    let rig = rig(ReceiveQueueKind::Shared);
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
     let connecting = rig.stack.connect(&endpoint, ConnectOptions::default());
@@ -140,13 +135,13 @@ async fn messages_arrive_although_a_reader_keeps_all_packet_buffers() {
     use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack};
     const COUNT: usize = 4000;
     let (provider, address) = provider();
-    let Some(client) = load(OfiConfig::new(&provider)) else { return };
+    let client = load(OfiConfig::new(&provider));
     // 2 MiB hold 128 packets of 16 KiB; the messages need about 1000.
     let server = load(OfiConfig { packet_memory_bytes: 2 << 20, ..OfiConfig::new(&provider) });
     let (heartbeat, grace) = patience(&provider);
     let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
     let client = StreamStack::over(client, config.clone());
-    let server = StreamStack::over(server.expect("libfabric is there"), config);
+    let server = StreamStack::over(server, config);
     let mut listener = server.listen(&address, 0).await.expect("listens");
     let endpoint = listener.endpoint();
     let (client, server) =

@@ -21,17 +21,16 @@ struct Network {
     address: String,
 }
 
-/// Creates a network with TCP as the base transport and a link as a path. Returns `None` if
-/// libfabric is missing.
-fn network(required: bool) -> Option<Network> {
+/// Creates a network with TCP as the base transport and a link as a path.
+fn network(required: bool) -> Network {
     let (provider, address) = super::provider();
-    let ofi = super::load(OfiConfig::new(&provider))?;
+    let ofi = super::load(OfiConfig::new(&provider));
     let control = ofi.control();
     let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN).required(required);
     let (heartbeat, grace) = super::patience(&provider);
     let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
     let stack = Arc::new(StreamStack::over(Tcp::default(), config).with_path(path));
-    Some(Network { stack, control, address })
+    Network { stack, control, address }
 }
 
 impl Network {
@@ -85,7 +84,7 @@ async fn is_well(client: &mut Ends, server: &mut Ends) {
 
 #[tokio::test]
 async fn a_connection_leaves_a_failed_link_and_returns_to_it_after_a_probe() {
-    let Some(network) = network(false) else { return };
+    let network = network(false);
     let (_listener, mut client, mut server) = network.pair().await;
     until(&client.0, true).await;
     until(&server.0, true).await;
@@ -109,13 +108,13 @@ async fn a_connection_leaves_a_failed_link_and_returns_to_it_after_a_probe() {
 
 #[tokio::test]
 async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required() {
-    let Some(optional) = network(false) else { return };
+    let optional = network(false);
     optional.control.refuse(true);
     let (_listener, mut client, mut server) = optional.pair().await;
     assert!(!client.0.limits().one_sided);
     is_well(&mut client, &mut server).await;
 
-    let Some(required) = network(true) else { return };
+    let required = network(true);
     required.control.refuse(true);
     let listener = required.stack.listen(&required.address, 0).await.expect("listens");
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
@@ -133,7 +132,7 @@ async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required()
 /// A path on which no data arrives counts as failed, like a path that breaks.
 #[tokio::test]
 async fn a_silent_path_is_avoided_during_its_cool_down_and_then_used_again() {
-    let Some(network) = network(false) else { return };
+    let network = network(false);
     let (_listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
     network.control.freeze(true);
@@ -150,7 +149,7 @@ async fn a_silent_path_is_avoided_during_its_cool_down_and_then_used_again() {
 /// link.
 #[tokio::test]
 async fn failed_event_and_completion_queues_are_reopened() {
-    let Some(network) = network(false) else { return };
+    let network = network(false);
     let (mut listener, mut client, mut server) = network.pair().await;
     until(&server.0, true).await;
     for of_events in [true, false] {
@@ -173,7 +172,7 @@ async fn failed_event_and_completion_queues_are_reopened() {
 /// low limit on locked memory.
 #[tokio::test]
 async fn connections_without_registered_memory_fall_back_to_tcp_or_frames() {
-    let Some(network) = network(false) else { return };
+    let network = network(false);
     if std::env::var_os("OUTBOARD_TEST_MEMLOCK").is_none() {
         let (_listener, mut client, mut server) = network.pair().await;
         until(&server.0, true).await;
@@ -196,7 +195,7 @@ async fn connections_without_registered_memory_fall_back_to_tcp_or_frames() {
 /// link.
 #[tokio::test]
 async fn no_message_or_push_is_lost_while_connections_change_transports() {
-    let Some(network) = network(false) else { return };
+    let network = network(false);
     let (cut, freeze) = (Arc::clone(&network.control), Arc::clone(&network.control));
     let turn = std::sync::atomic::AtomicU32::new(0);
     let rig = Rig {

@@ -1,7 +1,6 @@
 //! Helpers that run a store's server and an osd's attachment to it in one process.
 
 #![allow(dead_code, reason = "each test program uses only some of the helpers")]
-#![allow(clippy::print_stderr, reason = "a skipped test prints why it is skipped")]
 
 pub mod engine;
 pub mod load;
@@ -13,7 +12,7 @@ use std::time::Duration;
 use base::block::Payload;
 use bytes::Bytes;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
-use channel::{ChannelError, MemoryLayout, MemoryOptions};
+use channel::{MemoryLayout, MemoryOptions};
 use outboard_proxy::{
     Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
 };
@@ -52,25 +51,20 @@ pub fn fabric() -> (String, IpAddr) {
     (provider.to_owned(), address.parse().expect("OUTBOARD_TEST_FABRIC must contain an IP address"))
 }
 
-/// Whether libfabric is available. If it is missing, panics in CI, and elsewhere prints that the
-/// test is skipped.
-pub fn has_fabric() -> bool {
-    match OfiEngine::start(OfiOptions::default()) {
-        Ok(_) => true,
-        Err(ChannelError::Fabric(e)) if !std::env::var("CI").is_ok_and(|ci| ci == "true") => {
-            eprintln!("SKIPPED: {e}");
-            false
-        }
-        Err(e) => panic!("{e}"),
-    }
+/// Starts an engine `ofi` with these options and the provider to test.
+///
+/// # Panics
+/// If libfabric cannot be used.
+pub fn ofi_engine(options: OfiOptions) -> Arc<OfiEngine> {
+    OfiEngine::start(OfiOptions { provider: fabric().0, ..options })
+        .unwrap_or_else(|e| panic!("libfabric cannot be used: {e}; run \"scripts/setup test\""))
 }
 
 /// Returns these options with an engine `ofi`.
 pub fn by_ofi(options: AttachmentOptions) -> AttachmentOptions {
-    let (provider, attach_timeout) = (fabric().0, Duration::from_secs(10));
-    let faults = options.faults.clone();
-    let engine = OfiEngine::start(OfiOptions { provider, attach_timeout, faults, ..OfiOptions::default() });
-    AttachmentOptions { engine: Some(engine.unwrap()), ..options }
+    let (faults, attach_timeout) = (options.faults.clone(), Duration::from_secs(10));
+    let engine = ofi_engine(OfiOptions { attach_timeout, faults, ..OfiOptions::default() });
+    AttachmentOptions { engine: Some(engine), ..options }
 }
 
 /// Options of a server that can also offer memory by libfabric.
@@ -78,6 +72,19 @@ pub fn offering() -> ServerOptions {
     let (provider, address) = fabric();
     let ofi = Some(OfiHostOptions::new(&provider, SocketAddr::new(address, 0)));
     ServerOptions { ofi, ..ServerOptions::default() }
+}
+
+/// Runs the ignored test `name` of this test program in a child process.
+///
+/// # Panics
+/// If the test does not run or does not pass.
+pub fn child_process(name: &str) {
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", name, "--test-threads=1"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && said.contains("1 passed"), "{name} failed:\n{said}");
 }
 
 pub struct Node {
