@@ -113,7 +113,7 @@ pub struct Limits {
     pub one_sided: bool,
 }
 
-/// The identity of a connection's peer, and the features that both sides support.
+/// The identity of a connection's peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerInfo {
     /// Transport address, for display.
@@ -126,8 +126,6 @@ pub struct PeerInfo {
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
     pub connection: u128,
-    /// Features that both sides support, as bits.
-    pub features: u64,
 }
 
 /// Options for opening a connection.
@@ -137,15 +135,13 @@ pub struct ConnectOptions {
     /// connect request contains the name, so that the server can choose a protection domain before
     /// it creates an endpoint.
     pub tenant: String,
-    /// Requested features, as bits. The connection gets the features that both sides support.
-    pub features: u64,
     /// Time limit for reaching the peer: for the first handshake, and again for each resumption.
     pub timeout: Duration,
 }
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        ConnectOptions { tenant: String::new(), features: 0, timeout: Duration::from_secs(5) }
+        ConnectOptions { tenant: String::new(), timeout: Duration::from_secs(5) }
     }
 }
 
@@ -342,9 +338,8 @@ pub trait Listener: Send {
 /// Creates connections and listeners. Each call must run on a tokio runtime. The thread of this
 /// runtime serves the connection, unless the stack has its own thread.
 pub trait NetworkStack: Send + Sync {
-    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port. `features` are the
-    /// supported features, as bits.
-    fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
+    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port.
+    fn listen<'a>(&'a self, address: &'a str) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
 
     /// Opens a connection to the peer at `endpoint`.
     fn connect<'a>(&'a self, endpoint: &'a str, options: ConnectOptions) -> BoxFuture<'a, Result<Ends>>;

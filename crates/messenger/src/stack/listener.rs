@@ -47,7 +47,6 @@ pub(super) struct StreamListener {
 
 /// The state that the handshakes of a listener share.
 struct Reception {
-    features: u64,
     config: ConnectionConfig,
     registry: Arc<Registry>,
     /// The paths on which the listener also accepts transports.
@@ -237,7 +236,6 @@ impl StreamListener {
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
-        features: u64,
         config: ConnectionConfig,
     ) -> StreamListener {
         let endpoint = acceptor.endpoint();
@@ -258,7 +256,6 @@ impl StreamListener {
         let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
         let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::new() });
         let reception = Arc::new(Reception {
-            features,
             config,
             registry,
             paths: paths.clone(),
@@ -409,7 +406,7 @@ impl Reception {
                 }
             };
         }
-        let (settled, welcome) = handshake::settle(hello, wire, self.features, &self.config, &self.paths);
+        let (settled, welcome) = handshake::settle(hello, wire, &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_connections();

@@ -105,7 +105,7 @@ async fn helper_process_that_the_other_tests_kill() {
         drop(region);
         return;
     }
-    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     tell(&format!("ENDPOINT {}", listener.endpoint()));
     let mut server = listener.accept().await.expect("accepts");
     let from = offered(&mut *server.1).await;
@@ -127,7 +127,7 @@ fn tell(line: &str) {
 #[tokio::test]
 async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
     let Some((stack, control)) = stack() else { return };
-    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     let pool = conformance::pool();
     let free = pool.free_bytes().0;
     let (mut whole, expected) = (0, data());

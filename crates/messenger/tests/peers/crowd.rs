@@ -19,7 +19,7 @@ fn config() -> ConnectionConfig {
 }
 
 async fn listen(config: ConnectionConfig) -> Box<dyn Listener> {
-    TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap()
+    TcpStack::new(config).listen("127.0.0.1:0").await.unwrap()
 }
 
 /// Waits for the next accepted connection. Skips failed handshakes.
