@@ -312,7 +312,7 @@ pub struct NetworkSection {
     /// Receive buffers over RDMA: "shared" by all connections of a tenant, or "per-connection" for
     /// devices without shared receive queues.
     #[config(default = "shared")]
-    pub receive_queue: ReceiveSharing,
+    pub receive_queue: ReceiveQueueKind,
     /// How long the osd polls for further messages after each message over RDMA, in microseconds,
     /// before it sleeps: 0 to 10000. Polling stops by itself when it rarely finds a message.
     #[config(default = 20, validate(*poll_us <= 10_000, "must be 0 to 10000"))]
@@ -323,25 +323,11 @@ fn stacks<'de, D: serde::Deserializer<'de>>(text: D) -> Result<StackChoice, D::E
     String::deserialize(text)?.parse().map_err(serde::de::Error::custom)
 }
 
-/// Assignment of receive buffers to connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ReceiveSharing {
-    /// The connections of a tenant share the buffers.
-    Shared,
-    /// Each connection has its own buffers.
-    PerConnection,
-}
-
 impl NetworkSection {
     /// Returns the options of the messenger's network stack.
     pub fn options(&self) -> StackOptions {
-        let receive_queue = match self.receive_queue {
-            ReceiveSharing::Shared => ReceiveQueueKind::Shared,
-            ReceiveSharing::PerConnection => ReceiveQueueKind::PerConnection,
-        };
         let spin = Duration::from_micros(self.poll_us.into());
-        StackOptions { receive_queue, spin, ..StackOptions::default() }
+        StackOptions { receive_queue: self.receive_queue, spin, ..StackOptions::default() }
     }
 }
 
