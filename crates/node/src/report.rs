@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use base::process::ProcessUsage;
 use client::{TargetState, TargetStatus};
 use serde::{Serialize, Serializer};
+use uuid::Uuid;
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::FdUsage;
@@ -53,7 +54,7 @@ pub struct NodeReport {
 #[derive(Debug, Serialize)]
 pub struct RebuildReport {
     /// UUID of the target that receives the rebuilt fragments.
-    pub target: String,
+    pub target: Uuid,
     /// Name of the pool that is being rebuilt.
     pub pool: String,
     /// Number of degraded placement groups in all pools, including this pool.
@@ -72,7 +73,7 @@ impl RebuildReport {
     /// Returns the rebuild in progress, if there is one.
     fn of(status: client::RebuildStatus, groups_left: u32) -> Option<RebuildReport> {
         let client::RebuildStatus { target, pool, objects, bytes, rate_limit, last_failure } = status;
-        let (target, pool) = (target?.to_string(), pool?);
+        let (target, pool) = (target?, pool?);
         Some(RebuildReport { target, pool, groups_left, objects, bytes, rate_limit, last_failure })
     }
 
@@ -122,7 +123,7 @@ pub struct TargetReport {
     /// Path of the target's file or device, if the command found the node by its directory.
     pub path: Option<PathBuf>,
     /// UUID of the target.
-    pub uuid: String,
+    pub uuid: Uuid,
     /// Number of the target, while the osd answers.
     pub id: Option<usize>,
     /// `in`, `out`, `slow`, `failing`, `failed` or `catching up`, while the osd answers.
@@ -380,10 +381,10 @@ impl NodeReport {
         let left = self.pools.iter().map(|pool| pool.degraded).sum();
         self.rebuild = RebuildReport::of(answer.rebuild, left);
         for (id, target) in answer.targets.into_iter().enumerate() {
-            let uuid = target.uuid.to_string();
+            let uuid = target.uuid;
             let known = self.targets.iter().position(|t| t.uuid == uuid);
             let at = known.unwrap_or_else(|| {
-                self.targets.push(TargetReport { uuid: uuid.clone(), ..TargetReport::default() });
+                self.targets.push(TargetReport { uuid, ..TargetReport::default() });
                 self.targets.len() - 1
             });
             self.targets[at].id = Some(id);
@@ -619,7 +620,7 @@ mod tests {
             endpoint: Some("127.0.0.1:1".into()),
             engine: Some("shm".into()),
             emulated: true,
-            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: "u".into() }],
+            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: Uuid::from_u128(1) }],
             processes: vec![live, dead],
         }
     }
