@@ -9,7 +9,7 @@ use base::block::Payload;
 use base::budget::PeerAddress;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use wire::BulkDescriptor;
+use wire::{BulkDescriptor, PathStatus};
 
 use crate::Admissions;
 
@@ -322,9 +322,8 @@ pub trait Listener: Send {
     /// The address of the listener, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
-    /// The paths that connections can use besides the base transport: for each path its name, such
-    /// as `ofi:verbs`, and the address at which the listener listens on it.
-    fn paths(&self) -> Vec<(String, String)>;
+    /// The paths that connections can use besides the base transport.
+    fn paths(&self) -> Vec<PathStatus>;
 
     /// Live counters of refused peers, and of handshakes and connections that lost their slot to
     /// another peer.

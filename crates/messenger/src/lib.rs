@@ -51,7 +51,7 @@ mod paths;
 mod stack;
 pub mod transport;
 
-pub use admissions::Admissions;
+pub use admissions::{Admissions, Shortage};
 pub use api::{
     BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Ends, Incoming, Limits,
     Listener, Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,

@@ -56,7 +56,7 @@ pub struct DebugAnswer {
     pub configured: Option<ChannelTuning>,
     /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
     #[serde(default)]
-    pub chan_ns: Vec<(String, u64)>,
+    pub chan_ns: Vec<(ThreadClass, u64)>,
 }
 
 impl std::fmt::Display for ArmedFault {
@@ -168,7 +168,7 @@ impl Controls {
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let work = base::work::of_threads(ThreadClass::Channel);
-        let chan_ns = ThreadClass::ALL.map(|class| (class.prefix().to_owned(), work.ns(class))).into();
+        let chan_ns = ThreadClass::ALL.map(|class| (class, work.ns(class))).into();
         let (tuning, configured) = tuned.as_ref().map(|t| (t.current, t.configured)).unzip();
         DebugAnswer { error, faults, tuning, configured, chan_ns }
     }

@@ -10,7 +10,6 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
-use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
 use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
@@ -18,7 +17,7 @@ use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{OffloadState, OffloadStatus, Placement};
+use wire::{HealthStatus, OffloadState, OffloadStatus, Placement};
 
 use super::announce::Ready;
 use super::coding;
@@ -141,13 +140,13 @@ fn segments(tuning: ChannelTuning) -> usize {
 fn offload_status(attachment: &Attachment) -> OffloadStatus {
     let status = attachment.status();
     let offload = status.offload;
-    let unused = status.why_no_dma.is_some() || !status.by_dma;
+    let mut health = HealthStatus::from(offload.health);
+    if status.why_no_dma.is_some() || !status.by_dma {
+        health.state = OffloadState::NotInUse;
+    }
+    health.last_failure = status.why_no_dma.or(health.last_failure);
     OffloadStatus {
-        state: if unused { OffloadState::NotInUse } else { offload_state(offload.health.state) },
-        failures: offload.health.failures,
-        failed_probes: offload.health.failed_probes,
-        recoveries: offload.health.recoveries,
-        last_failure: status.why_no_dma.or(offload.health.last_failure),
+        health,
         quarantined_bytes: offload.quarantined as u64,
         kept_bytes: offload.kept_bytes,
         fallback_bytes: offload.fallback_bytes,

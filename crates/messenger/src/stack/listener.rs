@@ -12,6 +12,7 @@ use base::budget::{Budget, spare_descriptors};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
+use wire::PathStatus;
 
 use crate::admissions::Shortage;
 use crate::config::ConnectionConfig;
@@ -274,8 +275,10 @@ impl Listener for StreamListener {
         self.endpoint.clone()
     }
 
-    fn paths(&self) -> Vec<(String, String)> {
-        self.paths.iter().map(|path| (path.name.clone(), path.endpoint.clone())).collect()
+    fn paths(&self) -> Vec<PathStatus> {
+        let status =
+            |path: &PathOffer| PathStatus { name: path.name.clone(), endpoint: path.endpoint.clone() };
+        self.paths.iter().map(status).collect()
     }
 
     fn admissions(&self) -> Arc<Admissions> {

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use crate::raw::{PATIENCE, Raw, lost};
 use outboard_messenger::frame::{Body, Resume};
-use outboard_messenger::{ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, TcpStack};
+use outboard_messenger::{
+    ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, Shortage, TcpStack,
+};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::time::timeout;
 
@@ -163,6 +165,6 @@ async fn starve() {
             _ = end.read_u8() => break,
         }
     }
-    let (_, refused) = admissions.refused().find(|(reason, _)| *reason == "descriptors").unwrap();
+    let refused = admissions.refused(Shortage::Descriptors);
     say(format!("refused={refused}"));
 }
