@@ -53,6 +53,6 @@ pub use wire::{
     CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
     Error as NodeError, HealthStatus, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState,
     OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus,
-    Redundancy, RequestTimes, ScrubStatus, ShortageCounts, Space, StagingStatus, StatAnswer as Stat,
-    TargetState, TargetStatus, ThreadTimes,
+    Redundancy, RequestTimes, ScrubStatus, ShortageCounts, Space, StagingStatus, StatAnswer, TargetState,
+    TargetStatus, ThreadTimes,
 };
