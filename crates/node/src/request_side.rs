@@ -17,7 +17,7 @@ use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{HealthStatus, OffloadState, OffloadStatus, Placement};
+use wire::Placement;
 
 use super::announce::Ready;
 use super::coding;
@@ -137,28 +137,6 @@ fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
 
-fn offload_status(attachment: &Attachment) -> OffloadStatus {
-    let status = attachment.status();
-    let offload = status.offload;
-    let mut health = HealthStatus::from(offload.health);
-    if status.why_no_dma.is_some() || !status.by_dma {
-        health.state = OffloadState::NotInUse;
-    }
-    health.last_failure = status.why_no_dma.or(health.last_failure);
-    OffloadStatus {
-        health,
-        quarantined_bytes: offload.quarantined as u64,
-        kept_bytes: offload.kept_bytes,
-        fallback_bytes: offload.fallback_bytes,
-        faults: attachment
-            .faults()
-            .armed()
-            .into_iter()
-            .map(|a| format!("{} (fired {})", a.fault, a.fired))
-            .collect(),
-    }
-}
-
 /// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started`
 /// receives the address for clients, or the reason why serving cannot start.
 ///
@@ -192,7 +170,7 @@ pub async fn serve(
     let offload = backend
         .attachment
         .clone()
-        .map(|attachment| OffloadSource(Arc::new(move || offload_status(&attachment))));
+        .map(|attachment| OffloadSource(Arc::new(move || attachment.status().offload)));
     let faults = controls.faults().clone();
     let osd_config = OsdConfig {
         coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),
