@@ -93,7 +93,7 @@ impl Backend {
         options.memory.largest_buffer = LARGEST_BUFFER;
         let attachment = Attachment::connect(endpoint, options).await.doing("attaching to the store")?;
         let store = |(index, info): (usize, &channel::TargetInfo)| {
-            (Uuid::from_u128(info.uuid), attachment.store(index) as Arc<dyn ObjectStore>)
+            (info.uuid, attachment.store(index) as Arc<dyn ObjectStore>)
         };
         Ok(Backend {
             targets: attachment.targets().iter().enumerate().map(store).collect(),

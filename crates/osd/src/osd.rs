@@ -80,7 +80,7 @@ fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn S
         StripesAt::Here(Some(engines)) => Arc::clone(engines),
         StripesAt::Here(None) => Arc::new(Engines::start(EngineOptions::default(), None)?),
     };
-    let stores = targets.iter().map(|target| (target.uuid.as_u128(), Arc::clone(&target.store)));
+    let stores = targets.iter().map(|target| (target.uuid, Arc::clone(&target.store)));
     Ok(Arc::new(LocalStripes::new(stores.collect(), engines)))
 }
 
