@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::{CompletionQueue, Domain, Fabric, Info};
 use crate::Result;
+use crate::info::ProviderKind;
 
 /// Whether sends and writes may complete before reads that were posted earlier, so that they need a
 /// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
@@ -56,6 +57,6 @@ fn occupy(fabric: &Fabric, info: &Info) -> Result<()> {
 /// Whether the driver of the device describes itself as `siw`.
 fn is_siw(info: &Info) -> bool {
     let described = Path::new("/sys/class/infiniband").join(info.domain_name()).join("node_desc");
-    info.provider() == "verbs"
+    info.provider_kind() == ProviderKind::Verbs
         && std::fs::read_to_string(described).is_ok_and(|text| text.trim_end() == "Software iWARP stack")
 }
