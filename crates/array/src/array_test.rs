@@ -1,6 +1,5 @@
 //! Tests an array over stores whose reads can be delayed.
 
-use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -97,10 +96,8 @@ async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
     let stores = [store(), store()];
     let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
     let members: Vec<(Uuid, Arc<dyn ObjectStore>)> = shared.map(|store| (Uuid::new_v4(), store)).collect();
-    let by_uuid: BTreeMap<u128, Arc<dyn ObjectStore>> =
-        members.iter().map(|(uuid, store)| (uuid.as_u128(), Arc::clone(store))).collect();
     let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
-    let stripes = Arc::new(LocalStripes::new(by_uuid.into_iter().collect(), engines));
+    let stripes = Arc::new(LocalStripes::new(members.clone(), engines));
     let hold = |held| {
         for store in &stores {
             store.held.send_replace(held);

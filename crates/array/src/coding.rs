@@ -32,6 +32,7 @@ use store::stripes::{
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+use uuid::Uuid;
 use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, Error};
 
 use crate::task::spawn;
@@ -103,7 +104,7 @@ impl Default for CodingConfig {
 pub(crate) struct StripeBatch {
     /// For each fragment: the UUID of its target, and the id of its stage on this target. `None`
     /// for a fragment that is not written.
-    pub(crate) parts: Vec<Option<(u128, StageId)>>,
+    pub(crate) parts: Vec<Option<(Uuid, StageId)>>,
     /// Offset of the range in each stage, in bytes.
     pub(crate) offset: u64,
     /// The bytes of each data fragment. All fragments are cut at the same offsets, into pieces of

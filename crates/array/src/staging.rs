@@ -175,7 +175,7 @@ impl Group {
         data: Vec<FragmentBytes>,
     ) -> store::Result<()> {
         let part = |fragment: &Option<FragmentStage>| {
-            fragment.as_ref().map(|fragment| (fragment.link.target.uuid().as_u128(), fragment.id))
+            fragment.as_ref().map(|fragment| (fragment.link.target.uuid(), fragment.id))
         };
         let parts = staged.fragments.iter().map(part).collect();
         let stripes = StripeBatch { parts, offset: at, data, code: self.coder.parity_code().cloned() };

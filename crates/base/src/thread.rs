@@ -5,6 +5,8 @@ use std::panic::{UnwindSafe, catch_unwind};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 thread_local! {
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
@@ -32,8 +34,9 @@ pub fn is_catching() -> bool {
 }
 
 /// The purpose of a thread. The class is the part of the thread's name before the dash, for example
-/// `store` in `store-0`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// `store` in `store-0`. The serialized form is this part of the name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "&'static str", try_from = "String")]
 #[non_exhaustive]
 pub enum ThreadClass {
     /// Network connections that no shard serves in its own loop.
@@ -94,7 +97,25 @@ impl ThreadClass {
     #[must_use]
     pub fn of_name(name: &str) -> Option<ThreadClass> {
         let (prefix, _) = name.split_once('-')?;
+        ThreadClass::of_prefix(prefix)
+    }
+
+    fn of_prefix(prefix: &str) -> Option<ThreadClass> {
         ThreadClass::ALL.into_iter().find(|class| class.prefix() == prefix)
+    }
+}
+
+impl From<ThreadClass> for &'static str {
+    fn from(class: ThreadClass) -> &'static str {
+        class.prefix()
+    }
+}
+
+impl TryFrom<String> for ThreadClass {
+    type Error = String;
+
+    fn try_from(prefix: String) -> Result<ThreadClass, String> {
+        ThreadClass::of_prefix(&prefix).ok_or_else(|| format!("{prefix:?} is not a class of threads"))
     }
 }
 

@@ -20,6 +20,7 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{TcpStream, UnixStream};
+use uuid::Uuid;
 
 use crate::control::ControlSocket;
 use crate::frame::ChannelEntry;
@@ -94,11 +95,24 @@ pub enum MemoryAnswer {
     Offer(OfiOffer),
 }
 
-/// Describes a target to the osd.
+/// Describes a target to the osd. Encoded as the UUID's number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "u128", into = "u128")]
 pub struct TargetInfo {
-    /// The target's UUID, as a number.
-    pub uuid: u128,
+    /// The target's UUID.
+    pub uuid: Uuid,
+}
+
+impl From<u128> for TargetInfo {
+    fn from(number: u128) -> TargetInfo {
+        TargetInfo { uuid: Uuid::from_u128(number) }
+    }
+}
+
+impl From<TargetInfo> for u128 {
+    fn from(target: TargetInfo) -> u128 {
+        target.uuid.as_u128()
+    }
 }
 
 /// The store's first frame.
@@ -361,7 +375,7 @@ mod tests {
             let fd = || crate::Doorbell::create().unwrap();
             let descriptors = MemoryFds { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
             let (nonce, memory, targets) =
-                (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: 7 }]);
+                (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: Uuid::from_u128(7) }]);
             Ok((
                 ChannelWelcome { version: VERSION, nonce, attachment: 1, memory, targets },
                 Some(descriptors),
@@ -371,7 +385,7 @@ mod tests {
         let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
         accepted.unwrap();
         let (welcome, access, _control) = joined.unwrap();
-        assert_eq!(welcome.targets, [TargetInfo { uuid: 7 }]);
+        assert_eq!(welcome.targets, [TargetInfo { uuid: Uuid::from_u128(7) }]);
         assert!(matches!(access, Some(MemoryAccess::Descriptors(_))));
     }
 }

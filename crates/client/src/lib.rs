@@ -52,8 +52,9 @@ pub use object::{Description, Object, OmapPage};
 pub use options::Options;
 pub use pool::Pool;
 pub use wire::{
-    CodingHealth, CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
-    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState, OffloadStatus,
-    PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus, Redundancy, RequestTimes,
-    ScrubStatus, Space, StatAnswer as Stat, TargetState, TargetStatus,
+    CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
+    Error as NodeError, HealthStatus, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState,
+    OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus,
+    Redundancy, RequestTimes, ScrubStatus, ShortageCounts, Space, StagingStatus, StatAnswer, TargetState,
+    TargetStatus, ThreadTimes,
 };

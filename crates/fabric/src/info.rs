@@ -42,6 +42,28 @@ impl fmt::Display for ProviderQuery {
     }
 }
 
+/// The providers whose behaviour differs in ways that this crate must handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ProviderKind {
+    /// RDMA through the kernel's verbs interface.
+    Verbs,
+    /// TCP sockets.
+    Tcp,
+    /// Any other provider.
+    Other,
+}
+
+impl ProviderKind {
+    /// Returns the kind of the provider with this name.
+    pub(crate) fn of_name(name: &str) -> ProviderKind {
+        match name {
+            "verbs" => ProviderKind::Verbs,
+            "tcp" => ProviderKind::Tcp,
+            _ => ProviderKind::Other,
+        }
+    }
+}
+
 /// A provider's requirements for registered memory. The crate meets the requirements itself, so
 /// this type is only informative.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,11 +7,14 @@ use crate::ConnectionConfig;
 
 /// A limited resource of a listener that was exhausted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Shortage {
+pub enum Shortage {
+    /// Handshakes in progress.
     Handshakes,
+    /// Connections.
     Connections,
-    /// Slots for detached connections, which have no transport.
+    /// Slots for detached connections, which have no transport and wait for their clients.
     Detached,
+    /// File descriptors.
     Descriptors,
 }
 
@@ -19,7 +22,7 @@ impl Shortage {
     const ALL: [Shortage; 4] =
         [Shortage::Handshakes, Shortage::Connections, Shortage::Detached, Shortage::Descriptors];
 
-    /// The name of the resource in metrics and in the status.
+    /// The name of the resource in metrics.
     fn name(self) -> &'static str {
         match self {
             Shortage::Handshakes => "handshakes",
@@ -31,9 +34,8 @@ impl Shortage {
 }
 
 /// The limits of a listener, and its counters since it started: how often it refused a peer, and
-/// how often it took the slot of a handshake or connection for another peer. Each counter names the
-/// exhausted resource: `handshakes`, `connections`, `detached` (connections that wait for their
-/// clients) or `descriptors`. Any thread may read the counters.
+/// how often it took the slot of a handshake or connection for another peer. Any thread may read the
+/// counters.
 #[derive(Debug)]
 pub struct Admissions {
     max_handshakes: usize,
@@ -84,16 +86,18 @@ impl Admissions {
         self.max_connections
     }
 
-    /// Number of handshakes and connections that lost their slot to another peer, by exhausted
-    /// resource.
-    pub fn reclaimed(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Shortage::ALL.into_iter().map(|s| (s.name(), self.reclaimed[s as usize].load(Ordering::Relaxed)))
+    /// Number of handshakes and connections that lost their slot to another peer, because of this
+    /// shortage.
+    #[must_use]
+    pub fn reclaimed(&self, shortage: Shortage) -> u64 {
+        self.reclaimed[shortage as usize].load(Ordering::Relaxed)
     }
 
-    /// Number of peers that were refused, by exhausted resource. For `descriptors`, the number of
-    /// failed attempts to accept a peer.
-    pub fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Shortage::ALL.into_iter().map(|s| (s.name(), self.refused[s as usize].load(Ordering::Relaxed)))
+    /// Number of peers that were refused because of this shortage. For
+    /// [`Descriptors`](Shortage::Descriptors), the number of failed attempts to accept a peer.
+    #[must_use]
+    pub fn refused(&self, shortage: Shortage) -> u64 {
+        self.refused[shortage as usize].load(Ordering::Relaxed)
     }
 
     pub(crate) fn add_reclaimed(&self, shortage: Shortage, count: u64) {

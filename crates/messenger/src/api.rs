@@ -9,7 +9,7 @@ use base::block::Payload;
 use base::budget::PeerAddress;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use wire::BulkDescriptor;
+use wire::{BulkDescriptor, PathStatus};
 
 use crate::Admissions;
 
@@ -113,7 +113,7 @@ pub struct Limits {
     pub one_sided: bool,
 }
 
-/// The identity of a connection's peer, and the features that both sides support.
+/// The identity of a connection's peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerInfo {
     /// Transport address, for display.
@@ -126,8 +126,6 @@ pub struct PeerInfo {
     /// Unique number of the connection. It stays the same when the connection resumes on a new
     /// transport.
     pub connection: u128,
-    /// Features that both sides support, as bits.
-    pub features: u64,
 }
 
 /// Options for opening a connection.
@@ -137,15 +135,13 @@ pub struct ConnectOptions {
     /// connect request contains the name, so that the server can choose a protection domain before
     /// it creates an endpoint.
     pub tenant: String,
-    /// Requested features, as bits. The connection gets the features that both sides support.
-    pub features: u64,
     /// Time limit for reaching the peer: for the first handshake, and again for each resumption.
     pub timeout: Duration,
 }
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        ConnectOptions { tenant: String::new(), features: 0, timeout: Duration::from_secs(5) }
+        ConnectOptions { tenant: String::new(), timeout: Duration::from_secs(5) }
     }
 }
 
@@ -331,9 +327,8 @@ pub trait Listener: Send {
     /// The address of the listener, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
-    /// The paths that connections can use besides the base transport: for each path its name, such
-    /// as `ofi:verbs`, and the address at which the listener listens on it.
-    fn paths(&self) -> Vec<(String, String)>;
+    /// The paths that connections can use besides the base transport.
+    fn paths(&self) -> Vec<PathStatus>;
 
     /// Live counters of refused peers, and of handshakes and connections that lost their slot to
     /// another peer.
@@ -347,9 +342,8 @@ pub trait Listener: Send {
 /// Creates connections and listeners. Each call must run on a tokio runtime. The thread of this
 /// runtime serves the connection, unless the stack has its own thread.
 pub trait NetworkStack: Send + Sync {
-    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port. `features` are the
-    /// supported features, as bits.
-    fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
+    /// Listens at `address`, which is `host:port`. Port 0 chooses a free port.
+    fn listen<'a>(&'a self, address: &'a str) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
 
     /// Opens a connection to the peer at `endpoint`.
     fn connect<'a>(&'a self, endpoint: &'a str, options: ConnectOptions) -> BoxFuture<'a, Result<Ends>>;

@@ -126,34 +126,30 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result
 pub(crate) fn settle(
     hello: Hello,
     wire: &Wire,
-    features: u64,
     config: &ConnectionConfig,
     paths: &[PathOffer],
 ) -> (Negotiated, Body) {
     let (connection, secret): (u128, [u8; 16]) = config.entropy.random();
-    let features = features & hello.features;
     let limits = Limits {
         max_header: config.limits.max_header.min(hello.limits.0 as usize),
         max_inline: config.limits.max_inline.min(hello.limits.1 as usize),
         ..config.limits
     };
     let (address, peer) = (wire.address.clone(), wire.peer);
-    let peer = PeerInfo { address, peer, tenant: hello.tenant, connection, features };
+    let peer = PeerInfo { address, peer, tenant: hello.tenant, connection };
     let progress = (0, config.window_bytes);
-    let welcome = welcome(config, features, hello.nonce, connection, secret, progress, paths.to_vec());
+    let welcome = welcome(config, hello.nonce, connection, secret, progress, paths.to_vec());
     (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
 /// Returns the [`Welcome`] for a client that resumes its connection.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
-    let features = shared.peer().features;
     let (id, secret) = (shared.connection_id(), shared.secret());
-    welcome(shared.config(), features, nonce, id, secret, shared.resume_point(), Vec::new())
+    welcome(shared.config(), nonce, id, secret, shared.resume_point(), Vec::new())
 }
 
 fn welcome(
     config: &ConnectionConfig,
-    features: u64,
     nonce: [u8; 16],
     connection: u128,
     secret: [u8; 16],
@@ -163,7 +159,17 @@ fn welcome(
     let limits =
         (config.limits.max_header as u32, config.limits.max_inline as u32, config.limits.max_bulk as u64);
     let version = VERSIONS.1;
-    Body::Welcome(Welcome { version, features, nonce, connection, secret, limits, granted, received, paths })
+    Body::Welcome(Welcome {
+        version,
+        reserved: 0,
+        nonce,
+        connection,
+        secret,
+        limits,
+        granted,
+        received,
+        paths,
+    })
 }
 
 /// Dials the transports of a client's connection, with retries and backoff.
@@ -218,7 +224,6 @@ impl Dialer {
             peer: wire.peer,
             tenant: self.options.tenant.clone(),
             connection: welcome.connection,
-            features: welcome.features & self.options.features,
         };
         let settled = Negotiated { peer, secret: welcome.secret, limits, granted: welcome.granted };
         let wire = self.move_to_path(&welcome, wire).await?;
@@ -395,7 +400,7 @@ impl Dialer {
     ) -> Result<(Welcome, Wire), HandshakeError> {
         let hello = Hello {
             versions: VERSIONS,
-            features: self.options.features,
+            reserved: 0,
             tenant: claim.tenant,
             nonce: claim.nonce,
             limits: (self.config.limits.max_header as u32, self.config.limits.max_inline as u32),

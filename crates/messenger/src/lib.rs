@@ -16,7 +16,7 @@
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> outboard_messenger::Result<()> {
 //! let stack = TcpStack::default();
-//! let mut listener = stack.listen("127.0.0.1:0", 0).await?;
+//! let mut listener = stack.listen("127.0.0.1:0").await?;
 //! let endpoint = listener.endpoint();
 //! let (client, server) = tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
 //! let ((client, _replies), (_server, mut requests)) = (client?, server?);
@@ -52,7 +52,7 @@ mod paths;
 mod stack;
 pub mod transport;
 
-pub use admissions::Admissions;
+pub use admissions::{Admissions, Shortage};
 pub use api::{
     BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Ends, Incoming, Limits,
     Listener, Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,

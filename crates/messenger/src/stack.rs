@@ -114,7 +114,7 @@ impl<T: Transport> StreamStack<T> {
 }
 
 impl<T: Transport> NetworkStack for StreamStack<T> {
-    fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>> {
+    fn listen<'a>(&'a self, address: &'a str) -> BoxFuture<'a, Result<Box<dyn Listener>>> {
         Box::pin(async move {
             let acceptor = self.transport.bind(address).await.map_err(|e| MessengerError::CannotListen {
                 address: address.to_owned(),
@@ -136,7 +136,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                     }
                 }
             }
-            let listener = StreamListener::start(acceptor, others, features, self.config.clone());
+            let listener = StreamListener::start(acceptor, others, self.config.clone());
             Ok(Box::new(listener) as Box<dyn Listener>)
         })
     }

@@ -5,6 +5,7 @@
 //! of environment variables, and `docs/configuration.md` ([`keys`](crate::keys)).
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -119,8 +120,8 @@ pub struct ChannelSection {
     /// reserved for short requests. With 1, short requests wait for long requests.
     #[config(default = 5)]
     pub queues: usize,
-    /// Number of windows of host memory (16MiB each) that stay registered for DMA. With 0, each
-    /// request registers its window anew, like a DPU that caches no registrations.
+    /// Number of windows of host memory (16MiB each) that stay registered for DMA: 0 to 1048576.
+    /// With 0, each request registers its window anew, like a DPU that caches no registrations.
     #[config(default = 64)]
     pub region_cache: usize,
     /// How long the osd polls for further DMA completions after each completion, in microseconds,
@@ -129,7 +130,7 @@ pub struct ChannelSection {
     pub poll_us: u64,
     /// How long the store polls for further doorbells after each doorbell, in microseconds: 0 to
     /// 10000. Polling uses the host's CPU time.
-    #[config(default = 0, validate(*host_poll_us <= 10_000, "must be 0 to 10000"))]
+    #[config(default = 0, validate(ChannelSection::POLL_US.contains(host_poll_us), "must be 0 to 10000"))]
     pub host_poll_us: u64,
     /// A DMA transfer that takes longer than this counts as failed. The request of the transfer
     /// continues over the control socket.
@@ -147,6 +148,17 @@ pub struct ChannelSection {
 }
 
 impl ChannelSection {
+    /// Valid values of `channel.region_cache`.
+    pub const REGION_CACHE: RangeInclusive<u64> = 0..=1 << 20;
+    /// Valid values of `channel.max_transfer`, in bytes.
+    pub const MAX_TRANSFER: RangeInclusive<u64> = 4096..=channel::MAX_TRANSFER as u64;
+    /// `channel.max_transfer` is a multiple of this size.
+    pub const MAX_TRANSFER_UNIT: ByteSize = ByteSize(4096);
+    /// Valid values of `channel.queues`.
+    pub const QUEUES: RangeInclusive<u64> = 1..=64;
+    /// Valid values of `channel.poll_us` and `channel.host_poll_us`.
+    pub const POLL_US: RangeInclusive<u64> = 0..=10_000;
+
     /// Returns the tuning of the channel with which an osd starts.
     pub fn tuning(&self) -> ChannelTuning {
         ChannelTuning {
@@ -300,7 +312,7 @@ pub struct NetworkSection {
     /// Receive buffers over RDMA: "shared" by all connections of a tenant, or "per-connection" for
     /// devices without shared receive queues.
     #[config(default = "shared")]
-    pub receive_queue: ReceiveSharing,
+    pub receive_queue: ReceiveQueueKind,
     /// How long the osd polls for further messages after each message over RDMA, in microseconds,
     /// before it sleeps: 0 to 10000. Polling stops by itself when it rarely finds a message.
     #[config(default = 20, validate(*poll_us <= 10_000, "must be 0 to 10000"))]
@@ -311,25 +323,11 @@ fn stacks<'de, D: serde::Deserializer<'de>>(text: D) -> Result<StackChoice, D::E
     String::deserialize(text)?.parse().map_err(serde::de::Error::custom)
 }
 
-/// Assignment of receive buffers to connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ReceiveSharing {
-    /// The connections of a tenant share the buffers.
-    Shared,
-    /// Each connection has its own buffers.
-    PerConnection,
-}
-
 impl NetworkSection {
     /// Returns the options of the messenger's network stack.
     pub fn options(&self) -> StackOptions {
-        let receive_queue = match self.receive_queue {
-            ReceiveSharing::Shared => ReceiveQueueKind::Shared,
-            ReceiveSharing::PerConnection => ReceiveQueueKind::PerConnection,
-        };
         let spin = Duration::from_micros(self.poll_us.into());
-        StackOptions { receive_queue, spin, ..StackOptions::default() }
+        StackOptions { receive_queue: self.receive_queue, spin, ..StackOptions::default() }
     }
 }
 

@@ -15,6 +15,7 @@ use base::fault::{Fault, Faults};
 use base::thread::ThreadClass;
 use serde::{Deserialize, Serialize};
 
+use super::config::ChannelSection;
 use super::units::{ByteSize, OutOfRange, multiple, within};
 
 /// Maximum length of a request, in bytes.
@@ -55,7 +56,7 @@ pub struct DebugAnswer {
     pub configured: Option<ChannelTuning>,
     /// Time that threads of class `chan` have spent in tasks, in ns, by class of task.
     #[serde(default)]
-    pub chan_ns: Vec<(String, u64)>,
+    pub chan_ns: Vec<(ThreadClass, u64)>,
 }
 
 impl std::fmt::Display for ArmedFault {
@@ -95,11 +96,11 @@ impl ChannelTuning {
     /// # Errors
     /// The error names the first value that is not allowed.
     pub fn check(&self) -> Result<(), OutOfRange> {
-        within("channel.region_cache", self.region_cache as u64, 0, 1 << 20)?;
-        within("channel.max_transfer", self.max_transfer.0, 4096, 2 << 20)?;
-        multiple("channel.max_transfer", self.max_transfer, ByteSize(4096))?;
-        within("channel.queues", self.dma_queues as u64, 1, 64)?;
-        within("channel.poll_us", self.poll_us, 0, 10_000)
+        within("channel.region_cache", self.region_cache as u64, ChannelSection::REGION_CACHE)?;
+        within("channel.max_transfer", self.max_transfer.0, ChannelSection::MAX_TRANSFER)?;
+        multiple("channel.max_transfer", self.max_transfer, ChannelSection::MAX_TRANSFER_UNIT)?;
+        within("channel.queues", self.dma_queues as u64, ChannelSection::QUEUES)?;
+        within("channel.poll_us", self.poll_us, ChannelSection::POLL_US)
     }
 }
 
@@ -167,7 +168,7 @@ impl Controls {
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let work = base::work::of_threads(ThreadClass::Channel);
-        let chan_ns = ThreadClass::ALL.map(|class| (class.prefix().to_owned(), work.ns(class))).into();
+        let chan_ns = ThreadClass::ALL.map(|class| (class, work.ns(class))).into();
         let (tuning, configured) = tuned.as_ref().map(|t| (t.current, t.configured)).unzip();
         DebugAnswer { error, faults, tuning, configured, chan_ns }
     }

@@ -256,7 +256,7 @@ impl Keeper {
             listen.clone_from(endpoint);
         }
         self.metrics.clone_from(&ready.metrics);
-        let known: Vec<KnownTarget> = ready.targets.iter().filter_map(KnownTarget::of).collect();
+        let known: Vec<KnownTarget> = ready.targets.iter().map(KnownTarget::of).collect();
         if !known.is_empty() {
             self.spec.known_targets = known;
         }

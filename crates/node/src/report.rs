@@ -1,13 +1,13 @@
 //! The report of `outboard status`, built from the supervisor's record, `/proc` and the osd's
 //! answer to a status request.
 
-use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use base::process::ProcessUsage;
 use client::{TargetState, TargetStatus};
 use serde::{Serialize, Serializer};
+use uuid::Uuid;
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::FdUsage;
@@ -39,8 +39,8 @@ pub struct NodeReport {
     pub pools: Vec<PoolReport>,
     /// The osd's load, while the osd answers.
     pub osd: Option<OsdReport>,
-    /// Health of the DMA between osd and store, while the osd answers.
-    pub offload: Option<client::OffloadStatus>,
+    /// The DMA between osd and store, while the osd answers.
+    pub offload: Option<OffloadReport>,
     /// State of parity computation, while the osd answers.
     pub coding: Option<client::CodingStatus>,
     /// The current rebuild, if there is one.
@@ -53,7 +53,7 @@ pub struct NodeReport {
 #[derive(Debug, Serialize)]
 pub struct RebuildReport {
     /// UUID of the target that receives the rebuilt fragments.
-    pub target: String,
+    pub target: Uuid,
     /// Name of the pool that is being rebuilt.
     pub pool: String,
     /// Number of degraded placement groups in all pools, including this pool.
@@ -72,7 +72,7 @@ impl RebuildReport {
     /// Returns the rebuild in progress, if there is one.
     fn of(status: client::RebuildStatus, groups_left: u32) -> Option<RebuildReport> {
         let client::RebuildStatus { target, pool, objects, bytes, rate_limit, last_failure } = status;
-        let (target, pool) = (target?.to_string(), pool?);
+        let (target, pool) = (target?, pool?);
         Some(RebuildReport { target, pool, groups_left, objects, bytes, rate_limit, last_failure })
     }
 
@@ -122,11 +122,11 @@ pub struct TargetReport {
     /// Path of the target's file or device, if the command found the node by its directory.
     pub path: Option<PathBuf>,
     /// UUID of the target.
-    pub uuid: String,
+    pub uuid: Uuid,
     /// Number of the target, while the osd answers.
     pub id: Option<usize>,
-    /// `in`, `out`, `slow`, `failing`, `failed` or `catching up`, while the osd answers.
-    pub state: Option<&'static str>,
+    /// State of the target, while the osd answers.
+    pub state: Option<ReportedState>,
     /// Why the target cannot be queried.
     pub error: Option<String>,
     /// Space of the target; the keys are missing while the target cannot be queried.
@@ -137,15 +137,54 @@ pub struct TargetReport {
     pub fragmentation: Option<f64>,
 }
 
-/// Returns the state of a target, as reports show it.
-pub fn standing(target: &TargetStatus) -> &'static str {
-    match target {
-        TargetStatus { out: true, .. } => "out",
-        TargetStatus { state: TargetState::Slow, .. } => "slow",
-        TargetStatus { state: TargetState::Failing, .. } => "failing",
-        TargetStatus { failure: Some(_), .. } => "failed",
-        TargetStatus { behind: true, .. } => "catching up",
-        _ => "in",
+/// State of a target, as reports show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReportedState {
+    /// The target is in use.
+    In,
+    /// The operator has taken the target out of use.
+    Out,
+    /// The target did not answer in time, and is being probed.
+    Slow,
+    /// The target reported an I/O error, and is being probed.
+    Failing,
+    /// The target has failed.
+    Failed,
+    /// The target is in use, and is still receiving the changes that it missed.
+    #[serde(rename = "catching up")]
+    CatchingUp,
+}
+
+impl ReportedState {
+    /// Returns the state of a target.
+    pub fn of(target: &TargetStatus) -> ReportedState {
+        match target {
+            TargetStatus { out: true, .. } => ReportedState::Out,
+            TargetStatus { state: TargetState::Slow, .. } => ReportedState::Slow,
+            TargetStatus { state: TargetState::Failing, .. } => ReportedState::Failing,
+            TargetStatus { failure: Some(_), .. } => ReportedState::Failed,
+            TargetStatus { behind: true, .. } => ReportedState::CatchingUp,
+            _ => ReportedState::In,
+        }
+    }
+
+    /// Returns the name of the state.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ReportedState::In => "in",
+            ReportedState::Out => "out",
+            ReportedState::Slow => "slow",
+            ReportedState::Failing => "failing",
+            ReportedState::Failed => "failed",
+            ReportedState::CatchingUp => "catching up",
+        }
+    }
+}
+
+impl Display for ReportedState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
     }
 }
 
@@ -187,48 +226,34 @@ pub struct PoolReport {
     pub unavailable: u32,
 }
 
-/// A network by which clients can reach the osd.
+/// The DMA between osd and store. The keys of its health are beside the other keys.
 #[derive(Debug, Serialize)]
-pub struct PathReport {
-    /// Name of the network, e.g. `ofi:verbs`.
-    pub name: String,
-    /// Address at which the osd listens.
-    pub endpoint: String,
+pub struct OffloadReport {
+    /// Health of the DMA.
+    #[serde(flatten)]
+    pub health: client::HealthStatus,
+    /// Bytes of memory in quarantine, because a late transfer may still access them.
+    pub quarantined_bytes: u64,
+    /// Number of bytes that had already arrived when DMA failed, and that were not sent again.
+    pub kept_bytes: u64,
+    /// Number of bytes sent over the control socket instead of by DMA.
+    pub fallback_bytes: u64,
+    /// Armed faults of the osd.
+    pub faults: Vec<String>,
 }
 
-/// The limits of connections, and the counts of refused and reclaimed connections since the osd's
-/// start, by the resource that ran out.
-#[derive(Debug, Serialize)]
-pub struct ConnectionReport {
-    /// Maximum number of simultaneous connections.
-    pub max_connections: u64,
-    /// Maximum number of simultaneous handshakes.
-    pub max_handshakes: u64,
-    /// Number of handshakes and connections that were closed in favour of a different client.
-    pub reclaimed: BTreeMap<String, u64>,
-    /// Number of connections that were refused.
-    pub refused: BTreeMap<String, u64>,
+impl From<client::OffloadStatus> for OffloadReport {
+    fn from(status: client::OffloadStatus) -> OffloadReport {
+        let client::OffloadStatus { health, quarantined_bytes, kept_bytes, fallback_bytes, faults } = status;
+        OffloadReport { health, quarantined_bytes, kept_bytes, fallback_bytes, faults }
+    }
 }
 
-impl ConnectionReport {
-    fn of(status: client::ConnectionStatus) -> ConnectionReport {
-        ConnectionReport {
-            max_connections: status.max_connections,
-            max_handshakes: status.max_handshakes,
-            reclaimed: status.reclaimed.into_iter().collect(),
-            refused: status.refused.into_iter().collect(),
-        }
-    }
-
-    /// Describes refused and reclaimed connections; empty if there were none.
-    fn text(&self) -> String {
-        let all = [("reclaimed", &self.reclaimed), ("refused", &self.refused)];
-        let counts = all.into_iter().map(|(what, by)| (by.values().sum::<u64>(), what));
-        counts
-            .filter(|(count, _)| *count > 0)
-            .map(|(count, what)| format!("; {count} connections {what}"))
-            .collect()
-    }
+/// Describes refused and reclaimed connections; empty if there were none.
+fn turned_away(connections: &client::ConnectionStatus) -> String {
+    let counts = [("reclaimed", connections.reclaimed.total()), ("refused", connections.refused.total())];
+    let some = counts.into_iter().filter(|(_, count)| *count > 0);
+    some.map(|(what, count)| format!("; {count} connections {what}")).collect()
 }
 
 /// The osd's load.
@@ -237,13 +262,13 @@ pub struct OsdReport {
     /// Time since the osd's start, in seconds.
     pub uptime_seconds: u64,
     /// Networks other than TCP over which clients can reach the osd.
-    pub paths: Vec<PathReport>,
+    pub paths: Vec<client::PathStatus>,
     /// Number of connected clients.
     pub sessions: u32,
     /// Number of connected clients that now use a network other than TCP.
     pub sessions_by_path: u32,
     /// Limits on connections, and counts of refused and reclaimed connections.
-    pub connections: ConnectionReport,
+    pub connections: client::ConnectionStatus,
     /// Number of requests in progress.
     pub requests: u32,
     /// Total staging memory, in bytes.
@@ -255,7 +280,7 @@ pub struct OsdReport {
     /// Breakdown of request times since the osd's start.
     pub times: client::RequestTimes,
     /// Time that the osd's thread has spent in tasks, in ns, by class of task.
-    pub thread_ns: BTreeMap<String, u64>,
+    pub thread_ns: client::ThreadTimes,
 }
 
 impl OsdReport {
@@ -267,7 +292,7 @@ impl OsdReport {
             (false, count) => format!(", {count} of them not over tcp"),
         };
         let sessions = if self.sessions == 1 { "session" } else { "sessions" };
-        let turned_away = self.connections.text();
+        let turned_away = turned_away(&self.connections);
         format!("tcp{}; {} {sessions}{others}{turned_away}", paths.concat(), self.sessions)
     }
 }
@@ -342,17 +367,18 @@ impl NodeReport {
         self.engine = Some(answer.engine);
         self.emulated = answer.emulated;
         if let Some(offload) = &answer.offload {
-            if offload.state != OffloadState::Active {
+            let health = &offload.health;
+            if health.state != OffloadState::Active {
                 let unknown = "the store is not connected, or is reached over TCP without the engine ofi";
-                let why = offload.last_failure.as_deref().unwrap_or(unknown);
+                let why = health.last_failure.as_deref().unwrap_or(unknown);
                 self.problems.push(format!(
                     "DMA is {} (payload is sent over the control socket): {why}",
-                    offload.state
+                    health.state
                 ));
             }
             offload.faults.iter().for_each(|fault| self.add_fault(Role::Osd, fault));
         }
-        self.offload = answer.offload;
+        self.offload = answer.offload.map(OffloadReport::from);
         for (place, health) in [("host", &answer.coding.host.health), ("DPU", &answer.coding.offload.health)]
         {
             if !matches!(health.state, OffloadState::Active | OffloadState::NotInUse) {
@@ -361,35 +387,35 @@ impl NodeReport {
             }
         }
         self.coding = Some(answer.coding);
-        let [staging_total, staging_free, staging_least_free] = answer.staging;
         self.osd = Some(OsdReport {
             uptime_seconds: answer.uptime_seconds,
-            paths: answer.paths.into_iter().map(|(name, endpoint)| PathReport { name, endpoint }).collect(),
+            paths: answer.paths,
             sessions: answer.sessions,
             sessions_by_path: answer.sessions_one_sided,
-            connections: ConnectionReport::of(answer.connections),
+            connections: answer.connections,
             requests: answer.requests,
-            staging_total,
-            staging_free,
-            staging_least_free,
+            staging_total: answer.staging.total_bytes,
+            staging_free: answer.staging.free_bytes,
+            staging_least_free: answer.staging.least_free_bytes,
             times: answer.times,
-            thread_ns: answer.thread_ns.into_iter().collect(),
+            thread_ns: answer.thread_ns,
         });
         self.pools = answer.pools.into_iter().map(|pool| PoolReport::of(pool, &answer.health)).collect();
         self.problems.extend(self.pools.iter().filter_map(PoolReport::problem));
         let left = self.pools.iter().map(|pool| pool.degraded).sum();
         self.rebuild = RebuildReport::of(answer.rebuild, left);
         for (id, target) in answer.targets.into_iter().enumerate() {
-            let uuid = target.uuid.to_string();
+            let uuid = target.uuid;
             let known = self.targets.iter().position(|t| t.uuid == uuid);
             let at = known.unwrap_or_else(|| {
-                self.targets.push(TargetReport { uuid: uuid.clone(), ..TargetReport::default() });
+                self.targets.push(TargetReport { uuid, ..TargetReport::default() });
                 self.targets.len() - 1
             });
             self.targets[at].id = Some(id);
-            self.targets[at].state = Some(standing(&target));
+            let state = ReportedState::of(&target);
+            self.targets[at].state = Some(state);
             if let Some(why) = trouble(&target) {
-                self.problems.push(format!("target {uuid} is {}: {why}", standing(&target)));
+                self.problems.push(format!("target {uuid} is {state}: {why}"));
             } else if let Err(why) = &target.space {
                 self.problems.push(format!("target {uuid}: {why}"));
             }
@@ -492,8 +518,8 @@ impl Display for NodeReport {
             writeln!(f, "network    {}", osd.network())?;
         }
         if let Some(o) = &self.offload {
-            let since = format!("{} failures, {} recoveries", o.failures, o.recoveries);
-            writeln!(f, "offload    DMA {}, {since}", o.state)?;
+            let since = format!("{} failures, {} recoveries", o.health.failures, o.health.recoveries);
+            writeln!(f, "offload    DMA {}, {since}", o.health.state)?;
         }
         if let Some(coding) = self.coding.as_ref().filter(|_| self.has_parity()) {
             writeln!(f, "coding     {}", coding_line(coding))?;
@@ -591,7 +617,7 @@ impl TargetReport {
             "{:>2} {:<36} {:<11} {:>11} {:>11} {:>10}  {}",
             self.id.map_or_else(|| "-".to_owned(), |id| id.to_string()),
             self.uuid,
-            self.state.unwrap_or("-"),
+            self.state.map_or("-", ReportedState::as_str),
             bytes(self.space.map(|space| space.total)),
             bytes(self.space.map(|space| space.free)),
             self.fragmentation.map_or_else(|| "-".to_owned(), |x| format!("{:.1} %", x * 100.0)),
@@ -619,7 +645,7 @@ mod tests {
             endpoint: Some("127.0.0.1:1".into()),
             engine: Some("shm".into()),
             emulated: true,
-            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: "u".into() }],
+            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: Uuid::from_u128(1) }],
             processes: vec![live, dead],
         }
     }

@@ -10,7 +10,6 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
-use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
 use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
 use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
@@ -18,7 +17,7 @@ use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{OffloadState, OffloadStatus, Placement};
+use wire::Placement;
 
 use super::announce::Ready;
 use super::coding;
@@ -94,7 +93,7 @@ impl Backend {
         options.memory.largest_buffer = LARGEST_BUFFER;
         let attachment = Attachment::connect(endpoint, options).await.doing("attaching to the store")?;
         let store = |(index, info): (usize, &channel::TargetInfo)| {
-            (Uuid::from_u128(info.uuid), attachment.store(index) as Arc<dyn ObjectStore>)
+            (info.uuid, attachment.store(index) as Arc<dyn ObjectStore>)
         };
         Ok(Backend {
             targets: attachment.targets().iter().enumerate().map(store).collect(),
@@ -138,28 +137,6 @@ fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
 
-fn offload_status(attachment: &Attachment) -> OffloadStatus {
-    let status = attachment.status();
-    let offload = status.offload;
-    let unused = status.why_no_dma.is_some() || !status.by_dma;
-    OffloadStatus {
-        state: if unused { OffloadState::NotInUse } else { offload_state(offload.health.state) },
-        failures: offload.health.failures,
-        failed_probes: offload.health.failed_probes,
-        recoveries: offload.health.recoveries,
-        last_failure: status.why_no_dma.or(offload.health.last_failure),
-        quarantined_bytes: offload.quarantined as u64,
-        kept_bytes: offload.kept_bytes,
-        fallback_bytes: offload.fallback_bytes,
-        faults: attachment
-            .faults()
-            .armed()
-            .into_iter()
-            .map(|a| format!("{} (fired {})", a.fault, a.fired))
-            .collect(),
-    }
-}
-
 /// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started`
 /// receives the address for clients, or the reason why serving cannot start.
 ///
@@ -193,7 +170,7 @@ pub async fn serve(
     let offload = backend
         .attachment
         .clone()
-        .map(|attachment| OffloadSource(Arc::new(move || offload_status(&attachment))));
+        .map(|attachment| OffloadSource(Arc::new(move || attachment.status().offload)));
     let faults = controls.faults().clone();
     let osd_config = OsdConfig {
         coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 use wire::Placement;
 
 use super::dir::{DirError, NodeDir, replace_file};
@@ -69,7 +70,7 @@ pub struct MountedTarget {
     /// Path of the target's file or device.
     pub path: PathBuf,
     /// UUID of the target.
-    pub uuid: String,
+    pub uuid: Uuid,
 }
 
 /// One process of the node.
@@ -216,7 +217,7 @@ mod tests {
             endpoint: Some("127.0.0.1:1".into()),
             engine: Some("shm".into()),
             emulated: true,
-            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: "u".into() }],
+            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: Uuid::from_u128(1) }],
             processes: vec![Process::new(Role::Supervisor)],
         };
         state.save(&dir).unwrap();

@@ -230,9 +230,9 @@ pub struct KnownTarget {
 }
 
 impl KnownTarget {
-    /// Converts an announced target; `None` if its UUID is invalid.
-    pub fn of(target: &MountedTarget) -> Option<KnownTarget> {
-        Some(KnownTarget { path: target.path.clone(), uuid: target.uuid.parse().ok()? })
+    /// Converts an announced target.
+    pub fn of(target: &MountedTarget) -> KnownTarget {
+        KnownTarget { path: target.path.clone(), uuid: target.uuid }
     }
 
     /// Returns `PATH=UUID` for a role's command line. The result preserves a path that is not
@@ -360,7 +360,7 @@ pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
 
 /// Returns the targets for a role's announcement.
 pub fn announced(mounted: &[Mounted]) -> Vec<MountedTarget> {
-    mounted.iter().map(|m| MountedTarget { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
+    mounted.iter().map(|m| MountedTarget { path: m.path.clone(), uuid: m.uuid }).collect()
 }
 
 /// Unmounts all targets, even if the unmounting of one fails.

@@ -1,6 +1,7 @@
 //! Sizes and durations as people write them: `8GiB`, `500ms`.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -53,8 +54,9 @@ pub enum OutOfRange {
     },
 }
 
-/// Refuses a value of `key` outside of `least..=most`.
-pub fn within(key: &'static str, value: u64, least: u64, most: u64) -> Result<(), OutOfRange> {
+/// Refuses a value of `key` outside of `range`.
+pub fn within(key: &'static str, value: u64, range: RangeInclusive<u64>) -> Result<(), OutOfRange> {
+    let (least, most) = range.into_inner();
     let ok = (least..=most).contains(&value);
     if ok { Ok(()) } else { Err(OutOfRange::Outside { key, value, least, most }) }
 }

@@ -13,7 +13,7 @@ use store::ObjectStore;
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
 use tokio::sync::Mutex;
 use uuid::Uuid;
-use wire::{Error, ObjectName, PartId, Redundancy, SessionId, placement};
+use wire::{Error, ObjectName, PartId, PathStatus, Redundancy, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
@@ -55,7 +55,7 @@ pub(crate) struct Osd {
     /// Open connections, by number.
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
     /// Transports other than TCP that clients can use: kind and address of each.
-    pub(crate) paths: RefCell<Vec<(String, String)>>,
+    pub(crate) paths: RefCell<Vec<PathStatus>>,
     /// Counters of connections that the listener refused, and of slots that it reclaimed from
     /// connections.
     pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
@@ -80,7 +80,7 @@ fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn S
         StripesAt::Here(Some(engines)) => Arc::clone(engines),
         StripesAt::Here(None) => Arc::new(Engines::start(EngineOptions::default(), None)?),
     };
-    let stores = targets.iter().map(|target| (target.uuid.as_u128(), Arc::clone(&target.store)));
+    let stores = targets.iter().map(|target| (target.uuid, Arc::clone(&target.store)));
     Ok(Arc::new(LocalStripes::new(stores.collect(), engines)))
 }
 

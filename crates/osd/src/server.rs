@@ -108,7 +108,7 @@ impl OsdServer {
             Ok(osd) => osd,
             Err(e) => return ready(Err(e)),
         };
-        let listener = match stack.listen(listen, 0).await {
+        let listener = match stack.listen(listen).await {
             Ok(listener) => listener,
             Err(e) => return ready(Err(e.into())),
         };

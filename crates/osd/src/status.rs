@@ -1,7 +1,8 @@
 //! Collects the node's status for display.
 
+use messenger::Shortage;
 use store::StoreCalls;
-use wire::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
+use wire::{ConnectionStatus, NodeStatus, ShortageCounts, Space, StagingStatus, TargetState, TargetStatus};
 
 use crate::map::TargetRecord;
 use crate::osd::Osd;
@@ -41,7 +42,11 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         thread_ns: osd.times.thread(),
         offload: osd.config.offload.as_ref().map(|source| (source.0)()),
         coding: osd.coding.status(),
-        staging: [osd.staging.arena().len() as u64, free as u64, fewest as u64],
+        staging: StagingStatus {
+            total_bytes: osd.staging.arena().len() as u64,
+            free_bytes: free as u64,
+            least_free_bytes: fewest as u64,
+        },
     }
 }
 
@@ -51,14 +56,18 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let shortages = osd.sessions.borrow().shortages();
     // The OSD limits sessions, and the messenger limits connections. A client can lose its slot, or
     // get no slot, because of either limit.
-    let with_sessions = |counts: &mut dyn Iterator<Item = (&'static str, u64)>, sessions| {
-        counts.chain([("sessions", sessions)]).map(|(what, count)| (what.to_owned(), count)).collect()
+    let counts = |count: &dyn Fn(Shortage) -> u64, sessions| ShortageCounts {
+        handshakes: count(Shortage::Handshakes),
+        connections: count(Shortage::Connections),
+        detached: count(Shortage::Detached),
+        descriptors: count(Shortage::Descriptors),
+        sessions,
     };
     ConnectionStatus {
         max_connections: admissions.max_connections() as u64,
         max_handshakes: admissions.max_handshakes() as u64,
-        reclaimed: with_sessions(&mut admissions.reclaimed(), shortages.reclaimed),
-        refused: with_sessions(&mut admissions.refused(), shortages.refused),
+        reclaimed: counts(&|shortage| admissions.reclaimed(shortage), shortages.reclaimed),
+        refused: counts(&|shortage| admissions.refused(shortage), shortages.refused),
     }
 }
 

@@ -7,7 +7,7 @@ use base::phases::Breakdown;
 use base::thread::ThreadClass;
 use base::work;
 use metrics::{Counter, counter};
-use wire::{ObjectRequest, PhaseTimes, RequestBody, RequestTimes};
+use wire::{ObjectRequest, PhaseTimes, RequestBody, RequestTimes, ThreadTimes};
 
 /// Thread classes to which a shard's thread charges its work.
 const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];
@@ -82,9 +82,10 @@ impl Times {
     }
 
     /// Returns the time that the OSD's thread worked, by thread class, in ns.
-    pub(crate) fn thread(&self) -> Vec<(String, u64)> {
+    pub(crate) fn thread(&self) -> ThreadTimes {
         let work = work::of_this_thread();
-        CLASSES.map(|class| (class.prefix().to_owned(), work.ns(class))).into()
+        let [messenger, osd, channel] = CLASSES.map(|class| work.ns(class));
+        ThreadTimes { messenger, osd, channel }
     }
 }
 

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use base::fault::Faults;
-use base::health;
 use base::pool::BufferPool;
 use base::thread::ThreadClass;
 use base::work;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use tokio::sync::watch;
+use wire::{HealthStatus, OffloadState, OffloadStatus};
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 use crate::proxy_store::ProxyStore;
@@ -31,22 +31,8 @@ pub struct AttachmentStatus {
     pub by_dma: bool,
     /// Why there is no host memory, although it was requested.
     pub why_no_dma: Option<String>,
-    /// The current state of DMA.
-    pub offload: Offload,
-}
-
-/// The state of DMA.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Offload {
-    /// Whether DMA is used, and if not, why.
-    pub health: health::HealthReport,
-    /// Bytes of host memory in quarantine, because transfers may still access them.
-    pub quarantined: usize,
-    /// Bytes that had already arrived when DMA failed, and that were not sent again, in this
-    /// incarnation.
-    pub kept_bytes: u64,
-    /// Bytes that the control socket carried in place of DMA, in this incarnation.
-    pub fallback_bytes: u64,
+    /// The current state of DMA. Byte counts are of this incarnation.
+    pub offload: OffloadStatus,
 }
 
 /// The lasting association with one store process and its targets. Clones share one attachment. The
@@ -149,18 +135,26 @@ impl Attachment {
         let state = self.handle.shared.lock();
         let link = state.link();
         let status = link.map(|link| link.status());
+        let by_dma = link.is_some_and(|link| link.by_dma);
+        let mut health = HealthStatus::from(self.handle.shared.health.report());
+        if !by_dma || state.why_no_dma.is_some() {
+            health.state = OffloadState::NotInUse;
+        }
+        health.last_failure = state.why_no_dma.clone().or(health.last_failure);
+        let armed = self.faults().armed().into_iter();
         AttachmentStatus {
             connected: link.is_some(),
             incarnations: state.incarnations,
             last_failure: state.last_failure.clone(),
             stages: status.map_or(0, |s| s.stages),
-            by_dma: link.is_some_and(|link| link.by_dma),
+            by_dma,
             why_no_dma: state.why_no_dma.clone(),
-            offload: Offload {
-                health: self.handle.shared.health.report(),
-                quarantined: status.map_or(0, |s| s.quarantined),
+            offload: OffloadStatus {
+                health,
+                quarantined_bytes: status.map_or(0, |s| s.quarantined as u64),
                 kept_bytes: status.map_or(0, |s| s.kept_bytes),
                 fallback_bytes: status.map_or(0, |s| s.put_bytes),
+                faults: armed.map(|a| format!("{} (fired {})", a.fault, a.fired)).collect(),
             },
         }
     }

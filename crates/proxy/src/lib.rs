@@ -27,7 +27,7 @@ mod shared;
 mod supervise;
 mod transaction_codec;
 
-pub use attachment::{Attachment, AttachmentStatus, Offload};
+pub use attachment::{Attachment, AttachmentStatus};
 pub use options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 pub use proxy_store::ProxyStore;
 pub use proxy_stripes::ProxyStripes;

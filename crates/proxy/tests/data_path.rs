@@ -332,8 +332,9 @@ async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
 async fn two_targets_of_an_attachment_are_independent() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
-    let targets =
-        (0..2).map(|n| outboard_proxy::ServedTarget { uuid: n, store: Arc::new(MemStore::new()) }).collect();
+    let uuids = (0..2).map(uuid::Uuid::from_u128);
+    let target = |uuid| outboard_proxy::ServedTarget { uuid, store: Arc::new(MemStore::new()) };
+    let targets = uuids.map(target).collect();
     let listener = outboard_proxy::StoreListener::unix(&at).unwrap();
     let _server = outboard_proxy::Server::serve(listener, targets, Default::default()).unwrap();
     let attachment = outboard_proxy::Attachment::connect(outboard_proxy::StoreEndpoint::Unix(at), options())

@@ -10,7 +10,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
-use base::health::HealthState;
 use channel::{ShmEngine, ShmOptions};
 use common::engine::Unlucky;
 use common::load::{
@@ -19,6 +18,7 @@ use common::load::{
 use common::{Node, Path, child_process, make_collection, oid, payload, transaction};
 use outboard_proxy::{AttachmentOptions, Server};
 use store::{MemStore, Op, StoreCalls, WriteSource};
+use wire::OffloadState;
 
 async fn faulty(faults: &Faults) -> Node {
     faulty_node(Path::Dma, watched(faults)).await
@@ -143,7 +143,7 @@ async fn a_late_transfer_never_writes_to_memory_with_a_new_owner() {
     futures::future::join_all(writes).await;
     assert!(faults.fired(Site::DmaTransfer) >= 1);
     let status = node.attachment.status();
-    assert!(status.offload.quarantined >= MIB, "{status:?}");
+    assert!(status.offload.quarantined_bytes >= MIB as u64, "{status:?}");
     assert!(
         node.attachment.engine().counters().bytes < MIB as u64,
         "the stalled transfers have not completed"
@@ -194,7 +194,7 @@ async fn dma_recovers_from_random_faults_of_every_kind() {
     faults.clear();
     let times = node.attachment.status().offload.health.failures;
     load(&node, 2, move |s| {
-        s.offload.health.state == HealthState::Active && s.offload.health.failures >= times
+        s.offload.health.state == OffloadState::Active && s.offload.health.failures >= times
     })
     .await;
     is_whole(&node).await;

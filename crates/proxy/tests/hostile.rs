@@ -398,7 +398,7 @@ async fn evil_store_with(
     let osd_doorbell = Doorbell::create().unwrap();
     let ours = osd_doorbell.try_clone().unwrap();
     let (_, (), control) = channel::accept(socket, |hello, _| {
-        let targets = vec![TargetInfo { uuid: 1 }];
+        let targets = vec![TargetInfo { uuid: uuid::Uuid::from_u128(1) }];
         let answer = MemoryAnswer::Descriptors;
         let welcome =
             ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory: answer, targets };
@@ -515,7 +515,7 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
     let listener = UnixListener::bind(at).unwrap();
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
     let (_, (), mut control) = channel::accept(socket, |hello, _| {
-        let targets = vec![TargetInfo { uuid: 1 }];
+        let targets = vec![TargetInfo { uuid: uuid::Uuid::from_u128(1) }];
         let memory = MemoryAnswer::None(None);
         let welcome = ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory, targets };
         Ok((welcome, None, ()))

@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
-use base::health::HealthState;
 use channel::DmaEngine;
 use channel::ofi::{OfiHostOptions, OfiOptions};
 use common::engine::Unlucky;
@@ -26,6 +25,7 @@ use outboard_proxy::{
 };
 use store::conformance::{random_operations, run, seed};
 use store::{MemStore, ObjectStore};
+use wire::OffloadState;
 
 const PATHS: [Path; 2] = [Path::Ofi, Path::OfiTcp];
 
@@ -152,7 +152,7 @@ async fn dma_recovers_from_random_faults_of_every_kind() {
     let operations = load(&node, 8, recovered(4)).await;
     assert!(faults.fired(Site::DmaTransfer) > 3 && operations > 50);
     faults.clear();
-    let active = |status: &AttachmentStatus| status.offload.health.state == HealthState::Active;
+    let active = |status: &AttachmentStatus| status.offload.health.state == OffloadState::Active;
     load(&node, 2, active).await;
     is_whole(&node).await;
 }
@@ -277,7 +277,7 @@ async fn dma_is_used_once_the_network_works_even_if_it_was_down_at_first() {
     futures::future::join_all(tasks).await;
     assert_eq!(attachment.engine().counters().bytes, 0, "the control socket carries everything");
     let deadline = Instant::now() + Duration::from_secs(10);
-    while attachment.status().offload.health.state != HealthState::Active {
+    while attachment.status().offload.health.state != OffloadState::Active {
         assert!(Instant::now() < deadline, "{:?}", attachment.status());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

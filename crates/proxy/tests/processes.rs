@@ -232,7 +232,7 @@ fn the_resources_of_a_killed_osd_are_freed() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
         let store: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
-        let targets = vec![ServedTarget { uuid: 1, store: Arc::clone(&store) }];
+        let targets = vec![ServedTarget { uuid: uuid::Uuid::from_u128(1), store: Arc::clone(&store) }];
         let server =
             Server::serve(StoreListener::unix(&socket).unwrap(), targets, ServerOptions::default()).unwrap();
         let before = held();

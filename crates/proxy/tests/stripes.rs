@@ -15,6 +15,7 @@ use outboard_proxy::{AttachmentOptions, ServedTarget, ServerOptions};
 use store::conformance::{Striped, seed};
 use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
+use uuid::Uuid;
 
 /// An emulated accelerator that computes at the full speed of this machine.
 fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
@@ -26,9 +27,9 @@ async fn striped(path: Path, options: AttachmentOptions, faults: &Faults) -> (No
     let target = |uuid| ServedTarget { uuid, store: Arc::new(MemStore::new()) };
     let engines = Engines::start(EngineOptions::default(), Some(accelerator(faults))).unwrap();
     let server = ServerOptions { engines: Some(Arc::new(engines)), ..offering() };
-    let node = node_over(path, (1..=6).map(target).collect(), options, server).await;
+    let node = node_over(path, (1..=6).map(Uuid::from_u128).map(target).collect(), options, server).await;
     let store = |at: usize| node.attachment.store(at) as Arc<dyn ObjectStore>;
-    let stores = (1..).zip((0..6).map(store)).collect();
+    let stores = (1..).map(Uuid::from_u128).zip((0..6).map(store)).collect();
     let striped = Striped { stripes: node.attachment.stripes(), stores };
     (node, striped)
 }
@@ -90,10 +91,13 @@ async fn a_failed_or_missing_accelerator_is_reported_as_a_coding_error() {
     striped.stripes.stage_stripes(write(ParityDevice::Accelerator), None).await.unwrap();
     striped.stripes.stage_stripes(write(ParityDevice::Host), None).await.unwrap();
 
-    let target = ServedTarget { uuid: 1, store: Arc::new(MemStore::new()) };
+    let target = ServedTarget { uuid: Uuid::from_u128(1), store: Arc::new(MemStore::new()) };
     let node = node_over(Path::Dma, vec![target], options(), ServerOptions::default()).await;
     let stage = node.store.stage(8192).await.unwrap();
-    let write = StripeWrite { parts: vec![Some((1, stage)), None, None], ..write(ParityDevice::Accelerator) };
+    let write = StripeWrite {
+        parts: vec![Some((Uuid::from_u128(1), stage)), None, None],
+        ..write(ParityDevice::Accelerator)
+    };
     let none = node.attachment.stripes();
     let none = store::stripes::StripeStores::stage_stripes(&*none, write, None).await;
     assert!(matches!(none, Err(StripeError::Coding(_))), "{none:?}");

@@ -41,7 +41,7 @@ pub use request::{
 pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{
-    CodingHealth, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
-    PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState,
-    TargetStatus,
+    CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, HealthStatus, NodeStatus, OffloadStatus,
+    PathStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, ShortageCounts,
+    Space, StagingStatus, TargetState, TargetStatus, ThreadTimes,
 };

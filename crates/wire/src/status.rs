@@ -1,5 +1,6 @@
 //! The status of a node, which commands show to operators and tools evaluate.
 
+use base::health::HealthReport;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -161,10 +162,10 @@ pub struct RequestTimes {
     pub other: PhaseTimes,
 }
 
-/// Health of the offload that moves data between OSD and store.
+/// Health of an offload, or of a coding place.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OffloadStatus {
-    /// State of the offload's circuit breaker.
+pub struct HealthStatus {
+    /// State of the circuit breaker.
     pub state: OffloadState,
     /// Number of failures.
     pub failures: u64,
@@ -174,6 +175,25 @@ pub struct OffloadStatus {
     pub recoveries: u64,
     /// Reason of the last failure, or the reason why the offload is not in use.
     pub last_failure: Option<String>,
+}
+
+impl From<HealthReport> for HealthStatus {
+    fn from(report: HealthReport) -> HealthStatus {
+        HealthStatus {
+            state: report.state.into(),
+            failures: report.failures,
+            failed_probes: report.failed_probes,
+            recoveries: report.recoveries,
+            last_failure: report.last_failure,
+        }
+    }
+}
+
+/// Status of the offload that moves data between OSD and store.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadStatus {
+    /// Health of the offload.
+    pub health: HealthStatus,
     /// Bytes of memory in quarantine, because a late transfer may still access them.
     pub quarantined_bytes: u64,
     /// Number of bytes that had already arrived when the offload failed, and that were therefore
@@ -234,7 +254,7 @@ pub struct CodingPlaceStatus {
     /// measurement.
     pub ns_per_mb: Option<u64>,
     /// Health of the place.
-    pub health: CodingHealth,
+    pub health: HealthStatus,
 }
 
 /// Number of tasks sent to a coding place, by reason.
@@ -260,37 +280,76 @@ impl CodingSent {
     }
 }
 
-/// Health of a coding place.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CodingHealth {
-    /// State of the place's circuit breaker.
-    pub state: OffloadState,
-    /// Number of failures.
-    pub failures: u64,
-    /// Number of probes that failed.
-    pub failed_probes: u64,
-    /// Number of times that a probe succeeded after a failure.
-    pub recoveries: u64,
-    /// Reason of the last failure.
-    pub last_failure: Option<String>,
+/// Number of events since the OSD started, by the resource that was exhausted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ShortageCounts {
+    /// Handshakes in progress.
+    pub handshakes: u64,
+    /// Connections.
+    pub connections: u64,
+    /// Connections that wait for their clients.
+    pub detached: u64,
+    /// File descriptors.
+    pub descriptors: u64,
+    /// Sessions.
+    pub sessions: u64,
+}
+
+impl ShortageCounts {
+    /// Returns the number of events, summed over all resources.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.handshakes + self.connections + self.detached + self.descriptors + self.sessions
+    }
 }
 
 /// Limits of the listener, and counts of refused and reclaimed connections since the OSD started.
-/// Each count has the name of the scarce resource: `handshakes`, `connections`, `detached`
-/// (connections that wait for their clients), `descriptors` (open files) or `sessions`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ConnectionStatus {
     /// Maximum number of simultaneous connections. A low limit on open files reduces the configured
     /// number.
     pub max_connections: u64,
     /// Maximum number of simultaneous handshakes.
     pub max_handshakes: u64,
-    /// Number of handshakes and connections that were dropped in favour of another client, by
-    /// resource.
-    pub reclaimed: Vec<(String, u64)>,
-    /// Number of connections refused because a limit was reached, by resource. For `descriptors`,
-    /// the number of failed attempts to accept a connection.
-    pub refused: Vec<(String, u64)>,
+    /// Number of handshakes and connections that were dropped in favour of another client.
+    pub reclaimed: ShortageCounts,
+    /// Number of connections refused because a limit was reached. For `descriptors`, the number of
+    /// failed attempts to accept a connection.
+    pub refused: ShortageCounts,
+}
+
+/// A transport other than TCP that clients can use.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PathStatus {
+    /// Kind of the transport, for example `ofi:verbs`.
+    pub name: String,
+    /// The OSD's address on this transport.
+    pub endpoint: String,
+}
+
+/// Staging memory of the OSD.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StagingStatus {
+    /// Total size, in bytes.
+    pub total_bytes: u64,
+    /// Free bytes now.
+    pub free_bytes: u64,
+    /// Lowest number of free bytes since the OSD started.
+    pub least_free_bytes: u64,
+}
+
+/// Time that the OSD's thread spent in tasks since it started, in ns, by thread class of the task.
+/// The JSON keys are the names of the thread classes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ThreadTimes {
+    /// Tasks of connections.
+    #[serde(rename = "msgr")]
+    pub messenger: u64,
+    /// Tasks of requests.
+    pub osd: u64,
+    /// Tasks of the channel.
+    #[serde(rename = "chan")]
+    pub channel: u64,
 }
 
 /// State of a node.
@@ -318,9 +377,8 @@ pub struct NodeStatus {
     pub targets: Vec<TargetStatus>,
     /// The pools.
     pub pools: Vec<PoolInfo>,
-    /// Transports other than TCP that clients can use. Each entry is the kind of the transport and
-    /// the OSD's address.
-    pub paths: Vec<(String, String)>,
+    /// Transports other than TCP that clients can use.
+    pub paths: Vec<PathStatus>,
     /// Number of connected sessions.
     pub sessions: u32,
     /// Number of connected sessions that use one-sided transfers (RDMA) for bulk data now.
@@ -329,15 +387,14 @@ pub struct NodeStatus {
     pub connections: ConnectionStatus,
     /// Number of requests in progress.
     pub requests: u32,
-    /// Health of the offload between OSD and store, if there is one.
+    /// Status of the offload between OSD and store, if there is one.
     pub offload: Option<OffloadStatus>,
     /// State of parity computation.
     pub coding: CodingStatus,
-    /// Bytes of staging memory: total, free now, and lowest number of free bytes so far.
-    pub staging: [u64; 3],
+    /// Staging memory.
+    pub staging: StagingStatus,
     /// Times of requests, by kind and phase.
     pub times: RequestTimes,
-    /// Time of the OSD's thread since it started, in ns. Each entry is a thread class (`msgr`,
-    /// `osd` or `chan`) and the time in tasks of that class.
-    pub thread_ns: Vec<(String, u64)>,
+    /// Time that the OSD's thread spent in tasks, in ns.
+    pub thread_ns: ThreadTimes,
 }

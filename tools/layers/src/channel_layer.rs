@@ -26,6 +26,7 @@ use store::{
     CollectionId, MemStore, MetadataQuery, ObjectId, ObjectStore, Op, QueryReply, ReadData, StageId, Stat,
     StoreCalls, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
+use uuid::Uuid;
 
 use crate::output;
 
@@ -100,7 +101,11 @@ fn serve(store: ServedStore, socket: &Path) -> Result<()> {
         ServedStore::Null => Arc::new(NullStore),
     };
     let listener = StoreListener::unix(socket).doing("listening for the OSD")?;
-    let _server = Server::serve(listener, vec![ServedTarget { uuid: 1, store }], ServerOptions::default());
+    let _server = Server::serve(
+        listener,
+        vec![ServedTarget { uuid: Uuid::from_u128(1), store }],
+        ServerOptions::default(),
+    );
     output::line("READY");
     // The first process writes nothing to this pipe. When the first process ends, the pipe is
     // closed.

@@ -21,8 +21,6 @@ pub struct EngineLimits {
     pub omap_key_bytes_max: usize,
     /// Maximum size of an omap value, in bytes.
     pub omap_value_bytes_max: usize,
-    /// Maximum number of entries in one page of a listing or of an omap.
-    pub page_entries_max: u32,
 }
 
 impl EngineLimits {
@@ -35,6 +33,5 @@ impl EngineLimits {
         xattr_bytes_max: limits::MAX_XATTR_VALUE,
         omap_key_bytes_max: limits::MAX_OMAP_KEY,
         omap_value_bytes_max: limits::MAX_OMAP_VALUE,
-        page_entries_max: limits::MAX_PAGE,
     };
 }

@@ -8,6 +8,7 @@ use super::abi::{CQ_FORMAT_MSG, CqAttr, CqErrEntry, CqMsgEntry, EAVAIL, FidCq, W
 use super::domain::{Bindable, wait_fd};
 use super::handle::Handle;
 use super::{Domain, Info, Waitable, library};
+use crate::info::ProviderKind;
 use crate::operations::{Held, Operations, PendingOperation};
 use crate::{Completion, FabricError, Operation, Result};
 
@@ -23,7 +24,7 @@ const BATCHES: usize = 16;
 /// entry remains, `verbs` reports forever that the queue is full.
 fn size_for(info: &Info, depth: usize) -> usize {
     let set_aside = info.receive_depth();
-    if info.provider() != "verbs" || set_aside == 0 {
+    if info.provider_kind() != ProviderKind::Verbs || set_aside == 0 {
         return depth;
     }
     // With many endpoints, a size of one entry less than a multiple of the reservation leaves the

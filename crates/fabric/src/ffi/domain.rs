@@ -9,6 +9,7 @@ use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
 use super::handle::Handle;
 use super::registered::RegisteredMemory;
 use super::{Info, library, siw};
+use crate::info::ProviderKind;
 use crate::quarantine::MemoryQuarantine;
 use crate::{FabricError, Result};
 
@@ -101,7 +102,7 @@ impl Domain {
         library::check("fi_domain", code)?;
         // SAFETY: the object was just created, and only this function has it.
         let handle = unsafe { Handle::new(domain, "fi_domain") }?;
-        let (fragile, spoiled) = (info.provider() == "tcp", AtomicBool::new(false));
+        let (fragile, spoiled) = (info.provider_kind() == ProviderKind::Tcp, AtomicBool::new(false));
         let overtakes_reads = siw::overtakes_reads(&info);
         let (fabric, quarantine) = (fabric.clone(), Mutex::default());
         let inner = Inner { handle, quarantine, fragile, spoiled, overtakes_reads, info, fabric };

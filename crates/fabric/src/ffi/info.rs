@@ -11,6 +11,7 @@ use super::abi::{
     THREAD_SAFE, TxAttr,
 };
 use super::library::{self, Library};
+use crate::info::ProviderKind;
 use crate::{EndpointAddress, FabricError, MrMode, ProviderQuery, Result, address};
 
 /// A provider's offer: a way to create endpoints, with its limits.
@@ -62,6 +63,11 @@ impl Info {
     pub fn provider(&self) -> String {
         // SAFETY: as in `domain`; libfabric sets the name to a string or null.
         unsafe { text((*self.raw().fabric_attr).prov_name) }
+    }
+
+    /// Kind of the provider.
+    pub(crate) fn provider_kind(&self) -> ProviderKind {
+        ProviderKind::of_name(&self.provider())
     }
 
     /// Name of the fabric, which is the network as the provider sees it.
@@ -146,8 +152,11 @@ impl Info {
     /// posted.
     #[must_use]
     pub fn shared_receive_depth(&self) -> usize {
-        // Providers other than `verbs` keep receives in a list without a limit.
-        if self.provider() == "verbs" { self.receive_depth() } else { usize::MAX }
+        match self.provider_kind() {
+            ProviderKind::Verbs => self.receive_depth(),
+            // These providers keep receives in a list without a limit.
+            ProviderKind::Tcp | ProviderKind::Other => usize::MAX,
+        }
     }
 
     /// Recommended maximum number of endpoints per completion queue. `depth` is the number of
@@ -158,10 +167,10 @@ impl Info {
     #[must_use]
     pub fn endpoints_per_queue(&self, depth: usize, shared_receive: bool) -> usize {
         const LOOKED_AT: usize = 48;
-        match self.provider().as_str() {
-            "verbs" if shared_receive => usize::MAX,
-            "verbs" => (depth / self.receive_depth().max(1)).max(1),
-            _ => LOOKED_AT,
+        match self.provider_kind() {
+            ProviderKind::Verbs if shared_receive => usize::MAX,
+            ProviderKind::Verbs => (depth / self.receive_depth().max(1)).max(1),
+            ProviderKind::Tcp | ProviderKind::Other => LOOKED_AT,
         }
     }
 

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use super::Info;
+use crate::info::ProviderKind;
 
 /// Whether sends and writes may complete before reads that were posted earlier, so that they need a
 /// fence. libfabric's `verbs` (1.17) assumes that the operations of an endpoint complete in the
@@ -17,6 +18,6 @@ pub(super) fn overtakes_reads(info: &Info) -> bool {
 /// Whether the driver of the device describes itself as `siw`.
 pub(super) fn is_siw(info: &Info) -> bool {
     let described = Path::new("/sys/class/infiniband").join(info.domain_name()).join("node_desc");
-    info.provider() == "verbs"
+    info.provider_kind() == ProviderKind::Verbs
         && std::fs::read_to_string(described).is_ok_and(|text| text.trim_end() == "Software iWARP stack")
 }

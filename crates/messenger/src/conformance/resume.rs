@@ -184,7 +184,7 @@ pub async fn a_server_restart_ends_the_connections_of_its_clients(rig: &Rig) {
     drop(listener);
     // The listener's task ends when the runtime polls it again.
     sleep(Duration::from_millis(50)).await;
-    let _new = rig.stack.listen(&endpoint, 0).await.expect("the address is free again");
+    let _new = rig.stack.listen(&endpoint).await.expect("the address is free again");
     assert!((rig.cut)() > 0);
     let why = lost(&mut *from_server).await;
     assert!(matches!(why, MessengerError::ConnectionLost(_)), "{why}");

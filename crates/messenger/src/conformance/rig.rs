@@ -41,16 +41,12 @@ impl Rig {
     /// # Panics
     /// If the stack cannot listen.
     pub async fn listen(&self) -> Box<dyn Listener> {
-        self.stack.listen(&self.address, 0b101).await.expect("the stack listens")
+        self.stack.listen(&self.address).await.expect("the stack listens")
     }
 
     /// Opens a connection to `listener`. Returns the client's end and the server's end.
     pub(super) async fn pair(&self, listener: &mut dyn Listener) -> (Ends, Ends) {
-        let options = ConnectOptions {
-            tenant: "conformance".into(),
-            features: 0b111,
-            timeout: Duration::from_secs(30),
-        };
+        let options = ConnectOptions { tenant: "conformance".into(), timeout: Duration::from_secs(30) };
         let endpoint = listener.endpoint();
         let mut connecting = self.stack.connect(&endpoint, options);
         let mut client: Option<Ends> = None;

@@ -11,8 +11,8 @@ use super::{FrameError, FrameKind};
 pub struct Hello {
     /// Minimum and maximum protocol version that the client supports.
     pub versions: (u16, u16),
-    /// Requested features, as bits.
-    pub features: u64,
+    /// Reserved: senders write 0, and receivers ignore the value.
+    pub reserved: u64,
     /// Name of the tenant, at most 32 bytes.
     pub tenant: String,
     /// A random number that identifies this attempt. The answer repeats it. Over libfabric, it
@@ -43,8 +43,8 @@ pub struct Resume {
 pub struct Welcome {
     /// Protocol version of the connection.
     pub version: u16,
-    /// Features that both sides support, as bits.
-    pub features: u64,
+    /// Reserved: senders write 0, and receivers ignore the value.
+    pub reserved: u64,
     /// The nonce of the [`Hello`].
     pub nonce: [u8; 16],
     /// Number of the connection.

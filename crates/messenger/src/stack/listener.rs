@@ -12,6 +12,7 @@ use base::budget::{Budget, spare_descriptors};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
+use wire::PathStatus;
 
 use crate::admissions::Shortage;
 use crate::config::ConnectionConfig;
@@ -47,7 +48,6 @@ pub(super) struct StreamListener {
 
 /// The state that the handshakes of a listener share.
 struct Reception {
-    features: u64,
     config: ConnectionConfig,
     registry: Arc<Registry>,
     /// The paths on which the listener also accepts transports.
@@ -233,7 +233,6 @@ impl StreamListener {
     pub(super) fn start(
         acceptor: Box<dyn Acceptor>,
         others: Vec<(String, Box<dyn Acceptor>)>,
-        features: u64,
         config: ConnectionConfig,
     ) -> StreamListener {
         let endpoint = acceptor.endpoint();
@@ -254,7 +253,6 @@ impl StreamListener {
         let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
         let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::new() });
         let reception = Arc::new(Reception {
-            features,
             config,
             registry,
             paths: paths.clone(),
@@ -273,8 +271,10 @@ impl Listener for StreamListener {
         self.endpoint.clone()
     }
 
-    fn paths(&self) -> Vec<(String, String)> {
-        self.paths.iter().map(|path| (path.name.clone(), path.endpoint.clone())).collect()
+    fn paths(&self) -> Vec<PathStatus> {
+        let status =
+            |path: &PathOffer| PathStatus { name: path.name.clone(), endpoint: path.endpoint.clone() };
+        self.paths.iter().map(status).collect()
     }
 
     fn admissions(&self) -> Arc<Admissions> {
@@ -405,7 +405,7 @@ impl Reception {
                 }
             };
         }
-        let (settled, welcome) = handshake::settle(hello, wire, self.features, &self.config, &self.paths);
+        let (settled, welcome) = handshake::settle(hello, wire, &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_connections();

@@ -190,7 +190,7 @@ impl Attacker {
 fn hello(nonce: [u8; 16]) -> Body {
     Body::Hello(Hello {
         versions: (2, 2),
-        features: 0,
+        reserved: 0,
         tenant: "victim".into(),
         nonce,
         limits: (65_536, 65_536),

@@ -115,7 +115,7 @@ async fn offer_until_killed(endpoint: &str) {
 /// Reads the memory of the first client again and again.
 async fn read_until_killed() {
     let (stack, _) = stack();
-    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     tell(&format!("ENDPOINT {}", listener.endpoint()));
     let mut server = listener.accept().await.expect("accepts");
     let from = offered(&mut *server.1).await;
@@ -137,7 +137,7 @@ fn tell(line: &str) {
 #[tokio::test]
 async fn a_client_killed_during_a_read_leaves_no_link_and_no_buffer_in_use() {
     let (stack, control) = stack();
-    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    let mut listener = stack.listen(&super::provider().1).await.expect("listens");
     let pool = conformance::pool();
     let free = pool.free_bytes().0;
     let (mut whole, expected) = (0, data());

@@ -142,7 +142,7 @@ async fn messages_arrive_although_a_reader_keeps_all_packet_buffers() {
     let config = ConnectionConfig { heartbeat, grace, ..ConnectionConfig::default() };
     let client = StreamStack::over(client, config.clone());
     let server = StreamStack::over(server, config);
-    let mut listener = server.listen(&address, 0).await.expect("listens");
+    let mut listener = server.listen(&address).await.expect("listens");
     let endpoint = listener.endpoint();
     let (client, server) =
         tokio::join!(client.connect(&endpoint, ConnectOptions::default()), listener.accept());

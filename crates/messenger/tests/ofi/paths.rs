@@ -35,7 +35,7 @@ fn network(required: bool) -> Network {
 
 impl Network {
     async fn pair(&self) -> (Box<dyn Listener>, Ends, Ends) {
-        let mut listener = self.stack.listen(&self.address, 0).await.expect("listens");
+        let mut listener = self.stack.listen(&self.address).await.expect("listens");
         let endpoint = listener.endpoint();
         let connecting = self.stack.connect(&endpoint, ConnectOptions::default());
         let (client, server) = tokio::join!(connecting, listener.accept());
@@ -116,14 +116,14 @@ async fn without_a_link_connections_begin_over_tcp_unless_the_link_is_required()
 
     let required = network(true);
     required.control.refuse(true);
-    let listener = required.stack.listen(&required.address, 0).await.expect("listens");
+    let listener = required.stack.listen(&required.address).await.expect("listens");
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
     let why = refused.err().expect("the client cannot connect").to_string();
     assert!(why.contains("ofi:"), "{why}");
 
     // A client that requires a path cannot connect to a server without this path.
     let plain = StreamStack::over(Tcp::default(), ConnectionConfig::default());
-    let listener = plain.listen(&required.address, 0).await.expect("listens");
+    let listener = plain.listen(&required.address).await.expect("listens");
     required.control.refuse(false);
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
     assert!(refused.is_err());

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use crate::raw::{PATIENCE, Raw, lost};
 use outboard_messenger::frame::{Body, Resume};
-use outboard_messenger::{ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, TcpStack};
+use outboard_messenger::{
+    ConnectionConfig, ConnectionEvent, Ends, Listener, NetworkStack, Shortage, TcpStack,
+};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::time::timeout;
 
@@ -19,7 +21,7 @@ fn config() -> ConnectionConfig {
 }
 
 async fn listen(config: ConnectionConfig) -> Box<dyn Listener> {
-    TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap()
+    TcpStack::new(config).listen("127.0.0.1:0").await.unwrap()
 }
 
 /// Waits for the next accepted connection. Skips failed handshakes.
@@ -160,6 +162,6 @@ async fn child_process_with_few_descriptors() {
             _ = end.read_u8() => break,
         }
     }
-    let (_, refused) = admissions.refused().find(|(reason, _)| *reason == "descriptors").unwrap();
+    let refused = admissions.refused(Shortage::Descriptors);
     say(format!("refused={refused}"));
 }

@@ -362,7 +362,7 @@ async fn a_client_reports_typed_errors_for_invalid_answers_of_a_server() {
     let stack = TcpStack::new(config);
     let welcome = |nonce| Welcome {
         version: 2,
-        features: 0,
+        reserved: 0,
         nonce,
         connection: 1,
         secret: [0; 16],

@@ -24,7 +24,7 @@ fn quick() -> ConnectionConfig {
 }
 
 async fn pair(stack: &TcpStack) -> (Ends, Ends) {
-    let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+    let mut listener = stack.listen("127.0.0.1:0").await.unwrap();
     let endpoint = listener.endpoint();
     let (client, server) =
         tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
@@ -49,7 +49,7 @@ async fn a_listener_limits_its_connections_and_its_detached_connections() {
     let (heartbeat, grace) = (Duration::from_secs(1), Duration::from_secs(5));
     let config =
         ConnectionConfig { max_connections: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
-    let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
+    let mut listener = TcpStack::new(config).listen("127.0.0.1:0").await.unwrap();
     let endpoint = listener.endpoint();
     let mut peers = Vec::new();
     for _ in 0..3 {
@@ -75,7 +75,7 @@ async fn a_listener_limits_its_connections_and_its_detached_connections() {
 #[tokio::test]
 async fn a_client_killed_during_a_pull_ends_only_its_connection() {
     let stack = TcpStack::new(quick());
-    let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+    let mut listener = stack.listen("127.0.0.1:0").await.unwrap();
     let endpoint = listener.endpoint();
     let (offered, offers) = tokio::sync::oneshot::channel();
     let (kill, killed) = std::sync::mpsc::channel::<()>();
@@ -186,7 +186,7 @@ async fn a_connection_to_a_killed_server_is_lost_after_the_clients_timeout() {
     let server = std::thread::spawn(move || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let mut listener = TcpStack::new(quick()).listen("127.0.0.1:0", 0).await.unwrap();
+            let mut listener = TcpStack::new(quick()).listen("127.0.0.1:0").await.unwrap();
             told.send(listener.endpoint()).unwrap();
             let _ends = listener.accept().await.unwrap();
             while killed.try_recv().is_err() {

@@ -44,7 +44,7 @@ pub(crate) fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
 pub(crate) fn hello(resume: Option<Resume>) -> Hello {
     Hello {
         versions: (2, 2),
-        features: 0,
+        reserved: 0,
         tenant: "raw".into(),
         nonce: [7; 16],
         limits: (65_536, 65_536),
@@ -145,7 +145,7 @@ impl Victim {
             ..ConnectionConfig::default()
         };
         let stack = TcpStack::new(config);
-        let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+        let mut listener = stack.listen("127.0.0.1:0").await.unwrap();
         let endpoint = listener.endpoint();
         let (client, server) =
             tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());

@@ -50,10 +50,8 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", socket), why)
     })?;
-    let offered = mounted
-        .iter()
-        .map(|m| proxy::ServedTarget { uuid: m.uuid.as_u128(), store: m.object_store() })
-        .collect();
+    let offered =
+        mounted.iter().map(|m| proxy::ServedTarget { uuid: m.uuid, store: m.object_store() }).collect();
     let channel = &process.config.channel;
     let ofi = match &channel.engine {
         EngineKind::Shm => None,
@@ -85,7 +83,7 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         ..Ready::default()
     });
     let replace = |uuid: Uuid, store: Arc<BlockStore>, driver| {
-        server.replace(uuid.as_u128(), store, Some(driver));
+        server.replace(uuid, store, Some(driver));
     };
     let mount = BlockStore::mount_driven;
     let config = &process.config;

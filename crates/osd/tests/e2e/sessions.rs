@@ -430,7 +430,7 @@ struct Script {
 
 impl Script {
     async fn start() -> (Script, String) {
-        let listener = stack(UseAs::Server).listen("127.0.0.1:0", 0).await.unwrap();
+        let listener = stack(UseAs::Server).listen("127.0.0.1:0").await.unwrap();
         let endpoint = listener.endpoint();
         (Script { listener, connection: None }, endpoint)
     }

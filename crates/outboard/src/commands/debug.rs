@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Site};
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use wire::Placement;
@@ -12,6 +13,7 @@ use wire::Placement;
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
+use node::config::ChannelSection;
 use node::debug::{self, ArmedFault, ChannelTuning, DebugAnswer, DebugRequest};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
@@ -75,11 +77,11 @@ pub struct TuneArgs {
     /// Maximum length of a DMA transfer, 4KiB to 2MiB; the engine's own limit also applies
     #[arg(long, value_name = "S")]
     max_transfer: Option<ByteSize>,
-    /// Number of queues of the DMA engine; with 1, short requests wait for long requests
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
-    dma_queues: Option<u16>,
-    /// How long the DPU's side polls for completions before it sleeps, in microseconds
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=10_000))]
+    /// Number of queues of the DMA engine, 1 to 64; with 1, short requests wait for long requests
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(ChannelSection::QUEUES))]
+    dma_queues: Option<usize>,
+    /// How long the DPU's side polls for completions before it sleeps, in microseconds, 0 to 10000
+    #[arg(long, value_name = "US", value_parser = RangedU64ValueParser::<u64>::new().range(ChannelSection::POLL_US))]
     poll: Option<u64>,
     /// Print one JSON object
     #[arg(long)]
@@ -93,7 +95,7 @@ impl TuneArgs {
             pipeline: configured.pipeline && !self.no_pipeline,
             region_cache: if self.no_region_cache { 0 } else { configured.region_cache },
             max_transfer: self.max_transfer.unwrap_or(configured.max_transfer),
-            dma_queues: self.dma_queues.map_or(configured.dma_queues, usize::from),
+            dma_queues: self.dma_queues.unwrap_or(configured.dma_queues),
             poll_us: self.poll.unwrap_or(configured.poll_us),
         }
     }
@@ -150,8 +152,13 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
 /// Tunes the channel and prints the tuning.
 fn tune(args: &TuneArgs, node: &NodeArgs) -> Result<()> {
     let doing = "tuning the channel";
-    if args.max_transfer.is_some_and(|size| size.0 < 4096 || !size.0.is_multiple_of(4096)) {
-        return Err(Failure::usage(doing, "--max-transfer must be a multiple of 4KiB"));
+    if let Some(size) = args.max_transfer {
+        let (range, unit) = (ChannelSection::MAX_TRANSFER, ChannelSection::MAX_TRANSFER_UNIT);
+        if !range.contains(&size.0) || !size.0.is_multiple_of(unit.0) {
+            let (least, most) = (ByteSize(*range.start()), ByteSize(*range.end()));
+            let why = format!("--max-transfer must be {least} to {most}, a multiple of {unit}");
+            return Err(Failure::usage(doing, why));
+        }
     }
     let configured = |answer: DebugAnswer| {
         let why = "the osd uses no channel; start the node with placement dpu";

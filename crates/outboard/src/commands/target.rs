@@ -11,7 +11,7 @@ use crate::output;
 use node::config_file;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
-use node::report::{standing, trouble};
+use node::report::{ReportedState, trouble};
 use node::targets;
 use node::units::ByteSize;
 
@@ -110,7 +110,7 @@ fn lines(status: &NodeStatus) -> Vec<String> {
         let why = trouble(target).map_or(String::new(), |why| format!("  {why}"));
         lines.push(format!(
             "{id:>3}  {:<11}  {free:>10}  {total:>10}  {}{why}",
-            standing(target),
+            ReportedState::of(target),
             target.uuid
         ));
     }

@@ -335,7 +335,7 @@ fn roles(
     };
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {
         let known_targets = match role {
-            Role::Store | Role::Node => last_run.iter().filter_map(KnownTarget::of).collect(),
+            Role::Store | Role::Node => last_run.iter().map(KnownTarget::of).collect(),
             Role::Supervisor | Role::Osd => Vec::new(),
         };
         Ok(RoleSpec {

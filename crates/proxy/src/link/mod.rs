@@ -40,6 +40,7 @@ use futures::task::AtomicWaker;
 use store::stripes::{Coded, FragmentBytes, Parity, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
+use uuid::Uuid;
 
 use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, pack_checksums};
 use crate::transaction_codec::{self, EncodedTransaction};
@@ -489,7 +490,7 @@ impl State {
             let what = "stripes".to_owned();
             return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });
         }
-        let translate = |part: &Option<(u128, StageId)>| {
+        let translate = |part: &Option<(Uuid, StageId)>| {
             let Some((uuid, stage)) = part else { return Ok(None) };
             let gone = StoreError::NoSuchStage(stage.0);
             let target = targets.iter().position(|target| target.uuid == *uuid).ok_or(gone.clone())?;

@@ -35,6 +35,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
+use uuid::Uuid;
 
 use host_attachment::{HostAttachment, Reached, Rings};
 use offers::OfiHostSource;
@@ -48,8 +49,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// A target that a server offers.
 #[derive(Clone)]
 pub struct ServedTarget {
-    /// The target's UUID, as a number. After a restart, the osd accepts only the same targets.
-    pub uuid: u128,
+    /// The target's UUID. After a restart, the osd accepts only the same targets.
+    pub uuid: Uuid,
     /// The target's store.
     pub store: Arc<dyn ObjectStore>,
 }
@@ -215,7 +216,7 @@ impl Server {
     /// Serves a new store under the UUID of a target that was remounted. Runs the store's driver as
     /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the attachment, so that the osd learns
     /// of the change. Calls of the old attachment never reach the new store.
-    pub fn replace(&self, uuid: u128, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
+    pub fn replace(&self, uuid: Uuid, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
         if let Some(driver) = driver {
             // Sending fails only if the thread has panicked.
             let _ = self.drivers.send(driver);

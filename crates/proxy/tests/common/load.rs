@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Faults, Site};
-use base::health::HealthState;
 use outboard_proxy::{AttachmentOptions, AttachmentStatus};
 use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
+use wire::OffloadState;
 
 use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 
@@ -118,7 +118,7 @@ pub fn fired_and_recovered(
     let (before, faults) = (node.attachment.status().offload.health.recoveries, faults.clone());
     move |status| {
         let health = &status.offload.health;
-        faults.fired(site) > 0 && health.recoveries > before && health.state == HealthState::Active
+        faults.fired(site) > 0 && health.recoveries > before && health.state == OffloadState::Active
     }
 }
 
@@ -143,7 +143,7 @@ pub async fn is_whole(node: &Node) {
         let status = node.attachment.status();
         if node.attachment.pool().free_bytes().0 == 16 * MIB
             && node.server.status().stages == 0
-            && status.offload.quarantined == 0
+            && status.offload.quarantined_bytes == 0
         {
             return;
         }

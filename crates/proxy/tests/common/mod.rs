@@ -20,6 +20,7 @@ use store::{
     BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls,
     Transaction,
 };
+use uuid::Uuid;
 
 /// The path of payload between osd and store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,7 +109,7 @@ pub fn options() -> AttachmentOptions {
 }
 
 pub fn target(store: Arc<dyn ObjectStore>) -> ServedTarget {
-    ServedTarget { uuid: 1, store }
+    ServedTarget { uuid: Uuid::from_u128(1), store }
 }
 
 pub async fn node(path: Path) -> Node {

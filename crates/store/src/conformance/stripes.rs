@@ -8,6 +8,7 @@ use ec::{Code, Geometry, KernelChoice};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::oneshot;
+use uuid::Uuid;
 
 use crate::stripes::{FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite};
 use crate::{
@@ -23,7 +24,7 @@ pub struct Striped {
     /// The implementation to test.
     pub stripes: Arc<dyn StripeStores>,
     /// The stores that receive the fragments, with their UUIDs.
-    pub stores: Vec<(u128, Arc<dyn ObjectStore>)>,
+    pub stores: Vec<(Uuid, Arc<dyn ObjectStore>)>,
 }
 
 fn cid() -> CollectionId {
@@ -92,7 +93,7 @@ impl Striped {
         self.nonsense(&mut rng).await;
     }
 
-    async fn stages(&self, count: usize, len: u64) -> Vec<Option<(u128, StageId)>> {
+    async fn stages(&self, count: usize, len: u64) -> Vec<Option<(Uuid, StageId)>> {
         let mut stages = Vec::new();
         for (uuid, store) in &self.stores[..count] {
             stages.push(Some((*uuid, store.stage(len).await.expect("a stage"))));
@@ -101,7 +102,7 @@ impl Striped {
     }
 
     /// Writes the staged bytes to objects, reads the objects, and compares them with `expected`.
-    async fn check(&self, parts: &[Option<(u128, StageId)>], expected: &[Bytes]) {
+    async fn check(&self, parts: &[Option<(Uuid, StageId)>], expected: &[Bytes]) {
         let oid = ObjectId::new("o").expect("a name");
         for (part, expected) in parts.iter().zip(expected) {
             let Some((uuid, stage)) = part else { continue };

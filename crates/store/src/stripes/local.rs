@@ -6,6 +6,7 @@ use base::BoxFuture;
 use base::block::Payload;
 use bytes::Bytes;
 use futures::future::join_all;
+use uuid::Uuid;
 
 use super::{
     Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, StoreStage, StripeError, StripeStores,
@@ -18,14 +19,14 @@ const MAX_BYTES: usize = 64 << 20;
 
 /// A set of stores in this process that accepts stripes.
 pub struct LocalStripes {
-    stores: Vec<(u128, Arc<dyn ObjectStore>)>,
+    stores: Vec<(Uuid, Arc<dyn ObjectStore>)>,
     engines: Arc<Engines>,
 }
 
 impl LocalStripes {
     /// Creates the set from the stores and their UUIDs.
     #[must_use]
-    pub fn new(stores: Vec<(u128, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStripes {
+    pub fn new(stores: Vec<(Uuid, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStripes {
         LocalStripes { stores, engines }
     }
 
@@ -46,7 +47,7 @@ impl LocalStripes {
     }
 
     fn parts(&self, write: &StripeWrite) -> Result<Vec<Option<StoreStage>>, StripeError> {
-        let find = |part: &Option<(u128, crate::StageId)>| {
+        let find = |part: &Option<(Uuid, crate::StageId)>| {
             let Some((uuid, stage)) = part else { return Ok(None) };
             let found = self.stores.iter().find(|(known, _)| known == uuid);
             let (_, store) = found.ok_or(StoreError::NoSuchStage(stage.0))?;
@@ -142,8 +143,8 @@ mod tests {
     async fn local_stripes_pass_the_conformance_suite() {
         let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
         let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
-        let stores: Vec<(u128, Arc<dyn ObjectStore>)> =
-            (1..=6).map(|uuid| (uuid, Arc::new(MemStore::new()) as Arc<dyn ObjectStore>)).collect();
+        let store = |uuid| (Uuid::from_u128(uuid), Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
+        let stores: Vec<(Uuid, Arc<dyn ObjectStore>)> = (1..=6).map(store).collect();
         let stripes = Arc::new(LocalStripes::new(stores.clone(), Arc::clone(&engines)));
         Striped { stripes, stores }.run(seed()).await;
         let stats = engines.stats();

@@ -18,6 +18,7 @@ use bytes::{Bytes, BytesMut};
 use ec::offload::host_load::LoadCounters;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
+use uuid::Uuid;
 
 use crate::{ObjectStore, StageId, StoreError};
 
@@ -99,7 +100,7 @@ pub enum Parity {
 pub struct StripeWrite {
     /// For each fragment, data fragments first: the UUID of its target and its stage on that
     /// target. `None` means that the fragment is not written.
-    pub parts: Vec<Option<(u128, StageId)>>,
+    pub parts: Vec<Option<(Uuid, StageId)>>,
     /// Offset in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
     /// The data fragments, all of the same length.

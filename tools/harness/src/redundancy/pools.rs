@@ -13,6 +13,7 @@ use crate::Result;
 use crate::ceiling::FioFile;
 use crate::evaluation::order::turns;
 use crate::evaluation::stats::Rounds;
+use crate::evaluation::workload::AccessMode;
 use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
 
@@ -20,19 +21,57 @@ use crate::report::{Table, say};
 pub const TARGETS: u32 = 7;
 /// The measured placements of the osd.
 const PLACEMENTS: [NodePlacement; 2] = [NodePlacement::Dpu, NodePlacement::Host];
-/// The pools: redundancy scheme, and bytes on the drive per byte of an object.
-const POOLS: [(&str, f64); 3] = [("single", 1.0), ("mirror:2", 2.0), ("ec:4+2", 1.5)];
 /// Object sizes: in the syntax of the command line, in bytes, and in the syntax of fio.
 const SIZES: [(&str, u64, &str); 2] = [("4MiB", 4 << 20, "4m"), ("1MiB", 1 << 20, "1m")];
-const MODES: [&str; 2] = ["write", "read"];
+/// The measured operations.
+const MODES: [AccessMode; 2] = [AccessMode::Write, AccessMode::Read];
+
+/// A redundancy scheme. The node has a pool for each scheme.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scheme {
+    Single,
+    Mirror2,
+    Ec4Plus2,
+}
+
+impl Scheme {
+    const ALL: [Scheme; 3] = [Scheme::Single, Scheme::Mirror2, Scheme::Ec4Plus2];
+
+    /// The scheme in the syntax of the command line.
+    fn as_str(self) -> &'static str {
+        match self {
+            Scheme::Single => "single",
+            Scheme::Mirror2 => "mirror:2",
+            Scheme::Ec4Plus2 => "ec:4+2",
+        }
+    }
+
+    /// Name of the pool with this scheme.
+    fn pool_name(self) -> &'static str {
+        match self {
+            Scheme::Single => "single",
+            Scheme::Mirror2 => "mirror",
+            Scheme::Ec4Plus2 => "ec",
+        }
+    }
+
+    /// Number of bytes that a write of one byte of an object writes to the drive.
+    fn drive_bytes_per_byte(self) -> f64 {
+        match self {
+            Scheme::Single => 1.0,
+            Scheme::Mirror2 => 2.0,
+            Scheme::Ec4Plus2 => 1.5,
+        }
+    }
+}
 
 /// One kind of run, which is repeated in each round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PoolCase {
     placement: NodePlacement,
-    pool: (&'static str, f64),
+    scheme: Scheme,
     size: (&'static str, u64, &'static str),
-    mode: &'static str,
+    mode: AccessMode,
     degraded: bool,
 }
 
@@ -43,30 +82,25 @@ impl PoolCase {
     }
 
     fn name_without_placement(&self) -> String {
-        format!("{} {} {}", self.pool.0, self.size.0, self.mode)
+        format!("{} {} {}", self.scheme.as_str(), self.size.0, self.mode.name())
     }
 
     fn drive_name(&self) -> String {
-        format!("fio {} {}", self.size.0, self.mode)
+        format!("fio {} {}", self.size.0, self.mode.name())
     }
 }
 
 /// Returns all cases of a placement. If `degraded` is true, they run with one target out.
 fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     let mut cases = Vec::new();
-    for (pool, size, mode) in
-        POOLS.iter().flat_map(|p| SIZES.iter().flat_map(move |s| MODES.iter().map(move |m| (*p, *s, *m))))
-    {
-        if !degraded || (pool.0.starts_with("ec") && mode == "read") {
-            cases.push(PoolCase { placement, pool, size, mode, degraded });
+    for scheme in Scheme::ALL {
+        for (size, mode) in SIZES.into_iter().flat_map(|size| MODES.map(|mode| (size, mode))) {
+            if !degraded || (scheme == Scheme::Ec4Plus2 && mode == AccessMode::Read) {
+                cases.push(PoolCase { placement, scheme, size, mode, degraded });
+            }
         }
     }
     cases
-}
-
-/// Returns the name of the pool with the redundancy scheme `pool`.
-fn pool_name(pool: &str) -> &str {
-    pool.split(':').next().unwrap_or(pool)
 }
 
 /// Measures all pools, and prints the results.
@@ -81,10 +115,10 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let fio = FioFile::create(dir, settings.fio_mib())?;
     let node = Node::new(&dir.join("pools"))?;
     node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;
-    for (redundancy, _) in POOLS {
-        node.run_quietly(&["pool", "create", pool_name(redundancy), "--redundancy", redundancy])?;
+    for scheme in Scheme::ALL {
+        node.run_quietly(&["pool", "create", scheme.pool_name(), "--redundancy", scheme.as_str()])?;
         for (name, bytes, _) in SIZES {
-            populate(&node, pool_name(redundancy), name, settings.set_bytes() / bytes)?;
+            populate(&node, scheme.pool_name(), name, settings.set_bytes() / bytes)?;
         }
     }
     let mut book = Book::default();
@@ -160,10 +194,14 @@ fn run(
     round: u32,
     book: &mut Book,
 ) -> Result<()> {
-    let workload =
-        BenchSpec { mode: case.mode, object_size: case.size.0, in_flight: 16, seconds: settings.seconds };
+    let workload = BenchSpec {
+        mode: case.mode.name(),
+        object_size: case.size.0,
+        in_flight: 16,
+        seconds: settings.seconds,
+    };
     let objects = (settings.set_bytes() / case.size.1).to_string();
-    let found = node.bench_with(pool_name(case.pool.0), workload, &["--objects", &objects])?;
+    let found = node.bench_with(case.scheme.pool_name(), workload, &["--objects", &objects])?;
     let name = case.name();
     let mb = case.size.1 as f64 / 1e6;
     book.note(&name, "mb_per_s", round, found.mb_per_s);
@@ -180,7 +218,10 @@ fn run(
 impl PoolCase {
     /// Number of bytes that are written to or read from the drive per byte of an object.
     fn on_drive(&self) -> f64 {
-        if self.mode == "write" { self.pool.1 } else { 1.0 }
+        match self.mode {
+            AccessMode::Write => self.scheme.drive_bytes_per_byte(),
+            AccessMode::Read | AccessMode::Randread => 1.0,
+        }
     }
 }
 
@@ -196,7 +237,7 @@ fn print(book: &Book, placement: NodePlacement) {
     let mut table = Table::new(&head);
     for case in [cases(placement, false), cases(placement, true)].concat() {
         let name = case.name();
-        let single = PoolCase { pool: POOLS[0], degraded: false, ..case }.name();
+        let single = PoolCase { scheme: Scheme::Single, degraded: false, ..case }.name();
         let degraded = if case.degraded { ", one target out" } else { "" };
         let drive = crate::evaluation::stats::ratio(
             &book.rounds(&name, "drive_mb_per_s"),
@@ -214,7 +255,7 @@ fn print(book: &Book, placement: NodePlacement) {
     }
     for (size, _, _) in SIZES {
         for mode in MODES {
-            let name = format!("fio {size} {mode}");
+            let name = format!("fio {size} {}", mode.name());
             table.row(&[format!("{name}, O_DIRECT"), cell(&book.rounds(&name, "mb_per_s"))]);
         }
     }
@@ -237,11 +278,10 @@ mod tests {
     #[test]
     fn writes_count_all_copies_and_parity_as_drive_bytes() {
         let all = cases(NodePlacement::Dpu, false);
-        let of = |pool: &str, mode: &str| {
-            all.iter().find(|c| c.pool.0 == pool && c.mode == mode).map(PoolCase::on_drive)
-        };
-        assert_eq!(of("ec:4+2", "write"), Some(1.5));
-        assert_eq!(of("mirror:2", "write"), Some(2.0));
-        assert_eq!(of("mirror:2", "read"), Some(1.0));
+        let of =
+            |scheme, mode| all.iter().find(|c| (c.scheme, c.mode) == (scheme, mode)).map(PoolCase::on_drive);
+        assert_eq!(of(Scheme::Ec4Plus2, AccessMode::Write), Some(1.5));
+        assert_eq!(of(Scheme::Mirror2, AccessMode::Write), Some(2.0));
+        assert_eq!(of(Scheme::Mirror2, AccessMode::Read), Some(1.0));
     }
 }

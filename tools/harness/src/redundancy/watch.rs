@@ -24,7 +24,19 @@ struct WatchedRebuild {
 
 #[derive(Debug, Deserialize)]
 struct WatchedTarget {
-    state: Option<String>,
+    state: Option<WatchedTargetState>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum WatchedTargetState {
+    In,
+    Out,
+    Slow,
+    Failing,
+    Failed,
+    #[serde(rename = "catching up")]
+    CatchingUp,
 }
 
 #[derive(Debug, Deserialize)]
@@ -46,7 +58,8 @@ impl WatchedState {
     /// still receiving changes that it missed.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        let settled = |t: &WatchedTarget| matches!(t.state.as_deref(), Some("in" | "out"));
+        let settled =
+            |t: &WatchedTarget| matches!(t.state, Some(WatchedTargetState::In | WatchedTargetState::Out));
         self.rebuild.is_none()
             && self.pools.iter().all(|p| p.degraded == 0 && p.unavailable == 0)
             && self.targets.iter().all(settled)
@@ -155,22 +168,25 @@ fn drive_bytes(pid: u32) -> [u64; 2] {
 
 #[cfg(test)]
 mod tests {
+    use super::WatchedTargetState::{CatchingUp, In, Out};
     use super::*;
 
-    fn state(rebuilt: Option<u64>, degraded: u32, standing: &str) -> WatchedState {
+    fn state(rebuilt: Option<u64>, degraded: u32, target: WatchedTargetState) -> WatchedState {
         WatchedState {
-            targets: vec![WatchedTarget { state: Some(standing.to_owned()) }],
+            targets: vec![WatchedTarget { state: Some(target) }],
             pools: vec![WatchedPool { degraded, unavailable: 0 }],
             rebuild: rebuilt.map(|objects| WatchedRebuild { objects }),
         }
     }
 
     #[test]
-    fn rebuild_progress_is_read_from_the_output_of_status() {
-        let said = r#"{"targets":[],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
+    fn targets_and_rebuild_progress_are_read_from_the_output_of_status() {
+        let said = r#"{"targets":[{"state":"catching up"},{"state":null}],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
             "groups_left":3,"objects":116,"bytes":121634816,"rate_limit":0,"last_failure":null}}"#;
         let state: WatchedState = serde_json::from_str(said).unwrap();
         assert_eq!(state.rebuilt_fragments(), Some(116));
+        let states: Vec<_> = state.targets.iter().map(|target| target.state).collect();
+        assert_eq!(states, [Some(CatchingUp), None]);
         let state: WatchedState =
             serde_json::from_str(r#"{"targets":[],"pools":[],"rebuild":null}"#).unwrap();
         assert_eq!(state.rebuilt_fragments(), None);
@@ -178,9 +194,9 @@ mod tests {
 
     #[test]
     fn a_node_is_whole_if_no_pool_is_degraded_and_no_target_catches_up() {
-        assert!(state(None, 0, "out").is_whole());
-        assert!(!state(None, 1, "in").is_whole() && state(None, 1, "in").is_degraded_and_idle());
-        assert!(!state(None, 0, "catching up").is_whole());
-        assert!(!state(Some(7), 1, "in").is_degraded_and_idle());
+        assert!(state(None, 0, Out).is_whole());
+        assert!(!state(None, 1, In).is_whole() && state(None, 1, In).is_degraded_and_idle());
+        assert!(!state(None, 0, CatchingUp).is_whole());
+        assert!(!state(Some(7), 1, In).is_degraded_and_idle());
     }
 }

@@ -100,7 +100,7 @@ impl RpcRig {
     /// Starts a second process that offers memory, and accepts its connection.
     async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
-        let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
+        let mut listener = stack.listen(&address).await.doing(format!("listening at {address}"))?;
         let endpoint = listener.endpoint();
         let peer = PeerProcess::start(&PeerJob::Offer {
             stack: args.stack.to_string(),

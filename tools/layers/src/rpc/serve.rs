@@ -89,7 +89,7 @@ fn open(stack: &str, spin_us: u64) -> Result<Arc<dyn messenger::NetworkStack>> {
 
 async fn serve(stack: String, spin_us: u64, address: String, mode: RpcMode) -> Result<()> {
     let stack = open(&stack, spin_us)?;
-    let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
+    let mut listener = stack.listen(&address).await.doing(format!("listening at {address}"))?;
     output::line(listener.endpoint());
     loop {
         if let Ok((connection, incoming)) = listener.accept().await {

@@ -296,7 +296,7 @@ impl Shared {
     /// Connects, and opens or resumes the session on the connection.
     async fn connect(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
         let timeout = self.options.connect_timeout;
-        let options = ConnectOptions { tenant: self.options.tenant.clone(), features: 0, timeout };
+        let options = ConnectOptions { tenant: self.options.tenant.clone(), timeout };
         let (connection, mut incoming) = self.stack.connect(&self.endpoint, options).await?;
         let opened = tokio::time::timeout(timeout, self.handshake(&*connection, &mut *incoming)).await;
         opened.unwrap_or(Err(Error::TimedOut(timeout)))?;

@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use base::health::HealthReport;
 use serde::{Deserialize, Serialize};
-use wire::{CodingHealth, CodingMode, CodingSent, OffloadState};
+use wire::{CodingMode, CodingSent, HealthStatus};
 
 use super::Reason;
 use super::admission::AdmissionView;
@@ -48,17 +47,7 @@ pub struct PlaceSnapshot {
     /// Estimated additional cost of a megabyte (10^6 bytes), in microseconds of one lane's time.
     pub us_per_mb: Option<f64>,
     /// Health of the place.
-    pub health: CodingHealth,
-}
-
-/// Converts the state of an offload's health to plain data, without the end of the cool-down.
-#[must_use]
-pub fn offload_state(state: base::health::HealthState) -> OffloadState {
-    match state {
-        base::health::HealthState::Active => OffloadState::Active,
-        base::health::HealthState::CoolingDown(_) => OffloadState::CoolingDown,
-        base::health::HealthState::Probing => OffloadState::Probing,
-    }
+    pub health: HealthStatus,
 }
 
 impl Snapshot {
@@ -95,18 +84,7 @@ impl PlaceSnapshot {
             },
             us_per_task: cost.map(|cost| cost.per_task * 1e6),
             us_per_mb: cost.map(|cost| cost.per_byte * 1e12),
-            health: health(station.health.report()),
+            health: station.health.report().into(),
         }
-    }
-}
-
-/// Converts a report of an offload's health to plain data.
-fn health(report: HealthReport) -> CodingHealth {
-    CodingHealth {
-        state: offload_state(report.state),
-        failures: report.failures,
-        failed_probes: report.failed_probes,
-        recoveries: report.recoveries,
-        last_failure: report.last_failure,
     }
 }

@@ -48,6 +48,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::budget::PeerAddress;
 use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
+use serde::Deserialize;
 use tokio::sync::{mpsc, watch};
 
 pub use link::Link;
@@ -63,8 +64,10 @@ use link::Watcher;
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
 
-/// Whether connections share receive buffers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Whether connections share receive buffers. The configuration of a node contains the names in
+/// kebab-case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum ReceiveQueueKind {
     /// All connections of a domain share receive buffers. If the device supports this, idle
     /// connections hold little memory.

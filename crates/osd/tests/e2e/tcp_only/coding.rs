@@ -168,10 +168,9 @@ impl StripeStores for Moody {
 async fn a_busy_host_gets_no_coding_tasks_until_it_is_idle_again() {
     let redundancy = redundancy("ec:4+2");
     let mut node = Node::of(redundancy.targets(), config());
-    let stores = node.targets().into_iter().map(|(uuid, store)| (uuid.as_u128(), store)).collect();
     let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
     let host = Arc::new(Moody {
-        inner: LocalStripes::new(stores, engines),
+        inner: LocalStripes::new(node.targets(), engines),
         is_busy: AtomicBool::new(true),
         reading: Mutex::default(),
     });

@@ -356,11 +356,11 @@ impl Rig {
         let served = (placement == Placement::Dpu).then(|| {
             let dir = tempfile::tempdir().unwrap();
             let at = dir.path().join("store.sock");
-            let target = |(uuid, store): (u128, &Arc<dyn ObjectStore>)| proxy::ServedTarget {
+            let target = |(uuid, store): (Uuid, &Arc<dyn ObjectStore>)| proxy::ServedTarget {
                 uuid,
                 store: Arc::clone(store),
             };
-            let targets = (1..).zip(&behind).map(target).collect();
+            let targets = (1..).map(Uuid::from_u128).zip(&behind).map(target).collect();
             let server = Server::serve(StoreListener::unix(&at).unwrap(), targets, ServerOptions::default());
             (server.unwrap(), StoreEndpoint::Unix(at), dir)
         });

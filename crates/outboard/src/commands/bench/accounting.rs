@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use base::process::{ProcessUsage, Usage};
+use base::thread::ThreadClass;
 use serde::Serialize;
+use wire::Placement;
 
 use crate::args::NodeArgs;
 use crate::commands::locate;
@@ -15,7 +17,7 @@ use node::state::{NodeState, Role};
 /// The accounted processes: this process, and the node's processes if the node is on this machine.
 #[derive(Debug, Clone)]
 pub struct Processes {
-    placement: Option<String>,
+    placement: Option<Placement>,
     known: Vec<(String, u32)>,
     /// The store's debug socket, which reports the time in the tasks of the channel's thread, by
     /// class.
@@ -58,7 +60,7 @@ pub struct ClassUse {
 pub struct UsageReading {
     processes: Vec<(String, u32, ProcessUsage)>,
     /// Time in the tasks of the store's channel thread, in ns by class.
-    chan_ns: Vec<(String, u64)>,
+    chan_ns: Vec<(ThreadClass, u64)>,
 }
 
 impl Processes {
@@ -69,16 +71,16 @@ impl Processes {
         let state = local.as_ref().and_then(NodeState::load);
         let store = local.map(|dir| dir.debug_socket(Role::Store.as_str())).filter(|path| path.exists());
         let mut known = vec![("client".to_owned(), std::process::id())];
-        let placement = state.as_ref().map(|s| s.placement.as_str().to_owned());
+        let placement = state.as_ref().map(|s| s.placement);
         for process in state.iter().flat_map(|s| &s.processes).filter(|p| p.is_alive()) {
             known.push((process.role.as_str().to_owned(), process.pid));
         }
         Processes { placement, known, store }
     }
 
-    /// Returns `dpu` or `host`, if known.
-    pub fn placement(&self) -> Option<&str> {
-        self.placement.as_deref()
+    /// Returns the placement of the osd, if known.
+    pub fn placement(&self) -> Option<Placement> {
+        self.placement
     }
 
     /// Reads the counters of all processes. A process that has ended is omitted.
@@ -105,7 +107,7 @@ impl UsageReading {
                 peak_resident_bytes: used.peak_resident_bytes,
             };
             if role == Role::Store.as_str() {
-                report.divide("chan", &self.chan_ns_since(earlier));
+                report.divide(ThreadClass::Channel, &self.chan_ns_since(earlier));
             }
             Some(report)
         };
@@ -114,10 +116,10 @@ impl UsageReading {
 
     /// Returns the time in the tasks of the store's channel thread since `earlier`, in ns by class.
     /// Returns an empty list if one of the readings lacks this time.
-    fn chan_ns_since(&self, earlier: &UsageReading) -> Vec<(String, u64)> {
-        let spent = |(class, ns): &(String, u64)| {
+    fn chan_ns_since(&self, earlier: &UsageReading) -> Vec<(ThreadClass, u64)> {
+        let spent = |(class, ns): &(ThreadClass, u64)| {
             let (_, before) = earlier.chan_ns.iter().find(|(c, _)| c == class)?;
-            Some((class.clone(), ns.checked_sub(*before)?))
+            Some((*class, ns.checked_sub(*before)?))
         };
         self.chan_ns.iter().map(spent).collect::<Option<_>>().unwrap_or_default()
     }
@@ -133,12 +135,12 @@ impl From<Usage> for ClassUse {
 impl ProcessCost {
     /// Divides the CPU time of the threads of class `threads` among the classes of their tasks, in
     /// proportion to the time in these tasks (`thread_ns`, in ns).
-    pub fn divide(&mut self, threads: &str, thread_ns: &[(String, u64)]) {
+    pub fn divide(&mut self, threads: ThreadClass, thread_ns: &[(ThreadClass, u64)]) {
         let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
-        let Some(whole) = self.by_class.get_mut(threads).filter(|_| sum > 0) else { return };
+        let Some(whole) = self.by_class.get_mut(threads.prefix()).filter(|_| sum > 0) else { return };
         let cpu_seconds = std::mem::take(&mut whole.cpu_seconds);
         for (class, ns) in thread_ns.iter().filter(|(_, ns)| *ns > 0) {
-            let part = self.by_class.entry(class.clone()).or_default();
+            let part = self.by_class.entry(class.prefix().to_owned()).or_default();
             part.cpu_seconds += cpu_seconds * *ns as f64 / sum as f64;
             part.estimated = true;
         }
@@ -170,7 +172,8 @@ mod tests {
     #[test]
     fn the_cpu_time_of_a_shared_thread_is_divided_by_the_time_in_its_tasks() {
         let mut process = osd();
-        process.divide("osd", &[("msgr".to_owned(), 300), ("osd".to_owned(), 100), ("chan".to_owned(), 0)]);
+        let times = [(ThreadClass::Messenger, 300), (ThreadClass::Osd, 100), (ThreadClass::Channel, 0)];
+        process.divide(ThreadClass::Osd, &times);
         let msgr = ClassUse { cpu_seconds: 6.0, context_switches: None, estimated: true };
         let osd = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: true };
         let dma = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: false };
@@ -181,8 +184,8 @@ mod tests {
     #[test]
     fn without_task_times_the_cpu_time_of_a_thread_is_not_divided() {
         let mut process = osd();
-        process.divide("osd", &[("msgr".to_owned(), 0)]);
-        process.divide("osd", &[]);
+        process.divide(ThreadClass::Osd, &[(ThreadClass::Messenger, 0)]);
+        process.divide(ThreadClass::Osd, &[]);
         assert_eq!(process.by_class, osd().by_class);
     }
 }

@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use base::thread::ThreadClass;
 use client::{NodeStatus, PhaseTimes};
 use serde::Serialize;
 
@@ -32,7 +33,7 @@ pub struct OsdMeasurement {
     /// Pid of the osd.
     pub pid: u32,
     /// Time in the tasks of the osd's thread, in ns, by class.
-    pub thread_ns: Vec<(String, u64)>,
+    pub thread_ns: [(ThreadClass, u64); 3],
     /// Sums over the requests of the workload's kind.
     times: PhaseTimes,
 }
@@ -45,10 +46,12 @@ impl OsdMeasurement {
             Workload::Read | Workload::Randread => status.times.read,
         };
         let times = since(&kind(after), &kind(before))?;
-        let earlier =
-            |class: &str| before.thread_ns.iter().find(|(c, _)| c == class).map_or(0, |(_, ns)| *ns);
-        let spent = |(class, ns): &(String, u64)| Some((class.clone(), ns.checked_sub(earlier(class))?));
-        let thread_ns = after.thread_ns.iter().map(spent).collect::<Option<_>>()?;
+        let (earlier, later) = (before.thread_ns, after.thread_ns);
+        let thread_ns = [
+            (ThreadClass::Messenger, later.messenger.checked_sub(earlier.messenger)?),
+            (ThreadClass::Osd, later.osd.checked_sub(earlier.osd)?),
+            (ThreadClass::Channel, later.channel.checked_sub(earlier.channel)?),
+        ];
         (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
     }
 
@@ -121,9 +124,9 @@ mod tests {
             requests: 0,
             offload: None,
             coding: client::CodingStatus::default(),
-            staging: [0; 3],
+            staging: client::StagingStatus::default(),
             times: client::RequestTimes { read: times, ..Default::default() },
-            thread_ns: vec![("msgr".into(), msgr), ("osd".into(), 5)],
+            thread_ns: client::ThreadTimes { messenger: msgr, osd: 5, channel: 0 },
         }
     }
 
@@ -131,7 +134,8 @@ mod tests {
     fn a_measurement_is_the_difference_between_two_status_answers() {
         let window =
             OsdMeasurement::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
-        assert_eq!(window.thread_ns, [("msgr".to_owned(), 400), ("osd".to_owned(), 0)]);
+        let expected = [(ThreadClass::Messenger, 400), (ThreadClass::Osd, 0), (ThreadClass::Channel, 0)];
+        assert_eq!(window.thread_ns, expected);
         let mean = window.per_op(10).unwrap();
         let expected = OpBreakdown {
             requests_per_op: 2.0,

@@ -2,8 +2,10 @@
 
 use std::fmt;
 
+use base::thread::ThreadClass;
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use wire::Placement;
 
 use super::accounting::{self, ProcessCost};
 use super::breakdown::{OpBreakdown, OsdMeasurement};
@@ -17,8 +19,9 @@ pub struct BenchReport {
     pub workload: Workload,
     pub object_size: u64,
     pub in_flight: u32,
-    /// `dpu`, `host`, or `unknown` if only the node's address is known.
-    pub placement: String,
+    /// Placement of the osd; `None` (in JSON `unknown`) if only the node's address is known.
+    #[serde(serialize_with = "placement_or_unknown")]
+    pub placement: Option<Placement>,
     /// Duration of the measurement.
     pub seconds: f64,
     pub ops: u64,
@@ -59,13 +62,21 @@ pub struct MeasuredCounts<'a> {
     pub window: Option<OsdMeasurement>,
 }
 
+fn placement_name(placement: Option<Placement>) -> &'static str {
+    placement.map_or("unknown", Placement::as_str)
+}
+
+fn placement_or_unknown<S: Serializer>(placement: &Option<Placement>, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(placement_name(*placement))
+}
+
 impl BenchReport {
     /// Computes the results.
-    pub fn new(args: &BenchArgs, placement: Option<&str>, outcome: MeasuredCounts<'_>) -> BenchReport {
+    pub fn new(args: &BenchArgs, placement: Option<Placement>, outcome: MeasuredCounts<'_>) -> BenchReport {
         let MeasuredCounts { seconds, latency_ns, errors, used: mut processes, window } = outcome;
         if let Some(window) = &window {
             let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
-            osd.for_each(|p| p.divide("osd", &window.thread_ns));
+            osd.for_each(|p| p.divide(ThreadClass::Osd, &window.thread_ns));
         }
         let ops = latency_ns.len();
         let us = |ns: u64| ns as f64 / 1e3;
@@ -77,7 +88,7 @@ impl BenchReport {
             workload: args.workload,
             object_size: args.object_size.0,
             in_flight: args.in_flight,
-            placement: placement.unwrap_or("unknown").to_owned(),
+            placement,
             seconds,
             ops,
             errors,
@@ -107,7 +118,7 @@ impl fmt::Display for BenchReport {
             self.workload,
             ByteSize(self.object_size),
             self.in_flight,
-            self.placement,
+            placement_name(self.placement),
             self.seconds
         )?;
         writeln!(f, "  {} operations, {} errors", self.ops, self.errors)?;
