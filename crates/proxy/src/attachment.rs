@@ -133,9 +133,9 @@ impl Attachment {
     #[must_use]
     pub fn status(&self) -> AttachmentStatus {
         let state = self.handle.shared.lock();
-        let link = state.link();
-        let status = link.map(|link| link.status());
-        let by_dma = link.is_some_and(|link| link.by_dma);
+        let store_channel = state.store_channel();
+        let status = store_channel.map(|store_channel| store_channel.status());
+        let by_dma = store_channel.is_some_and(|store_channel| store_channel.by_dma);
         let mut health = HealthStatus::from(self.handle.shared.health.report());
         if !by_dma || state.why_no_dma.is_some() {
             health.state = OffloadState::NotInUse;
@@ -143,7 +143,7 @@ impl Attachment {
         health.last_failure = state.why_no_dma.clone().or(health.last_failure);
         let armed = self.faults().armed().into_iter();
         AttachmentStatus {
-            connected: link.is_some(),
+            connected: store_channel.is_some(),
             incarnations: state.incarnations,
             last_failure: state.last_failure.clone(),
             stages: status.map_or(0, |s| s.stages),

@@ -1,5 +1,5 @@
-//! Calls to a store process. A call uses the current link. If the link is lost, a call that is safe
-//! to repeat is made again on the next link.
+//! Calls to a store process. A call uses the current store channel. If the store channel is lost, a
+//! call that is safe to repeat is made again on the next store channel.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,24 +7,24 @@ use std::time::Instant;
 use store::StoreError;
 use tokio::sync::oneshot;
 
-use crate::link::{AnswerTo, CallAnswered, CallError, Delivered, StoreChannel};
 use crate::shared::AttachmentHandle;
+use crate::store_channel::{AnswerTo, CallAnswered, CallError, Delivered, StoreChannel};
 
 /// The receiver of a call's answer.
 pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
-/// The answer, or an error if the link dropped the call.
+/// The answer, or an error if the store channel dropped the call.
 pub(crate) type Received = Result<CallAnswered, oneshot::error::RecvError>;
 
-/// Passes a call to the current link, or queues it for the next link. The call's position in the
-/// order of calls is fixed when this function returns.
+/// Passes a call to the current store channel, or queues it for the next store channel. The call's
+/// position in the order of calls is fixed when this function returns.
 pub(crate) fn start(
     handle: &AttachmentHandle,
     target: u16,
     call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static,
 ) -> Answers {
     let (answer_to, answers) = oneshot::channel();
-    handle.shared.with_link(move |link| match link {
-        Ok(link) => call(link, target, answer_to),
+    handle.shared.with_store_channel(move |store_channel| match store_channel {
+        Ok(store_channel) => call(store_channel, target, answer_to),
         // The caller may have been cancelled; ignore the error.
         Err(e) => drop(answer_to.send(Err(e))),
     });

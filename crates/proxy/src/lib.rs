@@ -5,9 +5,9 @@
 //! calls use its control socket. A table in `docs/channel.md` lists the calls. On the host, a
 //! [`Server`] takes the calls in order and executes them on the real stores.
 //!
-//! If the store's process dies, the attachment opens a new link when the store returns. This crate
-//! decides which calls may be repeated. The crate `channel` moves the bytes. Neither crate
-//! interprets the data of objects.
+//! If the store's process dies, the attachment opens a new store channel when the store returns.
+//! This crate decides which calls may be repeated. The crate `channel` moves the bytes. Neither
+//! crate interprets the data of objects.
 
 #![deny(unsafe_code)]
 
@@ -16,7 +16,6 @@ mod attachment;
 mod calls;
 #[doc(hidden)]
 pub mod fuzz;
-mod link;
 mod messages;
 mod options;
 mod poller;
@@ -24,6 +23,7 @@ mod proxy_store;
 mod proxy_stripes;
 mod server;
 mod shared;
+mod store_channel;
 mod supervise;
 mod transaction_codec;
 

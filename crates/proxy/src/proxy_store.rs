@@ -14,9 +14,9 @@ use store::{
 use tokio::sync::oneshot;
 
 use crate::calls::{Answers, Received, answer_of, deadline, retrying, start, unexpected};
-use crate::link::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadCall, StoreChannel};
 use crate::messages::{CallAnswer, StoreCall, unpack_checksums};
 use crate::shared::AttachmentHandle;
+use crate::store_channel::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadCall, StoreChannel};
 
 /// One target of a store process, as the osd uses it.
 ///
@@ -36,8 +36,8 @@ impl ProxyStore {
         ProxyStore { handle, target }
     }
 
-    /// Passes a call to the current link, or queues it for the next link. The call's position in
-    /// the order of calls is fixed when this function returns.
+    /// Passes a call to the current store channel, or queues it for the next store channel. The
+    /// call's position in the order of calls is fixed when this function returns.
     fn start(&self, call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
@@ -47,8 +47,8 @@ impl ProxyStore {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
             let call = call.clone();
-            start(&handle, target, move |link, target, answer_to| {
-                link.call(target, call, AnswerUse::Plain, answer_to);
+            start(&handle, target, move |store_channel, target, answer_to| {
+                store_channel.call(target, call, AnswerUse::Plain, answer_to);
             })
         };
         let answer = self.repeatable(make);
@@ -66,10 +66,10 @@ impl ProxyStore {
 }
 
 fn release(handle: &AttachmentHandle, target: u16, stage: StageId) {
-    handle.shared.with_link(move |link| {
+    handle.shared.with_store_channel(move |store_channel| {
         // If the incarnation has ended, the stage no longer exists.
-        if let Ok(link) = link {
-            link.stage_release(target, stage);
+        if let Ok(store_channel) = store_channel {
+            store_channel.stage_release(target, stage);
         }
     });
 }
@@ -106,12 +106,12 @@ impl PartialRead {
 
     fn start(&self, handle: &AttachmentHandle, target: u16, dest: Option<ArenaBuf>) -> Answers {
         let window = self.clone();
-        start(handle, target, move |link, target, answer_to| {
-            let part = window.clipped(link.max_range as u64);
+        start(handle, target, move |store_channel, target, answer_to| {
+            let part = window.clipped(store_channel.max_range as u64);
             let cover = part.cover() as usize;
             let dest = dest.filter(|_| part.len == window.len);
             let PartialRead { cid, oid, offset, len } = part;
-            link.read(target, ReadCall { cid, oid, offset, len, cover, dest }, answer_to);
+            store_channel.read(target, ReadCall { cid, oid, offset, len, cover, dest }, answer_to);
         })
     }
 }
@@ -196,8 +196,9 @@ impl Submit for ProxyStore {
             StoreRequest::Collections => self.ask(StoreCall::Collections),
             StoreRequest::Space => self.ask(StoreCall::Space),
             StoreRequest::Umount => {
-                let answers =
-                    self.start(|link, target, to| link.call(target, StoreCall::Umount, AnswerUse::Plain, to));
+                let answers = self.start(|store_channel, target, to| {
+                    store_channel.call(target, StoreCall::Umount, AnswerUse::Plain, to)
+                });
                 Box::pin(async move { done(answers).await.map(StoreReply::from) })
             }
         }
@@ -212,8 +213,8 @@ impl ProxyStore {
     fn submit_stage(&self, len: u64) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
-            let call = move |link: &Arc<StoreChannel>, target, answer_to| {
-                link.call(target, StoreCall::Stage { len }, AnswerUse::Stage, answer_to);
+            let call = move |store_channel: &Arc<StoreChannel>, target, answer_to| {
+                store_channel.call(target, StoreCall::Stage { len }, AnswerUse::Stage, answer_to);
             };
             let made_on = Arc::clone(&handle);
             Reclaim::new(start(&handle, target, call), move |made: CallAnswered| {
@@ -229,10 +230,10 @@ impl ProxyStore {
     fn submit_stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> StoreFuture {
         let (tx, rx) = oneshot::channel();
         let target = self.target;
-        self.handle.shared.with_link(move |link| {
+        self.handle.shared.with_store_channel(move |store_channel| {
             // The caller may have been cancelled; ignore the error.
-            drop(match link {
-                Ok(link) => tx.send(write_segments(link, target, stage, offset, payload)),
+            drop(match store_channel {
+                Ok(store_channel) => tx.send(write_segments(store_channel, target, stage, offset, payload)),
                 Err(e) => tx.send(Err(e.into())),
             });
         });
@@ -251,13 +252,13 @@ impl ProxyStore {
         if let Err(e) = transaction.validate() {
             return ready(Err(e));
         }
-        let answers = self.start(move |link, target, answer_to| match incarnation {
-            Some(incarnation) if incarnation != link.incarnation => {
+        let answers = self.start(move |store_channel, target, answer_to| match incarnation {
+            Some(incarnation) if incarnation != store_channel.incarnation => {
                 let over = CallError::Lost(format!("incarnation {incarnation} has ended"));
                 // The caller may have been cancelled; ignore the error.
                 drop(answer_to.send(Err(over)));
             }
-            _ => link.transaction(target, &transaction, answer_to),
+            _ => store_channel.transaction(target, &transaction, answer_to),
         });
         Box::pin(async move { done(answers).await.map(StoreReply::from) })
     }
@@ -277,18 +278,18 @@ fn reply(answer: CallAnswer) -> Result<StoreReply> {
 
 /// Sends data for a stage in segments of at most one transfer each, without waiting in between.
 fn write_segments(
-    link: &Arc<StoreChannel>,
+    store_channel: &Arc<StoreChannel>,
     target: u16,
     stage: StageId,
     offset: u64,
     payload: Payload,
 ) -> Result<Vec<Answers>> {
-    let most = link.max_segment();
+    let most = store_channel.max_segment();
     let aligned = payload.phase() == 0 && offset.is_multiple_of(BLOCK);
     let mut segments = Vec::new();
     let mut send = |offset, payload| {
         let (answer_to, answers) = oneshot::channel();
-        link.stage_write(target, stage, offset, payload, answer_to);
+        store_channel.stage_write(target, stage, offset, payload, answer_to);
         segments.push(answers);
     };
     if payload.len() <= most {

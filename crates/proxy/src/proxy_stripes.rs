@@ -7,9 +7,9 @@ use store::StoreError;
 use store::stripes::{Coded, HostReading, StripeError, StripeStores, StripeWrite};
 
 use crate::calls::{answer_of, deadline, retrying, start, unexpected};
-use crate::link::AnswerUse;
 use crate::messages::{CallAnswer, StoreCall};
 use crate::shared::AttachmentHandle;
+use crate::store_channel::AnswerUse;
 
 /// Maximum number of bytes in a call. The checksums of this many bytes fit into a ring entry.
 const MAX_BYTES: usize = 8 << 20;
@@ -40,8 +40,8 @@ impl StripeStores for ProxyStripes {
         coded: Option<Coded>,
     ) -> BoxFuture<'static, Result<(), StripeError>> {
         let targets = self.handle.shared.targets();
-        let answers = start(&self.handle, 0, move |link, _, answer_to| {
-            link.stage_stripes(&targets, write, answer_to, coded);
+        let answers = start(&self.handle, 0, move |store_channel, _, answer_to| {
+            store_channel.stage_stripes(&targets, write, answer_to, coded);
         });
         Box::pin(async move {
             match answer_of(answers).await.map_err(StoreError::from)?.answer {
@@ -55,8 +55,8 @@ impl StripeStores for ProxyStripes {
 
     fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
         let ask = |handle: &AttachmentHandle| {
-            start(handle, 0, |link, target, to| {
-                link.call(target, StoreCall::HostReading, AnswerUse::Plain, to)
+            start(handle, 0, |store_channel, target, to| {
+                store_channel.call(target, StoreCall::HostReading, AnswerUse::Plain, to)
             })
         };
         let (handle, first) = (Arc::clone(&self.handle), ask(&self.handle));

@@ -1,4 +1,5 @@
-//! The state of an attachment: the current link, or the calls that wait for the next link.
+//! The state of an attachment: the current store channel, or the calls that wait for the next store
+//! channel.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,8 +11,8 @@ use channel::{ChannelError, DmaEngine, DmaRegion, DpuMemory, TargetInfo};
 use store::StoreError;
 use tokio::sync::{Notify, watch};
 
-use crate::link::{CallError, StoreChannel};
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
+use crate::store_channel::{CallError, StoreChannel};
 
 /// Maximum number of calls that wait for the store's return. The osd has a lower limit of requests
 /// in flight.
@@ -64,16 +65,16 @@ enum AttachmentState {
 /// A call that was made while no store was connected.
 struct WaitingCall {
     deadline: Instant,
-    call: LinkCall,
+    call: StoreChannelCall,
 }
 
-type LinkCall = Box<dyn FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send>;
+type StoreChannelCall = Box<dyn FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send>;
 
 impl State {
-    /// The current link, if the store is connected.
-    pub(crate) fn link(&self) -> Option<&Arc<StoreChannel>> {
+    /// The current store channel, if the store is connected.
+    pub(crate) fn store_channel(&self) -> Option<&Arc<StoreChannel>> {
         match &self.phase {
-            AttachmentState::Up(link) => Some(link),
+            AttachmentState::Up(store_channel) => Some(store_channel),
             AttachmentState::Away(_) | AttachmentState::Closed => None,
         }
     }
@@ -91,9 +92,10 @@ impl Shared {
     ) -> Result<Arc<Shared>, ChannelError> {
         let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
         let tuning = options.tuning;
-        // SAFETY: only this crate posts chains with the region. The links post a transfer to a staging
-        // buffer only while they own the buffer and do not use it, and a transfer from a buffer only
-        // while they hold it as `Bytes`. They keep the buffer until the transfer has completed.
+        // SAFETY: only this crate posts chains with the region. The store channels post a transfer
+        // to a staging buffer only while they own the buffer and do not use it, and a transfer from
+        // a buffer only while they hold it as `Bytes`. They keep the buffer until the transfer has
+        // completed.
         let access = unsafe { OutsideAccess::new(memory.arena()) };
         let local = engine.register_local(&access)?;
         let state = State {
@@ -132,8 +134,8 @@ impl Shared {
     pub(crate) fn tune(&self, tuning: DmaTuning) {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner) = tuning;
         self.tune_engine(tuning);
-        if let Some(link) = self.lock().link() {
-            link.tune(tuning.queues, tuning.region_cache, tuning.poll);
+        if let Some(store_channel) = self.lock().store_channel() {
+            store_channel.tune(tuning.queues, tuning.region_cache, tuning.poll);
         }
     }
 
@@ -146,18 +148,19 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a call on the current link at once, or on the next link. Calls keep their order.
-    pub(crate) fn with_link(
+    /// Runs a call on the current store channel at once, or on the next store channel. Calls keep
+    /// their order.
+    pub(crate) fn with_store_channel(
         &self,
         call: impl FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send + 'static,
     ) {
         let mut state = self.lock();
         match &mut state.phase {
-            AttachmentState::Up(link) => {
-                let link = Arc::clone(link);
+            AttachmentState::Up(store_channel) => {
+                let store_channel = Arc::clone(store_channel);
                 // Make the call under the lock, so that it stays behind the earlier calls that
-                // waited for the link.
-                call(Ok(&link));
+                // waited for the store channel.
+                call(Ok(&store_channel));
             }
             AttachmentState::Away(waiting) if waiting.len() < MAX_WAITING => {
                 let deadline = Instant::now() + self.options.wait_for_store;
@@ -224,13 +227,13 @@ impl Shared {
     }
 
     /// Handles the start of an incarnation. Runs the waiting calls, and then admits new calls.
-    pub(crate) fn up(&self, link: &Arc<StoreChannel>, targets: Vec<TargetInfo>) {
+    pub(crate) fn up(&self, store_channel: &Arc<StoreChannel>, targets: Vec<TargetInfo>) {
         let mut state = self.lock();
         let AttachmentState::Away(waiting) = &mut state.phase else { return };
         for waiting in std::mem::take(waiting) {
-            (waiting.call)(Ok(link));
+            (waiting.call)(Ok(store_channel));
         }
-        state.phase = AttachmentState::Up(Arc::clone(link));
+        state.phase = AttachmentState::Up(Arc::clone(store_channel));
         state.targets = Some(targets);
         state.incarnations += 1;
     }

@@ -1,4 +1,5 @@
-//! The task that supervises an attachment. It opens one link for each incarnation of the store.
+//! The task that supervises an attachment. It opens one store channel for each incarnation of the
+//! store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +10,9 @@ use channel::{
 };
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::link::{ChannelDriver, LinkOptions, RingSide, StoreChannel};
 use crate::options::StoreEndpoint;
 use crate::shared::Shared;
+use crate::store_channel::{ChannelDriver, RingSide, StoreChannel, StoreChannelOptions};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
@@ -24,21 +25,22 @@ impl Drop for CloseOnDrop {
     }
 }
 
-/// Opens links until the attachment is closed.
+/// Opens store channels until the attachment is closed.
 pub(crate) async fn supervise(shared: Arc<Shared>) {
-    // If the runtime is dropped, no further link is opened, so calls must not wait for one.
+    // If the runtime is dropped, no further store channel is opened, so calls must not wait for
+    // one.
     let _closing = CloseOnDrop(Arc::clone(&shared));
     let mut backoff = BACKOFF_MIN;
     let mut incarnation = 0;
     while !shared.closed() {
         match tokio::time::timeout(Duration::from_secs(5), open(&shared, incarnation + 1)).await {
-            Ok(Ok((link, driver, targets))) => {
+            Ok(Ok((store_channel, driver, targets))) => {
                 incarnation += 1;
                 backoff = BACKOFF_MIN;
-                shared.up(&link, targets);
+                shared.up(&store_channel, targets);
                 shared.incarnation.send_replace(incarnation);
                 let why = driver.run(shared.closing.notified(), |why| shared.away(why)).await;
-                drop(link);
+                drop(store_channel);
                 tracing::warn!(
                     "incarnation {incarnation} of the store at {:?} ended: {why}",
                     shared.endpoint
@@ -93,7 +95,7 @@ async fn open(
     };
     let (ring, bell, failure) = attached.map_or((None, None, None), |a| (Some(a.ring), a.bell, a.failure));
     let targets = welcome.targets;
-    let options = LinkOptions {
+    let options = StoreChannelOptions {
         largest_range: shared.options.largest_request,
         overdue: shared.options.overdue,
         verify_every: shared.options.verify_every,
@@ -105,17 +107,17 @@ async fn open(
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
-    let link = StoreChannel::new(incarnation, targets.len(), layout, ring, health, &options);
+    let store_channel = StoreChannel::new(incarnation, targets.len(), layout, ring, health, &options);
     if let Some(failure) = failure {
-        link.begin_without_dma(&failure);
+        store_channel.begin_without_dma(&failure);
     }
-    let driver = ChannelDriver::new(Arc::clone(&link), control, bell);
+    let driver = ChannelDriver::new(Arc::clone(&store_channel), control, bell);
     tracing::info!(
         "incarnation {incarnation} of the store at {:?} began with attachment {}",
         shared.endpoint,
         welcome.attachment
     );
-    Ok((link, driver, targets))
+    Ok((store_channel, driver, targets))
 }
 
 /// The host memory to request from the store; `None` if the attachment must use the control socket

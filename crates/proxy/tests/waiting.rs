@@ -80,7 +80,7 @@ async fn a_lost_doorbell_is_detected_even_if_many_queries_follow() {
 }
 
 #[tokio::test]
-async fn the_limit_of_calls_does_not_apply_to_calls_of_the_link_itself() {
+async fn the_limit_of_calls_does_not_apply_to_calls_of_the_store_channel_itself() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();

@@ -26,9 +26,9 @@ use super::calls::{FinishedCall, ReceivedCall, RunningCall, Via, make};
 use super::offers::OfiHostSource;
 use super::{Counts, ServedTarget, stripes};
 use crate::admission::Admission;
-use crate::link::MAX_JOBS;
 use crate::messages::{CallAnswer, CallOutcome, NO_REPLY, StoreCall, encode, shorten};
 use crate::poller::Poller;
+use crate::store_channel::MAX_JOBS;
 
 /// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;

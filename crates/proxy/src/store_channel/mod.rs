@@ -1,17 +1,17 @@
-//! The osd's end of the channel for one incarnation of the store, called a *link*.
+//! The osd's end of the channel for one incarnation of the store, called a *store channel*.
 //!
 //! Any thread may submit a [`Job`] to the [`StoreChannel`], under a short lock. The calling thread
-//! itself posts every job that can be sent immediately. Each link has one [`ChannelDriver`] task,
-//! which runs on the osd's runtime and receives the host's replies. The osd's end has no thread of
-//! its own: such a thread would cost every call two more wake-ups. Instead, a reply wakes the
-//! thread that runs the waiting task.
+//! itself posts every job that can be sent immediately. Each store channel has one
+//! [`ChannelDriver`] task, which runs on the osd's runtime and receives the host's replies. The
+//! osd's end has no thread of its own: such a thread would cost every call two more wake-ups.
+//! Instead, a reply wakes the thread that runs the waiting task.
 //!
-//! **Order.** Each target has a *lane* for its transactions and reads. The link posts the jobs of a
-//! lane strictly in the order of the calls. Queries are sent over the control socket at once; the
-//! header of a query names the transaction that it follows, and the host holds the query back until
-//! it has that transaction. A write to a stage waits for no other call. A transaction that names
-//! the stage waits for the writes to that stage. Deadlock is impossible, because the stage writes
-//! that a transaction needs wait for neither transactions nor queries.
+//! **Order.** Each target has a *lane* for its transactions and reads. The store channel posts the
+//! jobs of a lane strictly in the order of the calls. Queries are sent over the control socket at
+//! once; the header of a query names the transaction that it follows, and the host holds the query
+//! back until it has that transaction. A write to a stage waits for no other call. A transaction
+//! that names the stage waits for the writes to that stage. Deadlock is impossible, because the
+//! stage writes that a transaction needs wait for neither transactions nor queries.
 
 mod dma;
 mod driver;
@@ -175,7 +175,7 @@ struct State {
     /// When the host was last asked for its ring positions.
     asked_positions: Option<Instant>,
     /// Position up to which the host has put replies that no doorbell has announced yet, and when
-    /// the link learnt of it.
+    /// the store channel learnt of it.
     unheard: Option<(u64, Instant)>,
     /// Bytes that payload transfers had already moved when DMA failed.
     kept_bytes: u64,
@@ -239,8 +239,8 @@ enum ReadLanding {
     Socket(Option<ArenaBuf>),
 }
 
-/// Options of a link, mostly for DMA.
-pub(crate) struct LinkOptions {
+/// Options of a store channel, mostly for DMA.
+pub(crate) struct StoreChannelOptions {
     /// Maximum length of a range, in bytes.
     pub(crate) largest_range: usize,
     /// Duration after which a transfer is overdue.
@@ -256,9 +256,9 @@ pub(crate) struct LinkOptions {
     pub(crate) poll: Duration,
 }
 
-/// State of a link, for the operator.
+/// State of a store channel, for the operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LinkStatus {
+pub(crate) struct StoreChannelStatus {
     pub(crate) stages: usize,
     pub(crate) quarantined: usize,
     pub(crate) kept_bytes: u64,
@@ -266,14 +266,15 @@ pub(crate) struct LinkStatus {
 }
 
 impl StoreChannel {
-    /// Creates a link over host memory if `ring` is given, else over the control socket alone.
+    /// Creates a store channel over host memory if `ring` is given, else over the control socket
+    /// alone.
     pub(crate) fn new(
         incarnation: u64,
         targets: usize,
         layout: MemoryLayout,
         ring: Option<RingSide>,
         health: Arc<OffloadHealth>,
-        options: &LinkOptions,
+        options: &StoreChannelOptions,
     ) -> Arc<StoreChannel> {
         let data_len = layout.data_len as usize;
         let largest = options.largest_range.min(MAX_RANGE).min(data_len).max(MIN_BUFFER);
@@ -464,10 +465,10 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// The link's current state.
-    pub(crate) fn status(&self) -> LinkStatus {
+    /// The store channel's current state.
+    pub(crate) fn status(&self) -> StoreChannelStatus {
         let state = self.lock();
-        LinkStatus {
+        StoreChannelStatus {
             stages: state.stages.values().filter(|staged| !staged.released).count(),
             quarantined: state.quarantined(),
             kept_bytes: state.kept_bytes,

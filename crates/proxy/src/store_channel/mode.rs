@@ -26,13 +26,13 @@ pub(super) enum ProbeStep {
     There,
     /// The host copies the probe and rings the doorbell.
     Echo,
-    /// The host has not received the doorbell yet, so the link must repeat its request for the
-    /// echo.
+    /// The host has not received the doorbell yet, so the store channel must repeat its request for
+    /// the echo.
     Unheard,
     /// The transfer back is in progress.
     Back,
-    /// The bytes that came back are correct, and the link waits for the doorbell that the host
-    /// rings.
+    /// The bytes that came back are correct, and the store channel waits for the doorbell that the
+    /// host rings.
     Bell,
     /// The host opens its rings.
     Opening,

@@ -1,5 +1,5 @@
-//! How the link handles a failure of DMA: the control socket takes over, and a probe decides when
-//! DMA is used again.
+//! How the store channel handles a failure of DMA: the control socket takes over, and a probe
+//! decides when DMA is used again.
 //!
 //! ```text
 //!  Open ──failure──▶ Closing ──the host has answered──▶ Closed ──cool-down over──▶ Probing ──it worked──▶ Open
@@ -7,20 +7,20 @@
 //!                                                         └──────── it failed ────────┘
 //! ```
 //!
-//! *Closing*: The link tells the host to stop using the rings, and the host reports which requests
-//! it has taken. The host answers those requests over the control socket. The link sends all other
-//! requests again over the control socket, except for payload that has already arrived. Requests
-//! that carry data wait for the host's report, so that they do not overtake lost requests. Other
-//! requests do not wait.
+//! *Closing*: The store channel tells the host to stop using the rings, and the host reports which
+//! requests it has taken. The host answers those requests over the control socket. The store
+//! channel sends all other requests again over the control socket, except for payload that has
+//! already arrived. Requests that carry data wait for the host's report, so that they do not
+//! overtake lost requests. Other requests do not wait.
 //!
 //! *Closed*: The control socket carries everything. Memory that transfers may still write is in
-//! quarantine. The link posts a fence on every queue of the engine, behind these transfers. The
-//! quarantine ends when all fences are complete. If they are not complete after the cool-down, the
-//! link resets the engine.
+//! quarantine. The store channel posts a fence on every queue of the engine, behind these
+//! transfers. The quarantine ends when all fences are complete. If they are not complete after the
+//! cool-down, the store channel resets the engine.
 //!
-//! *Probing*: The link makes a small transfer in each direction, each with a doorbell. The result
-//! decides whether DMA is used again. Some engines lose their peer at a failure. The link first
-//! attaches such an engine again, to a new offer of host memory.
+//! *Probing*: The store channel makes a small transfer in each direction, each with a doorbell. The
+//! result decides whether DMA is used again. Some engines lose their peer at a failure. The store
+//! channel first attaches such an engine again, to a new offer of host memory.
 
 use std::time::{Duration, Instant};
 
@@ -429,8 +429,8 @@ impl State {
         self.health.probed(Err(why), Instant::now());
         self.post_fences();
         if opening {
-            // The host may have opened its rings, but the link has sent no requests through them
-            // yet.
+            // The host may have opened its rings, but the store channel has sent no requests
+            // through them yet.
             if let Some(ring) = &mut self.ring {
                 ring.start_over();
             }

@@ -1,4 +1,4 @@
-//! The queues of jobs: what each job waits for, and when the link sends it.
+//! The queues of jobs: what each job waits for, and when the store channel sends it.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -14,8 +14,8 @@ use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, SentCall, Sta
 use crate::messages::{ChannelCall, NO_REPLY, StoreCall, encode};
 
 impl State {
-    /// Checks whether the link can take one more call. Returns `answer_to` if so. Otherwise it
-    /// sends the reason to the caller and returns `None`.
+    /// Checks whether the store channel can take one more call. Returns `answer_to` if so.
+    /// Otherwise it sends the reason to the caller and returns `None`.
     pub(super) fn accept(&self, answer_to: AnswerTo) -> Option<AnswerTo> {
         let why = match &self.dead {
             Some(why) => CallError::Lost(why.clone()),
@@ -31,7 +31,7 @@ impl State {
     }
 
     /// Queues a job, and then sends every job that is ready. The limit in `accept` does not apply
-    /// to the link's own jobs.
+    /// to the store channel's own jobs.
     pub(super) fn submit(&mut self, mut job: Job) {
         if self.dead.is_some() {
             return;
@@ -248,8 +248,8 @@ impl State {
         }
         if wants_reply {
             self.queries_out += usize::from(job.is_query());
-            // Keep payload that DMA moved: the host may find it damaged, and the link then sends it
-            // again.
+            // Keep payload that DMA moved: the host may find it damaged, and the store channel then
+            // sends it again.
             if job.route == Route::Socket && job.arrived == 0 {
                 job.upload.clear();
             }

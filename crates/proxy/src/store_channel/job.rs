@@ -34,14 +34,15 @@ pub(crate) enum Route {
     Socket,
 }
 
-/// What the link does with the answer to a call.
+/// What the store channel does with the answer to a call.
 #[derive(Debug)]
 pub(crate) enum AnswerUse {
     /// Passes the answer to the caller.
     Plain,
-    /// The answer names a new stage, which the link registers.
+    /// The answer names a new stage, which the store channel registers.
     Stage,
-    /// The answer describes data that the link must fetch, into this buffer if there is one.
+    /// The answer describes data that the store channel must fetch, into this buffer if there is
+    /// one.
     Read(Option<ArenaBuf>),
     /// The answer concerns the channel itself.
     Channel(ChannelKind),

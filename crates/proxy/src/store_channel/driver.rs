@@ -25,7 +25,7 @@ const LAST: u64 = u64::MAX - 2;
 
 /// Handles the doorbell, DMA completions and the control socket until the incarnation ends.
 pub(crate) struct ChannelDriver {
-    link: Arc<StoreChannel>,
+    store_channel: Arc<StoreChannel>,
     control: ControlSocket,
     bell: Option<Box<dyn Bell>>,
     /// The running attempt to attach the engine again.
@@ -43,12 +43,12 @@ pub(crate) struct ChannelDriver {
 impl ChannelDriver {
     /// Creates the driver of `link`. It reads replies from `control`; the store rings `bell`.
     pub(crate) fn new(
-        link: Arc<StoreChannel>,
+        store_channel: Arc<StoreChannel>,
         control: ControlSocket,
         bell: Option<Box<dyn Bell>>,
     ) -> ChannelDriver {
         ChannelDriver {
-            link,
+            store_channel,
             control,
             bell,
             attaching: None,
@@ -73,20 +73,20 @@ impl ChannelDriver {
         .await;
         on_end(&why);
         self.attaching = None;
-        self.kept = self.link.end(&why);
+        self.kept = self.store_channel.end(&why);
         self.drain().await;
         self.drained = true;
-        self.link.lock().ring = None;
+        self.store_channel.lock().ring = None;
         why
     }
 
     /// Waits until every transfer of the incarnation has finished. Resets the engine if the
     /// transfers take too long.
     async fn drain(&mut self) {
-        let overdue = self.link.lock().overdue;
+        let overdue = self.store_channel.lock().overdue;
         if tokio::time::timeout(overdue, self.fence()).await.is_err() {
             tracing::warn!("transfers of the ended incarnation take too long: the engine is reset");
-            let engine = self.link.lock().ring.as_ref().map(|ring| Arc::clone(ring.engine()));
+            let engine = self.store_channel.lock().ring.as_ref().map(|ring| Arc::clone(ring.engine()));
             if let Some(engine) = engine {
                 engine.reset();
             }
@@ -96,7 +96,7 @@ impl ChannelDriver {
 
     async fn fence(&mut self) {
         let (engine, mut left) = {
-            let mut state = self.link.lock();
+            let mut state = self.store_channel.lock();
             let Some(ring) = &mut state.ring else { return };
             let queues = ring.engine().queues();
             for queue in 0..queues {
@@ -107,7 +107,7 @@ impl ChannelDriver {
         };
         poll_fn(|cx| {
             engine.poll_completions(cx, &mut self.completions);
-            let mut state = self.link.lock();
+            let mut state = self.store_channel.lock();
             let Some(ring) = &mut state.ring else { return Poll::Ready(()) };
             ring.post_waiting();
             left = left.saturating_sub(self.completions.drain(..).filter(|c| c.tag == LAST).count());
@@ -121,7 +121,7 @@ impl ChannelDriver {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ChannelError> {
         match self.turns(cx) {
             Ok(progress) => {
-                let poll = self.link.lock().poll;
+                let poll = self.store_channel.lock().poll;
                 self.poller.after_turn(progress, poll, cx);
                 Poll::Pending
             }
@@ -130,7 +130,7 @@ impl ChannelDriver {
     }
 
     fn turns(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
-        self.link.driver.register(cx.waker());
+        self.store_channel.driver.register(cx.waker());
         let mut any = false;
         loop {
             let mut progress = self.take_completions(cx)?;
@@ -149,7 +149,7 @@ impl ChannelDriver {
 
     /// Posts all chains that are ready.
     fn post(&mut self) -> Result<(), ChannelError> {
-        let mut state = self.link.lock();
+        let mut state = self.store_channel.lock();
         if let Some(why) = &state.fatal {
             return Err(ChannelError::Protocol(why.clone()));
         }
@@ -163,8 +163,8 @@ impl ChannelDriver {
     }
 
     fn take_completions(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
-        let link = Arc::clone(&self.link);
-        let mut state = link.lock();
+        let store_channel = Arc::clone(&self.store_channel);
+        let mut state = store_channel.lock();
         let Some(ring) = &mut state.ring else { return Ok(false) };
         ring.engine().poll_completions(cx, &mut self.completions);
         ring.post_waiting();
@@ -184,14 +184,14 @@ impl ChannelDriver {
     fn hear_bell(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
         let Some(bell) = &self.bell else { return Ok(false) };
         let Poll::Ready(count) = bell.poll_wait(cx) else { return Ok(false) };
-        self.link.lock().heard_bell(count?)?;
+        self.store_channel.lock().heard_bell(count?)?;
         Ok(true)
     }
 
     /// Attaches the engine again when the host has made an offer.
     fn attach(&mut self, cx: &mut Context<'_>) {
-        let link = Arc::clone(&self.link);
-        let mut state = link.lock();
+        let store_channel = Arc::clone(&self.store_channel);
+        let mut state = store_channel.lock();
         if !state.is_attaching() {
             self.attaching = None;
             return;
@@ -205,7 +205,7 @@ impl ChannelDriver {
         let Some(attaching) = &mut self.attaching else { return };
         let Poll::Ready(joined) = attaching.as_mut().poll(cx) else { return };
         self.attaching = None;
-        let mut state = link.lock();
+        let mut state = store_channel.lock();
         if let Some(bell) = state.attached(joined) {
             self.bell = Some(bell);
         }
@@ -217,7 +217,7 @@ impl ChannelDriver {
         for _ in 0..FRAMES_PER_TURN {
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
             let frame = frame?;
-            let mut state = self.link.lock();
+            let mut state = self.store_channel.lock();
             if frame.header.kind != channel::EntryKind::Reply {
                 return Err(ChannelError::Protocol("the store sent a frame that is not a reply".into()));
             }
@@ -236,12 +236,12 @@ impl ChannelDriver {
     fn tick(&mut self, cx: &mut Context<'_>) {
         let expired = match &mut self.timer {
             Some(timer) => timer.as_mut().poll(cx).is_ready(),
-            None => self.link.lock().has_work(),
+            None => self.store_channel.lock().has_work(),
         };
         if !expired {
             return;
         }
-        let mut state = self.link.lock();
+        let mut state = self.store_channel.lock();
         let now = Instant::now();
         state.tick(now);
         state.pump();
@@ -258,7 +258,7 @@ impl ChannelDriver {
     }
 
     fn write_control(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
-        let output = std::mem::take(&mut self.link.lock().control_out);
+        let output = std::mem::take(&mut self.store_channel.lock().control_out);
         for (header, control, data) in output {
             self.control.push(header, &control, data);
         }
@@ -358,7 +358,7 @@ impl Drop for ChannelDriver {
     fn drop(&mut self) {
         if !self.drained {
             std::mem::forget(std::mem::take(&mut self.kept));
-            std::mem::forget(self.link.end("the runtime of the attachment has ended"));
+            std::mem::forget(self.store_channel.end("the runtime of the attachment has ended"));
         }
     }
 }
