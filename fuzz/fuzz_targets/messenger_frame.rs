@@ -22,8 +22,8 @@ fuzz_target!(|data: &[u8]| {
     sealed[..4].copy_from_slice(&frame::MAGIC);
     sealed[4] = frame::VERSION;
     let u32_at = |at: usize| u32::from_le_bytes([sealed[at], sealed[at + 1], sealed[at + 2], sealed[at + 3]]);
-    let phase = u64::from(u16::from_le_bytes([sealed[6], sealed[7]]));
-    let pieces = piece_count(phase, u64::from(u32_at(12)));
+    let block_offset = u64::from(u16::from_le_bytes([sealed[6], sealed[7]]));
+    let pieces = piece_count(block_offset, u64::from(u32_at(12)));
     let end = (HEADER_LEN as u64 + u64::from(u32_at(8)) + 4 * pieces).min(sealed.len() as u64) as usize;
     let body = crc32c(&sealed[HEADER_LEN..end]);
     sealed[32..36].copy_from_slice(&body.to_le_bytes());

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use store::MAX_OBJECT_SIZE;
+use store::MAX_STORED_OBJECT;
 use wire::Redundancy;
 
 /// Maps the bytes of an object to its fragments.
@@ -42,9 +42,9 @@ pub(crate) struct UnitRange {
 impl StripeLayout {
     pub(crate) fn new(redundancy: &Redundancy) -> StripeLayout {
         match *redundancy {
-            Redundancy::Single => StripeLayout { k: 1, m: 0, unit: MAX_OBJECT_SIZE },
+            Redundancy::Single => StripeLayout { k: 1, m: 0, unit: MAX_STORED_OBJECT },
             Redundancy::Mirror { copies } => {
-                StripeLayout { k: 1, m: usize::from(copies) - 1, unit: MAX_OBJECT_SIZE }
+                StripeLayout { k: 1, m: usize::from(copies) - 1, unit: MAX_STORED_OBJECT }
             }
             Redundancy::ErasureCode { k, m, stripe_unit } => {
                 StripeLayout { k: k.into(), m: m.into(), unit: stripe_unit.into() }
@@ -54,7 +54,7 @@ impl StripeLayout {
 
     /// Returns true if each fragment is a full copy of the object.
     pub(crate) fn is_mirror(&self) -> bool {
-        self.unit == MAX_OBJECT_SIZE
+        self.unit == MAX_STORED_OBJECT
     }
 
     /// Total number of fragments.

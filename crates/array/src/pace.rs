@@ -11,7 +11,7 @@ use tokio::time::Instant;
 /// Time after the last request for which clients count as active.
 const BUSY: Duration = Duration::from_millis(100);
 
-/// Limits the rate of rebuilds and scrubs. Shared by all background work of an OSD.
+/// Limits the rate of rebuilds and scrubs. Shared by all background work of an osd.
 #[derive(Clone)]
 pub struct Pace(Rc<Inner>);
 

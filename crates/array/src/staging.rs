@@ -69,7 +69,10 @@ impl Group {
         }
         let stripe = self.layout.stripe();
         let ends = offset + len == staged.len;
-        if payload.phase() != 0 || !offset.is_multiple_of(stripe) || (!len.is_multiple_of(stripe) && !ends) {
+        if payload.block_offset() != 0
+            || !offset.is_multiple_of(stripe)
+            || (!len.is_multiple_of(stripe) && !ends)
+        {
             let what =
                 format!("staged bytes {offset}..{} are not whole stripes of {stripe} bytes", offset + len);
             return Err(StoreError::InvalidArgument(what));

@@ -121,7 +121,7 @@ pub struct ChecksumMismatch {
 pub struct Payload {
     data: Bytes,
     checksums: Vec<u32>,
-    phase: u16,
+    block_offset: u16,
 }
 
 /// Error: the number of checksums of a payload differs from the number of its pieces.
@@ -139,7 +139,7 @@ impl Payload {
     #[must_use]
     pub fn compute(offset: u64, data: Bytes) -> Payload {
         let checksums = piece_checksums(offset, &data);
-        Payload { data, checksums, phase: (offset % BLOCK) as u16 }
+        Payload { data, checksums, block_offset: (offset % BLOCK) as u16 }
     }
 
     /// Creates a payload with existing checksums. Does not verify the checksums: see
@@ -153,7 +153,7 @@ impl Payload {
             let found = checksums.len() as u64;
             return Err(PieceCountMismatch { offset, len: data.len() as u64, expected, found });
         }
-        Ok(Payload { data, checksums, phase: (offset % BLOCK) as u16 })
+        Ok(Payload { data, checksums, block_offset: (offset % BLOCK) as u16 })
     }
 
     /// The bytes.
@@ -170,8 +170,8 @@ impl Payload {
 
     /// Offset of the first byte within its block: 0 when the payload starts on a block boundary.
     #[must_use]
-    pub fn phase(&self) -> u64 {
-        u64::from(self.phase)
+    pub fn block_offset(&self) -> u64 {
+        u64::from(self.block_offset)
     }
 
     /// Number of bytes.
@@ -198,7 +198,7 @@ impl Payload {
     /// If a piece does not match its checksum; the error describes the first mismatch. The offset
     /// in the error is relative to the start of the payload's first block.
     pub fn verify(&self) -> Result<(), ChecksumMismatch> {
-        verify_pieces(self.phase(), &self.data, &self.checksums)
+        verify_pieces(self.block_offset(), &self.data, &self.checksums)
     }
 }
 

@@ -6,10 +6,11 @@
 //! request's time:
 //!
 //! ```text
-//! dma       some payload or entry of the request was being transferred                    |T|
-//! host      the store on the host worked on the request, and nothing was transferred      |H \ T|
-//! dma wait  a payload or entry waited for its transfer, and neither of the above applied  |W \ (T ∪ H)|
-//! others    the rest: network, messenger, the OSD's own work, waiting for other requests  total − |T ∪ H ∪ W|
+//! dma       some payload or entry of the request was being transferred                    |T| host
+//! the store on the host worked on the request, and nothing was transferred      |H \ T| dma wait
+//! a payload or entry waited for its transfer, and neither of the above applied  |W \ (T ∪ H)|
+//! others    the rest: network, messenger, the osd's own work, waiting for other requests  total −
+//! |T ∪ H ∪ W|
 //! ```
 //!
 //! Calls do not pass the clock as an argument. [`Clock::scope`] sets the clock of a future, and

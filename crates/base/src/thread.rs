@@ -41,7 +41,7 @@ pub fn is_catching() -> bool {
 pub enum ThreadClass {
     /// Network connections that no shard serves in its own loop.
     Messenger,
-    /// An OSD shard: request handling, and the connections pinned to it.
+    /// An osd shard: request handling, and the connections pinned to it.
     Osd,
     /// The host–DPU channel's software: rings, doorbells, control socket.
     Channel,

@@ -1,6 +1,6 @@
 //! Measures how a thread's time divides among several classes of work.
 //!
-//! The thread of an OSD shard runs tasks of connections, of requests and of the channel's driver,
+//! The thread of an osd shard runs tasks of connections, of requests and of the channel's driver,
 //! but the kernel reports only one CPU time for the whole thread. Each task is therefore booked for
 //! a class (see [`Booked`]). The time inside the polls of its future is summed by thread and class.
 //! These sums divide the thread's CPU time among the classes.

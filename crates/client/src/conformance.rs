@@ -361,7 +361,7 @@ async fn bulk_descriptors_are_refused_with_a_typed_error(pool: &Pool) {
         memory: MemoryKind::Host,
         segments: vec![wire::BulkSegment { address: 0, key: 1, len: 8192 }],
         direction: BulkDirection::Read,
-        phase: 0,
+        block_offset: 0,
         expires_ms: 1000,
         remote: None,
     };

@@ -156,9 +156,9 @@ pub trait BulkSource: Send + Sync {
         self.len() == 0
     }
 
-    /// Offset of the first byte within the object, modulo 4096. The phase determines the boundaries
-    /// of the pieces, each of which has its own checksum.
-    fn phase(&self) -> u64;
+    /// Offset of the first byte within the object, modulo 4096. The block_offset determines the
+    /// boundaries of the pieces, each of which has its own checksum.
+    fn block_offset(&self) -> u64;
 
     /// Reads the bytes `offset..offset + len` with the checksums of their pieces. The range starts
     /// at a piece boundary and is inside the source. An error ends the transfer, and the peer
@@ -263,9 +263,9 @@ pub trait Connection: Send + Sync {
     /// Offers data that the peer may pull.
     fn offer_source(&self, source: Arc<dyn BulkSource>) -> Result<BulkRegion>;
 
-    /// Offers memory that the peer may fill. `phase` is the offset of the first byte within the
-    /// object, modulo 4096.
-    fn offer_sink(&self, sink: Arc<dyn BulkSink>, phase: u16) -> Result<BulkRegion>;
+    /// Offers memory that the peer may fill. `block_offset` is the offset of the first byte within
+    /// the object, modulo 4096.
+    fn offer_sink(&self, sink: Arc<dyn BulkSink>, block_offset: u16) -> Result<BulkRegion>;
 
     /// Pulls bytes `offset..offset + dest.len()` of the peer's offer into `dest`. `offset` must be
     /// at a piece boundary. The data arrives in chunks of at most 256 KiB, interleaved with other

@@ -6,7 +6,7 @@
 //! ```text
 //!   0       4   5   6     8          12          16      24      32         36        40
 //!   +-------+---+---+-----+----------+-----------+-------+-------+----------+---------+
-//!   | magic | v |typ|phase|header_len|payload_len|  seq  |  ack  | body_crc |   crc   |
+//!   | magic | v |typ|block_offset|header_len|payload_len|  seq  |  ack  | body_crc |   crc   |
 //!   +-------+---+---+-----+----------+-----------+-------+-------+----------+---------+
 //!   | header: header_len bytes    | checksums: one u32 per piece of the payload       |  body
 //!   +-----------------------------+---------------------------------------------------+
@@ -17,8 +17,8 @@
 //! `v` is the version and `typ` the kind of the frame. All integers are little endian. `crc` covers
 //! bytes 0..36, and `body_crc` covers the body. The payload has one checksum per piece. A piece is
 //! the part of the payload inside one 4 KiB block (see [`base::block`]). The first piece begins
-//! `phase` bytes into its block. A flipped bit is therefore detected before the affected data is
-//! used, and each side computes the payload's checksums only once.
+//! `block_offset` bytes into its block. A flipped bit is therefore detected before the affected
+//! data is used, and each side computes the payload's checksums only once.
 
 mod body;
 
@@ -136,8 +136,8 @@ pub enum FrameError {
     /// The kind of frame is unknown.
     #[error("frame type {0} is unknown")]
     UnknownKind(u8),
-    /// The payload's phase is not inside a block.
-    #[error("payload phase {0} is not below 4096")]
+    /// The payload's block_offset is not inside a block.
+    #[error("payload block_offset {0} is not below 4096")]
     Phase(u16),
     /// The header part or the payload is longer than this kind of frame permits.
     #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]
@@ -186,7 +186,7 @@ pub struct FrameHeader {
     /// The kind of the frame.
     pub kind: FrameKind,
     /// Offset of the payload's first byte within the object, modulo 4096.
-    pub phase: u16,
+    pub block_offset: u16,
     /// Length of the header part, in bytes.
     pub header_len: u32,
     /// Length of the payload, in bytes.
@@ -207,7 +207,7 @@ impl FrameHeader {
         out[0..4].copy_from_slice(&MAGIC);
         out[4] = VERSION;
         out[5] = self.kind as u8;
-        out[6..8].copy_from_slice(&self.phase.to_le_bytes());
+        out[6..8].copy_from_slice(&self.block_offset.to_le_bytes());
         out[8..12].copy_from_slice(&self.header_len.to_le_bytes());
         out[12..16].copy_from_slice(&self.payload_len.to_le_bytes());
         out[16..24].copy_from_slice(&self.seq.to_le_bytes());
@@ -237,7 +237,7 @@ impl FrameHeader {
         }
         let header = FrameHeader {
             kind: FrameKind::from_byte(bytes[5])?,
-            phase: u16::from_le_bytes([bytes[6], bytes[7]]),
+            block_offset: u16::from_le_bytes([bytes[6], bytes[7]]),
             header_len: u32_at(8),
             payload_len: u32_at(12),
             seq: u64_at(16),
@@ -249,8 +249,8 @@ impl FrameHeader {
     }
 
     fn check(&self, limits: &Limits) -> Result<(), FrameError> {
-        if usize::from(self.phase) >= BLOCK_SIZE {
-            return Err(FrameError::Phase(self.phase));
+        if usize::from(self.block_offset) >= BLOCK_SIZE {
+            return Err(FrameError::Phase(self.block_offset));
         }
         let (max_header, max_payload) = self.kind.limits(limits);
         let parts = [("header", self.header_len, max_header), ("payload", self.payload_len, max_payload)];
@@ -272,7 +272,7 @@ impl FrameHeader {
     }
 
     fn pieces(&self) -> usize {
-        piece_count(u64::from(self.phase), u64::from(self.payload_len)) as usize
+        piece_count(u64::from(self.block_offset), u64::from(self.payload_len)) as usize
     }
 
     /// Verifies and decodes the body, which must be [`FrameHeader::body_len`] bytes long.
@@ -312,7 +312,7 @@ pub fn encode_head(
     }
     let fixed = FrameHeader {
         kind,
-        phase: payload.phase() as u16,
+        block_offset: payload.block_offset() as u16,
         header_len: header_len as u32,
         payload_len: payload.len() as u32,
         seq,
@@ -351,9 +351,10 @@ pub fn decode(bytes: &Bytes, limits: &Limits) -> Result<Option<(Frame, usize)>, 
         return Ok(None);
     }
     let data = bytes.slice(body_end..end);
-    let phase = u64::from(header.phase);
-    verify_pieces(phase, &data, &checksums).map_err(FrameError::Payload)?;
-    let payload = Payload::from_parts(phase, data, checksums).map_err(|_| FrameError::Body(header.kind))?;
+    let block_offset = u64::from(header.block_offset);
+    verify_pieces(block_offset, &data, &checksums).map_err(FrameError::Payload)?;
+    let payload =
+        Payload::from_parts(block_offset, data, checksums).map_err(|_| FrameError::Body(header.kind))?;
     Ok(Some((Frame { header, body, payload }, end)))
 }
 
@@ -365,8 +366,8 @@ mod tests {
     const LIMITS: Limits =
         Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20, eager: 16384, one_sided: false };
 
-    fn message(header: &[u8], phase: u64, data: &[u8]) -> Vec<u8> {
-        let payload = Payload::compute(phase, Bytes::copy_from_slice(data));
+    fn message(header: &[u8], block_offset: u64, data: &[u8]) -> Vec<u8> {
+        let payload = Payload::compute(block_offset, Bytes::copy_from_slice(data));
         let mut out = Vec::new();
         encode_head(&mut out, FrameKind::Message, 7, 3, &payload, |o| o.extend_from_slice(header));
         out.extend_from_slice(data);
@@ -403,10 +404,10 @@ mod tests {
 
         #[test]
         fn an_encoded_frame_is_decoded_unchanged_and_its_prefixes_are_incomplete(
-            header in proptest::collection::vec(any::<u8>(), 0..300), phase in 0u64..4096,
+            header in proptest::collection::vec(any::<u8>(), 0..300), block_offset in 0u64..4096,
             data in proptest::collection::vec(any::<u8>(), 0..10_000), cut: usize,
         ) {
-            let bytes = Bytes::from(message(&header, phase, &data));
+            let bytes = Bytes::from(message(&header, block_offset, &data));
             let (frame, len) = decode(&bytes, &LIMITS).unwrap().unwrap();
             prop_assert_eq!(len, bytes.len());
             prop_assert_eq!(frame.payload.data().as_ref(), data.as_slice());

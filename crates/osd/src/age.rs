@@ -1,14 +1,14 @@
-//! The node's age: how often the node's OSD has started, and how long the OSD has run in total.
+//! The node's age: how often the node's osd has started, and how long the osd has run in total.
 //!
 //! Both numbers only grow, independently of the wall clock. Every target stores both numbers in the
 //! omap of an object in the collection of the node's map. The number of starts becomes the
 //! generation in the ids of new sessions. The running time measures how long a session has been
-//! idle. Time in which the OSD does not run does not count, because no client can reach the OSD
+//! idle. Time in which the osd does not run does not count, because no client can reach the osd
 //! then.
 //!
-//! Even if the age is lost, the OSD executes no request twice, because each placement group records
+//! Even if the age is lost, the osd executes no request twice, because each placement group records
 //! the sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
-//! starts anyway. Its next start then uses the same generation again, and the OSD may refuse
+//! starts anyway. Its next start then uses the same generation again, and the osd may refuse
 //! retries of the first requests of new sessions, although it has not forgotten the results of
 //! these requests.
 
@@ -29,10 +29,10 @@ const FORMAT: u8 = 1;
 /// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
-/// The node's age: how often the OSD has started, and how long it has run in total.
+/// The node's age: how often the osd has started, and how long it has run in total.
 pub(crate) struct Age {
     generation: u64,
-    /// Total time that the OSD ran before this start, in milliseconds.
+    /// Total time that the osd ran before this start, in milliseconds.
     before_ms: u64,
     started: Instant,
 }
@@ -88,7 +88,7 @@ impl Age {
         self.before_ms.saturating_add(u64::try_from(self.ran().as_millis()).unwrap_or(u64::MAX))
     }
 
-    /// Returns the time since this start of the OSD.
+    /// Returns the time since this start of the osd.
     pub(crate) fn ran(&self) -> Duration {
         self.started.elapsed()
     }

@@ -1,4 +1,4 @@
-//! The store behind a placement group, and the incarnation of this store as the OSD sees it.
+//! The store behind a placement group, and the incarnation of this store as the osd sees it.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::fail::{Fail, StepResult};
 /// Future of a reply from a [`Backing`].
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
-/// A target's store, or an array over several targets. The OSD tags all content that it caches with
+/// A target's store, or an array over several targets. The osd tags all content that it caches with
 /// the *incarnation* in which it read the content from the store. A new incarnation begins when the
 /// store restarts or a call to it is lost. Cached data from earlier incarnations is then invalid.
 pub(crate) struct Backing {
@@ -23,7 +23,7 @@ pub(crate) struct Backing {
     name: String,
     /// The store's incarnation when it was last checked.
     store_incarnation: Cell<u64>,
-    /// The OSD's own incarnation number. It grows with each new incarnation of the store, and when
+    /// The osd's own incarnation number. It grows with each new incarnation of the store, and when
     /// a call to the store was lost.
     incarnation: Cell<u64>,
 }
@@ -103,7 +103,7 @@ impl Backing {
     }
 
     /// Waits until each change that earlier incarnations queued in a collection is durable or has
-    /// failed. The OSD must not return data that it read before the end of this wait, because this
+    /// failed. The osd must not return data that it read before the end of this wait, because this
     /// data could still be lost.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();

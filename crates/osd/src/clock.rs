@@ -7,12 +7,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Source of an OSD's wall-clock time.
+/// Source of an osd's wall-clock time.
 #[derive(Clone)]
 pub struct WallClock(Arc<dyn Fn() -> SystemTime + Send + Sync>);
 
 impl WallClock {
-    /// Creates a clock that returns the result of `now`. The OSD's thread calls `now`.
+    /// Creates a clock that returns the result of `now`. The osd's thread calls `now`.
     pub fn new(now: impl Fn() -> SystemTime + Send + Sync + 'static) -> WallClock {
         WallClock(Arc::new(now))
     }

@@ -32,12 +32,12 @@ struct Head {
 }
 
 impl Osd {
-    /// Runs the collector until the OSD stops.
+    /// Runs the collector until the osd stops.
     pub(crate) async fn collect_for_ever(self: Rc<Osd>) {
         loop {
             tokio::time::sleep(self.config.collect_interval).await;
             let grace = self.config.orphan_grace;
-            // Clients that were connected before this start of the OSD need time to reconnect.
+            // Clients that were connected before this start of the osd need time to reconnect.
             if self.age.ran() >= grace {
                 self.collect_orphans(grace).await;
             }

@@ -1,4 +1,4 @@
-//! Configuration of an OSD.
+//! Configuration of an osd.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,13 +9,13 @@ use wire::{OffloadStatus, Placement};
 
 use crate::clock::WallClock;
 
-/// Configuration of an OSD. The defaults suit a production node; tests shorten the times.
+/// Configuration of an osd. The defaults suit a production node; tests shorten the times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
-    /// Placement of the node. With `Host`, the OSD measures how long calls to the stores take. With
+    /// Placement of the node. With `Host`, the osd measures how long calls to the stores take. With
     /// `Dpu`, the proxy measures this time.
     pub placement: Placement,
-    /// Name of the DMA engine that moves data between OSD and store. Shown in the node's status.
+    /// Name of the DMA engine that moves data between osd and store. Shown in the node's status.
     pub engine: String,
     /// Whether the DMA engine is emulated. Shown in the node's status.
     pub emulated: bool,
@@ -27,14 +27,14 @@ pub struct OsdConfig {
     /// Time limit for an answer of a target. After this time, placement groups continue without the
     /// target if enough other targets answer.
     pub target_timeout: Duration,
-    /// Schedule of the probes that the OSD sends to failed targets.
+    /// Schedule of the probes that the osd sends to failed targets.
     pub target_retry: TargetRetry,
     /// Pause between two runs of each upkeep task, for example of the search for members that need
     /// a rebuild.
     pub upkeep_interval: Duration,
     /// Maximum rate of rebuilds and scrubs, in bytes per second; 0 for no limit.
     pub rebuild_rate: u64,
-    /// Maximum share of time, in percent, during which rebuilds and scrubs may work while the OSD
+    /// Maximum share of time, in percent, during which rebuilds and scrubs may work while the osd
     /// serves clients.
     pub rebuild_share: u32,
     /// Maximum number of dirty notes per placement group. If more objects change while a target is
@@ -49,9 +49,9 @@ pub struct OsdConfig {
     pub orphan_grace: Duration,
     /// Pause between two runs of the collector.
     pub collect_interval: Duration,
-    /// Maximum number of requests of one connection that the OSD executes at a time.
+    /// Maximum number of requests of one connection that the osd executes at a time.
     pub requests_per_connection: usize,
-    /// Maximum number of sessions that the OSD keeps at a time.
+    /// Maximum number of sessions that the osd keeps at a time.
     pub sessions: usize,
     /// Maximum number of objects per placement group whose state is cached.
     pub cached_objects_per_pg: usize,
@@ -67,7 +67,7 @@ pub struct OsdConfig {
     pub clock: WallClock,
 }
 
-/// Schedule of the probes that the OSD sends to a failed target. Placement groups do not use the
+/// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
 /// target until it answers a probe in time.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRetry {
@@ -85,7 +85,7 @@ pub struct TargetRetry {
     pub failing_pause: Duration,
     /// Maximum length of the pause when `failing_pause` is doubled repeatedly.
     pub failing_pause_max: Duration,
-    /// Maximum number of relapses in a row after I/O errors. At the next relapse, the OSD gives the
+    /// Maximum number of relapses in a row after I/O errors. At the next relapse, the osd gives the
     /// target up and sends no more probes.
     pub relapses_max: u32,
     /// Time during which requests wait for a target after it has reported an I/O error or refused a
@@ -107,7 +107,7 @@ impl Default for TargetRetry {
     }
 }
 
-/// Function that reports the health of the DMA offload between OSD and store.
+/// Function that reports the health of the DMA offload between osd and store.
 #[derive(Clone)]
 pub struct OffloadSource(pub Arc<dyn Fn() -> OffloadStatus + Send + Sync>);
 
@@ -122,7 +122,7 @@ impl OsdConfig {
         self.segments_in_flight.load(Ordering::Relaxed).max(1)
     }
 
-    /// Returns whether the OSD calls the store directly instead of through the host–DPU channel.
+    /// Returns whether the osd calls the store directly instead of through the host–DPU channel.
     pub(crate) fn store_is_here(&self) -> bool {
         self.placement == Placement::Host
     }

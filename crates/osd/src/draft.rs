@@ -257,7 +257,7 @@ impl<'a> Draft<'a> {
             (OpBytes::Embedded(bytes), _) => {
                 self.write_bytes(offset, Payload::compute(offset, bytes.clone())).await
             }
-            (OpBytes::Payload, Gathered::Memory(payload)) if payload.phase() == offset % BLOCK => {
+            (OpBytes::Payload, Gathered::Memory(payload)) if payload.block_offset() == offset % BLOCK => {
                 self.write_bytes(offset, payload.clone()).await
             }
             (OpBytes::Payload, Gathered::Memory(payload)) => {
@@ -331,7 +331,7 @@ impl<'a> Draft<'a> {
     async fn truncate(&mut self, size: u64) -> StepResult<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
-            // The OSD itself shortens the last block, and computes the new checksum of this block.
+            // The osd itself shortens the last block, and computes the new checksum of this block.
             let kept = self.block(size / BLOCK).await?.slice(..cut as usize);
             let start = block::align_down(size);
             self.shorten(start);

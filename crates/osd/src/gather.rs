@@ -1,6 +1,6 @@
 //! Fetches a write's data before the write takes its turn on the object.
 //!
-//! Large data is staged. The OSD pulls it from the client in segments, reserves a staging buffer
+//! Large data is staged. The osd pulls it from the client in segments, reserves a staging buffer
 //! before each pull, and passes each segment to the store when it arrives. Staged data begins at an
 //! offset at which the store can stage data. It consists of whole blocks and perhaps a partial
 //! block at its end, because the object may end there. The bytes before the staged data are kept in
@@ -27,7 +27,7 @@ use crate::fail::{Fail, StepResult};
 pub(crate) const SEGMENT: usize = 2 << 20;
 
 /// Data up to this length, in bytes, is pulled as a whole and sent to the store inside the
-/// transaction. Between OSD and store, the write then takes one message in each direction instead
+/// transaction. Between osd and store, the write then takes one message in each direction instead
 /// of four. A pipeline of segments has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
 /// The limit that replaces [`WHOLE`] while other requests are in progress, in bytes. The other
@@ -99,7 +99,7 @@ impl Puller<'_> {
         match &mutate.data {
             Data::None => Ok(Gathered::None),
             Data::Inline => {
-                check_place(offset, inline.phase(), inline.len() as u64)?;
+                check_place(offset, inline.block_offset(), inline.len() as u64)?;
                 Ok(Gathered::Memory(inline))
             }
             Data::Bulk(from) => {
@@ -205,14 +205,14 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
     if from.direction != BulkDirection::Read || len == 0 {
         return Err(Error::BadRequest("the bulk descriptor does not offer data to be read".into()).into());
     }
-    check_place(offset, u64::from(from.phase), len)?;
+    check_place(offset, u64::from(from.block_offset), len)?;
     Ok(len)
 }
 
-fn check_place(offset: u64, phase: u64, len: u64) -> StepResult<()> {
-    if len > 0 && phase != offset % BLOCK {
+fn check_place(offset: u64, block_offset: u64, len: u64) -> StepResult<()> {
+    if len > 0 && block_offset != offset % BLOCK {
         return Err(Error::BadRequest(format!(
-            "the data begins at offset {phase} of a block, which does not match object offset {offset}"
+            "the data begins at offset {block_offset} of a block, which does not match object offset {offset}"
         ))
         .into());
     }

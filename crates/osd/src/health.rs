@@ -6,12 +6,12 @@
 //! - A *slow* target has not answered in time. It is probed at once, and again after short pauses.
 //! - A *failing* target has reported an I/O error. It is probed after longer pauses. Each relapse
 //!   (a failure soon after the target was used again) makes the pauses longer. After too many
-//!   relapses, the OSD gives the target up.
+//!   relapses, the osd gives the target up.
 //! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. It is used
 //!   again when its store has a new incarnation, or when the operator requests its use.
 //!
 //! A target that refuses writes may work again within seconds, because its store remounts it
-//! automatically. The OSD also probes this target, with long pauses. Without the probes, the target
+//! automatically. The osd also probes this target, with long pauses. Without the probes, the target
 //! could stay lost: an error of the old mount may arrive after the new incarnation has begun. Only
 //! the new mount can execute a probe.
 

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! collection of a placement group   'P' pool (4 bytes, big-endian) pg (4 bytes, big-endian)
-//! collection of the node's map      'N'
-//! object   hash, bits reversed (4 bytes, big-endian)  kind (1 byte)  namespace  00  name
-//! part     the same, then                                            00  upload (24 bytes)  index (4 bytes)
+//! collection of the node's map      'N' object   hash, bits reversed (4 bytes, big-endian)  kind
+//! (1 byte)  namespace  00  name part     the same, then
+//! 00  upload (24 bytes)  index (4 bytes)
 //! ```
 //!
 //! The low bits of the hash select the placement group. An object's id begins with the reversed
@@ -73,7 +73,7 @@ pub(crate) struct StoredName {
     pub(crate) part: Option<PartId>,
 }
 
-/// Decodes an object id; `None` for the OSD's internal objects and for invalid ids.
+/// Decodes an object id; `None` for the osd's internal objects and for invalid ids.
 pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
     let (kind, rest) = id.as_bytes().get(4..)?.split_first()?;
     let mut pieces = rest.splitn(3, |b| *b == 0);

@@ -1,8 +1,8 @@
-//! The OSD: the role that serves clients. It runs on the DPU, or on the host as the baseline for
-//! benchmarks. The OSD keeps no durable state of its own: the stores keep all of it. Each change
+//! The osd: the role that serves clients. It runs on the DPU, or on the host as the baseline for
+//! benchmarks. The osd keeps no durable state of its own: the stores keep all of it. Each change
 //! updates an object's data and all related state in one transaction.
 //!
-//! [`OsdServer::start`] runs an OSD on its own thread. These are the main modules:
+//! [`OsdServer::start`] runs an osd on its own thread. These are the main modules:
 //!
 //! - `serve` decodes each request, finds its session and sends the reply.
 //! - `gather` pulls a write's data into staging memory and stages the data in the store.
@@ -15,7 +15,7 @@
 //!   pools.
 //! - `collect` removes orphans and expired results.
 //!
-//! One thread owns all state of an OSD, so the state needs no locks. The OSD reaches the store only
+//! One thread owns all state of an osd, so the state needs no locks. The osd reaches the store only
 //! through [`ObjectStore`](store::ObjectStore). The store may therefore run in the same process or
 //! behind the host–DPU channel.
 

@@ -110,7 +110,7 @@ pub(crate) async fn objects(
 ) -> StepResult<(Vec<ObjectId>, bool)> {
     let incarnation = place.pg.settle().await?;
     let listing = place.pg.backing.list(&place.pg.cid, from, limit);
-    // The listing includes queued changes, which must be durable before the OSD returns the
+    // The listing includes queued changes, which must be durable before the osd returns the
     // listing.
     place.pg.all_committed().await;
     let listed = listing.await;

@@ -30,7 +30,7 @@ pub(crate) struct Change<'a> {
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
     pub(crate) ops: &'a [Mutation],
-    /// The request of the change; `None` for the OSD's own changes.
+    /// The request of the change; `None` for the osd's own changes.
     pub(crate) origin: Option<Origin>,
     /// Maximum time to wait for the store.
     pub(crate) patience: Duration,
@@ -39,7 +39,7 @@ pub(crate) struct Change<'a> {
 /// Progress of a change over several attempts.
 struct ChangeProgress<'a> {
     object: &'a ObjectState,
-    /// Whether an earlier attempt, in this or an earlier run of the OSD, may have taken effect.
+    /// Whether an earlier attempt, in this or an earlier run of the osd, may have taken effect.
     unsure: bool,
     data: Option<Gathered>,
     ticket: Option<Ticket<'a>>,

@@ -1,4 +1,4 @@
-//! One object as the OSD sees it: the record that the store keeps, and the state that the OSD
+//! One object as the osd sees it: the record that the store keeps, and the state that the osd
 //! caches.
 
 use std::cell::RefCell;
@@ -54,7 +54,7 @@ pub(crate) fn user_xattr(name: &[u8]) -> Bytes {
     [b"u", name].concat().into()
 }
 
-/// Returns the name that the user gave to a stored xattr; `None` for the OSD's internal xattrs.
+/// Returns the name that the user gave to a stored xattr; `None` for the osd's internal xattrs.
 pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
     stored.starts_with(b"u").then(|| stored.slice(1..))
 }

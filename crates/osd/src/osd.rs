@@ -1,4 +1,4 @@
-//! The OSD: its targets, pools and sessions, and the state that all requests share.
+//! The osd: its targets, pools and sessions, and the state that all requests share.
 
 use std::cell::{Cell, LazyCell, RefCell};
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
 
-/// Time after the OSD's start during which a closed session keeps its results if it was created
+/// Time after the osd's start during which a closed session keeps its results if it was created
 /// before the start. Other sessions from before the start may still reconnect and send retries. The
 /// time equals the default time limit of a client's requests.
 const SETTLING: Duration = Duration::from_secs(60);
@@ -210,8 +210,8 @@ impl Osd {
     /// the client must send no more retries.
     pub(crate) fn close_session(&self, session: SessionId) {
         self.sessions.borrow_mut().close(session);
-        // Shortly after a start, the OSD does not know which sessions from before the start will
-        // reconnect. If the OSD forgot this session now, it would also mark all sessions with lower
+        // Shortly after a start, the osd does not know which sessions from before the start will
+        // reconnect. If the osd forgot this session now, it would also mark all sessions with lower
         // numbers as forgotten, including the sessions that reconnect later. This session therefore
         // expires later instead.
         if session.generation() < self.age.generation() && self.age.ran() < SETTLING {

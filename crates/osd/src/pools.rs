@@ -135,7 +135,7 @@ impl Osd {
     }
 
     /// Removes the content of a closed pool and then the pool from the map, within the calling
-    /// task. If this fails, the OSD tries again once all targets are present.
+    /// task. If this fails, the osd tries again once all targets are present.
     pub(crate) async fn empty_or_wait(&self, pool: Rc<ActivePool>) {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;

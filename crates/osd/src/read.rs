@@ -293,7 +293,7 @@ fn striped(info: &ObjectInfo) -> ObjectReply {
 }
 
 fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
-    if sink.direction != BulkDirection::Write || sink.phase != 0 {
+    if sink.direction != BulkDirection::Write || sink.block_offset != 0 {
         return Err(Error::BadRequest(
             "the sink is not writable, or does not begin at a block boundary".into(),
         )

@@ -1,4 +1,4 @@
-//! [`Rebuilds`]: progress of the OSD's rebuilds.
+//! [`Rebuilds`]: progress of the osd's rebuilds.
 
 use std::cell::RefCell;
 
@@ -6,10 +6,10 @@ use array::Rebuilt;
 use uuid::Uuid;
 use wire::RebuildStatus;
 
-/// State of the OSD's rebuilds, of which one runs at a time.
+/// State of the osd's rebuilds, of which one runs at a time.
 #[derive(Default)]
 pub(crate) struct Rebuilds {
-    /// Number of objects and bytes rebuilt since the OSD started.
+    /// Number of objects and bytes rebuilt since the osd started.
     rebuilt: RefCell<Rebuilt>,
     /// Pool and target of the running rebuild.
     under_way: RefCell<Option<(String, Uuid)>>,

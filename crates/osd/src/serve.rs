@@ -26,7 +26,7 @@ use crate::{list, read};
 /// Minimum time between two updates of a session's last activity.
 const HEARD_PAUSE: Duration = Duration::from_secs(1);
 
-/// Accepts connections until the OSD stops.
+/// Accepts connections until the osd stops.
 pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
     let mut next: ConnectionId = 0;
     loop {

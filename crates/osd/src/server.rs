@@ -1,4 +1,4 @@
-//! Starts and stops an OSD.
+//! Starts and stops an osd.
 
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -19,12 +19,12 @@ use crate::serve;
 use crate::start_error::StartError;
 use crate::task::spawn;
 
-/// Maximum time that a stopping OSD waits for requests in progress.
+/// Maximum time that a stopping osd waits for requests in progress.
 const DRAIN: Duration = Duration::from_secs(5);
-/// Maximum time that a stopping OSD waits for the targets to store the node's age.
+/// Maximum time that a stopping osd waits for the targets to store the node's age.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-/// A running OSD. Dropping it stops the OSD without waiting for requests in progress.
+/// A running osd. Dropping it stops the osd without waiting for requests in progress.
 #[derive(Debug)]
 pub struct OsdServer {
     endpoint: String,
@@ -33,13 +33,13 @@ pub struct OsdServer {
 }
 
 impl OsdServer {
-    /// Starts an OSD on its own thread, `osd-0`. Returns once clients can connect.
+    /// Starts an osd on its own thread, `osd-0`. Returns once clients can connect.
     ///
     /// `targets` are all targets of the node with their ids, in any order. `staging` is the staging
     /// memory, which must have room for at least a few segments of 2 MiB. `listen` is an address in
     /// the network stack's form (`host:port`).
     ///
-    /// This call blocks until the OSD has started. The stores must be able to make progress while
+    /// This call blocks until the osd has started. The stores must be able to make progress while
     /// the calling thread is blocked.
     ///
     /// # Errors
@@ -79,11 +79,11 @@ impl OsdServer {
         &self.endpoint
     }
 
-    /// Stops the OSD. The OSD accepts no more connections, and waits up to five seconds for
-    /// requests in progress. This call blocks until the OSD has stopped.
+    /// Stops the osd. The osd accepts no more connections, and waits up to five seconds for
+    /// requests in progress. This call blocks until the osd has stopped.
     pub fn stop(mut self) {
         if let Some(stop) = self.stop.take() {
-            // If the receiver was dropped, the OSD has already stopped.
+            // If the receiver was dropped, the osd has already stopped.
             let _ = stop.send(());
         }
         if let Some(thread) = self.thread.take() {
@@ -92,9 +92,9 @@ impl OsdServer {
         }
     }
 
-    /// Runs an OSD on the current thread until `stop` resolves. The caller must run in a
+    /// Runs an osd on the current thread until `stop` resolves. The caller must run in a
     /// [`LocalSet`]. Simulations and programs with their own event loop use this function. `ready`
-    /// receives the endpoint, or the reason why the OSD did not start.
+    /// receives the endpoint, or the reason why the osd did not start.
     pub async fn serve(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
@@ -132,7 +132,7 @@ impl OsdServer {
         if tokio::time::timeout(DRAIN, drained).await.is_err() {
             tracing::warn!(
                 requests = osd.requests.get(),
-                "the OSD stops although requests are still in progress"
+                "the osd stops although requests are still in progress"
             );
         }
         osd.age.save(&osd.targets, LAST_WORD).await;

@@ -8,20 +8,20 @@ use wire::{Error, SessionId};
 
 use crate::gone::Living;
 
-/// Number that identifies a connection to this OSD.
+/// Number that identifies a connection to this osd.
 pub(crate) type ConnectionId = u64;
 
-/// Maximum time after the OSD's start during which sessions from before the start count as alive,
+/// Maximum time after the osd's start during which sessions from before the start count as alive,
 /// because their clients may reconnect.
 const RETURN: Duration = Duration::from_secs(3600);
 
-/// Table of the sessions that the OSD knows now. Placement groups store the durable state of
+/// Table of the sessions that the osd knows now. Placement groups store the durable state of
 /// sessions.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, ClientPresence>,
     /// Divides the slots of the table between peer addresses. A session that loses its slot is
     /// removed from the table: the collector may then remove the parts of its unfinished uploads,
-    /// and the OSD may refuse retries of its requests. Its client may still present the session
+    /// and the osd may refuse retries of its requests. Its client may still present the session
     /// again.
     places: Budget<SessionId>,
     generation: u64,
@@ -31,7 +31,7 @@ pub(crate) struct Sessions {
     shortages: Shortages,
 }
 
-/// Counts of sessions that lost their slot or got no slot, since the OSD started.
+/// Counts of sessions that lost their slot or got no slot, since the osd started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Shortages {
     /// Connected sessions that lost their slot to another session.
@@ -67,7 +67,7 @@ impl Sessions {
     }
 
     /// Attaches a session to a connection: the session that the client presents, or a new one. From
-    /// then on, the OSD refuses the session's requests on an earlier connection. If all slots are
+    /// then on, the osd refuses the session's requests on an earlier connection. If all slots are
     /// taken, another session may lose its slot by the rules of [`Budget`].
     pub(crate) fn open(
         &mut self,
@@ -75,7 +75,7 @@ impl Sessions {
         connection: ConnectionId,
         peer: PeerAddress,
     ) -> wire::Result<OpenedSession> {
-        // The OSD must refuse a session id that it never issued. Otherwise a placement group could
+        // The osd must refuse a session id that it never issued. Otherwise a placement group could
         // later mark the id as forgotten, together with all lower numbers.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
@@ -142,7 +142,7 @@ impl Sessions {
 
     /// Returns whether the session is connected, or was connected less than `grace` ago. A session
     /// of an earlier generation that the table does not contain counts as connected until the start
-    /// of this OSD.
+    /// of this osd.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
             Some(attachment) => attachment.is_alive(grace),

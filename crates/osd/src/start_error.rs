@@ -1,10 +1,10 @@
-//! [`StartError`]: the reason why an OSD did not start.
+//! [`StartError`]: the reason why an osd did not start.
 
 use messenger::MessengerError;
 use store::StoreError;
 use uuid::Uuid;
 
-/// Reason why an OSD did not start.
+/// Reason why an osd did not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -41,20 +41,20 @@ pub enum StartError {
         detail: String,
     },
     /// A failure of a target prevents the start.
-    #[error("the OSD cannot start because of target {target}: {source}")]
+    #[error("the osd cannot start because of target {target}: {source}")]
     Target {
         /// The target.
         target: Uuid,
         /// Error of the target.
         source: StoreError,
     },
-    /// The OSD cannot listen on the address.
-    #[error("the OSD cannot listen for clients: {0}")]
+    /// The osd cannot listen on the address.
+    #[error("the osd cannot listen for clients: {0}")]
     Listen(#[from] MessengerError),
-    /// The operating system refused to start a thread of the OSD.
-    #[error("cannot start a thread of the OSD: {0}; check the limits on processes and files")]
+    /// The operating system refused to start a thread of the osd.
+    #[error("cannot start a thread of the osd: {0}; check the limits on processes and files")]
     Os(#[from] std::io::Error),
-    /// The OSD's thread ended before the OSD had started.
-    #[error("the OSD's thread ended unexpectedly; see the log")]
+    /// The osd's thread ended before the osd had started.
+    #[error("the osd's thread ended unexpectedly; see the log")]
     Died,
 }

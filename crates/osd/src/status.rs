@@ -54,7 +54,7 @@ fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
     let shortages = osd.sessions.borrow().shortages();
-    // The OSD limits sessions, and the messenger limits connections. A client can lose its slot, or
+    // The osd limits sessions, and the messenger limits connections. A client can lose its slot, or
     // get no slot, because of either limit.
     let counts = |count: &dyn Fn(Shortage) -> u64, sessions| ShortageCounts {
         handshakes: count(Shortage::Handshakes),

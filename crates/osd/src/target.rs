@@ -1,4 +1,4 @@
-//! [`Target`]: one target of the node, and its health as the OSD sees it.
+//! [`Target`]: one target of the node, and its health as the osd sees it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -19,7 +19,7 @@ use crate::health::{Health, HealthEvent, UsabilityChange};
 use crate::ids;
 use crate::task::spawn;
 
-/// One target: its store, and what the OSD knows of its health.
+/// One target: its store, and what the osd knows of its health.
 pub(crate) struct Target {
     pub(crate) uuid: Uuid,
     pub(crate) store: Arc<dyn ObjectStore>,

@@ -60,7 +60,7 @@ impl Osd {
         if pools.is_empty() {
             return Ok(());
         }
-        // The OSD may not have noticed a failure of the target yet. To find out, it writes the map
+        // The osd may not have noticed a failure of the target yet. To find out, it writes the map
         // to all targets.
         let written = {
             let _one_at_a_time = self.changing_map.lock().await;

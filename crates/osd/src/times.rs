@@ -1,5 +1,5 @@
-//! Sums of the time that requests took, by phase, and of the time that the OSD's thread worked, by
-//! thread class. The sums are 0 when the OSD starts.
+//! Sums of the time that requests took, by phase, and of the time that the osd's thread worked, by
+//! thread class. The sums are 0 when the osd starts.
 
 use std::cell::Cell;
 
@@ -30,7 +30,7 @@ impl RequestKind {
     }
 }
 
-/// The sums of one OSD.
+/// The sums of one osd.
 pub(crate) struct Times {
     write: Sum,
     read: Sum,
@@ -81,7 +81,7 @@ impl Times {
         RequestTimes { write: self.write.get(), read: self.read.get(), other: self.other.get() }
     }
 
-    /// Returns the time that the OSD's thread worked, by thread class, in ns.
+    /// Returns the time that the osd's thread worked, by thread class, in ns.
     pub(crate) fn thread(&self) -> ThreadTimes {
         let work = work::of_this_thread();
         let [messenger, osd, channel] = CLASSES.map(|class| work.ns(class));

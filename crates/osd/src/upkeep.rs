@@ -1,4 +1,4 @@
-//! Upkeep tasks of the OSD: probe failed targets, rebuild missing fragments, and finish removals of
+//! Upkeep tasks of the osd: probe failed targets, rebuild missing fragments, and finish removals of
 //! pools.
 
 use std::rc::Rc;
@@ -24,7 +24,7 @@ const INDEX_NOTES: u64 = 16;
 const MAP_INTERVALS: u32 = 4;
 
 impl Osd {
-    /// Runs until the OSD stops: keeps the map's records of targets up to date, probes failed
+    /// Runs until the osd stops: keeps the map's records of targets up to date, probes failed
     /// targets, and rebuilds missing fragments.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         tokio::join!(

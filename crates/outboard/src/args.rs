@@ -28,8 +28,8 @@ pub struct NodeArgs {
 pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
     let value = |placement: Placement| {
         PossibleValue::new(placement.as_str()).help(match placement {
-            Placement::Dpu => "The OSD and the store are two processes joined by the host–DPU channel",
-            Placement::Host => "One process contains the OSD and the store: the baseline of benchmarks",
+            Placement::Dpu => "The osd and the store are two processes joined by the host–DPU channel",
+            Placement::Host => "One process contains the osd and the store: the baseline of benchmarks",
         })
     };
     PossibleValuesParser::new(Placement::ALL.map(value))

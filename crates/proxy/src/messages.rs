@@ -79,7 +79,7 @@ pub(crate) enum StoreCall {
     StageWrite {
         stage: u64,
         offset: u64,
-        phase: u16,
+        block_offset: u16,
         checksums: Bytes,
         place: PayloadPlace,
     },

@@ -285,7 +285,7 @@ fn write_segments(
     payload: Payload,
 ) -> Result<Vec<Answers>> {
     let most = store_channel.max_segment();
-    let aligned = payload.phase() == 0 && offset.is_multiple_of(BLOCK);
+    let aligned = payload.block_offset() == 0 && offset.is_multiple_of(BLOCK);
     let mut segments = Vec::new();
     let mut send = |offset, payload| {
         let (answer_to, answers) = oneshot::channel();

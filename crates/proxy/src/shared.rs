@@ -48,7 +48,7 @@ pub(crate) struct Shared {
 }
 
 pub(crate) struct State {
-    phase: AttachmentState,
+    attachment: AttachmentState,
     pub(crate) targets: Option<Vec<TargetInfo>>,
     /// Number of incarnations of the store so far.
     pub(crate) incarnations: u64,
@@ -73,7 +73,7 @@ type StoreChannelCall = Box<dyn FnOnce(Result<&Arc<StoreChannel>, CallError>) + 
 impl State {
     /// The current store channel, if the store is connected.
     pub(crate) fn store_channel(&self) -> Option<&Arc<StoreChannel>> {
-        match &self.phase {
+        match &self.attachment {
             AttachmentState::Up(store_channel) => Some(store_channel),
             AttachmentState::Away(_) | AttachmentState::Closed => None,
         }
@@ -99,7 +99,7 @@ impl Shared {
         let access = unsafe { OutsideAccess::new(memory.arena()) };
         let local = engine.register_local(&access)?;
         let state = State {
-            phase: AttachmentState::Away(VecDeque::new()),
+            attachment: AttachmentState::Away(VecDeque::new()),
             targets: None,
             incarnations: 0,
             last_failure: None,
@@ -155,7 +155,7 @@ impl Shared {
         call: impl FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send + 'static,
     ) {
         let mut state = self.lock();
-        match &mut state.phase {
+        match &mut state.attachment {
             AttachmentState::Up(store_channel) => {
                 let store_channel = Arc::clone(store_channel);
                 // Make the call under the lock, so that it stays behind the earlier calls that
@@ -180,7 +180,7 @@ impl Shared {
     /// while no store is connected.
     pub(crate) fn incarnation(&self) -> u64 {
         let state = self.lock();
-        if matches!(state.phase, AttachmentState::Up(_)) {
+        if matches!(state.attachment, AttachmentState::Up(_)) {
             state.incarnations
         } else {
             state.incarnations + 1
@@ -189,11 +189,11 @@ impl Shared {
 
     /// Whether a call that failed because its incarnation ended may be retried.
     pub(crate) fn may_retry(&self) -> bool {
-        !matches!(self.lock().phase, AttachmentState::Closed)
+        !matches!(self.lock().attachment, AttachmentState::Closed)
     }
 
     pub(crate) fn close(&self) {
-        let before = std::mem::replace(&mut self.lock().phase, AttachmentState::Closed);
+        let before = std::mem::replace(&mut self.lock().attachment, AttachmentState::Closed);
         self.closing.notify_waiters();
         self.closing.notify_one();
         if let AttachmentState::Away(waiting) = before {
@@ -202,13 +202,13 @@ impl Shared {
     }
 
     pub(crate) fn closed(&self) -> bool {
-        matches!(self.lock().phase, AttachmentState::Closed)
+        matches!(self.lock().attachment, AttachmentState::Closed)
     }
 
     /// Fails calls whose deadline has passed.
     pub(crate) fn expire(&self) {
         let mut state = self.lock();
-        let AttachmentState::Away(waiting) = &mut state.phase else { return };
+        let AttachmentState::Away(waiting) = &mut state.attachment else { return };
         let now = Instant::now();
         let due = waiting.iter().take_while(|w| w.deadline <= now).count();
         let due: VecDeque<WaitingCall> = waiting.drain(..due).collect();
@@ -221,19 +221,19 @@ impl Shared {
     pub(crate) fn away(&self, why: &str) {
         let mut state = self.lock();
         state.last_failure = Some(why.to_owned());
-        if matches!(state.phase, AttachmentState::Up(_)) {
-            state.phase = AttachmentState::Away(VecDeque::new());
+        if matches!(state.attachment, AttachmentState::Up(_)) {
+            state.attachment = AttachmentState::Away(VecDeque::new());
         }
     }
 
     /// Handles the start of an incarnation. Runs the waiting calls, and then admits new calls.
     pub(crate) fn up(&self, store_channel: &Arc<StoreChannel>, targets: Vec<TargetInfo>) {
         let mut state = self.lock();
-        let AttachmentState::Away(waiting) = &mut state.phase else { return };
+        let AttachmentState::Away(waiting) = &mut state.attachment else { return };
         for waiting in std::mem::take(waiting) {
             (waiting.call)(Ok(store_channel));
         }
-        state.phase = AttachmentState::Up(Arc::clone(store_channel));
+        state.attachment = AttachmentState::Up(Arc::clone(store_channel));
         state.targets = Some(targets);
         state.incarnations += 1;
     }

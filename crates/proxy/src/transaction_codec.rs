@@ -116,7 +116,7 @@ impl TransactionEncoder {
         let at = self.encoded.data_len.next_multiple_of(self.align);
         self.u64(at as u64);
         self.u64(payload.len() as u64);
-        self.u32(payload.phase() as u32);
+        self.u32(payload.block_offset() as u32);
         self.u32(payload.checksums().len() as u32);
         for checksum in payload.checksums() {
             self.u32(*checksum);
@@ -293,11 +293,11 @@ impl TransactionDecoder<'_> {
     }
 
     fn payload(&mut self) -> Result<Payload> {
-        let (at, len, phase) = (self.u64()?, self.u64()?, self.u32()?);
+        let (at, len, block_offset) = (self.u64()?, self.u64()?, self.u32()?);
         let count = self.count(4)?;
         let checksums = (0..count).map(|_| self.u32()).collect::<Result<Vec<u32>>>()?;
         let end = at.checked_add(len).filter(|&end| end <= self.data.len() as u64).ok_or_else(truncated)?;
-        Payload::from_parts(u64::from(phase), self.data.slice(at as usize..end as usize), checksums)
+        Payload::from_parts(u64::from(block_offset), self.data.slice(at as usize..end as usize), checksums)
             .map_err(|e| StoreError::InvalidArgument(e.to_string()))
     }
 

@@ -116,7 +116,7 @@ fn request(id: u64) -> EntryHeader {
 fn stage_write_of_range(offset: u64, len: u64) -> Vec<u8> {
     let mut out = vec![1];
     for v in [1u64, 0, 0] {
-        varint(&mut out, v); // stage, offset, phase
+        varint(&mut out, v); // stage, offset, block_offset
     }
     varint(&mut out, 0); // no checksums
     out.push(1); // a range

@@ -47,7 +47,7 @@ pub use remount::RemountedStore;
 pub use request::{MetadataQuery, QueryReply, StoreReply, StoreRequest};
 pub use stage::StageId;
 pub use transaction::{
-    CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
-    MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
+    CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_READ, MAX_STORED_KEY,
+    MAX_STORED_OBJECT, MAX_STORED_VALUE, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
 };
 pub use wire::Space;

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Result, StoreError};
 
-/// Identifies a stage: extents that [`StoreCalls::stage`](crate::StoreCalls::stage) allocated and that no object owns yet.
+/// Identifies a stage: extents that [`StoreCalls::stage`](crate::StoreCalls::stage) allocated and
+/// that no object owns yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct StageId(pub u64);
 
@@ -19,7 +20,7 @@ pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) 
         )));
     };
     if !offset.is_multiple_of(BLOCK)
-        || payload.phase() != 0
+        || payload.block_offset() != 0
         || (!len.is_multiple_of(BLOCK) && end != stage_len)
     {
         return Err(StoreError::InvalidArgument(format!(

@@ -85,8 +85,8 @@ opaque_id!(
 /// The source of the data of an [`Op::Write`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum WriteSource {
-    /// The transaction contains the data. The payload's phase (the offset of its first byte within
-    /// a block) must equal the write's offset modulo the block size.
+    /// The transaction contains the data. The payload's block_offset (the offset of its first byte
+    /// within a block) must equal the write's offset modulo the block size.
     Inline(Payload),
     /// Bytes `offset..offset + len` of a stage. `offset` and the write's own offset must be
     /// multiples of the block size. `len` must also be a multiple of the block size, unless the
@@ -308,11 +308,11 @@ impl Transaction {
 }
 
 /// Maximum size of an object, in bytes (16 TiB).
-pub const MAX_OBJECT_SIZE: u64 = 1 << 44;
+pub const MAX_STORED_OBJECT: u64 = 1 << 44;
 /// Maximum length of an omap key and of an xattr name, in bytes.
-pub const MAX_OMAP_KEY: usize = 2048;
+pub const MAX_STORED_KEY: usize = 2048;
 /// Maximum length of an omap value and of an omap header, in bytes.
-pub const MAX_OMAP_VALUE: usize = 1 << 20;
+pub const MAX_STORED_VALUE: usize = 1 << 20;
 
 /// Maximum number of bytes that one read returns.
 pub const MAX_READ: u64 = 256 << 20;
@@ -349,15 +349,15 @@ impl Op {
                 check_range(*dst_offset, *len)
             }
             Op::SetXattrs { xattrs, .. } => xattrs.iter().try_for_each(|(name, value)| {
-                check_len("length in bytes of an xattr name", name.len(), MAX_OMAP_KEY)?;
+                check_len("length in bytes of an xattr name", name.len(), MAX_STORED_KEY)?;
                 check_len("length in bytes of an xattr value", value.len(), MAX_XATTRS)
             }),
             Op::OmapSet { entries, .. } => entries.iter().try_for_each(|(key, value)| {
-                check_len("length in bytes of an omap key", key.len(), MAX_OMAP_KEY)?;
-                check_len("length in bytes of an omap value", value.len(), MAX_OMAP_VALUE)
+                check_len("length in bytes of an omap key", key.len(), MAX_STORED_KEY)?;
+                check_len("length in bytes of an omap value", value.len(), MAX_STORED_VALUE)
             }),
             Op::OmapSetHeader { header, .. } => {
-                check_len("length in bytes of an omap header", header.len(), MAX_OMAP_VALUE)
+                check_len("length in bytes of an omap header", header.len(), MAX_STORED_VALUE)
             }
             _ => Ok(()),
         }
@@ -366,19 +366,19 @@ impl Op {
 
 fn check_range(offset: u64, len: u64) -> Result<()> {
     match offset.checked_add(len) {
-        Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
+        Some(end) if end <= MAX_STORED_OBJECT => Ok(()),
         _ => Err(StoreError::InvalidArgument(format!(
-            "a range of {len} bytes at offset {offset} ends beyond the maximum object size of {MAX_OBJECT_SIZE} bytes"
+            "a range of {len} bytes at offset {offset} ends beyond the maximum object size of {MAX_STORED_OBJECT} bytes"
         ))),
     }
 }
 
 fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
     match source {
-        WriteSource::Inline(payload) if payload.phase() != offset % BLOCK => {
+        WriteSource::Inline(payload) if payload.block_offset() != offset % BLOCK => {
             Err(StoreError::InvalidArgument(format!(
-                "a payload with phase {} cannot be written at offset {offset}: the phase must equal the offset modulo {BLOCK}",
-                payload.phase()
+                "a payload with block_offset {} cannot be written at offset {offset}: the block_offset must equal the offset modulo {BLOCK}",
+                payload.block_offset()
             )))
         }
         WriteSource::Staged { offset: from, .. }

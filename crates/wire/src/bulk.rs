@@ -60,7 +60,7 @@ pub struct BulkDescriptor {
     /// Offset of the transfer's first byte within its 4 KiB block of the object (0 to 4095). Each
     /// piece ends at a block boundary and has its own checksum, so the offset determines the
     /// pieces.
-    pub phase: u16,
+    pub block_offset: u16,
     /// Time after which the offer of the memory expires, in milliseconds.
     pub expires_ms: u32,
     /// Memory ranges for one-sided transfers. If `None`, the data is sent in frames instead.

@@ -1,4 +1,4 @@
-//! Errors that the OSD returns.
+//! Errors that the osd returns.
 
 use serde::{Deserialize, Serialize};
 
@@ -97,7 +97,7 @@ pub enum Error {
         /// Actual version; 0 if the object no longer exists.
         found: u64,
     },
-    /// The OSD does not know whether it executed the request, because the request's result may have
+    /// The osd does not know whether it executed the request, because the request's result may have
     /// been removed.
     #[error(
         "the request is too old to be repeated, so it is unknown whether it took effect; read the object, then decide \
@@ -114,7 +114,7 @@ pub enum Error {
     /// The session was resumed on another connection, or was never opened on this connection.
     #[error("this connection has no session: {0}; reconnect")]
     NoSession(String),
-    /// Client and OSD support no common protocol version.
+    /// Client and osd support no common protocol version.
     #[error(
         "the node speaks versions {oldest} to {newest} of the object protocol; use a client that speaks one of them"
     )]
@@ -153,7 +153,7 @@ pub enum Error {
         /// Size in the object's record.
         recorded: u64,
     },
-    /// The OSD does not resume the session that the client presented. On this connection, the OSD
+    /// The osd does not resume the session that the client presented. On this connection, the osd
     /// executed no request of the session.
     #[error("session {session} is refused: {why}; open a new session")]
     SessionRefused {

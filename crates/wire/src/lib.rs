@@ -1,4 +1,4 @@
-//! The object protocol between a client and an OSD.
+//! The object protocol between a client and an osd.
 //!
 //! This crate defines object names, the mapping of names to targets, requests, replies, errors, and
 //! the encoding of requests and replies. It contains only data types and pure functions, and does

@@ -1,4 +1,4 @@
-//! Limits that client and OSD share. The OSD refuses a request that exceeds a limit, with a typed
+//! Limits that client and osd share. The osd refuses a request that exceeds a limit, with a typed
 //! error.
 
 /// Maximum length of an object name, in bytes of UTF-8.
@@ -24,11 +24,11 @@ pub const MAX_OMAP_KEY: usize = 1024;
 pub const MAX_OMAP_VALUE: usize = 128 * 1024;
 /// Maximum number of entries in one page of a listing or of an omap.
 pub const MAX_PAGE: u32 = 4096;
-/// Maximum size of an append that the OSD executes as one atomic step, in bytes. The client
+/// Maximum size of an append that the osd executes as one atomic step, in bytes. The client
 /// performs a larger append as a conditional write.
 pub const MAX_APPEND: u64 = 2 << 20;
 /// Maximum difference between the request numbers of a session's oldest unanswered request and of
-/// its newest request. For each session and placement group, the OSD keeps the results of at least
+/// its newest request. For each session and placement group, the osd keeps the results of at least
 /// this number of requests.
 pub const REQUEST_WINDOW: u64 = 1024;
 /// Maximum number of pools of a node.

@@ -1,4 +1,4 @@
-//! Replies of the OSD.
+//! Replies of the osd.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -20,7 +20,7 @@ pub struct Reply {
 pub enum ReplyBody {
     /// The session is open.
     Opened {
-        /// Protocol version that client and OSD use.
+        /// Protocol version that client and osd use.
         version: u16,
         /// The session that the client presented, or a new session.
         session: SessionId,
@@ -115,7 +115,7 @@ pub struct StatAnswer {
     /// Version of the object. It grows with each change and is never reused, even after the object
     /// was removed.
     pub version: u64,
-    /// Time of the last change according to the OSD's clock, in milliseconds since 1970.
+    /// Time of the last change according to the osd's clock, in milliseconds since 1970.
     pub modified_ms: u64,
     /// Manifest of the object, if the object is striped.
     pub manifest: Option<Manifest>,

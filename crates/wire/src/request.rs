@@ -9,7 +9,7 @@ use crate::limits::{
 };
 use crate::{AdminRequest, BulkDescriptor, Error, Result, SessionId, UploadId, WireName};
 
-/// First part of every request. With the head alone, the OSD can reply with an error if it cannot
+/// First part of every request. With the head alone, the osd can reply with an error if it cannot
 /// decode the rest of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestHead {
@@ -17,10 +17,10 @@ pub struct RequestHead {
     pub seq: u64,
     /// The client has the replies to all requests up to this number, or no longer needs them.
     pub acked_through: u64,
-    /// Whether the request is a retry. For a retry, the OSD first looks for the result of an
+    /// Whether the request is a retry. For a retry, the osd first looks for the result of an
     /// earlier attempt.
     pub retry: bool,
-    /// Time for which the client waits for the reply, in milliseconds. With 0, only the OSD limits
+    /// Time for which the client waits for the reply, in milliseconds. With 0, only the osd limits
     /// the time.
     pub deadline_ms: u32,
 }
@@ -42,9 +42,9 @@ pub enum RequestBody {
         /// Session to resume; `None` opens a new one.
         session: Option<SessionId>,
     },
-    /// Ends the session: the client sends no more retries and needs no more results. When the OSD
+    /// Ends the session: the client sends no more retries and needs no more results. When the osd
     /// executes later changes in a placement group, it also removes the session's results from that
-    /// group. After this, the OSD refuses a retry with [`Error::RequestExpired`]. The client does
+    /// group. After this, the osd refuses a retry with [`Error::RequestExpired`]. The client does
     /// not have to wait for the reply.
     CloseSession,
     /// Reads or changes objects.
@@ -136,7 +136,7 @@ pub enum Data {
     None,
     /// The data is the message's payload.
     Inline,
-    /// The OSD pulls the data from this memory.
+    /// The osd pulls the data from this memory.
     Bulk(BulkDescriptor),
 }
 
@@ -149,7 +149,7 @@ pub enum OpBytes {
     Payload,
 }
 
-/// A check on the object that must succeed before the OSD executes any op of the request.
+/// A check on the object that must succeed before the osd executes any op of the request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Condition {
@@ -255,7 +255,7 @@ pub enum QueryOp {
     },
 }
 
-/// Queries about one object. The OSD answers all of them from the same version of the object.
+/// Queries about one object. The osd answers all of them from the same version of the object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Query {
     /// The object.
@@ -275,14 +275,14 @@ pub struct Read {
     pub part: Option<PartId>,
     /// Offset of the first byte.
     pub offset: u64,
-    /// Maximum number of bytes; the read ends at the object's end at the latest. The OSD reads more
+    /// Maximum number of bytes; the read ends at the object's end at the latest. The osd reads more
     /// than 2 MiB in several steps, and refuses the read with [`Error::Changed`] if the object
     /// changes between two steps.
     pub len: u64,
-    /// Version that the object must have. If the object has another version, the OSD refuses the
+    /// Version that the object must have. If the object has another version, the osd refuses the
     /// read with [`Error::Changed`].
     pub if_version: Option<u64>,
-    /// Memory to which the OSD writes the blocks that cover the range, beginning with the start of
+    /// Memory to which the osd writes the blocks that cover the range, beginning with the start of
     /// the first block. If `None`, the reply contains the data. Small data is always sent in the
     /// reply.
     pub sink: Option<BulkDescriptor>,

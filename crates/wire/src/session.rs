@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Id of a client's session with a node. Each session has its own request numbers. The OSD creates
+/// Id of a client's session with a node. Each session has its own request numbers. The osd creates
 /// the session when a client first connects. When the client reconnects, even after a restart of
-/// the OSD, the client presents the id again.
+/// the osd, the client presents the id again.
 ///
-/// The bits are, from the highest to the lowest: 48 bits for the *generation* of the OSD, 32 bits
+/// The bits are, from the highest to the lowest: 48 bits for the *generation* of the osd, 32 bits
 /// for the *number* of the session within the generation, and 48 random bits. Ids are ordered by
 /// generation, then by number. No part of an id depends on a clock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ impl SessionId {
 
     /// Returns the generation in which the session was created:
     /// [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) plus the number of earlier starts of the
-    /// OSD.
+    /// osd.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64

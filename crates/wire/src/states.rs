@@ -5,13 +5,13 @@ use std::fmt;
 use base::health::HealthState;
 use serde::{Deserialize, Serialize};
 
-/// Where the OSD runs.
+/// Where the osd runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
-    /// The OSD and the store are two processes joined by the host–DPU channel.
+    /// The osd and the store are two processes joined by the host–DPU channel.
     Dpu,
-    /// One process contains the OSD and the store, and the OSD calls the store directly. Benchmarks
+    /// One process contains the osd and the store, and the osd calls the store directly. Benchmarks
     /// use this placement as the baseline.
     Host,
 }
@@ -40,7 +40,7 @@ impl fmt::Display for Placement {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodingOffload {
-    /// The DPU's cores, in the OSD's process.
+    /// The DPU's cores, in the osd's process.
     Dpu,
     /// The DPU's accelerator, which works on host memory.
     Accelerator,

@@ -53,16 +53,16 @@ pub struct PoolHealth {
     pub unavailable: u32,
 }
 
-/// Status of the running rebuild, and totals of all rebuilds since the OSD started.
+/// Status of the running rebuild, and totals of all rebuilds since the osd started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildStatus {
     /// The target that the rebuild writes to, if any.
     pub target: Option<Uuid>,
     /// The pool whose objects are being rebuilt.
     pub pool: Option<String>,
-    /// Number of objects rebuilt since the OSD started.
+    /// Number of objects rebuilt since the osd started.
     pub objects: u64,
-    /// Number of bytes that rebuilds wrote since the OSD started.
+    /// Number of bytes that rebuilds wrote since the osd started.
     pub bytes: u64,
     /// Maximum rate, in bytes per second; 0 for no limit.
     pub rate_limit: u64,
@@ -132,7 +132,7 @@ pub struct TargetStatus {
     pub space: Result<Space, String>,
 }
 
-/// Number and times of completed requests. A request's time runs from its arrival at the OSD until
+/// Number and times of completed requests. A request's time runs from its arrival at the osd until
 /// its reply is passed to the connection. The phases do not overlap and add up to the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseTimes {
@@ -147,11 +147,11 @@ pub struct PhaseTimes {
     /// Time in which a transfer waited to start while the store did no work and no data moved, in
     /// ns.
     pub dma_wait_ns: u64,
-    /// Remaining time, in ns: network, messenger and the OSD's own work.
+    /// Remaining time, in ns: network, messenger and the osd's own work.
     pub others_ns: u64,
 }
 
-/// Times of requests since the OSD started, by kind of request.
+/// Times of requests since the osd started, by kind of request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestTimes {
     /// Times of requests that changed objects.
@@ -189,7 +189,7 @@ impl From<HealthReport> for HealthStatus {
     }
 }
 
-/// Status of the offload that moves data between OSD and store.
+/// Status of the offload that moves data between osd and store.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadStatus {
     /// Health of the offload.
@@ -197,10 +197,10 @@ pub struct OffloadStatus {
     /// Bytes of memory in quarantine, because a late transfer may still access them.
     pub quarantined_bytes: u64,
     /// Number of bytes that had already arrived when the offload failed, and that were therefore
-    /// not sent again. Counted since the OSD attached to the store.
+    /// not sent again. Counted since the osd attached to the store.
     pub kept_bytes: u64,
     /// Number of bytes sent over the control socket instead of by the offload. Counted since the
-    /// OSD attached to the store.
+    /// osd attached to the store.
     pub fallback_bytes: u64,
     /// Faults that a test or operator has armed.
     pub faults: Vec<String>,
@@ -239,7 +239,7 @@ pub struct CodingStatus {
     pub offload: CodingPlaceStatus,
 }
 
-/// State of a coding place. Counts are since the start of the OSD.
+/// State of a coding place. Counts are since the start of the osd.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingPlaceStatus {
     /// Number of tasks running at the place.
@@ -280,7 +280,7 @@ impl CodingSent {
     }
 }
 
-/// Number of events since the OSD started, by the resource that was exhausted.
+/// Number of events since the osd started, by the resource that was exhausted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ShortageCounts {
     /// Handshakes in progress.
@@ -303,7 +303,7 @@ impl ShortageCounts {
     }
 }
 
-/// Limits of the listener, and counts of refused and reclaimed connections since the OSD started.
+/// Limits of the listener, and counts of refused and reclaimed connections since the osd started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ConnectionStatus {
     /// Maximum number of simultaneous connections. A low limit on open files reduces the configured
@@ -323,22 +323,22 @@ pub struct ConnectionStatus {
 pub struct PathStatus {
     /// Kind of the transport, for example `ofi:verbs`.
     pub name: String,
-    /// The OSD's address on this transport.
+    /// The osd's address on this transport.
     pub endpoint: String,
 }
 
-/// Staging memory of the OSD.
+/// Staging memory of the osd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StagingStatus {
     /// Total size, in bytes.
     pub total_bytes: u64,
     /// Free bytes now.
     pub free_bytes: u64,
-    /// Lowest number of free bytes since the OSD started.
+    /// Lowest number of free bytes since the osd started.
     pub least_free_bytes: u64,
 }
 
-/// Time that the OSD's thread spent in tasks since it started, in ns, by thread class of the task.
+/// Time that the osd's thread spent in tasks since it started, in ns, by thread class of the task.
 /// The JSON keys are the names of the thread classes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ThreadTimes {
@@ -357,15 +357,15 @@ pub struct ThreadTimes {
 pub struct NodeStatus {
     /// The node's id.
     pub node: Uuid,
-    /// Where the OSD runs.
+    /// Where the osd runs.
     pub placement: Placement,
-    /// Name of the engine that moves data between OSD and store.
+    /// Name of the engine that moves data between osd and store.
     pub engine: String,
     /// Whether the engine is emulated.
     pub emulated: bool,
-    /// Process id of the OSD.
+    /// Process id of the osd.
     pub osd_pid: u32,
-    /// Seconds since the OSD started.
+    /// Seconds since the osd started.
     pub uptime_seconds: u64,
     /// Map epoch of the node.
     pub map_epoch: u64,
@@ -387,7 +387,7 @@ pub struct NodeStatus {
     pub connections: ConnectionStatus,
     /// Number of requests in progress.
     pub requests: u32,
-    /// Status of the offload between OSD and store, if there is one.
+    /// Status of the offload between osd and store, if there is one.
     pub offload: Option<OffloadStatus>,
     /// State of parity computation.
     pub coding: CodingStatus,
@@ -395,6 +395,6 @@ pub struct NodeStatus {
     pub staging: StagingStatus,
     /// Times of requests, by kind and phase.
     pub times: RequestTimes,
-    /// Time that the OSD's thread spent in tasks, in ns.
+    /// Time that the osd's thread spent in tasks, in ns.
     pub thread_ns: ThreadTimes,
 }

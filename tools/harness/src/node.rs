@@ -13,9 +13,9 @@ use crate::Result;
 /// Where the roles of a node run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodePlacement {
-    /// OSD and store are two processes, joined by the host–DPU channel.
+    /// osd and store are two processes, joined by the host–DPU channel.
     Dpu,
-    /// One process of the host runs both OSD and store.
+    /// One process of the host runs both osd and store.
     Host,
 }
 

@@ -42,7 +42,7 @@ const MIB4: usize = 4 << 20;
 /// Runs a store in a second process. "null" is a store that does nothing, and "mem" is a store in
 /// memory. "dma" moves data by the emulated DMA engine, "socket" by the control socket, and
 /// "direct" calls the store without a channel. The output shows CPU time and context switches of
-/// the host's process, of the OSD's threads, and of the threads that emulate the DMA engine.
+/// the host's process, of the osd's threads, and of the threads that emulate the DMA engine.
 #[derive(Debug, Args)]
 pub struct ChannelLayerArgs {
     /// Seconds of each measurement
@@ -100,7 +100,7 @@ fn serve(store: ServedStore, socket: &Path) -> Result<()> {
         ServedStore::Mem => Arc::new(MemStore::new()),
         ServedStore::Null => Arc::new(NullStore),
     };
-    let listener = StoreListener::unix(socket).doing("listening for the OSD")?;
+    let listener = StoreListener::unix(socket).doing("listening for the osd")?;
     let _server = Server::serve(
         listener,
         vec![ServedTarget { uuid: Uuid::from_u128(1), store }],
@@ -318,7 +318,7 @@ async fn measure(
     Ok(ops)
 }
 
-/// Writes 4 MiB as the OSD does: in staging buffers of 2 MiB.
+/// Writes 4 MiB as the osd does: in staging buffers of 2 MiB.
 async fn write_large(
     store: &Arc<dyn ObjectStore>,
     cid: CollectionId,

@@ -3,7 +3,7 @@
 //! | command | layers |
 //! |---|---|
 //! | `rpc` | messenger, between two processes |
-//! | `osd` | client and OSD over TCP, on a store in memory |
+//! | `osd` | client and osd over TCP, on a store in memory |
 //! | `channel` | `ProxyStore`, channel and DMA engine, on a store in memory |
 //! | `dma` | the DMA engines alone |
 //! | `store` | `BlockStore` on a drive or a file |

@@ -1,4 +1,4 @@
-//! Measures the request path: a client and an OSD over TCP in this process, on a store in memory.
+//! Measures the request path: a client and an osd over TCP in this process, on a store in memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use uuid::Uuid;
 
 use crate::output;
 
-const DOING: &str = "measuring the OSD";
+const DOING: &str = "measuring the osd";
 const IN_FLIGHT: usize = 16;
 
-/// Measure the request path between a client and an OSD
+/// Measure the request path between a client and an osd
 ///
 /// Both run in this process over TCP, on a store in memory, with 16 requests in flight. "osd" is
-/// the CPU time of the OSD's thread, and "all" is the CPU time of the whole process.
+/// the CPU time of the osd's thread, and "all" is the CPU time of the whole process.
 #[derive(Debug, Args)]
 pub struct OsdLayerArgs {
     /// Seconds of each measurement
@@ -39,7 +39,7 @@ enum OsdLoad {
 }
 
 /// The loads, with the size of an operation in bytes. The store in memory keeps the staging buffers
-/// of large writes, so writes stay below the size that the OSD pulls into staging memory.
+/// of large writes, so writes stay below the size that the osd pulls into staging memory.
 const LOADS: [(OsdLoad, usize); 5] = [
     (OsdLoad::Write, 4096),
     (OsdLoad::Read, 4096),
@@ -55,7 +55,7 @@ pub fn run(args: &OsdLayerArgs) -> Result<()> {
     let targets = vec![(Uuid::from_u128(1), store)];
     let stack = Arc::new(TcpStack::default());
     let osd = OsdServer::start(OsdConfig::default(), targets, pool, stack, "127.0.0.1:0");
-    let osd = osd.doing("starting an OSD")?;
+    let osd = osd.doing("starting an osd")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(DOING)?;
     let outcome = runtime.block_on(async {
         let client = Client::connect(osd.endpoint(), Options::default()).await.doing(DOING)?;

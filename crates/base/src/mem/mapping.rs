@@ -52,16 +52,16 @@ impl Mapping {
         Ok(room)
     }
 
-    /// Reserves addresses for `len` bytes, `phase` bytes after a multiple of [`HUGE_PAGE`], without
-    /// memory behind them.
-    fn reserve(len: usize, phase: usize) -> Result<Mapping> {
+    /// Reserves addresses for `len` bytes, `offset` bytes after a multiple of [`HUGE_PAGE`],
+    /// without memory behind them.
+    fn reserve(len: usize, offset: usize) -> Result<Mapping> {
         let all = len.checked_add(2 * HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping that cannot be accessed.
         let start =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), all, ProtFlags::empty(), flags) }?
                 .cast::<u8>();
-        let before = start.align_offset(HUGE_PAGE) + phase;
+        let before = start.align_offset(HUGE_PAGE) + offset;
         let base = start.wrapping_add(before);
         let outside = [(start, before), (base.wrapping_add(len), 2 * HUGE_PAGE - before)];
         for (part, len) in outside.into_iter().filter(|(_, len)| *len > 0) {

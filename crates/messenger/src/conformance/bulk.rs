@@ -25,26 +25,27 @@ pub async fn bulk_transfers_deliver_the_right_bytes(rig: &Rig) {
     let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
     let (pool, mut random) = (pool(), rig.random());
     for size in SIZES.into_iter().filter(|size| !rig.slow || *size < 1 << 20) {
-        for phase in [0, 1, 4095, random.random_range(0..4096)] {
+        for block_offset in [0, 1, 4095, random.random_range(0..4096)] {
             let data = random_bytes(&mut random, size);
-            for buffer in [Buffer::new(phase, &data), Buffer::in_memory(phase, &data)] {
+            for buffer in [Buffer::new(block_offset, &data), Buffer::in_memory(block_offset, &data)] {
                 let source = client.offer_source(buffer).expect("offered");
                 let dest = pool.alloc(size).await.expect("a buffer");
                 let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await;
-                let pulled = pulled.unwrap_or_else(|e| panic!("{size} bytes at phase {phase}: {e}"));
-                assert!(pulled.buf[..] == data[..], "{size} bytes at phase {phase}");
-                verify_pieces(phase, &data, &pulled.checksums).expect("right checksums");
+                let pulled =
+                    pulled.unwrap_or_else(|e| panic!("{size} bytes at block_offset {block_offset}: {e}"));
+                assert!(pulled.buf[..] == data[..], "{size} bytes at block_offset {block_offset}");
+                verify_pieces(block_offset, &data, &pulled.checksums).expect("right checksums");
                 source.finish();
             }
 
-            let room = Buffer::new(phase, &vec![0; size]);
-            let sink = client.offer_sink(Arc::clone(&room) as _, phase as u16).expect("offered");
-            let payload = Payload::compute(phase, data.clone());
+            let room = Buffer::new(block_offset, &vec![0; size]);
+            let sink = client.offer_sink(Arc::clone(&room) as _, block_offset as u16).expect("offered");
+            let payload = Payload::compute(block_offset, data.clone());
             server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
             server.send(message(b"pushed")).await.expect("sent");
             assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
             sink.finish();
-            assert!(room.content() == data[..], "{size} bytes at phase {phase}");
+            assert!(room.content() == data[..], "{size} bytes at block_offset {block_offset}");
         }
     }
     ranges_of_one_offer(&(client, from_server), &server, &mut random).await;
@@ -55,9 +56,9 @@ async fn ranges_of_one_offer(
     server: &Arc<dyn crate::Connection>,
     random: &mut rand::rngs::StdRng,
 ) {
-    let (size, phase) = (1_000_000, 100);
+    let (size, block_offset) = (1_000_000, 100);
     let data = random_bytes(random, size);
-    for buffer in [Buffer::new(phase, &data), Buffer::in_memory(phase, &data)] {
+    for buffer in [Buffer::new(block_offset, &data), Buffer::in_memory(block_offset, &data)] {
         ranges_of(client, server, buffer, &data, random).await;
     }
 }
@@ -69,10 +70,10 @@ async fn ranges_of(
     data: &[u8],
     random: &mut rand::rngs::StdRng,
 ) {
-    let (pool, size, phase) = (pool(), data.len(), buffer.phase());
+    let (pool, size, block_offset) = (pool(), data.len(), buffer.block_offset());
     let source = client.0.offer_source(buffer).expect("offered");
     for _ in 0..20 {
-        let start = 4096 * random.random_range(1..200) - phase as usize;
+        let start = 4096 * random.random_range(1..200) - block_offset as usize;
         let len = random.random_range(1..size - start);
         let dest = pool.alloc(len).await.expect("a buffer");
         let pulled = server.bulk_read(&source.descriptor, start as u64, dest, LONG).await.expect("pulled");
@@ -130,7 +131,7 @@ impl BulkSource for Stuck {
         self.0 as u64
     }
 
-    fn phase(&self) -> u64 {
+    fn block_offset(&self) -> u64 {
         0
     }
 
@@ -240,7 +241,7 @@ pub async fn invalid_uses_of_offers_are_refused(rig: &Rig) {
         ("overflowing", altered(&|d| d.segments[0].address = u64::MAX)),
         ("third party's", altered(&|d| d.owner = BulkOwner::Fabric(vec![1]))),
         ("an accelerator's", altered(&|d| d.memory = MemoryKind::Device(0))),
-        ("no phase", altered(&|d| d.phase = 5000)),
+        ("no block_offset", altered(&|d| d.block_offset = 5000)),
     ];
     for (name, lie) in lies {
         // Only the lie about the length requests more bytes than were offered. The other lies must

@@ -20,9 +20,10 @@ pub async fn messages_keep_their_order(rig: &Rig) {
     let sent: Vec<Message> = (0..500u32)
         .map(|i| {
             let len = if random.random_bool(0.2) { random.random_range(0..100_000) } else { i as usize % 9 };
-            let phase = random.random_range(0..4096);
+            let block_offset = random.random_range(0..4096);
             let data = random_bytes(&mut random, len);
-            let payload = if data.is_empty() { Payload::default() } else { Payload::compute(phase, data) };
+            let payload =
+                if data.is_empty() { Payload::default() } else { Payload::compute(block_offset, data) };
             let header = random_bytes(&mut random, i as usize % 3000);
             Message { header, payload }
         })

@@ -113,7 +113,7 @@ pub fn random_bytes(random: &mut StdRng, len: usize) -> Bytes {
 
 /// A buffer that can be offered as a source and as a sink.
 pub struct Buffer {
-    phase: u64,
+    block_offset: u64,
     data: Mutex<Vec<u8>>,
     filled: Mutex<Vec<(u64, u64)>>,
     taken: AtomicU64,
@@ -124,25 +124,25 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Creates a buffer with `data`. `phase` is the offset of its first byte within the object,
-    /// modulo 4096.
+    /// Creates a buffer with `data`. `block_offset` is the offset of its first byte within the
+    /// object, modulo 4096.
     #[must_use]
-    pub fn new(phase: u64, data: &[u8]) -> Arc<Buffer> {
-        Arc::new(Buffer::slow(phase, data, Duration::ZERO))
+    pub fn new(block_offset: u64, data: &[u8]) -> Arc<Buffer> {
+        Arc::new(Buffer::slow(block_offset, data, Duration::ZERO))
     }
 
     /// Creates a buffer that peers may read by one-sided transfers, if the stack supports this.
     #[must_use]
-    pub fn in_memory(phase: u64, data: &[u8]) -> Arc<Buffer> {
-        Arc::new(Buffer { in_memory: true, ..Buffer::slow(phase, data, Duration::ZERO) })
+    pub fn in_memory(block_offset: u64, data: &[u8]) -> Arc<Buffer> {
+        Arc::new(Buffer { in_memory: true, ..Buffer::slow(block_offset, data, Duration::ZERO) })
     }
 
     /// Creates a buffer whose reads take the time `delay` each.
     #[must_use]
-    pub fn slow(phase: u64, data: &[u8], delay: Duration) -> Buffer {
+    pub fn slow(block_offset: u64, data: &[u8], delay: Duration) -> Buffer {
         let len = data.len() as u64;
         Buffer {
-            phase,
+            block_offset,
             data: Mutex::new(data.to_vec()),
             filled: Mutex::default(),
             taken: AtomicU64::new(0),
@@ -176,8 +176,8 @@ impl BulkSource for Buffer {
         self.len
     }
 
-    fn phase(&self) -> u64 {
-        self.phase
+    fn block_offset(&self) -> u64 {
+        self.block_offset
     }
 
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>> {
@@ -189,11 +189,11 @@ impl BulkSource for Buffer {
             let start = offset as usize;
             let data = self.content().get(start..start + len).map(Bytes::copy_from_slice);
             let data = data.ok_or_else(|| "the requested range is outside the source".to_owned())?;
-            let boundary = piece_lengths(self.phase, offset)
+            let boundary = piece_lengths(self.block_offset, offset)
                 .last()
-                .is_none_or(|_| offset == 0 || (self.phase + offset).is_multiple_of(4096));
+                .is_none_or(|_| offset == 0 || (self.block_offset + offset).is_multiple_of(4096));
             if boundary {
-                Ok(Payload::compute(self.phase + offset, data))
+                Ok(Payload::compute(self.block_offset + offset, data))
             } else {
                 Err("the requested range does not start at a piece boundary".into())
             }
@@ -201,7 +201,7 @@ impl BulkSource for Buffer {
     }
 
     fn memory(&self) -> Option<Payload> {
-        self.in_memory.then(|| Payload::compute(self.phase, self.content().into()))
+        self.in_memory.then(|| Payload::compute(self.block_offset, self.content().into()))
     }
 }
 

@@ -11,8 +11,8 @@ use crate::frame::Wrote;
 use crate::transport::ofi::Link;
 use crate::{BulkSink, BulkSource};
 
-/// The source or sink that a user offers to the peer. The number is the phase of the sink: the
-/// offset of its first byte within the object, modulo 4096.
+/// The source or sink that a user offers to the peer. The number is the block_offset of the sink:
+/// the offset of its first byte within the object, modulo 4096.
 pub(super) enum Offered {
     Source(Arc<dyn BulkSource>),
     Sink(Arc<dyn BulkSink>, u16),
@@ -110,8 +110,8 @@ impl ExposedOffer {
     }
 
     /// Checks the peer's statement that it wrote a range. Returns the memory and the range.
-    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(PeerBuffer, PeerWrite), String> {
-        Ok((self.written_room(wrote, phase)?, PeerWrite::new(wrote, phase)?))
+    pub(super) fn place(&self, wrote: &Wrote, block_offset: u64) -> Result<(PeerBuffer, PeerWrite), String> {
+        Ok((self.written_room(wrote, block_offset)?, PeerWrite::new(wrote, block_offset)?))
     }
 
     /// Records a range that the peer has written and that passed verification.
@@ -119,9 +119,9 @@ impl ExposedOffer {
         self.written.push(written);
     }
 
-    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<PeerBuffer, String> {
+    fn written_room(&self, wrote: &Wrote, block_offset: u64) -> Result<PeerBuffer, String> {
         let room = self.room.as_ref().ok_or("the offer is for pulling only")?;
-        check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
+        check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, block_offset)?;
         let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
             return Err("the range overlaps a range that was written before".into());
@@ -131,8 +131,8 @@ impl ExposedOffer {
 }
 
 impl PeerWrite {
-    fn new(wrote: &Wrote, phase: u64) -> Result<PeerWrite, String> {
-        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
+    fn new(wrote: &Wrote, block_offset: u64) -> Result<PeerWrite, String> {
+        let payload_phase = (block_offset + wrote.offset % BLOCK) % BLOCK;
         let (sums, rest) = wrote.checksums.as_chunks::<4>();
         let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
         if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {

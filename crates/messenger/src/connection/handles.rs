@@ -85,7 +85,7 @@ impl Shared {
     fn begin_pull(&self, at: &OfferRange, dest: ArenaBuf, done: PullWaiter) -> Result<PullGuard<'_>> {
         let mut state = self.lock();
         Self::check_open(&state)?;
-        let request = state.pulls.begin(at.key, at.offset, at.phase, dest, done);
+        let request = state.pulls.begin(at.key, at.offset, at.block_offset, dest, done);
         let guard = PullGuard { shared: self, pull: request.pull };
         let queued = state.outbound.push_control(Body::PullRequest(request));
         // Release the mutex first: dropping the guard locks it again.
@@ -117,13 +117,13 @@ impl Shared {
         let mut placed = None;
         let mut turn = self.turns.turn(at.key, data.len() as u64);
         while !data.is_empty() {
-            let chunk = data.split_to(chunk_len(at.phase, data.len() as u64));
+            let chunk = data.split_to(chunk_len(at.block_offset, data.len() as u64));
             turn.take(chunk.len()).await.map_err(|_| self.loss())?;
-            let pieces = base::block::piece_count(at.phase, chunk.len() as u64) as usize;
+            let pieces = base::block::piece_count(at.block_offset, chunk.len() as u64) as usize;
             let (sums, rest) = checksums.split_at(pieces);
             checksums = rest;
             let len = chunk.len() as u64;
-            let payload = Payload::from_parts(at.phase, chunk, sums.to_vec())
+            let payload = Payload::from_parts(at.block_offset, chunk, sums.to_vec())
                 .map_err(|e| MessengerError::BulkRefused(e.to_string()))?;
             let (tell, told) = oneshot::channel();
             let target = self.target(to, at.offset, len);
@@ -131,7 +131,7 @@ impl Shared {
             self.push_chunk(push, payload, target, data.is_empty().then_some(tell)).await?;
             placed = Some(told);
             at.offset += len;
-            at.phase = (at.phase + len) % BLOCK;
+            at.block_offset = (at.block_offset + len) % BLOCK;
         }
         match placed {
             Some(placed) => placed.await.map_err(|_| self.loss()),
@@ -220,8 +220,8 @@ impl Connection for ConnectionHandle {
         self.shared.offer(Offered::Source(source), BulkDirection::Read)
     }
 
-    fn offer_sink(&self, sink: Arc<dyn BulkSink>, phase: u16) -> Result<BulkRegion> {
-        self.shared.offer(Offered::Sink(sink, phase), BulkDirection::Write)
+    fn offer_sink(&self, sink: Arc<dyn BulkSink>, block_offset: u16) -> Result<BulkRegion> {
+        self.shared.offer(Offered::Sink(sink, block_offset), BulkDirection::Write)
     }
 
     fn bulk_read<'a>(
@@ -263,7 +263,7 @@ impl Connection for ConnectionHandle {
                     limit: self.shared.limits.max_bulk,
                 });
             }
-            if !payload.is_empty() && payload.phase() != range.phase {
+            if !payload.is_empty() && payload.block_offset() != range.block_offset {
                 let why = "the payload and the offer have different piece boundaries";
                 return Err(MessengerError::BulkRefused(why.into()));
             }

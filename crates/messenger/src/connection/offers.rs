@@ -72,12 +72,12 @@ impl Offers {
         expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
     }
 
-    /// Finds the exposed sink with the key `offer`. Also returns the sink's phase.
+    /// Finds the exposed sink with the key `offer`. Also returns the sink's block_offset.
     pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut ExposedOffer, u64), String> {
         self.live(offer)?;
         match self.active.get_mut(&offer) {
-            Some(Offer { what: Offered::Sink(_, phase), exposed: Some(exposed), .. }) => {
-                Ok((exposed, u64::from(*phase)))
+            Some(Offer { what: Offered::Sink(_, block_offset), exposed: Some(exposed), .. }) => {
+                Ok((exposed, u64::from(*block_offset)))
             }
             _ => Err("the offer was not exposed for writing".into()),
         }
@@ -98,7 +98,7 @@ impl Offers {
 
     fn sink(&self, push: &Push) -> Result<(Arc<dyn BulkSink>, u16), String> {
         match &self.live(push.offer)?.what {
-            Offered::Sink(sink, phase) => Ok((Arc::clone(sink), *phase)),
+            Offered::Sink(sink, block_offset) => Ok((Arc::clone(sink), *block_offset)),
             Offered::Source(_) => Err("the offer is for pulling only".into()),
         }
     }
@@ -128,12 +128,14 @@ impl Shared {
         what: Offered,
         direction: BulkDirection,
     ) -> Result<BulkRegion, MessengerError> {
-        let (len, phase) = match &what {
-            Offered::Source(source) => (source.len(), source.phase()),
-            Offered::Sink(sink, phase) => (sink.len(), u64::from(*phase)),
+        let (len, block_offset) = match &what {
+            Offered::Source(source) => (source.len(), source.block_offset()),
+            Offered::Sink(sink, block_offset) => (sink.len(), u64::from(*block_offset)),
         };
-        if phase >= BLOCK {
-            return Err(MessengerError::BulkRefused(format!("phase {phase} is not below 4096")));
+        if block_offset >= BLOCK {
+            return Err(MessengerError::BulkRefused(format!(
+                "block_offset {block_offset} is not below 4096"
+            )));
         }
         let ttl = self.config.offer_ttl;
         let key = self.config.entropy.random();
@@ -165,7 +167,7 @@ impl Shared {
             memory: MemoryKind::Host,
             segments: vec![BulkSegment { address: 0, key, len }],
             direction,
-            phase: phase as u16,
+            block_offset: block_offset as u16,
             expires_ms: u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX),
             remote,
         };
@@ -180,7 +182,7 @@ impl Shared {
     pub(super) fn on_pull_request(self: &Arc<Self>, request: PullRequest) -> Result<(), MessengerError> {
         let mut state = self.lock();
         let source = state.offers.source(&request).and_then(|source| {
-            check_range(request.offset, request.len, source.len(), source.phase())?;
+            check_range(request.offset, request.len, source.len(), source.block_offset())?;
             if request.len == 0 { Err("the requested length is 0".into()) } else { Ok(source) }
         });
         let source = match source {
@@ -220,10 +222,10 @@ impl Shared {
     /// If too many control frames are queued because the peer does not read them.
     pub(super) fn on_push(&self, push: Push, payload: Payload) -> Result<(), MessengerError> {
         let sink = self.lock().offers.sink(&push);
-        let taken = sink.and_then(|(sink, phase)| {
-            let phase = u64::from(phase);
-            check_range(push.offset, payload.len() as u64, sink.len(), phase)?;
-            if (phase + push.offset % BLOCK) % BLOCK != payload.phase() {
+        let taken = sink.and_then(|(sink, block_offset)| {
+            let block_offset = u64::from(block_offset);
+            check_range(push.offset, payload.len() as u64, sink.len(), block_offset)?;
+            if (block_offset + push.offset % BLOCK) % BLOCK != payload.block_offset() {
                 return Err("the data and the offer have different piece boundaries".into());
             }
             if sink.write(push.offset, payload) { Ok(()) } else { Err("the sink refused the data".into()) }
@@ -294,8 +296,8 @@ async fn send_all(
     let mut at = request.offset;
     let mut turn = connection.turns.turn(request.offer, request.len);
     while at < end {
-        let phase = (source.phase() + at) % BLOCK;
-        let len = chunk_len(phase, end - at);
+        let block_offset = (source.block_offset() + at) % BLOCK;
+        let len = chunk_len(block_offset, end - at);
         let mut reading = source.read(at, len);
         let read = match timeout(SOURCE_PATIENCE, &mut reading).await {
             Ok(read) => read,
@@ -305,7 +307,7 @@ async fn send_all(
             }
         };
         let payload = read.map_err(|reason| (Refusal::Source, reason))?;
-        if payload.len() != len || payload.phase() != phase {
+        if payload.len() != len || payload.block_offset() != block_offset {
             return Err((Refusal::Source, "the source returned a different range than requested".into()));
         }
         let Ok(()) = turn.take(len).await else { return Ok(()) };

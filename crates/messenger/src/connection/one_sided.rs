@@ -52,7 +52,7 @@ impl Shared {
             .lock()
             .offers
             .exposed_sink(wrote.offer)
-            .and_then(|(exposed, phase)| exposed.place(wrote, phase));
+            .and_then(|(exposed, block_offset)| exposed.place(wrote, block_offset));
         let (room, written) = match place {
             Ok(place) => place,
             Err(reason) => {
@@ -155,10 +155,10 @@ fn checksums_of(
     offer: &BulkDescriptor,
     len: usize,
 ) -> Option<Vec<u32>> {
-    let phase = u64::from(offer.phase);
+    let block_offset = u64::from(offer.block_offset);
     let start = at.offset - offer.segments.first()?.address;
-    let first = if start == 0 { 0 } else { piece_count(phase, start) };
-    remote.checksums(first as usize, piece_count(at.phase, len as u64) as usize)
+    let first = if start == 0 { 0 } else { piece_count(block_offset, start) };
+    remote.checksums(first as usize, piece_count(at.block_offset, len as u64) as usize)
 }
 
 /// The reads of one pull.
@@ -181,7 +181,7 @@ impl PullReads<'_> {
         let mut result = Ok(());
         loop {
             while at < len && under_way.len() < READS_AT_A_TIME && result.is_ok() {
-                let chunk = chunk_len((self.at.phase + at as u64) % BLOCK, (len - at) as u64);
+                let chunk = chunk_len((self.at.block_offset + at as u64) % BLOCK, (len - at) as u64);
                 if turn.take(chunk).await.is_err() {
                     result = Err("the connection has ended".to_owned());
                     break;
@@ -202,17 +202,17 @@ impl PullReads<'_> {
         let read = self.link.read(self.landing, at, region, (offset, len), deadline).await;
         read.map_err(|LinkFailed(why)| why)?;
         self.shared.metrics.received_bytes.increment(len as u64);
-        let phase = (self.at.phase + at as u64) % BLOCK;
-        let first = if at == 0 { 0 } else { piece_count(self.at.phase, at as u64) as usize };
-        let count = piece_count(phase, len as u64) as usize;
+        let block_offset = (self.at.block_offset + at as u64) % BLOCK;
+        let first = if at == 0 { 0 } else { piece_count(self.at.block_offset, at as u64) as usize };
+        let count = piece_count(block_offset, len as u64) as usize;
         let bytes = self.landing.bytes(at..at + len);
-        verify_pieces(phase, bytes, &self.checksums[first..first + count]).map_err(|e| e.to_string())
+        verify_pieces(block_offset, bytes, &self.checksums[first..first + count]).map_err(|e| e.to_string())
     }
 }
 
-/// Length of the next read, which starts at `phase` in its block, when `left` bytes remain. Every
-/// read but the last ends at a piece boundary.
-fn chunk_len(phase: u64, left: u64) -> usize {
+/// Length of the next read, which starts at `block_offset` in its block, when `left` bytes remain.
+/// Every read but the last ends at a piece boundary.
+fn chunk_len(block_offset: u64, left: u64) -> usize {
     const { assert!(READ_BYTES.is_multiple_of(BLOCK) && READ_BYTES >= MAX_CHUNK as u64) };
-    (READ_BYTES - phase).min(left) as usize
+    (READ_BYTES - block_offset).min(left) as usize
 }

@@ -136,7 +136,7 @@ impl<'a> PacketReader<'a> {
         data: &PullData,
         payload: &base::block::Payload,
     ) -> Result<(), ReadFailure> {
-        if let Some(mut dest) = self.shared.take_dest(data, header.phase, payload.len())? {
+        if let Some(mut dest) = self.shared.take_dest(data, header.block_offset, payload.len())? {
             dest.bytes().copy_from_slice(payload.data());
             metrics::counter!("outboard_messenger_copied_bytes").increment(payload.len() as u64);
             dest.finish(payload.checksums());

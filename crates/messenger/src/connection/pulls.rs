@@ -30,7 +30,7 @@ struct Pull {
     /// Offset of the first byte within the offer.
     start: u64,
     /// Offset of the first byte within the object, modulo 4096.
-    phase: u64,
+    block_offset: u64,
     len: usize,
     filled: usize,
     /// `None` while the reader owns the buffer.
@@ -64,15 +64,15 @@ impl Pulls {
         &mut self,
         offer: u64,
         start: u64,
-        phase: u64,
+        block_offset: u64,
         dest: ArenaBuf,
         done: PullWaiter,
     ) -> PullRequest {
         self.last += ATTEMPTS;
         let len = dest.len();
-        let checksums = Vec::with_capacity(piece_count(phase, len as u64) as usize);
+        let checksums = Vec::with_capacity(piece_count(block_offset, len as u64) as usize);
         let dest = Some(dest);
-        let pull = Pull { attempt: 0, offer, start, phase, len, filled: 0, dest, checksums, done };
+        let pull = Pull { attempt: 0, offer, start, block_offset, len, filled: 0, dest, checksums, done };
         let request = pull.request(self.last);
         self.active.insert(self.last, pull);
         request
@@ -91,24 +91,24 @@ impl Pulls {
         (id + pull.attempt == on_wire).then_some((id, pull))
     }
 
-    /// Takes the buffer for `data`, whose payload has `len` bytes and starts at `phase` in its
-    /// block. `None` if the pull was cancelled.
+    /// Takes the buffer for `data`, whose payload has `len` bytes and starts at `block_offset` in
+    /// its block. `None` if the pull was cancelled.
     ///
     /// # Errors
     /// If the data is not the next part of the pull.
     fn take_dest(
         &mut self,
         data: &PullData,
-        phase: u16,
+        block_offset: u16,
         len: usize,
     ) -> Result<Option<(Filling, ArenaBuf)>, MessengerError> {
         let Some((id, pull)) = self.find(data.pull) else { return Ok(None) };
         let at = pull.filled;
-        let object_phase = (pull.phase + at as u64) % BLOCK;
+        let object_phase = (pull.block_offset + at as u64) % BLOCK;
         let end = at + len;
-        let whole_pieces = end == pull.len || (pull.phase + end as u64).is_multiple_of(BLOCK);
+        let whole_pieces = end == pull.len || (pull.block_offset + end as u64).is_multiple_of(BLOCK);
         let fits = data.offset == pull.start + at as u64 && end <= pull.len && len > 0;
-        if !fits || u64::from(phase) != object_phase || !whole_pieces {
+        if !fits || u64::from(block_offset) != object_phase || !whole_pieces {
             let range = format!("bytes {}+{len} of pull {}", data.offset, data.pull);
             return Err(MessengerError::Protocol(format!(
                 "the peer sent data for {range}, which is not the next part of the pull"
@@ -145,10 +145,10 @@ impl Shared {
     pub(super) fn take_dest<'a>(
         &'a self,
         data: &PullData,
-        phase: u16,
+        block_offset: u16,
         len: usize,
     ) -> Result<Option<PullBuffer<'a>>, MessengerError> {
-        let taken = self.lock().pulls.take_dest(data, phase, len)?;
+        let taken = self.lock().pulls.take_dest(data, block_offset, len)?;
         Ok(taken.map(|(filling, dest)| PullBuffer { shared: self, filling, dest: Some(dest) }))
     }
 

@@ -12,7 +12,7 @@ pub(super) struct OfferRange {
     /// Offset of the first byte within the offer.
     pub(super) offset: u64,
     /// Offset of the first byte within the object, modulo 4096.
-    pub(super) phase: u64,
+    pub(super) block_offset: u64,
 }
 
 /// Checks a descriptor that the connection's peer created. Returns the position of the descriptor's
@@ -36,31 +36,31 @@ pub(super) fn locate(
     let [segment] = descriptor.segments.as_slice() else {
         return refused("the descriptor must have exactly one segment");
     };
-    let phase = u64::from(descriptor.phase);
-    if phase >= BLOCK {
-        return refused("the phase of the descriptor is not below 4096");
+    let block_offset = u64::from(descriptor.block_offset);
+    if block_offset >= BLOCK {
+        return refused("the block_offset of the descriptor is not below 4096");
     }
-    check_range(offset, len, segment.len, phase).map_err(MessengerError::BulkRefused)?;
+    check_range(offset, len, segment.len, block_offset).map_err(MessengerError::BulkRefused)?;
     let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
         return refused("the address of the range overflows");
     };
-    Ok(OfferRange { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
+    Ok(OfferRange { key: segment.key, offset: start, block_offset: (block_offset + offset % BLOCK) % BLOCK })
 }
 
-/// Checks that `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a
-/// piece boundary.
-pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Result<(), String> {
+/// Checks that `offset..offset + len` is inside an offer of `room` bytes at `block_offset` and
+/// starts at a piece boundary.
+pub(super) fn check_range(offset: u64, len: u64, room: u64, block_offset: u64) -> Result<(), String> {
     if offset.checked_add(len).is_none_or(|end| end > room) {
         return Err(format!("the range {offset}+{len} is not inside the {room} bytes offered"));
     }
-    if offset != 0 && !(phase % BLOCK + offset % BLOCK).is_multiple_of(BLOCK) {
+    if offset != 0 && !(block_offset % BLOCK + offset % BLOCK).is_multiple_of(BLOCK) {
         return Err(format!("the range {offset}+{len} does not start at a piece boundary"));
     }
     Ok(())
 }
 
-/// Length of the next chunk, which starts at `phase` in its block, when `left` bytes remain. Every
-/// chunk but the last ends at a piece boundary.
-pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
-    (MAX_CHUNK as u64 - phase).min(left) as usize
+/// Length of the next chunk, which starts at `block_offset` in its block, when `left` bytes remain.
+/// Every chunk but the last ends at a piece boundary.
+pub(super) fn chunk_len(block_offset: u64, left: u64) -> usize {
+    (MAX_CHUNK as u64 - block_offset).min(left) as usize
 }

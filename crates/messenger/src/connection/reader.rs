@@ -182,9 +182,9 @@ impl<'a> FrameReader<'a> {
             return Ok(Payload::default());
         }
         let data = self.payload_bytes(len).await?;
-        let phase = u64::from(header.phase);
-        verify_pieces(phase, &data, &checksums).map_err(FrameError::Payload)?;
-        Payload::from_parts(phase, data, checksums).map_err(|_| FrameError::Body(header.kind).into())
+        let block_offset = u64::from(header.block_offset);
+        verify_pieces(block_offset, &data, &checksums).map_err(FrameError::Payload)?;
+        Payload::from_parts(block_offset, data, checksums).map_err(|_| FrameError::Body(header.kind).into())
     }
 
     async fn payload_bytes(&mut self, len: usize) -> Result<Bytes, ReadFailure> {
@@ -212,7 +212,7 @@ impl<'a> FrameReader<'a> {
         sums: Vec<u32>,
     ) -> Result<(), ReadFailure> {
         let len = header.payload_len as usize;
-        let Some(mut dest) = self.shared.take_dest(data, header.phase, len)? else {
+        let Some(mut dest) = self.shared.take_dest(data, header.block_offset, len)? else {
             return self.discard(len).await;
         };
         let left = self.fill_destination(&mut dest).await?;
@@ -220,7 +220,7 @@ impl<'a> FrameReader<'a> {
             drop(dest);
             return self.discard(left).await;
         }
-        match verify_pieces(u64::from(header.phase), dest.bytes(), &sums) {
+        match verify_pieces(u64::from(header.block_offset), dest.bytes(), &sums) {
             Ok(()) => dest.finish(&sums),
             Err(mismatch) => dest.damaged(mismatch)?,
         }

@@ -410,7 +410,7 @@ async fn a_pull_from_a_stalled_client_returns_its_buffer() {
         memory: MemoryKind::Host,
         segments: vec![BulkSegment { address: 0, key: 1, len }],
         direction: BulkDirection::Read,
-        phase: 0,
+        block_offset: 0,
         expires_ms: 1000,
         remote: Some(RemoteMemory {
             transport: u64::from_le_bytes(nonce[8..].try_into().expect("8 bytes")),

@@ -119,7 +119,7 @@ async fn violations_of_the_protocol_end_the_connection() {
         ("header of 4 GiB", forge(text.clone(), 8, &u32::MAX.to_le_bytes())),
         ("payload of 4 GiB", forge(text.clone(), 12, &u32::MAX.to_le_bytes())),
         ("unknown kind", forge(text.clone(), 5, &[99])),
-        ("phase beyond the block", forge(text.clone(), 6, &4096u16.to_le_bytes())),
+        ("block_offset beyond the block", forge(text.clone(), 6, &4096u16.to_le_bytes())),
         ("message without a number", forge(text.clone(), 16, &0u64.to_le_bytes())),
         ("gap in the numbers", forge(text.clone(), 16, &2u64.to_le_bytes())),
         ("last number", forge(text.clone(), 16, &u64::MAX.to_le_bytes())),

@@ -213,7 +213,7 @@ impl BulkSource for Liar {
         4096
     }
 
-    fn phase(&self) -> u64 {
+    fn block_offset(&self) -> u64 {
         0
     }
 

@@ -206,7 +206,7 @@ impl outboard_messenger::BulkSource for Zeros {
         self.0
     }
 
-    fn phase(&self) -> u64 {
+    fn block_offset(&self) -> u64 {
         0
     }
 

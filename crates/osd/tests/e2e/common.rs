@@ -1,4 +1,4 @@
-//! A node in the test's process: an OSD over memory stores that can be made to fail, and its
+//! A node in the test's process: an osd over memory stores that can be made to fail, and its
 //! clients.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -265,9 +265,9 @@ fn puts_record_in_force(transaction: &Transaction) -> bool {
 /// Copies a payload. The model store would keep the payload's buffer, but a real store returns the
 /// buffer once the data is on its drive.
 fn copied(payload: Payload) -> Payload {
-    let phase = payload.phase();
+    let block_offset = payload.block_offset();
     let (data, checksums) = payload.into_parts();
-    Payload::from_parts(phase, Bytes::copy_from_slice(&data), checksums).unwrap()
+    Payload::from_parts(block_offset, Bytes::copy_from_slice(&data), checksums).unwrap()
 }
 
 impl Submit for FaultStore {
@@ -411,7 +411,7 @@ impl FaultStore {
     }
 }
 
-/// A node: its stores, its memory and its OSD.
+/// A node: its stores, its memory and its osd.
 pub(crate) struct Node {
     pub(crate) stores: Vec<Arc<FaultStore>>,
     pub(crate) staging: BufferPool,
@@ -428,7 +428,7 @@ pub(crate) fn network() -> StackChoice {
     std::env::var("OUTBOARD_TEST_NETWORK").map_or(StackChoice::TCP, |name| name.parse().unwrap())
 }
 
-/// Waits until a request that was sent has reached the OSD. An emulated machine needs more time.
+/// Waits until a request that was sent has reached the osd. An emulated machine needs more time.
 pub(crate) async fn moment() {
     let millis = if network() == StackChoice::TCP { 20 } else { 300 };
     tokio::time::sleep(std::time::Duration::from_millis(millis)).await;
@@ -449,17 +449,17 @@ impl Node {
         node
     }
 
-    /// Creates a node with two targets. Its OSD is not started yet.
+    /// Creates a node with two targets. Its osd is not started yet.
     pub(crate) fn new(config: OsdConfig) -> Node {
         Node::of(2, config)
     }
 
-    /// Creates a node with this number of targets. Its OSD is not started yet.
+    /// Creates a node with this number of targets. Its osd is not started yet.
     pub(crate) fn of(targets: usize, config: OsdConfig) -> Node {
         Node::over((0..targets).map(|_| FaultStore::new()).collect(), config)
     }
 
-    /// Creates a node over these stores. Its OSD is not started yet.
+    /// Creates a node over these stores. Its osd is not started yet.
     pub(crate) fn over(stores: Vec<Arc<FaultStore>>, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
         Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
@@ -470,7 +470,7 @@ impl Node {
         uuids.zip(&self.stores).map(|(uuid, s)| (uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
     }
 
-    /// Stops the OSD if it runs, and starts another OSD at the same address.
+    /// Stops the osd if it runs, and starts another osd at the same address.
     pub(crate) fn restart(&mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();

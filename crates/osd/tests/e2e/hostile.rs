@@ -17,14 +17,14 @@ use wire::{
 use crate::common::Node;
 use crate::raw::{Raw, append, head, mutate, name};
 
-fn descriptor(direction: BulkDirection, phase: u16, lens: &[u64]) -> BulkDescriptor {
+fn descriptor(direction: BulkDirection, block_offset: u16, lens: &[u64]) -> BulkDescriptor {
     let segment = |len: &u64| BulkSegment { address: 0, key: 0xdead_beef, len: *len };
     BulkDescriptor {
         owner: BulkOwner::Peer,
         memory: MemoryKind::Host,
         segments: lens.iter().map(segment).collect(),
         direction,
-        phase,
+        block_offset,
         expires_ms: 1000,
         remote: None,
     }
@@ -121,10 +121,12 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
         ("source of the wrong direction", bulk(descriptor(BulkDirection::Write, 0, &[4096])), |e| {
             matches!(e, Error::BadRequest(_))
         }),
-        ("phase that does not match the offset", bulk(descriptor(BulkDirection::Read, 7, &[8192])), |e| {
-            matches!(e, Error::BadRequest(_))
-        }),
-        ("phase beyond the block size", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
+        (
+            "block_offset that does not match the offset",
+            bulk(descriptor(BulkDirection::Read, 7, &[8192])),
+            |e| matches!(e, Error::BadRequest(_)),
+        ),
+        ("block_offset beyond the block size", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
             matches!(e, Error::BadRequest(_) | Error::TransferFailed(_))
         }),
         ("bad cursor", RequestBody::Object(ObjectRequest::List(list("pool", b"x"))), |e| {
@@ -252,7 +254,7 @@ async fn requests_need_a_session_with_a_common_protocol_version() {
     still_works(&node).await;
 }
 
-/// Opens more sessions on one connection, one after the other, than the OSD keeps at a time.
+/// Opens more sessions on one connection, one after the other, than the osd keeps at a time.
 #[tokio::test]
 async fn a_connection_that_opens_many_sessions_occupies_only_one_slot() {
     let node = Node::start_with(osd::OsdConfig { sessions: 8, ..Default::default() });

@@ -1,5 +1,5 @@
-//! End-to-end tests of the OSD and its client, on stores in memory that can be made to fail. Client
-//! and OSD communicate over TCP, or over the network that `OUTBOARD_TEST_NETWORK` names. Modules
+//! End-to-end tests of the osd and its client, on stores in memory that can be made to fail. Client
+//! and osd communicate over TCP, or over the network that `OUTBOARD_TEST_NETWORK` names. Modules
 //! named `tcp_only` contain long tests that do not depend on the network. Runs over other networks
 //! skip these tests (`--skip tcp_only::`).
 

@@ -81,7 +81,7 @@ impl BulkSource for Stalled {
     fn len(&self) -> u64 {
         8 << 20
     }
-    fn phase(&self) -> u64 {
+    fn block_offset(&self) -> u64 {
         0
     }
     fn read(&self, _: u64, _: usize) -> BoxFuture<'_, Result<Payload, String>> {

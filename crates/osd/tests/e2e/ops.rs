@@ -147,7 +147,7 @@ async fn xattrs_and_omap_entries_can_be_set_listed_and_removed() {
     let node = Node::start();
     let object = node.object().await;
     object.set_xattr("b", "2").await.unwrap();
-    object.set_xattr("_", "not the OSD's own xattr").await.unwrap();
+    object.set_xattr("_", "not the osd's own xattr").await.unwrap();
     assert_eq!(object.xattr("b").await.unwrap(), Some(Bytes::from("2")));
     assert_eq!(object.xattr("missing").await.unwrap(), None);
     let names: Vec<Bytes> = object.xattrs().await.unwrap().into_iter().map(|(name, _)| name).collect();
@@ -199,7 +199,7 @@ async fn a_wrong_guess_that_an_uncached_object_is_new_has_no_effect() {
         let object = client.pool("pool").unwrap().object(name).unwrap();
         let refused = object.compound().if_absent().write_full("no").commit().await.unwrap_err();
         assert!(matches!(refused, Error::Node(NodeError::ConditionFailed { .. })), "{refused}");
-        assert_eq!(node.not_new(), 1, "the OSD first assumed that the object is new");
+        assert_eq!(node.not_new(), 1, "the osd first assumed that the object is new");
 
         node.restart();
         let client = node.client().await;

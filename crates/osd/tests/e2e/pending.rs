@@ -137,7 +137,7 @@ async fn a_retry_has_an_unknown_outcome_if_its_store_cannot_be_read() {
     let object = object(&node).await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     raw.changed(head(1), append("object", "x")).await.unwrap();
-    // The restarted OSD has cached nothing about the change.
+    // The restarted osd has cached nothing about the change.
     node.restart();
     let mut raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
     let retry = wire::RequestHead { retry: true, ..head(1) };

@@ -215,13 +215,13 @@ mod tcp_only {
     async fn requests_fail_if_one_target_more_than_tolerated_is_lost() {
         for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
             let mut rig = Rig::new(redundancy, 2).await;
-            // An empty object is left out, because the OSD can read it without any data of a
+            // An empty object is left out, because the osd can read it without any data of a
             // target.
             rig.fill(&SIZES[1..]).await;
             rig.set_down(lost, true);
             for number in 0..8 {
-                // The puts come first, because they make the OSD notice the loss. Before that, the
-                // OSD could read small objects from the remaining targets.
+                // The puts come first, because they make the osd notice the loss. Before that, the
+                // osd could read small objects from the remaining targets.
                 let put =
                     rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
                 let e = put.unwrap_err().to_string();

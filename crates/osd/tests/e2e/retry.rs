@@ -1,5 +1,5 @@
 //! Tests that no change takes effect twice and no acknowledged change is lost, even if stores,
-//! connections or the OSD fail in between.
+//! connections or the osd fail in between.
 
 use std::future::Future;
 use std::sync::Arc;

@@ -143,7 +143,7 @@ async fn no_request_runs_twice_if_the_osd_restarts_right_after_a_session_is_clos
     let first = raw.changed(head(1), append("object", "once")).await.unwrap();
     let closed = raw.session;
     raw.close_session().await;
-    // The records were not removed yet. The restarted OSD does not know that the session was
+    // The records were not removed yet. The restarted osd does not know that the session was
     // closed, and still has its result.
     node.restart();
     let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
@@ -228,7 +228,7 @@ fn mark(active_ms: u64) -> Bytes {
     postcard::to_allocvec(&Mark { low_water: 0, active_ms }).unwrap().into()
 }
 
-/// Adds the records that an earlier OSD would have left: the session's mark, and the results of its
+/// Adds the records that an earlier osd would have left: the session's mark, and the results of its
 /// first `results` requests.
 fn leave_records(entries: &mut Vec<(Bytes, Bytes)>, session: SessionId, active_ms: u64, results: u64) {
     let id = session.0.to_be_bytes();
@@ -350,7 +350,7 @@ async fn clients_continue_although_the_wall_clock_of_the_osd_steps() {
     assert_eq!(format!("{client:?}"), session, "the client still has its session");
     let stamp = object.stat().await.unwrap().modified_ms;
     let now_ms = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis() as u64;
-    assert!(stamp < now_ms - 24 * 3600 * 1000, "the OSD uses the stepped clock");
+    assert!(stamp < now_ms - 24 * 3600 * 1000, "the osd uses the stepped clock");
 }
 
 #[tokio::test]

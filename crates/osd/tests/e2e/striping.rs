@@ -49,7 +49,7 @@ async fn a_striped_object_behaves_like_one_object() {
     assert_eq!(object.xattr("kept").await.unwrap().unwrap(), "yes");
     assert_eq!(object.parts().await, 13);
     let names: Vec<_> = object.xattrs().await.unwrap().into_iter().map(|(name, _)| name).collect();
-    assert_eq!(names, ["kept"], "the OSD's own xattrs are not listed");
+    assert_eq!(names, ["kept"], "the osd's own xattrs are not listed");
 
     let striped = |r: Result<_, Error>| assert!(matches!(r, Err(Error::Node(NodeError::Striped { .. }))));
     striped(object.write(5, "x").await);
@@ -134,7 +134,7 @@ async fn parts_of_a_replaced_uncached_object_are_removed_by_the_next_collector_r
     kept.put(data(2 << 20, 2)).await.unwrap();
     node.restart();
     object.put("small").await.unwrap();
-    assert_eq!(node.parts(), 16, "a full write by an OSD that has not cached the object keeps the old parts");
+    assert_eq!(node.parts(), 16, "a full write by an osd that has not cached the object keeps the old parts");
     let an_hour = Duration::from_secs(3600);
     assert_eq!(
         client.collect_orphans(an_hour).await.unwrap(),

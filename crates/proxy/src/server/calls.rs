@@ -75,12 +75,15 @@ impl ReceivedCall {
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
-            StoreCall::StageWrite { phase, checksums, place: place @ PayloadPlace::Range { .. }, .. }
-                if payload =>
-            {
+            StoreCall::StageWrite {
+                block_offset,
+                checksums,
+                place: place @ PayloadPlace::Range { .. },
+                ..
+            } if payload => {
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
                 let Ok(checksums) = unpack_checksums(checksums) else { return false };
-                let payload = Payload::from_parts(u64::from(*phase), bytes, checksums);
+                let payload = Payload::from_parts(u64::from(*block_offset), bytes, checksums);
                 payload.is_ok_and(|payload| payload.verify().is_err())
             }
             StoreCall::Transaction {
@@ -177,10 +180,10 @@ fn start(
     data: Bytes,
 ) -> Result<(Calling, Option<Released>)> {
     match call {
-        StoreCall::StageWrite { stage, offset, phase, checksums, place } => {
+        StoreCall::StageWrite { stage, offset, block_offset, checksums, place } => {
             let checksums = unpack_checksums(&checksums)?;
             let (bytes, released) = payload_of(lease, place, data)?;
-            let payload = Payload::from_parts(u64::from(phase), bytes, checksums)
+            let payload = Payload::from_parts(u64::from(block_offset), bytes, checksums)
                 .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
             let writing = store.stage_write(StageId(stage), offset, payload);
             Ok((Box::pin(async move { writing.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))

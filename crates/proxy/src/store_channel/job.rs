@@ -203,11 +203,16 @@ impl Job {
         by_dma: bool,
         answer_to: AnswerTo,
     ) -> Job {
-        let phase = payload.phase() as u16;
+        let block_offset = payload.block_offset() as u16;
         let (data, checksums) = payload.into_parts();
         let checksums = pack_checksums(&checksums);
-        let call =
-            StoreCall::StageWrite { stage: host_id, offset, phase, checksums, place: PayloadPlace::Inline };
+        let call = StoreCall::StageWrite {
+            stage: host_id,
+            offset,
+            block_offset,
+            checksums,
+            place: PayloadPlace::Inline,
+        };
         Job {
             range: want(data.len()),
             upload: vec![(0, data)],
@@ -300,9 +305,9 @@ impl Job {
     /// Whether staged data already did not match its checksums before it was sent.
     pub(super) fn was_wrong_before(&self) -> bool {
         match (&self.call, &self.upload[..]) {
-            (StoreCall::StageWrite { phase, checksums, .. }, [(_, data)]) => {
+            (StoreCall::StageWrite { block_offset, checksums, .. }, [(_, data)]) => {
                 let checksums = unpack_checksums(checksums).unwrap_or_default();
-                verify_pieces(u64::from(*phase), data, &checksums).is_err()
+                verify_pieces(u64::from(*block_offset), data, &checksums).is_err()
             }
             (StoreCall::StageStripes { stripes, .. }, pieces) => {
                 let checksums = unpack_checksums(&stripes.checksums).unwrap_or_default();

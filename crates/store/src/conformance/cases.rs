@@ -11,7 +11,8 @@ use data::*;
 
 use super::{Case, cid, oid, one, pattern, read_all, write};
 use crate::{
-    MAX_OBJECT_SIZE, MAX_XATTRS, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource,
+    MAX_STORED_OBJECT, MAX_XATTRS, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction,
+    WriteSource,
 };
 
 macro_rules! cases {
@@ -303,10 +304,10 @@ async fn arguments_out_of_range_are_refused(store: Store) {
     let c = with_collection(&store).await;
     let o = oid("o");
     let invalid = [
-        write(&o, MAX_OBJECT_SIZE, Bytes::from("x")),
+        write(&o, MAX_STORED_OBJECT, Bytes::from("x")),
         write(&o, u64::MAX, Bytes::from("xy")),
         Op::Zero { oid: o.clone(), offset: 1, len: u64::MAX },
-        Op::Truncate { oid: o.clone(), size: MAX_OBJECT_SIZE + 1 },
+        Op::Truncate { oid: o.clone(), size: MAX_STORED_OBJECT + 1 },
         Op::CloneRange { src: o.clone(), dst: o.clone(), src_offset: u64::MAX, len: 1, dst_offset: 0 },
         Op::Write {
             oid: o.clone(),

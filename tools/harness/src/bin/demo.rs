@@ -1,5 +1,5 @@
 //! `make demo`: runs a node with real files. The demo copies a directory tree into the node and
-//! kills the store during the copy. It copies the tree back out and kills the OSD during that copy.
+//! kills the store during the copy. It copies the tree back out and kills the osd during that copy.
 //! Then it compares every file by its SHA-256, and measures both placements.
 
 #![forbid(unsafe_code)]
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
     kill_during(&node, copy, "store", Duration::from_secs(2))?;
     node.run(&["cp", large_text, "outboard:demo/large.bin"])?;
 
-    say("\n== Copying the tree out of the node, and killing the OSD meanwhile");
+    say("\n== Copying the tree out of the node, and killing the osd meanwhile");
     let out = work.path.join("out");
     let out_text = out
         .to_str()
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     node.run(&["status"])?;
 
     say(
-        "\n== Both placements on the same targets (client, OSD, store and emulated DMA share this machine's cores)",
+        "\n== Both placements on the same targets (client, osd, store and emulated DMA share this machine's cores)",
     );
     compare_placements(&node)?;
     say(format!("\nthe demo took {:.0} s", started.elapsed().as_secs_f64()));

@@ -19,9 +19,9 @@ pub enum CompareSuite {
 /// A node of a suite. Each binary runs one of each kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeKind {
-    /// The OSD runs on the emulated DPU.
+    /// The osd runs on the emulated DPU.
     Dpu,
-    /// The OSD runs in the storage host's process.
+    /// The osd runs in the storage host's process.
     Host,
     /// Like `Dpu`, with one target taken out, and no spare target for its fragments.
     Degraded,
@@ -142,7 +142,7 @@ impl NodeKind {
         }
     }
 
-    /// Placement of the node's OSD.
+    /// Placement of the node's osd.
     #[must_use]
     pub fn placement(self) -> NodePlacement {
         match self {

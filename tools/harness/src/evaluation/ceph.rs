@@ -16,20 +16,20 @@ use crate::Result;
 /// The OSD's default memory limit in bytes, as `bench/ceph/up` sets it.
 const MEMORY_TARGET: u64 = 2 << 30;
 
-/// The OSD's smallest memory limit in bytes. It leaves caches of 128 MiB (`osd_memory_cache_min`).
+/// The osd's smallest memory limit in bytes. It leaves caches of 128 MiB (`osd_memory_cache_min`).
 const MEMORY_TARGET_LEAST: u64 = 896 << 20;
 
-/// Limits below which the OSD counts as quiet: CPU use as a fraction of one core, and bytes written
-/// per second. An idle OSD uses 0.3 % of a core.
+/// Limits below which the osd counts as quiet: CPU use as a fraction of one core, and bytes written
+/// per second. An idle osd uses 0.3 % of a core.
 const QUIET: (f64, f64) = (0.02, 1e6);
 
 /// Number of client starts for measuring the cost of a start. One start is too short to measure,
 /// because the kernel counts a client's CPU time in steps of 10 ms.
 const CLIENT_STARTS: u32 = 3;
 
-/// Duration of one observation of the OSD's activity.
+/// Duration of one observation of the osd's activity.
 const QUIET_WATCH: Duration = Duration::from_millis(500);
-/// Maximum time to wait until the OSD is quiet.
+/// Maximum time to wait until the osd is quiet.
 const QUIET_WAIT: Duration = Duration::from_secs(5);
 
 /// A Ceph cluster in its own directory. The owner of this directory stops the cluster.
@@ -59,7 +59,7 @@ pub fn scripts() -> PathBuf {
 }
 
 impl Cluster {
-    /// Starts a cluster whose OSD has a file of `gib` GiB.
+    /// Starts a cluster whose osd has a file of `gib` GiB.
     ///
     /// # Errors
     /// If Ceph is not installed or does not start. The message states the reason.
@@ -104,7 +104,7 @@ impl Cluster {
         names.into_iter().filter_map(|(program, name)| Some((program, pid(name)?))).collect()
     }
 
-    /// Fills the pool of the large set with objects of 4 KiB, and waits until the OSD is quiet.
+    /// Fills the pool of the large set with objects of 4 KiB, and waits until the osd is quiet.
     ///
     /// # Errors
     /// If the operation fails or takes longer than ten minutes.
@@ -115,11 +115,11 @@ impl Cluster {
         self.settle()
     }
 
-    /// Sets the OSD's memory limit to the smallest value if `least` is true, otherwise to the
-    /// default. The OSD adjusts its caches within some seconds.
+    /// Sets the osd's memory limit to the smallest value if `least` is true, otherwise to the
+    /// default. The osd adjusts its caches within some seconds.
     ///
     /// # Errors
-    /// If the OSD refuses the setting.
+    /// If the osd refuses the setting.
     pub fn limit_memory(&self, least: bool) -> Result<()> {
         let target = if least { MEMORY_TARGET_LEAST } else { MEMORY_TARGET }.to_string();
         let mut command = Command::new("timeout");
@@ -133,7 +133,7 @@ impl Cluster {
         }
     }
 
-    /// Runs `rados bench` and accounts for the CPU time of the OSD and the client. The cost of a
+    /// Runs `rados bench` and accounts for the CPU time of the osd and the client. The cost of a
     /// client's start is subtracted, because `outboard bench` does not count its own start. Objects
     /// remain until `clean`.
     ///
@@ -178,22 +178,22 @@ impl Cluster {
         })
     }
 
-    /// Removes all objects except the large set, so that the OSD's file does not fill up, and waits
-    /// until the OSD is quiet.
+    /// Removes all objects except the large set, so that the osd's file does not fill up, and waits
+    /// until the osd is quiet.
     ///
     /// # Errors
-    /// If `rados` fails or no OSD is running.
+    /// If `rados` fails or no osd is running.
     pub fn clean(&self) -> Result<()> {
         self.rados("bench", 120, &["cleanup"])?;
         self.settle()
     }
 
-    /// Waits until the OSD is quiet, at most 5 s. The OSD frees space and compacts in the
+    /// Waits until the osd is quiet, at most 5 s. The osd frees space and compacts in the
     /// background after it has answered requests, and this work would slow down the next
     /// measurement.
     ///
     /// # Errors
-    /// If no OSD is running.
+    /// If no osd is running.
     pub fn settle(&self) -> Result<()> {
         let osd = self.osd()?;
         let started = Instant::now();
@@ -215,7 +215,7 @@ impl Cluster {
         Ok(osd.ok_or("no ceph-osd is running")?.1)
     }
 
-    /// Runs `rados` on a pool with a deadline. Without an OSD, `rados` would wait forever.
+    /// Runs `rados` on a pool with a deadline. Without an osd, `rados` would wait forever.
     fn rados(&self, pool: &str, seconds: u32, args: &[&str]) -> Result<String> {
         let mut command = Command::new("timeout");
         command.args([

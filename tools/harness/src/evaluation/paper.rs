@@ -1,7 +1,7 @@
 //! Results of the paper *DoCeph: DPU-Offloaded Messaging in Ceph for Reduced Host CPU Utilization*
 //! (SC Workshops '25, doi:10.1145/3731599.3767525). Each value names its section, figure or table.
 //!
-//! The paper's testbed (section 5.1, table 1) has two storage nodes with one OSD each and a client,
+//! The paper's testbed (section 5.1, table 1) has two storage nodes with one osd each and a client,
 //! AMD EPYC 9474F (48 cores), BlueField-3, Samsung PM893 and 100 Gbit/s Ethernet. `rados bench`
 //! writes with 16 requests in flight; results are averages of five runs.
 
@@ -12,7 +12,7 @@ pub const DOI: &str = "10.1145/3731599.3767525";
 
 /// Figure 5, for writes of 4 MB on the baseline: network, the messenger's share of Ceph's CPU in %,
 /// and Ceph's CPU in % of a core. The paper's text does not state the shares of ObjectStore and
-/// OSD.
+/// osd.
 pub const FIG5: [(&str, f64, f64); 2] = [("1 Gbit/s", 81.05, 24.0), ("100 Gbit/s", 82.48, 70.08)];
 
 /// Table 2: context switches of messenger and ObjectStore. The paper does not name the network of

@@ -71,7 +71,7 @@ pub enum Subsystem {
     ObjectStore,
     /// Execution of requests; Ceph's `tp_osd_tp` threads.
     Osd,
-    /// An OSD thread that also runs the messenger, if its time is not divided between the two.
+    /// An osd thread that also runs the messenger, if its time is not divided between the two.
     OsdAndMessenger,
     /// The channel between DPU and host, in software.
     Channel,
@@ -103,8 +103,8 @@ impl Subsystem {
         match self {
             Subsystem::Messenger => "Messenger",
             Subsystem::ObjectStore => "ObjectStore",
-            Subsystem::Osd => "OSD",
-            Subsystem::OsdAndMessenger => "OSD + messenger",
+            Subsystem::Osd => "osd",
+            Subsystem::OsdAndMessenger => "osd + messenger",
             Subsystem::Channel => "host–DPU channel",
             Subsystem::Dma => "DMA (emulated)",
             Subsystem::Coding => "erasure coding",
@@ -115,7 +115,7 @@ impl Subsystem {
     }
 
     /// Returns the subsystem of a thread class of a node. `split` says whether the node divides the
-    /// time of the OSD's threads between OSD and messenger.
+    /// time of the osd's threads between osd and messenger.
     #[must_use]
     pub fn of_class(class: &str, split: bool) -> Subsystem {
         match class {

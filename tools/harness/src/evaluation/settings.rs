@@ -86,7 +86,7 @@ impl EvaluationSettings {
         if self.quick { 3 } else { 5 }
     }
 
-    /// Preferred and minimum size of the OSD's file, in GiB.
+    /// Preferred and minimum size of the osd's file, in GiB.
     #[must_use]
     pub fn ceph_gib(&self) -> (u64, u64) {
         if self.quick { (7, 6) } else { (7, 5) }

@@ -16,9 +16,9 @@ pub const IN_FLIGHT: u32 = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TestedSystem {
-    /// A node whose OSD and store are one process on the host.
+    /// A node whose osd and store are one process on the host.
     Host,
-    /// A node whose OSD is on the emulated DPU. The DMA engine copies as fast as memory allows.
+    /// A node whose osd is on the emulated DPU. The DMA engine copies as fast as memory allows.
     DpuMemcpy,
     /// A node whose OSD is on the emulated DPU. The DMA engine takes the time that the DoCeph paper
     /// measured on a BlueField-3.
@@ -140,7 +140,8 @@ pub struct Case {
 /// A part of the design that can be switched off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ablation {
-    /// The option of `outboard debug tune` that switches the part off, with its value if it has one.
+    /// The option of `outboard debug tune` that switches the part off, with its value if it has
+    /// one.
     pub option: &'static str,
     /// Object size in bytes at which the part has an effect.
     pub size: u64,

@@ -1,5 +1,5 @@
 //! Measures the speed at which a node processes the data of a write, compared with `ec_encode_data`
-//! alone. The measured function is the function of the OSD that cuts a new object into the
+//! alone. The measured function is the function of the osd that cuts a new object into the
 //! operations for its fragments, with parity and checksums.
 
 use std::fmt::Write as _;

@@ -129,8 +129,8 @@ impl BulkSource for PreparedData {
         self.0.len() as u64
     }
 
-    fn phase(&self) -> u64 {
-        self.0.phase()
+    fn block_offset(&self) -> u64 {
+        self.0.block_offset()
     }
 
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, std::result::Result<Payload, String>> {

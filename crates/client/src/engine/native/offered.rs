@@ -19,7 +19,7 @@ impl BulkSource for OfferedSource {
         self.source.len()
     }
 
-    fn phase(&self) -> u64 {
+    fn block_offset(&self) -> u64 {
         self.offset % base::block::BLOCK
     }
 

@@ -2,13 +2,14 @@
 //! objects.
 //!
 //! Each case creates an object, changes it by one compound, and then compares the content and the
-//! stored sizes with a byte vector. Half of the objects are not cached by the OSD when the compound
+//! stored sizes with a byte vector. Half of the objects are not cached by the osd when the compound
 //! arrives. After each batch, a scrub of the pool must find no error. The ordinary tests run a
 //! random sample of cases. The ignored tests run every case, which takes a quarter of an hour with
 //! optimization on two cores:
 //!
 //! ```text
-//! CARGO_PROFILE_DEV_OPT_LEVEL=3 cargo test -p outboard-osd --test e2e every_compound -- --ignored --test-threads 2
+//! CARGO_PROFILE_DEV_OPT_LEVEL=3 cargo test -p outboard-osd --test e2e every_compound -- --ignored
+//! --test-threads 2
 //! ```
 
 use std::collections::{BTreeMap, HashMap};
@@ -41,7 +42,7 @@ use crate::redundancy::{config, redundancy};
 const LARGEST_BUFFER: usize = 64 << 10;
 /// Length of data that is staged, in bytes.
 const STAGED: usize = 70_000;
-/// Number of cases between two restarts of the OSD.
+/// Number of cases between two restarts of the osd.
 const BATCH: usize = 2000;
 /// Maximum number of requests that the test keeps in progress at a time.
 const COMPANY: usize = 32;
@@ -150,7 +151,7 @@ struct Case {
 }
 
 impl Case {
-    /// Returns whether the compound's bulk data is staged and other ops change data, too. The OSD
+    /// Returns whether the compound's bulk data is staged and other ops change data, too. The osd
     /// refuses ops that need the staged bytes.
     fn mixes_staged_data(&self) -> bool {
         let staged = self.steps.iter().any(|step| step.len().is_some_and(|len| len > LARGEST_BUFFER));
@@ -325,13 +326,13 @@ pub(crate) struct Rig {
     placement: Placement,
     /// The targets themselves, for tests that inspect the stored data.
     pub(crate) behind: Vec<Arc<dyn ObjectStore>>,
-    /// Server that offers the targets to an OSD with placement `Dpu`.
+    /// Server that offers the targets to an osd with placement `Dpu`.
     served: Option<(Server, StoreEndpoint, tempfile::TempDir)>,
     osd: Option<Running>,
     endpoint: String,
 }
 
-/// An OSD on a thread of its own.
+/// An osd on a thread of its own.
 struct Running {
     stop: oneshot::Sender<()>,
     thread: std::thread::JoinHandle<()>,
@@ -339,7 +340,7 @@ struct Running {
 
 impl Running {
     fn stop(self) {
-        // If the receiver was dropped, the OSD has already stopped.
+        // If the receiver was dropped, the osd has already stopped.
         let _ = self.stop.send(());
         self.thread.join().unwrap();
     }
@@ -371,7 +372,7 @@ impl Rig {
         rig
     }
 
-    /// Stops the OSD if it runs, and starts another OSD, which has not cached any object.
+    /// Stops the osd if it runs, and starts another osd, which has not cached any object.
     fn restart(&mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();
@@ -474,7 +475,7 @@ impl Rig {
             let changes = cases.iter().enumerate().map(|(n, case)| async move {
                 let object = pool.object(&name(n)).unwrap();
                 if n % 2 == 1 {
-                    // From now on, the OSD has cached the object.
+                    // From now on, the osd has cached the object.
                     drop(object.stat().await);
                 }
                 if case.steps.contains(&Step::SetManifest) {
@@ -507,7 +508,7 @@ impl Rig {
         tally
     }
 
-    /// Stops the OSD and closes the targets.
+    /// Stops the osd and closes the targets.
     async fn close(mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();
@@ -563,7 +564,7 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         if let Some(osd) = self.osd.take() {
-            // A failed test has already reported its error, so a panic of the OSD's thread does not
+            // A failed test has already reported its error, so a panic of the osd's thread does not
             // matter.
             let _ = osd.stop.send(());
             drop(osd.thread.join());
@@ -791,7 +792,7 @@ async fn ops_on_an_absent_object_see_the_ops_before_them() {
 async fn a_compound_that_creates_and_removes_is_refused_on_an_existing_object() {
     run_these(&[
         (Kind::Long, &[Step::Create, Step::Remove]),
-        // Every second case is on an object that the OSD has cached.
+        // Every second case is on an object that the osd has cached.
         (Kind::Long, &[Step::Create, Step::Remove]),
         (Kind::Long, &[Step::Create, Step::Remove, Step::Write(0, 10)]),
         (Kind::Long, &[Step::Create, Step::Remove, Step::Write(0, 10)]),

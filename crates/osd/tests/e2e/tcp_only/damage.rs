@@ -131,7 +131,7 @@ async fn objects_that_one_target_has_lost_still_exist_and_are_restored() {
         for target in 0..rig.node.stores.len() {
             let lost = damage_all(rig.node.stores[target].inner(), Damage::Forgotten).await;
             assert!(lost > 0, "the fault fired");
-            // The restarted OSD has cached nothing.
+            // The restarted osd has cached nothing.
             rig.node.restart();
             let what = format!("{redundancy}, lost on {target}");
             for (name, bytes) in &rig.objects {

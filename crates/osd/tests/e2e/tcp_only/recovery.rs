@@ -95,7 +95,7 @@ async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
     rig
 }
 
-/// Restarts the OSD when some objects are rebuilt, and changes objects before and after the
+/// Restarts the osd when some objects are rebuilt, and changes objects before and after the
 /// restart.
 async fn restart_amid_rebuild(rig: &mut Rig) {
     until("a few objects are rebuilt", async || rig.rebuilt().await >= 20).await;
@@ -480,7 +480,7 @@ async fn too_many_dirty_notes_are_dropped_and_the_rebuild_copies_everything() {
         rig.set_down(&[0], true);
         for number in 0..changed {
             rig.put(number, 25_000, 500 + number as u64).await;
-            // The pause gives the OSD time to count the notes in between.
+            // The pause gives the osd time to count the notes in between.
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let overflows = changed > limit;
@@ -648,7 +648,7 @@ async fn a_rebuild_processes_many_dirty_notes_about_objects_with_long_names() {
     }
 }
 
-/// When the OSD and the rebuilt target fail, only this target has stored the membership record that
+/// When the osd and the rebuilt target fail, only this target has stored the membership record that
 /// lists it as in sync. The other targets continue without this record, and their later changes
 /// must be kept.
 #[tokio::test]

@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::{Store, apply, with_collection};
 use crate::conformance::{oid, one, pattern, read_all, write};
-use crate::{MAX_OBJECT_SIZE, ObjectId, Op, StageId, StoreCalls, StoreError, WriteSource};
+use crate::{MAX_STORED_OBJECT, ObjectId, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 pub(super) async fn writes_of_any_alignment_are_read_back(store: Store) {
     let c = with_collection(&store).await;
@@ -54,13 +54,13 @@ pub(super) async fn holes_and_zeroed_ranges_read_as_zeros(store: Store) {
     apply(&store, one(&c, Op::Zero { oid: o.clone(), offset: 60_000, len: 10 })).await;
     model.resize(60_010, 0);
     assert_eq!(read_all(&*store, &c, &o).await, model, "zeroing beyond the end extends the object");
-    let huge = Op::Truncate { oid: o.clone(), size: MAX_OBJECT_SIZE };
-    apply(&store, one(&c, huge).with(Op::Zero { oid: o.clone(), offset: 100, len: MAX_OBJECT_SIZE - 100 }))
+    let huge = Op::Truncate { oid: o.clone(), size: MAX_STORED_OBJECT };
+    apply(&store, one(&c, huge).with(Op::Zero { oid: o.clone(), offset: 100, len: MAX_STORED_OBJECT - 100 }))
         .await;
     let stat = store.stat(&c, &o).await.unwrap();
     assert_eq!(
         (stat.size, stat.allocated),
-        (MAX_OBJECT_SIZE, BLOCK),
+        (MAX_STORED_OBJECT, BLOCK),
         "an object of the maximum size can have a single block"
     );
     assert!(matches!(store.read(&c, &o, 0, u64::MAX, None).await, Err(StoreError::TooLarge { .. })));

@@ -73,7 +73,7 @@ fn figure_5(m: &Measurements) -> String {
                 class: part_class(Subsystem::Messenger),
                 amount: messenger,
             },
-            Share { name: "ObjectStore and OSD together", class: "paper-a", amount: 100.0 - messenger },
+            Share { name: "ObjectStore and osd together", class: "paper-a", amount: 100.0 - messenger },
         ];
         published.push(Stack { label: [network.to_owned(), percent_of_core(cpu)], parts });
     }
@@ -96,9 +96,9 @@ fn figure_5(m: &Measurements) -> String {
         Stacked { title: "Here, 4 MiB writes, without the client".to_owned(), bars: here },
     ];
     format!(
-        "<h3>Figure 5. CPU time of the storage system by part</h3>{}<p class=\"soft\">The CPU time is divided by thread class. A node's OSD thread also runs the messenger. The CPU time of this thread is \
-         divided between OSD and messenger by the time of their tasks, if the node reports this time. The emulated DMA engine is a thread, but a real DMA engine is hardware. The paper shows separate values for \
-         ObjectStore and OSD only in its drawing, so this page shows their sum.</p>{}",
+        "<h3>Figure 5. CPU time of the storage system by part</h3>{}<p class=\"soft\">The CPU time is divided by thread class. A node's osd thread also runs the messenger. The CPU time of this thread is \
+         divided between osd and messenger by the time of their tasks, if the node reports this time. The emulated DMA engine is a thread, but a real DMA engine is hardware. The paper shows separate values for \
+         ObjectStore and osd only in its drawing, so this page shows their sum.</p>{}",
         svg::stacked(&charts),
         table_2(m)
     )

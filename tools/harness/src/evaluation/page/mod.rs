@@ -72,8 +72,8 @@ fn setting(content: &PageContent<'_>) -> String {
     });
     format!(
         "<section><h2>What is compared</h2>\
-         <dl><dt><i class=\"host\"></i>host</dt><dd>Outboard with OSD and store in one process. It corresponds to the paper's baseline.</dd>\
-         <dt><i class=\"memcpy\"></i>dpu, memcpy</dt><dd>Outboard with its OSD on an <b>emulated</b> DPU, which is a separate process, with a separate CPU if the machine has \
+         <dl><dt><i class=\"host\"></i>host</dt><dd>Outboard with osd and store in one process. It corresponds to the paper's baseline.</dd>\
+         <dt><i class=\"memcpy\"></i>dpu, memcpy</dt><dd>Outboard with its osd on an <b>emulated</b> DPU, which is a separate process, with a separate CPU if the machine has \
          several. The DMA engine is a thread that copies memory as fast as possible.</dd>\
          <dt><i class=\"bf3\"></i>dpu, bf3-paper</dt><dd>Like “dpu, memcpy”, but the emulated engine is serial, and each transfer takes the time that the paper measured on a \
          BlueField-3.</dd>\

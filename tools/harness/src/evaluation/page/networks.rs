@@ -43,7 +43,7 @@ const LIMITS: &str = "<h3>Limits of the comparison</h3><ul>\
      <li>No RDMA hardware is used: ofi:tcp is libfabric over loopback TCP, in software, on CPUs that it shares with all other parts. The article's gain comes from \
      hardware that moves messages without the kernel, so this gain <b>cannot appear here</b>. The results show the cost of the RDMA code if software does all the work.</li>\
      <li>Each write replaces a whole object of 4 KiB. The writes overwrite all objects of a set in turn, repeatedly. The article's writes use random offsets in volumes of 30 GB.</li>\
-     <li>CPU here is the CPU time of node and client per write, on one machine. The article states the CPU utilization of an OSD node.</li>\
+     <li>CPU here is the CPU time of node and client per write, on one machine. The article states the CPU utilization of an osd node.</li>\
      <li>A client that cannot connect over its stack fails. If a connection over ofi:tcp broke during a run, the client would continue over TCP.</li></ul>";
 
 fn published() -> String {
