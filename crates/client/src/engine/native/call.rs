@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{ObjectRequest, RequestBody};
 
-use super::link::{ClientSession, Shared};
+use super::session::{ClientSession, Shared};
 use super::offered::OfferedSource;
 use super::pending::{Answer, Answered, Bulk, PendingRequest};
 use crate::engine::{Call, ChangeRequest, Source};
@@ -40,7 +40,7 @@ enum Progress<'a> {
 
 /// A request of the native engine.
 pub(crate) struct NativeCall<'a, T> {
-    link: &'a ClientSession,
+    session: &'a ClientSession,
     progress: Progress<'a>,
     deadline: Instant,
     /// Converts an answer into the result of the call.
@@ -49,37 +49,37 @@ pub(crate) struct NativeCall<'a, T> {
 
 impl<'a, T> NativeCall<'a, T> {
     pub(crate) fn new(
-        link: &'a ClientSession,
+        session: &'a ClientSession,
         body: impl Into<RequestBody>,
         bulk: Bulk,
         deadline: Instant,
         finish: fn(Answer) -> Result<T>,
     ) -> NativeCall<'a, T> {
-        NativeCall { link, progress: Progress::Ready(Some((body.into(), bulk))), deadline, finish }
+        NativeCall { session, progress: Progress::Ready(Some((body.into(), bulk))), deadline, finish }
     }
 
     pub(crate) fn change(
-        link: &'a ClientSession,
+        session: &'a ClientSession,
         request: ChangeRequest,
         deadline: Instant,
         finish: fn(Answer) -> Result<T>,
     ) -> NativeCall<'a, T> {
-        NativeCall { link, progress: Progress::Change(request), deadline, finish }
+        NativeCall { session, progress: Progress::Change(request), deadline, finish }
     }
 
     async fn enter(&mut self, body: RequestBody, bulk: Bulk) -> Result<u64> {
-        let shared = &*self.link.shared;
+        let shared = &*self.session.shared;
         let seq = shared.enter(PendingRequest::new(body, bulk, self.deadline)).await?;
         self.progress = Progress::Entered(TableEntry { shared, seq });
         Ok(seq)
     }
 
     async fn try_once(&mut self) -> Answered {
-        let shared = &*self.link.shared;
+        let shared = &*self.session.shared;
         let seq = match &mut self.progress {
             Progress::Entered(entered) => entered.seq,
             Progress::Change(request) => {
-                let (body, bulk) = place_payload(self.link, request).await?;
+                let (body, bulk) = place_payload(self.session, request).await?;
                 self.enter(body, bulk).await?
             }
             Progress::Ready(request) => {
@@ -103,11 +103,11 @@ impl<T: Send> Call<T> for NativeCall<'_, T> {
 }
 
 /// Decides how the payload of a change is sent: inside the message, or as bulk data.
-async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
+async fn place_payload(session: &ClientSession, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
     let offset = request.payload_offset();
     let bulk = match request.payload.clone() {
         None => Bulk::None,
-        Some(source) if source.len() <= link.inline_max() => {
+        Some(source) if source.len() <= session.inline_max() => {
             Bulk::Inline(Payload::compute(offset, source.load().await?))
         }
         Some(Source::Descriptor(_)) => {
@@ -116,7 +116,7 @@ async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Res
         // With one-sided transfers, the node itself reads the client's memory, so the data must be
         // contiguous in memory.
         Some(source) => {
-            let source = if link.is_one_sided() { Source::Bytes(source.load().await?) } else { source };
+            let source = if session.is_one_sided() { Source::Bytes(source.load().await?) } else { source };
             Bulk::Source(Arc::new(OfferedSource { source, offset }))
         }
     };

@@ -1,13 +1,13 @@
 //! The native engine: a session with an Outboard node.
 //!
-//! `link` maintains the session across lost connections and restarts of the node. `pending` defines
+//! `session` maintains the session across lost connections and restarts of the node. `pending` defines
 //! the entries of the session's table of unanswered requests. `call` makes the attempts of one
 //! request. `chunks` provides the memory that a read offers to the node, and `offered` the data
 //! that a change offers.
 
 mod call;
 mod chunks;
-mod link;
+mod session;
 mod offered;
 mod pending;
 
@@ -28,7 +28,7 @@ use super::{
 use crate::{Error, Options, Result};
 use call::NativeCall;
 use chunks::BlockWindow;
-use link::ClientSession;
+use session::ClientSession;
 use pending::{Answer, Bulk};
 
 /// A session with an Outboard node.
@@ -39,12 +39,12 @@ use pending::{Answer, Bulk};
 /// session has ended. If that runtime is about to end, call [`close`](Engine::close) first. If the
 /// node is not told, it removes the session when the session expires.
 pub struct NativeEngine {
-    link: ClientSession,
+    session: ClientSession,
 }
 
 impl std::fmt::Debug for NativeEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NativeEngine").field("session", &self.link.session()).finish_non_exhaustive()
+        f.debug_struct("NativeEngine").field("session", &self.session.session()).finish_non_exhaustive()
     }
 }
 
@@ -70,7 +70,7 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        Ok(NativeEngine { link: ClientSession::open(stack, endpoint, options.clone()).await? })
+        Ok(NativeEngine { session: ClientSession::open(stack, endpoint, options.clone()).await? })
     }
 
     fn call<T: Send + 'static>(
@@ -80,7 +80,7 @@ impl NativeEngine {
         deadline: Instant,
         finish: fn(Answer) -> Result<T>,
     ) -> BoxCall<'_, T> {
-        Box::new(NativeCall::new(&self.link, request, bulk, deadline, finish))
+        Box::new(NativeCall::new(&self.session, request, bulk, deadline, finish))
     }
 }
 
@@ -90,7 +90,7 @@ impl Engine for NativeEngine {
     }
 
     fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated> {
-        Box::new(NativeCall::change(&self.link, request, deadline, |answer| match answer.body {
+        Box::new(NativeCall::change(&self.session, request, deadline, |answer| match answer.body {
             ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
             other => Err(unexpected(&other)),
         }))
@@ -106,7 +106,7 @@ impl Engine for NativeEngine {
             }
         };
         let window = BlockWindow::new(offset, len, memory);
-        let pushed = window.room > self.link.inline_max();
+        let pushed = window.room > self.session.inline_max();
         let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
         self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {
             match answer.body {
@@ -140,8 +140,8 @@ impl Engine for NativeEngine {
     }
 
     fn next_upload(&self) -> Result<UploadId> {
-        let session = self.link.session().ok_or(Error::Closed)?;
-        Ok(UploadId { session, number: self.link.next_upload() })
+        let session = self.session.session().ok_or(Error::Closed)?;
+        Ok(UploadId { session, number: self.session.next_upload() })
     }
 
     fn limits(&self) -> EngineLimits {
@@ -157,13 +157,13 @@ impl Engine for NativeEngine {
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(self.link.close())
+        Box::pin(self.session.close())
     }
 }
 
 impl Administration for NativeEngine {
     fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
-        Box::new(NativeCall::new(&self.link, request, Bulk::None, deadline, |answer| match answer.body {
+        Box::new(NativeCall::new(&self.session, request, Bulk::None, deadline, |answer| match answer.body {
             ReplyBody::Admin(reply) => Ok(reply),
             other => Err(unexpected(&other)),
         }))

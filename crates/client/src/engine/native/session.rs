@@ -52,7 +52,7 @@ pub(crate) struct Shared {
     /// Notified when a request enters the table while the session has no connection.
     wanted: Notify,
     limits: OnceLock<Limits>,
-    block_offset: watch::Sender<SessionState>,
+    session_state: watch::Sender<SessionState>,
     state: Mutex<State>,
 }
 
@@ -95,7 +95,7 @@ struct Ending(Arc<Shared>);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        self.0.block_offset.send_replace(SessionState::Closed);
+        self.0.session_state.send_replace(SessionState::Closed);
     }
 }
 
@@ -113,7 +113,7 @@ impl ClientSession {
             room: Notify::new(),
             wanted: Notify::new(),
             limits: OnceLock::new(),
-            block_offset: watch::Sender::new(SessionState::Open),
+            session_state: watch::Sender::new(SessionState::Open),
             state: Mutex::new(State::new()),
         });
         let (connection, incoming) = shared.connect_while_busy().await?;
@@ -148,11 +148,11 @@ impl ClientSession {
     /// Ends the session. Returns when the node was told, or after [`CLOSE_TIME`].
     pub(crate) async fn close(&self) {
         self.shared.begin_close();
-        let mut block_offset = self.shared.block_offset.subscribe();
+        let mut session_state = self.shared.session_state.subscribe();
         // The task's runtime may not be running, so the wait needs a time limit.
         let _ = tokio::time::timeout(
             CLOSE_TIME,
-            block_offset.wait_for(|block_offset| *block_offset == SessionState::Closed),
+            session_state.wait_for(|state| *state == SessionState::Closed),
         )
         .await;
     }
@@ -181,10 +181,10 @@ impl Shared {
         };
         drop(pending);
         self.room.notify_waiters();
-        self.block_offset.send_if_modified(|block_offset| {
-            let is_open = *block_offset == SessionState::Open;
+        self.session_state.send_if_modified(|state| {
+            let is_open = *state == SessionState::Open;
             if is_open {
-                *block_offset = SessionState::Closing;
+                *state = SessionState::Closing;
             }
             is_open
         });
@@ -193,7 +193,7 @@ impl Shared {
     async fn close_wanted(&self) {
         // The wait cannot fail, because `self` owns the sender.
         let _ =
-            self.block_offset.subscribe().wait_for(|block_offset| *block_offset != SessionState::Open).await;
+            self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await;
     }
 
     /// Tells the node that the session has ended and that none of its requests will be repeated.
