@@ -252,3 +252,20 @@ impl Client {
 fn unexpected(reply: &AdminReply) -> Error {
     Error::Protocol(format!("unexpected answer {reply:?}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::MemEngine;
+
+    #[test]
+    fn a_required_capability_that_the_engine_lacks_is_refused() {
+        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+        client.require(&[]).unwrap();
+        for capability in Capability::ALL {
+            let error = client.require(&[capability]).unwrap_err();
+            let Error::Unsupported(what) = &error else { panic!("{error}") };
+            assert!(what.contains(capability.name()) && what.contains("mem"), "{error}");
+        }
+    }
+}

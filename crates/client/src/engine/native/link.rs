@@ -22,7 +22,7 @@ use messenger::{
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
-use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId, UploadId};
 
 use super::pending::{Answered, PendingRequest};
 use crate::{Error, Options, Result};
@@ -127,11 +127,15 @@ impl ClientSession {
         self.shared.lock().session
     }
 
-    /// Returns a number for an upload that is unique within the session.
-    pub(crate) fn next_upload(&self) -> u64 {
+    /// Returns an id for an upload.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the session is closed.
+    pub(crate) fn next_upload(&self) -> Result<UploadId> {
         let mut state = self.shared.lock();
+        let session = state.session.filter(|_| !state.closed).ok_or(Error::Closed)?;
         state.next_upload += 1;
-        state.next_upload - 1
+        Ok(UploadId { session, number: state.next_upload - 1 })
     }
 
     /// Returns the maximum size of data that is sent inside a message, in bytes.

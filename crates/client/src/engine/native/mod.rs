@@ -90,10 +90,7 @@ impl Engine for NativeEngine {
     }
 
     fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated> {
-        Box::new(NativeCall::change(&self.link, request, deadline, |answer| match answer.body {
-            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
-            other => Err(unexpected(&other)),
-        }))
+        Box::new(NativeCall::change(&self.link, request, deadline, |answer| mutated(answer.body)))
     }
 
     fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply> {
@@ -147,8 +144,7 @@ impl Engine for NativeEngine {
     }
 
     fn next_upload(&self) -> Result<UploadId> {
-        let session = self.link.session().ok_or(Error::Closed)?;
-        Ok(UploadId { session, number: self.link.next_upload() })
+        self.link.next_upload()
     }
 
     fn limits(&self) -> EngineLimits {
@@ -167,4 +163,27 @@ impl Engine for NativeEngine {
 /// Returns the error for an answer of the wrong kind.
 fn unexpected(body: &ReplyBody) -> Error {
     Error::Protocol(format!("unexpected answer {body:?}"))
+}
+
+/// Returns the result of a change. The node may have executed the change even if its answer is of
+/// the wrong kind.
+fn mutated(body: ReplyBody) -> Result<Mutated> {
+    match body {
+        ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
+        other => Err(unexpected(&other).of_unknown_outcome()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_has_an_unknown_outcome_if_its_answer_is_of_the_wrong_kind() {
+        let done = Mutated { version: 7, size: 3, appended_at: 0 };
+        assert_eq!(mutated(ReplyBody::Object(ObjectReply::Mutated(done))).unwrap(), done);
+        let error = mutated(ReplyBody::Object(ObjectReply::Queried(vec![]))).unwrap_err();
+        assert!(error.may_have_taken_effect(), "{error}");
+        assert!(error.to_string().contains("unexpected answer"), "{error}");
+    }
 }
