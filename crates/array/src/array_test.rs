@@ -1,4 +1,5 @@
-//! Tests an array over stores whose reads can be delayed.
+//! Tests an array over stores whose reads can be delayed, and with the conformance cases of a store
+//! that use only what an array supports.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,10 +12,10 @@ use bytes::Bytes;
 use futures::future::LocalBoxFuture;
 use store::stripes::{EngineOptions, Engines, LocalStripes};
 use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, StoreFuture, StoreRequest,
-    Submit, Transaction, WriteSource,
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, Result, StoreCalls, StoreError, StoreFuture,
+    StoreReply, StoreRequest, Submit, Transaction, WriteSource, conformance,
 };
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::LocalSet;
 use uuid::Uuid;
 
@@ -88,16 +89,97 @@ fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
     Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset: 0, source })
 }
 
+/// Creates an array over these stores. Must be called in a `LocalSet`.
+async fn array_over(cid: &CollectionId, redundancy: &str, stores: Vec<Arc<dyn ObjectStore>>) -> Array {
+    let members: Vec<(Uuid, Arc<dyn ObjectStore>)> =
+        stores.into_iter().map(|store| (Uuid::new_v4(), store)).collect();
+    let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
+    let stripes = Arc::new(LocalStripes::new(members.clone(), engines));
+    let ranked: Vec<usize> = (0..members.len()).collect();
+    let targets = members.into_iter().map(|(uuid, store)| Rc::new(Healthy(uuid, store)) as Rc<dyn Member>);
+    let group = Group::new(GroupOptions {
+        cid: cid.clone(),
+        place: (0, 0),
+        meta: ObjectId::new(&b"meta"[..]).unwrap(),
+        is_internal: |_| false,
+        redundancy: redundancy.parse().unwrap(),
+        targets: Rc::new(targets.collect()),
+        staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
+        member_timeout: Duration::from_secs(10),
+        patience: Duration::from_secs(30),
+        dirty_max: 16,
+        coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
+    });
+    let group = Rc::new(group.unwrap());
+    group.create(&ranked).await.unwrap();
+    Array::new(group)
+}
+
+/// A request, and the channel for its reply.
+type Forwarded = (StoreRequest, oneshot::Sender<Result<StoreReply>>);
+
+/// Forwards requests from any thread to an array.
+struct ForwardingStore(mpsc::UnboundedSender<Forwarded>);
+
+impl ForwardingStore {
+    /// Creates a store that forwards to `array`. Must be called in a `LocalSet`.
+    fn new(array: Array) -> ForwardingStore {
+        let (requests, mut received) = mpsc::unbounded_channel::<Forwarded>();
+        tokio::task::spawn_local(async move {
+            while let Some((request, done)) = received.recv().await {
+                let reply = array.submit(request);
+                // The test may have dropped the future of the reply.
+                tokio::task::spawn_local(async move { drop(done.send(reply.await)) });
+            }
+        });
+        ForwardingStore(requests)
+    }
+}
+
+impl Submit for ForwardingStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, mut request: StoreRequest) -> StoreFuture {
+        if let StoreRequest::Transact { transaction, .. } = &mut request {
+            // The collection of an array exists from the start.
+            transaction.ops.retain(|op| !matches!(op, Op::CreateCollection));
+        }
+        let (done, reply) = oneshot::channel();
+        self.0.send((request, done)).unwrap();
+        Box::pin(async move { reply.await.unwrap() })
+    }
+}
+
+/// Conformance cases that use only what an array supports: one collection, writes of whole blocks,
+/// and neither clones nor headers of omaps. They also accept pages of a listing that are not full.
+const CASES: [&str; 3] = [
+    "objects_are_created_and_removed",
+    "reads_end_at_the_objects_end_and_return_checksums",
+    "an_omap_is_read_in_pages",
+];
+
+#[tokio::test]
+async fn an_array_passes_the_conformance_cases_that_it_supports() {
+    for (redundancy, targets) in [("mirror:2", 2), ("ec:2+1", 3)] {
+        for (name, case) in conformance::CASES.iter().filter(|(name, _)| CASES.contains(name)) {
+            let test = async {
+                let cid = CollectionId::new(&b"c"[..]).unwrap();
+                let stores = (0..targets).map(|_| Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
+                let array = array_over(&cid, redundancy, stores.collect()).await;
+                case(Arc::new(ForwardingStore::new(array))).await;
+            };
+            tracing::info!(name, redundancy, "running a conformance case");
+            LocalSet::new().run_until(test).await;
+        }
+    }
+}
+
 /// Simulates a client that receives data slowly: its read is not polled for a while.
 #[tokio::test]
 async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
     let within = |what| async move { tokio::time::timeout(Duration::from_secs(20), what).await };
     let store = || Arc::new(HeldStore { inner: MemStore::new(), held: watch::Sender::new(false) });
     let stores = [store(), store()];
-    let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
-    let members: Vec<(Uuid, Arc<dyn ObjectStore>)> = shared.map(|store| (Uuid::new_v4(), store)).collect();
-    let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
-    let stripes = Arc::new(LocalStripes::new(members.clone(), engines));
     let hold = |held| {
         for store in &stores {
             store.held.send_replace(held);
@@ -105,24 +187,8 @@ async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
     };
     let test = async {
         let cid = CollectionId::new(&b"c"[..]).unwrap();
-        let targets =
-            members.into_iter().map(|(uuid, store)| Rc::new(Healthy(uuid, store)) as Rc<dyn Member>);
-        let group = Group::new(GroupOptions {
-            cid: cid.clone(),
-            place: (0, 0),
-            meta: ObjectId::new(&b"meta"[..]).unwrap(),
-            is_internal: |_| false,
-            redundancy: "mirror:2".parse().unwrap(),
-            targets: Rc::new(targets.collect()),
-            staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
-            member_timeout: Duration::from_secs(10),
-            patience: Duration::from_secs(30),
-            dirty_max: 16,
-            coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
-        });
-        let group = Rc::new(group.unwrap());
-        group.create(&[0, 1]).await.unwrap();
-        let array = Array::new(group);
+        let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+        let array = array_over(&cid, "mirror:2", shared.collect()).await;
         let oid = ObjectId::new(&b"o"[..]).unwrap();
         array.queue_transaction(put(&cid, &oid, 1)).await.unwrap();
         hold(true);

@@ -42,9 +42,6 @@ impl Group {
         len: u64,
         dest: Option<ArenaBuf>,
     ) -> store::Result<ReadData> {
-        if len > MAX_READ {
-            return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
-        }
         let interval = self.interval(number).await?;
         // This lock is held until all fragments are read, so that all fragments belong to the same
         // version of the object.
@@ -54,8 +51,11 @@ impl Group {
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX).min(size);
         let mut data = ReadData { offset: start, object_size: size, verified: true, ..ReadData::default() };
-        if start >= end || len == 0 {
+        if offset >= size || len == 0 {
             return Ok(data);
+        }
+        if end - start > MAX_READ {
+            return Err(StoreError::TooLarge { what: "read".into(), size: end - start, limit: MAX_READ });
         }
         let (bytes, checksums) =
             self.read_range(&interval, WholeObject { oid, size }, start..end, dest).await?;

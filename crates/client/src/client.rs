@@ -22,7 +22,7 @@ use crate::{Error, Options, Pool, Result};
 /// [`Client::close`] first.
 #[derive(Clone)]
 pub struct Client {
-    requests: Arc<Requests>,
+    pub(crate) requests: Arc<Requests>,
 }
 
 impl std::fmt::Debug for Client {
@@ -248,4 +248,21 @@ impl Client {
 /// Returns the error for an answer of the wrong kind.
 fn unexpected(reply: &AdminReply) -> Error {
     Error::Protocol(format!("unexpected answer {reply:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::MemEngine;
+
+    #[test]
+    fn a_required_capability_that_the_engine_lacks_is_refused() {
+        let client = Client::over(Arc::new(MemEngine::new()), Options::default());
+        client.require(&[]).unwrap();
+        for capability in Capability::ALL {
+            let error = client.require(&[capability]).unwrap_err();
+            let Error::Unsupported(what) = &error else { panic!("{error}") };
+            assert!(what.contains(capability.name()) && what.contains("mem"), "{error}");
+        }
+    }
 }

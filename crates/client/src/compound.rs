@@ -23,9 +23,9 @@ pub struct PutOptions {
 ///
 /// Conditions are checked on the object's state before the compound. Each op sees the effects of
 /// the ops before it. The data of one op may be as large as an object. The data of all other ops is
-/// sent inside the message, and may have some tens of kilobytes in total. If the largest data has
-/// more than 2 MiB and another op changes a part of it, the node refuses the compound with
-/// [`BadRequest`](wire::Error::BadRequest).
+/// sent inside the message: conditions and ops may have 256 KiB in total, without the largest data.
+/// If the largest data has more than 2 MiB, another op of the compound cannot change a part of a
+/// 4 KiB block of this data; see `docs/semantics.md`.
 ///
 /// ```no_run
 /// # async fn example(counter: client::Object) -> client::Result<()> {

@@ -10,7 +10,7 @@
 //! # async fn example() -> client::Result<()> {
 //! use client::{Client, Options};
 //!
-//! let client = Client::connect("127.0.0.1:7700", Options::default()).await?;
+//! let client = Client::connect("127.0.0.1:7400", Options::default()).await?;
 //! client.create_pool("photos").await?;
 //! let pool = client.pool("photos")?;
 //! let beach = pool.object("summer/beach.jpg")?;

@@ -9,7 +9,7 @@ use wire::{List, ObjectName, PoolName};
 use crate::Result;
 use crate::requests::Requests;
 
-/// Number of names per request.
+/// Default maximum number of names per request.
 const PAGE: u32 = 1000;
 
 /// A listing in progress. Names arrive in pages, and the cursor stays valid while objects change.
@@ -21,6 +21,7 @@ pub struct Listing {
     namespace: Option<String>,
     prefix: Bytes,
     cursor: Bytes,
+    page_size: u32,
     page: VecDeque<ObjectName>,
     ended: bool,
 }
@@ -33,18 +34,19 @@ impl Listing {
         prefix: &str,
     ) -> Listing {
         let prefix = Bytes::copy_from_slice(prefix.as_bytes());
-        Listing {
-            requests,
-            pool,
-            namespace,
-            prefix,
-            cursor: Bytes::new(),
-            page: VecDeque::new(),
-            ended: false,
-        }
+        let (cursor, page) = (Bytes::new(), VecDeque::new());
+        Listing { requests, pool, namespace, prefix, cursor, page_size: PAGE, page, ended: false }
     }
 
-    /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`].
+    /// Sets the maximum number of names per request (1 to 4096, by default 1000).
+    #[must_use]
+    pub fn page_size(mut self, names: u32) -> Listing {
+        self.page_size = names.clamp(1, self.requests.engine().limits().page_entries_max);
+        self
+    }
+
+    /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`]. With
+    /// an empty cursor, lists all names.
     #[must_use]
     pub fn from_cursor(mut self, cursor: Bytes) -> Listing {
         self.cursor = cursor;
@@ -52,7 +54,8 @@ impl Listing {
     }
 
     /// Returns the cursor for the next page. A listing from this cursor skips the current page,
-    /// including names that [`Listing::next`] has not returned yet.
+    /// including names that [`Listing::next`] has not returned yet. The cursor is empty before the
+    /// first page and after the last page.
     #[must_use]
     pub fn cursor(&self) -> &Bytes {
         &self.cursor
@@ -87,7 +90,7 @@ impl Listing {
             namespace: self.namespace.clone().map(Bytes::from),
             prefix: self.prefix.clone(),
             cursor: self.cursor.clone(),
-            limit: PAGE,
+            limit: self.page_size,
         };
         let listed = self.requests.list(request).await?;
         for (namespace, object) in listed.names {

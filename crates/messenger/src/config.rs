@@ -142,7 +142,7 @@ impl Default for ConnectionConfig {
             window_bytes: 4 << 20,
             push_window_bytes: 4 << 20,
             limits: Limits {
-                max_header: 256 << 10,
+                max_header: wire::limits::MAX_HEADER,
                 max_inline: 256 << 10,
                 max_bulk: 1 << 30,
                 eager: 64 << 10,

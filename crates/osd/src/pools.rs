@@ -5,7 +5,7 @@ use std::rc::Rc;
 use array::Group;
 use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
-use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
+use wire::limits::MAX_POOLS;
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
 use crate::fail::{Fail, StepResult, refusal};
@@ -44,11 +44,7 @@ impl Osd {
     ) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         redundancy.check()?;
-        let pg_count = if pg_count == 0 { DEFAULT_PG_COUNT } else { pg_count };
-        if !pg_count.is_power_of_two() || pg_count > MAX_PG_COUNT {
-            let detail = format!("{pg_count} is not a power of two up to {MAX_PG_COUNT}");
-            return Err(Error::OutOfRange { what: "number of placement groups".into(), detail });
-        }
+        let pg_count = placement::pg_count(pg_count)?;
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
         if self.pools.borrow().contains_key(&name) {

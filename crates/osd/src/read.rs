@@ -16,6 +16,7 @@ use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ReadData, ReplyOf, StoreCalls, StoreError};
 use tokio::time::Instant;
+use wire::limits::OMAP_PAGE_BYTES;
 use wire::{
     BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, Read,
     StatAnswer,
@@ -385,14 +386,10 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
     let mut bytes = 0;
     let fits = entries.iter().take_while(|(key, value)| {
         bytes += key.len() + value.len() + 10;
-        bytes <= PAGE_BYTES
+        bytes <= OMAP_PAGE_BYTES
     });
     let fits = fits.count().max(1).min(entries.len());
     more |= fits < entries.len();
     entries.truncate(fits);
     QueryAnswer::Omap { entries, more }
 }
-
-/// Maximum size of the entries in a reply, in bytes. If the first entry alone is larger, the reply
-/// contains only this entry.
-const PAGE_BYTES: usize = 48 * 1024;

@@ -43,3 +43,20 @@ impl Submit for Timed {
         self.0.register_memory(arena);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use base::phases::Clock;
+    use store::{MemStore, conformance};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_timed_store_passes_the_conformance_suite() {
+        let make = || async { Arc::new(Timed(Arc::new(MemStore::new()))) as Arc<dyn ObjectStore> };
+        conformance::run(make).await;
+        let clock = Clock::start();
+        clock.scope(conformance::run(make)).await;
+        assert!(clock.finish().host_ns > 0, "the time of the calls is measured");
+    }
+}

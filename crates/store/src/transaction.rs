@@ -13,7 +13,7 @@ pub const MAX_COLLECTION_ID: usize = 128;
 /// Maximum length of an object id, in bytes.
 pub const MAX_OBJECT_ID: usize = 2048;
 /// Maximum size of all xattrs of one object, names and values together, in bytes.
-pub const MAX_XATTRS: usize = 64 * 1024;
+pub const MAX_XATTRS: usize = wire::limits::MAX_XATTRS;
 
 macro_rules! opaque_id {
     ($(#[$doc:meta])* $name:ident, $max:expr) => {

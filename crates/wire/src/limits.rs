@@ -15,18 +15,25 @@ pub const MAX_PARTS: u32 = 1 << 20;
 pub const MAX_OPS: usize = 64;
 /// Maximum length of an xattr's name, in bytes.
 pub const MAX_XATTR_NAME: usize = 255;
-/// Maximum size of an xattr's value, in bytes. The store limits all xattrs of an object together to
-/// 64 KiB.
+/// Maximum size of an xattr's value, in bytes.
 pub const MAX_XATTR_VALUE: usize = 60 * 1024;
+/// Maximum total size of the names and values of an object's xattrs, in bytes. The osd's own xattrs
+/// use about 100 of these bytes, and one more byte for each xattr of a user.
+pub const MAX_XATTRS: usize = 64 * 1024;
 /// Maximum length of an omap key, in bytes.
 pub const MAX_OMAP_KEY: usize = 1024;
 /// Maximum size of an omap value, in bytes.
 pub const MAX_OMAP_VALUE: usize = 128 * 1024;
 /// Maximum number of entries in one page of a listing or of an omap.
 pub const MAX_PAGE: u32 = 4096;
+/// Maximum total size of the entries in one page of an omap, in bytes. The first entry of a page
+/// may be larger.
+pub const OMAP_PAGE_BYTES: usize = 48 << 10;
 /// Maximum size of an append that the osd executes as one atomic step, in bytes. The client
 /// performs a larger append as a conditional write.
 pub const MAX_APPEND: u64 = 2 << 20;
+/// Maximum size of an encoded request or reply, without its payload and its bulk data, in bytes.
+pub const MAX_HEADER: usize = 256 << 10;
 /// Maximum difference between the request numbers of a session's oldest unanswered request and of
 /// its newest request. For each session and placement group, the osd keeps the results of at least
 /// this number of requests.

@@ -9,7 +9,8 @@
 use uuid::Uuid;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
-use crate::PartId;
+use crate::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT};
+use crate::{Error, PartId, Result};
 
 /// Returns the hash of an object's name, or of one part of a striped object.
 #[must_use]
@@ -24,6 +25,22 @@ pub fn hash(namespace: &str, object: &str, part: Option<&PartId>) -> u32 {
         h.update(&part.index.to_be_bytes());
     }
     h.digest() as u32
+}
+
+/// Checks the number of placement groups that a user chose for a new pool; 0 selects the default.
+/// Returns the number of groups.
+///
+/// # Errors
+/// [`Error::OutOfRange`] if the number is not a power of two, or exceeds [`MAX_PG_COUNT`].
+pub fn pg_count(chosen: u32) -> Result<u32> {
+    match chosen {
+        0 => Ok(DEFAULT_PG_COUNT),
+        count if count.is_power_of_two() && count <= MAX_PG_COUNT => Ok(count),
+        count => {
+            let detail = format!("{count} is not a power of two up to {MAX_PG_COUNT}");
+            Err(Error::OutOfRange { what: "number of placement groups".into(), detail })
+        }
+    }
 }
 
 /// Returns the number of the placement group that a hash selects in a pool of `pg_count` groups.

@@ -1,5 +1,6 @@
 //! Compares an engine with the reference model under random operations.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -22,20 +23,53 @@ pub(super) async fn random_operations_agree_with_the_model(pool: &Pool, seed: u6
     let mut rng = StdRng::seed_from_u64(seed);
     let model = Client::over(Arc::new(MemEngine::new()), Options::default());
     model.create_pool_with("model", 0, Redundancy::Single).await.unwrap();
-    let model = model.pool("model").unwrap();
+    let mut model = Tracked { pool: model.pool("model").unwrap(), versions: BTreeMap::new() };
+    let mut real = Tracked { pool: pool.clone(), versions: BTreeMap::new() };
     let mut committed = 0;
     for step in 0..STEPS {
         let name = format!("object-{}", rng.random_range(0..4));
-        let (real, expected) = (pool.object(&name).unwrap(), model.object(&name).unwrap());
         let plan = Plan::random(&mut rng, step);
-        let outcomes = [plan.commit(&real).await, plan.commit(&expected).await];
-        let [found, wanted] = &outcomes;
+        let (found, wanted) = (real.commit(&name, &plan).await, model.commit(&name, &plan).await);
         assert_eq!(found, wanted, "seed {seed}, step {step}, {name}: {plan:?}");
         committed += u64::from(found.is_ok());
-        let (found, wanted) = (look(&real).await, look(&expected).await);
+        let (found, wanted) = (real.look(&name).await, model.look(&name).await);
         assert!(found == wanted, "seed {seed}, step {step}, {name}: {plan:?}");
     }
     assert!(committed > STEPS / 3, "only {committed} of {STEPS} compounds were committed");
+}
+
+/// A pool whose only user knows the versions of all objects. The versions of two engines differ.
+struct Tracked {
+    pool: Pool,
+    /// Version of the last change of each object, including its removal.
+    versions: BTreeMap<String, u64>,
+}
+
+impl Tracked {
+    fn version(&self, name: &str) -> u64 {
+        self.versions.get(name).copied().unwrap_or(0)
+    }
+
+    /// Commits a compound, and checks that its version is higher than all earlier versions of the
+    /// object. Returns the object's new size and the offset of an append.
+    async fn commit(&mut self, name: &str, plan: &Plan) -> Result<(u64, u64), String> {
+        let last = self.version(name);
+        let done = plan.commit(&self.pool.object(name).unwrap(), last).await?;
+        assert!(done.version > last, "{name} has version {} after {last}", done.version);
+        self.versions.insert(name.to_owned(), done.version);
+        Ok((done.size, done.appended_at))
+    }
+
+    /// Returns the state of an object, and checks that its version is that of its last change.
+    async fn look(&self, name: &str) -> Result<Look, String> {
+        let object = self.pool.object(name).unwrap();
+        let described = object.describe().await.map_err(|e| kind(&e))?;
+        assert_eq!(described.stat.version, self.version(name), "{name}");
+        let data = object.get().await.map_err(|e| kind(&e))?;
+        let page = object.omap_range("", None, 100).await.map_err(|e| kind(&e))?;
+        assert!(!page.more, "all entries must fit into one page");
+        Ok(Look { data, size: described.stat.size, xattrs: described.xattrs, omap: page.entries })
+    }
 }
 
 /// All visible properties of an object, except its version.
@@ -45,14 +79,6 @@ struct Look {
     size: u64,
     xattrs: Vec<(Bytes, Bytes)>,
     omap: Vec<(Bytes, Bytes)>,
-}
-
-async fn look(object: &Object) -> Result<Look, String> {
-    let described = object.describe().await.map_err(|e| kind(&e))?;
-    let data = object.get().await.map_err(|e| kind(&e))?;
-    let page = object.omap_range("", None, 100).await.map_err(|e| kind(&e))?;
-    assert!(!page.more, "all entries must fit into one page");
-    Ok(Look { data, size: described.stat.size, xattrs: described.xattrs, omap: page.entries })
 }
 
 /// Returns the kind of an error: the name of its variant.
@@ -85,6 +111,10 @@ enum PlannedOp {
 enum PlannedCondition {
     Exists,
     Absent,
+    /// The object has the version of its last change, or a later version.
+    Version {
+        is_last: bool,
+    },
     Xattr(u8, Option<u8>),
     Omap(u8, Option<u8>),
     Bytes(u64),
@@ -117,31 +147,33 @@ impl Plan {
         Plan { conditions, ops: ops.collect(), salt }
     }
 
-    async fn commit(&self, object: &Object) -> Result<(u64, u64), String> {
-        let compound = self.conditions.iter().fold(object.compound(), |c, condition| condition.add(c));
+    /// Commits the compound. `last` is the version of the object's last change.
+    async fn commit(&self, object: &Object, last: u64) -> Result<Mutated, String> {
+        let compound = self.conditions.iter().fold(object.compound(), |c, condition| condition.add(c, last));
         let compound = self.ops.iter().fold(compound, |compound, op| op.add(compound, self.salt));
-        let outcome = compound.commit().await;
-        outcome.map(|Mutated { size, appended_at, .. }| (size, appended_at)).map_err(|e| kind(&e))
+        compound.commit().await.map_err(|e| kind(&e))
     }
 }
 
 impl PlannedCondition {
     fn random(rng: &mut StdRng) -> PlannedCondition {
         let value = if rng.random_bool(0.5) { None } else { Some(rng.random_range(0..3)) };
-        match rng.random_range(0..5) {
+        match rng.random_range(0..6) {
             0 => PlannedCondition::Exists,
             1 => PlannedCondition::Absent,
+            5 => PlannedCondition::Version { is_last: rng.random_bool(0.7) },
             2 => PlannedCondition::Xattr(rng.random_range(0..3), value),
             3 => PlannedCondition::Omap(rng.random_range(0..3), value),
             _ => PlannedCondition::Bytes(size(rng, 100_000) as u64),
         }
     }
 
-    fn add(self, compound: Compound) -> Compound {
+    fn add(self, compound: Compound, last: u64) -> Compound {
         let value = |value: Option<u8>| value.map(|value| Bytes::from(vec![value]));
         match self {
             PlannedCondition::Exists => compound.if_exists(),
             PlannedCondition::Absent => compound.if_absent(),
+            PlannedCondition::Version { is_last } => compound.if_version(last + u64::from(!is_last)),
             PlannedCondition::Xattr(name, wanted) => compound.if_xattr(vec![name], value(wanted)),
             PlannedCondition::Omap(key, wanted) => compound.if_omap(vec![key], value(wanted)),
             PlannedCondition::Bytes(offset) => compound.if_bytes(offset, vec![0]),

@@ -1,6 +1,6 @@
 //! [`FaultyEngine`]: wraps an engine and injects faults.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -64,6 +64,7 @@ impl FaultyEngine {
             lost: 0.into(),
             unknown: 0.into(),
             delayed: 0.into(),
+            closed: AtomicBool::new(false),
         };
         FaultyEngine { inner, faults }
     }
@@ -130,6 +131,7 @@ impl Engine for FaultyEngine {
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
+        self.faults.closed.store(true, Ordering::Relaxed);
         self.inner.close()
     }
 }
@@ -141,6 +143,8 @@ struct FaultSource {
     lost: AtomicU64,
     unknown: AtomicU64,
     delayed: AtomicU64,
+    /// Whether the engine is closed. Later attempts have no faults.
+    closed: AtomicBool,
 }
 
 /// Faults of one attempt.
@@ -186,6 +190,9 @@ impl<T: Send> Call<T> for FaultyCall<'_, T> {
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
         Box::pin(async {
             let faults = self.faults;
+            if faults.closed.load(Ordering::Relaxed) {
+                return Err(Error::Closed);
+            }
             let fate = faults.fate();
             faults.pause(fate.before).await;
             if fate.refuse {

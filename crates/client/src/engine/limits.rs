@@ -15,12 +15,22 @@ pub struct EngineLimits {
     pub append_bytes_max: u64,
     /// Maximum number of conditions, and of operations, in one change or query.
     pub operations_max: usize,
+    /// Maximum length of an xattr's name, in bytes.
+    pub xattr_name_bytes_max: usize,
     /// Maximum size of an xattr's value, in bytes.
     pub xattr_bytes_max: usize,
+    /// Maximum total size of the names and values of an object's xattrs, in bytes. The engine's own
+    /// xattrs use some of these bytes.
+    pub xattrs_bytes_max: usize,
     /// Maximum length of an omap key, in bytes.
     pub omap_key_bytes_max: usize,
     /// Maximum size of an omap value, in bytes.
     pub omap_value_bytes_max: usize,
+    /// Maximum total size of a change's conditions and operations, in bytes, without the data of
+    /// the operation with the most data.
+    pub change_bytes_max: usize,
+    /// Maximum number of entries in one page of a listing or of an omap.
+    pub page_entries_max: u32,
 }
 
 impl EngineLimits {
@@ -30,8 +40,12 @@ impl EngineLimits {
         parts_max: limits::MAX_PARTS,
         append_bytes_max: limits::MAX_APPEND,
         operations_max: limits::MAX_OPS,
+        xattr_name_bytes_max: limits::MAX_XATTR_NAME,
         xattr_bytes_max: limits::MAX_XATTR_VALUE,
+        xattrs_bytes_max: limits::MAX_XATTRS,
         omap_key_bytes_max: limits::MAX_OMAP_KEY,
         omap_value_bytes_max: limits::MAX_OMAP_VALUE,
+        change_bytes_max: limits::MAX_HEADER,
+        page_entries_max: limits::MAX_PAGE,
     };
 }

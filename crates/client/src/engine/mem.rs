@@ -3,10 +3,13 @@
 //! [`Model`] implements `docs/semantics.md` in the simplest way: a change clones the object,
 //! applies its operations one after the other, and replaces the object if all of them succeed.
 
+mod bulk_blocks;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use wire::{
     AdminReply, AdminRequest, Condition, Error as E, List, Listed, Manifest, Mutated, Mutation, ObjectName,
-    OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, QueryOp, Redundancy, SessionId, StatAnswer,
-    UploadId,
+    ObjectReply, ObjectRequest, OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, QueryOp, Redundancy,
+    Reply, RequestHead, SessionId, StatAnswer, UploadId, limits, placement,
 };
 
 use super::{
@@ -25,9 +28,10 @@ use super::{
     ReadReply, ReadRequest, Sink, Source,
 };
 use crate::{Error, Result};
+use bulk_blocks::BulkBlocks;
 
-/// Maximum total size of an object's xattr names and values, in bytes.
-const XATTRS_MAX: usize = 64 << 10;
+/// Size of a node's own xattrs of an object, in bytes.
+const OWN_XATTRS: usize = 100;
 
 /// An engine that keeps everything in memory: the reference model for tests.
 ///
@@ -38,6 +42,7 @@ const XATTRS_MAX: usize = 64 << 10;
 pub struct MemEngine {
     model: Mutex<Model>,
     file: Option<Mutex<File>>,
+    closed: AtomicBool,
 }
 
 impl Default for MemEngine {
@@ -50,7 +55,7 @@ impl MemEngine {
     /// Creates an engine without pools.
     #[must_use]
     pub fn new() -> MemEngine {
-        MemEngine { model: Mutex::default(), file: None }
+        MemEngine { model: Mutex::default(), file: None, closed: AtomicBool::new(false) }
     }
 
     /// Opens an engine with the content of a file. Creates the file if it does not exist. Waits
@@ -74,12 +79,29 @@ impl MemEngine {
                 ))
             })?
         };
-        Ok(MemEngine { model: Mutex::new(model), file: Some(Mutex::new(file)) })
+        let file = Some(Mutex::new(file));
+        Ok(MemEngine { model: Mutex::new(model), file, closed: AtomicBool::new(false) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Model> {
         // A change that panics leaves the object unchanged.
         self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the model for a call.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the engine is closed.
+    fn lock_open(&self) -> Result<MutexGuard<'_, Model>> {
+        let model = self.lock();
+        if self.closed.load(Ordering::Relaxed) { Err(Error::Closed) } else { Ok(model) }
+    }
+
+    /// Refuses all later calls.
+    fn refuse_calls(&self) {
+        // With the lock, no call is in progress.
+        let _model = self.lock();
+        self.closed.store(true, Ordering::Relaxed);
     }
 
     fn save(&self) -> std::io::Result<()> {
@@ -126,7 +148,7 @@ impl Engine for MemEngine {
     }
 
     fn next_upload(&self) -> Result<UploadId> {
-        let mut model = self.lock();
+        let mut model = self.lock_open()?;
         model.uploads += 1;
         Ok(UploadId { session: SessionId(1), number: model.uploads })
     }
@@ -144,6 +166,7 @@ impl Engine for MemEngine {
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
+        self.refuse_calls();
         self.save_or_warn();
         Box::pin(async {})
     }
@@ -165,6 +188,7 @@ struct ModelChange<'a> {
 impl Call<Mutated> for ModelChange<'_> {
     fn attempt(&mut self) -> BoxFuture<'_, Result<Mutated>> {
         Box::pin(async {
+            drop(self.engine.lock_open()?);
             if let Some(done) = self.done {
                 return Ok(done);
             }
@@ -174,9 +198,10 @@ impl Call<Mutated> for ModelChange<'_> {
                 None => Bytes::new(),
             };
             let wire = self.request.clone().take_wire()?;
+            check_size(ObjectRequest::Mutate(wire.clone()))?;
             let key = ModelKey::new(&self.request.name, self.request.part);
             let change = Step { name: &self.request.name, key, payload };
-            let mutated = self.engine.lock().mutate(&change, &wire.conditions, &wire.ops)?;
+            let mutated = self.engine.lock_open()?.mutate(&change, &wire.conditions, &wire.ops)?;
             self.done = Some(mutated);
             Ok(mutated)
         })
@@ -192,7 +217,7 @@ struct Ask<'a, R, T> {
 
 impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
     fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
-        let answer = (self.answer)(&mut self.engine.lock(), &self.request);
+        let answer = self.engine.lock_open().and_then(|mut model| (self.answer)(&mut model, &self.request));
         Box::pin(async { answer })
     }
 }
@@ -252,6 +277,31 @@ struct Step<'a> {
     payload: Bytes,
 }
 
+impl Step<'_> {
+    fn data<'a>(&'a self, source: &'a OpBytes) -> OpData<'a> {
+        match source {
+            OpBytes::Embedded(bytes) => OpData::Embedded(bytes),
+            OpBytes::Payload => OpData::Payload(&self.payload),
+        }
+    }
+}
+
+impl ModelPool {
+    /// Checks that all parts exist to which an op of the change of object `head` refers.
+    fn check_parts(&self, head: &ModelKey, op: &Mutation) -> Result<()> {
+        let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { return Ok(()) };
+        for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
+            let part = ModelKey { part: Some(PartId { upload, index }), ..head.clone() };
+            let found = self.objects.get(&part);
+            if found.is_none_or(|part| part.data.len() as u64 != part_size.min(size - start)) {
+                let what = format!("part {index} of the upload is missing or has the wrong size");
+                return Err(E::BadRequest(what).into());
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Model {
     fn pool(&mut self, name: &str) -> Result<&mut ModelPool> {
         self.pools.get_mut(name).ok_or_else(|| E::NoSuchPool(name.to_owned()).into())
@@ -260,21 +310,17 @@ impl Model {
     fn mutate(&mut self, step: &Step<'_>, conditions: &[Condition], ops: &[Mutation]) -> Result<Mutated> {
         let version = self.version + 1;
         let pool = self.pool(step.name.pool())?;
+        ops.iter().try_for_each(|op| check_payload(op, step.payload.len() as u64))?;
+        ops.iter().try_for_each(|op| pool.check_parts(&step.key, op))?;
         let old = pool.objects.get(&step.key);
         check_conditions(step.name, old, conditions)?;
-        let mut object = old.cloned();
-        let mut appended_at = 0;
-        for op in ops {
-            apply(&mut object, step, op, &mut appended_at)?;
-        }
+        let mut progress =
+            ExecutionState { step, object: old.cloned(), appended_at: 0, bulk: BulkBlocks::default() };
+        ops.iter().try_for_each(|op| progress.apply(op))?;
+        let ExecutionState { object, appended_at, .. } = progress;
         let size = object.as_ref().map_or(0, ModelObject::size);
         let old = match object {
             Some(mut object) => {
-                let used = object.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
-                if used > XATTRS_MAX {
-                    let (what, limit) = ("xattrs of an object".to_owned(), XATTRS_MAX as u64);
-                    return Err(E::TooLarge { what, size: used as u64, limit }.into());
-                }
                 object.version = version;
                 object.modified_ms = now_ms();
                 pool.objects.insert(step.key.clone(), object)
@@ -295,6 +341,9 @@ impl Model {
     }
 
     fn read(&mut self, request: &ReadRequest) -> Result<ReadReply> {
+        if let Sink::Descriptor(_) = &request.sink {
+            return Err(Error::Unsupported(NO_DESCRIPTORS.into()));
+        }
         let name = &request.name;
         let pool = self.pool(name.pool())?;
         let object = pool.objects.get(&ModelKey::new(name, request.part)).ok_or_else(|| missing(name))?;
@@ -309,21 +358,25 @@ impl Model {
         let data = Bytes::copy_from_slice(&object.data[start as usize..end as usize]);
         let (len, mut chunks) = (data.len() as u64, Vec::new());
         match &request.sink {
-            Sink::Descriptor(_) => return Err(Error::Unsupported(NO_DESCRIPTORS.into())),
             _ if data.is_empty() => {}
             Sink::Bytes => chunks.push(data),
             Sink::Memory(memory) => memory.put(0, data),
+            Sink::Descriptor(_) => {}
         }
         Ok(ReadReply::Data { version: object.version, object_size: size, len, chunks })
     }
 
     fn query(&mut self, query: &Query) -> Result<Vec<QueryAnswer>> {
         query.check()?;
+        check_size(ObjectRequest::Query(query.clone()))?;
         let name = query.name.check()?;
         let object = self.pool(name.pool())?.objects.get(&ModelKey::new(&name, None));
         check_conditions(&name, object, &query.conditions)?;
         let object = object.ok_or_else(|| missing(&name))?;
-        query.ops.iter().map(|op| answer(object, op)).collect()
+        let answers = query.ops.iter().map(|op| answer(object, op)).collect::<Result<Vec<_>>>()?;
+        let reply = Reply { seq: 0, result: Ok(ObjectReply::Queried(answers.clone()).into()) };
+        check_header("size of the reply", wire::encode_reply(&reply).len())?;
+        Ok(answers)
     }
 
     fn list(&mut self, list: &List) -> Result<Listed> {
@@ -343,7 +396,7 @@ impl Model {
                 && key.object.as_bytes().starts_with(&list.prefix)
                 && after.as_ref().is_none_or(|after| *key > after)
         };
-        let limit = list.limit.clamp(1, wire::limits::MAX_PAGE) as usize;
+        let limit = list.limit.clamp(1, limits::MAX_PAGE) as usize;
         let mut keys = pool.objects.keys().filter(wanted);
         let page: Vec<&ModelKey> = keys.by_ref().take(limit).collect();
         let cursor = match (page.last(), keys.next()) {
@@ -381,11 +434,16 @@ impl Model {
 
     fn create_pool(&mut self, name: &[u8], pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::from_wire(name).map_err(E::from)?.to_string();
+        redundancy.check()?;
+        let pg_count = placement::pg_count(pg_count)?;
         if self.pools.contains_key(&name) {
             return Err(E::PoolExists(name).into());
         }
+        if self.pools.len() >= limits::MAX_POOLS {
+            let (what, limit) = ("pools".into(), limits::MAX_POOLS as u64);
+            return Err(E::Busy { what, limit, advice: "remove a pool, or use namespaces".into() }.into());
+        }
         self.pools_made += 1;
-        let pg_count = if pg_count == 0 { wire::limits::DEFAULT_PG_COUNT } else { pg_count };
         let id = self.pools_made;
         let info = PoolInfo { id, name: name.clone(), pg_count, redundancy, made_ms: now_ms() };
         self.pools.insert(name, ModelPool { info, objects: BTreeMap::new() });
@@ -429,89 +487,147 @@ fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions:
     Ok(())
 }
 
-/// Applies one operation to an object. `object` is `None` while the object does not exist.
-fn apply(
-    object: &mut Option<ModelObject>,
-    step: &Step<'_>,
-    op: &Mutation,
-    appended_at: &mut u64,
-) -> Result<()> {
-    let name = step.name;
-    let bytes = |source: &OpBytes| match source {
-        OpBytes::Embedded(bytes) => bytes.clone(),
-        OpBytes::Payload => step.payload.clone(),
-    };
+/// Checks the size of a request without its payload.
+fn check_size(request: ObjectRequest) -> Result<()> {
+    let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+    check_header("request without its data", wire::encode_request(&head, &request.into()).len())
+}
+
+fn check_header(what: &str, size: usize) -> Result<()> {
+    let (size, limit) = (size as u64, limits::MAX_HEADER as u64);
+    if size > limit { Err(E::TooLarge { what: what.into(), size, limit }.into()) } else { Ok(()) }
+}
+
+/// Checks whether the payload of a change, which has `len` bytes, is small enough for an op.
+fn check_payload(op: &Mutation, len: u64) -> Result<()> {
     match op {
-        Mutation::Create if object.is_some() => return Err(E::Exists(name.to_string()).into()),
-        Mutation::Remove if object.is_none() => return Err(missing(name)),
-        Mutation::Remove => {
-            *object = None;
-            return Ok(());
+        Mutation::Write { offset, source: OpBytes::Payload } => checked(*offset, len).map(drop),
+        Mutation::WriteFull(OpBytes::Payload) => checked(0, len).map(drop),
+        Mutation::Append(OpBytes::Payload) if len > limits::MAX_APPEND => {
+            Err(E::TooLarge { what: "append".into(), size: len, limit: limits::MAX_APPEND }.into())
         }
-        _ => {}
+        _ => Ok(()),
     }
-    let object = object.get_or_insert_default();
-    let refuse_striped = |what| if object.manifest.is_some() { Err(striped(name, what)) } else { Ok(()) };
-    match op {
-        Mutation::Touch | Mutation::Create => {}
-        Mutation::Write { offset, source } => {
-            refuse_striped("writing at an offset")?;
-            write(&mut object.data, *offset, &bytes(source))?;
-        }
-        Mutation::WriteFull(source) => {
-            object.manifest = None;
-            object.data.clear();
-            write(&mut object.data, 0, &bytes(source))?;
-        }
-        Mutation::Append(source) => {
-            refuse_striped("appending")?;
-            let (bytes, limit) = (bytes(source), EngineLimits::PROTOCOL.append_bytes_max);
-            if bytes.len() as u64 > limit {
-                return Err(E::TooLarge { what: "append".into(), size: bytes.len() as u64, limit }.into());
-            }
-            *appended_at = object.data.len() as u64;
-            write(&mut object.data, *appended_at, &bytes)?;
-        }
-        Mutation::Truncate(size) => {
-            refuse_striped("truncating")?;
-            object.data.resize(checked(*size, 0)?, 0);
-        }
-        Mutation::Zero { offset, len } => {
-            refuse_striped("zeroing")?;
-            let end = checked(*offset, *len)?;
-            if *len > 0 {
-                object.data.resize(object.data.len().max(end), 0);
-                object.data[*offset as usize..end].fill(0);
-            }
-        }
-        Mutation::SetXattr(xattr, value) => {
-            object.xattrs.insert(xattr.clone(), value.clone());
-        }
-        Mutation::RemoveXattr(xattr) => {
-            object.xattrs.remove(xattr);
-        }
-        Mutation::OmapSet(entries) => object.omap.extend(entries.iter().cloned()),
-        Mutation::OmapRemove(keys) => keys.iter().for_each(|key| {
-            object.omap.remove(key);
-        }),
-        Mutation::OmapRemoveRange(from, to) => object.omap.retain(|key, _| key < from || key >= to),
-        Mutation::OmapClear => object.omap.clear(),
-        Mutation::SetManifest(manifest) => {
-            object.data.clear();
-            object.manifest = Some(*manifest);
-        }
-        other => return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into()),
+}
+
+fn check_xattrs(xattrs: &BTreeMap<Bytes, Bytes>) -> Result<()> {
+    // A node stores each name with a prefix of one byte.
+    let size = xattrs.iter().map(|(name, value)| 1 + name.len() + value.len()).sum::<usize>() + OWN_XATTRS;
+    let (size, limit) = (size as u64, limits::MAX_XATTRS as u64);
+    if size > limit {
+        let what = "size in bytes of all xattrs of an object".into();
+        return Err(E::TooLarge { what, size, limit }.into());
     }
     Ok(())
 }
 
-/// Writes bytes at an offset. An empty write does not extend the data.
-fn write(data: &mut Vec<u8>, offset: u64, bytes: &[u8]) -> Result<()> {
-    let end = checked(offset, bytes.len() as u64)?;
-    if !bytes.is_empty() {
-        data.resize(data.len().max(end), 0);
-        data[offset as usize..end].copy_from_slice(bytes);
+/// A change in progress, with the state of the object after the ops applied so far.
+struct ExecutionState<'a> {
+    step: &'a Step<'a>,
+    /// `None` while the object does not exist.
+    object: Option<ModelObject>,
+    appended_at: u64,
+    bulk: BulkBlocks,
+}
+
+impl ExecutionState<'_> {
+    /// Applies one op.
+    fn apply(&mut self, op: &Mutation) -> Result<()> {
+        let ExecutionState { step, object, appended_at, bulk } = self;
+        let name = step.name;
+        match op {
+            Mutation::Create if object.is_some() => return Err(E::Exists(name.to_string()).into()),
+            Mutation::Remove if object.is_none() => return Err(missing(name)),
+            Mutation::Remove => {
+                *object = None;
+                bulk.clear();
+                return Ok(());
+            }
+            _ => {}
+        }
+        let object = object.get_or_insert_default();
+        let refuse_striped = |what| if object.manifest.is_some() { Err(striped(name, what)) } else { Ok(()) };
+        let size = object.data.len() as u64;
+        match op {
+            Mutation::Touch | Mutation::Create => {}
+            Mutation::Write { offset, source } => {
+                refuse_striped("writing at an offset")?;
+                write(&mut object.data, bulk, *offset, step.data(source))?;
+            }
+            Mutation::WriteFull(source) => {
+                object.manifest = None;
+                object.data.clear();
+                bulk.clear();
+                write(&mut object.data, bulk, 0, step.data(source))?;
+            }
+            Mutation::Append(source) => {
+                refuse_striped("appending")?;
+                *appended_at = size;
+                write(&mut object.data, bulk, size, step.data(source))?;
+            }
+            Mutation::Truncate(to) => {
+                refuse_striped("truncating")?;
+                bulk.truncate(*to, size)?;
+                object.data.resize(checked(*to, 0)?, 0);
+            }
+            Mutation::Zero { offset, len } => {
+                refuse_striped("zeroing")?;
+                let end = checked(*offset, *len)?;
+                if *len > 0 {
+                    if *offset < size {
+                        bulk.change(*offset..size.min(end as u64), size)?;
+                    }
+                    object.data.resize(object.data.len().max(end), 0);
+                    object.data[*offset as usize..end].fill(0);
+                }
+            }
+            Mutation::SetXattr(xattr, value) => {
+                object.xattrs.insert(xattr.clone(), value.clone());
+                check_xattrs(&object.xattrs)?;
+            }
+            Mutation::RemoveXattr(xattr) => {
+                object.xattrs.remove(xattr);
+            }
+            Mutation::OmapSet(entries) => object.omap.extend(entries.iter().cloned()),
+            Mutation::OmapRemove(keys) => keys.iter().for_each(|key| {
+                object.omap.remove(key);
+            }),
+            Mutation::OmapRemoveRange(from, to) => object.omap.retain(|key, _| key < from || key >= to),
+            Mutation::OmapClear => object.omap.clear(),
+            Mutation::SetManifest(manifest) => {
+                object.data.clear();
+                bulk.clear();
+                object.manifest = Some(*manifest);
+            }
+            other => {
+                return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into());
+            }
+        }
+        Ok(())
     }
+}
+
+/// Data of an op.
+#[derive(Clone, Copy)]
+enum OpData<'a> {
+    Embedded(&'a [u8]),
+    Payload(&'a [u8]),
+}
+
+/// Writes the data of an op at an offset. An empty write does not extend the object.
+fn write(data: &mut Vec<u8>, bulk: &mut BulkBlocks, offset: u64, source: OpData<'_>) -> Result<()> {
+    let (OpData::Embedded(bytes) | OpData::Payload(bytes)) = source;
+    let end = checked(offset, bytes.len() as u64)?;
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let (range, size) = (offset..end as u64, data.len() as u64);
+    match source {
+        OpData::Embedded(_) => bulk.change(range, size)?,
+        OpData::Payload(_) => bulk.fill(range, size),
+    }
+    data.resize(data.len().max(end), 0);
+    data[offset as usize..end].copy_from_slice(bytes);
     Ok(())
 }
 
@@ -544,9 +660,15 @@ fn answer(object: &ModelObject, op: &QueryOp) -> Result<QueryAnswer> {
         }
         QueryOp::OmapRange { from, to, limit } => {
             let in_range = |key: &Bytes| key >= from && to.as_ref().is_none_or(|to| key < to);
-            let mut found = object.omap.iter().filter(|(key, _)| in_range(key));
-            let entries = found.by_ref().take(*limit as usize).map(pair).collect();
-            QueryAnswer::Omap { entries, more: found.next().is_some() }
+            let mut found = object.omap.iter().filter(|(key, _)| in_range(key)).peekable();
+            let (mut entries, mut bytes) = (Vec::new(), 0);
+            while let Some(entry) = found.next_if(|(key, value)| {
+                bytes += key.len() + value.len();
+                entries.len() < *limit as usize && (entries.is_empty() || bytes <= limits::OMAP_PAGE_BYTES)
+            }) {
+                entries.push(pair(entry));
+            }
+            QueryAnswer::Omap { entries, more: found.peek().is_some() }
         }
         other => return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into()),
     })

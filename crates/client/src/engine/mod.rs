@@ -80,7 +80,8 @@ pub trait Engine: std::fmt::Debug + Send + Sync {
     }
 
     /// Closes the engine, within two seconds. Calls in progress fail with [`Error::Closed`];
-    /// changes among them may have taken effect.
+    /// changes among them may have taken effect. Later attempts and
+    /// [`next_upload`](Engine::next_upload) also fail with [`Error::Closed`].
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 

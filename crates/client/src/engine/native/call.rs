@@ -8,9 +8,9 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{ObjectRequest, RequestBody};
 
-use super::session::{ClientSession, Shared};
 use super::offered::OfferedSource;
 use super::pending::{Answer, Answered, Bulk, PendingRequest};
+use super::session::{ClientSession, Shared};
 use crate::engine::{Call, ChangeRequest, Source};
 use crate::{Error, Result};
 

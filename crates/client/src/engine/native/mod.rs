@@ -7,9 +7,9 @@
 
 mod call;
 mod chunks;
-mod session;
 mod offered;
 mod pending;
+mod session;
 
 use std::sync::Arc;
 
@@ -28,8 +28,8 @@ use super::{
 use crate::{Error, Options, Result};
 use call::NativeCall;
 use chunks::BlockWindow;
-use session::ClientSession;
 use pending::{Answer, Bulk};
+use session::ClientSession;
 
 /// A session with an Outboard node.
 ///
@@ -90,10 +90,7 @@ impl Engine for NativeEngine {
     }
 
     fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated> {
-        Box::new(NativeCall::change(&self.session, request, deadline, |answer| match answer.body {
-            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
-            other => Err(unexpected(&other)),
-        }))
+        Box::new(NativeCall::change(&self.session, request, deadline, |answer| mutated(answer.body)))
     }
 
     fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply> {
@@ -140,8 +137,7 @@ impl Engine for NativeEngine {
     }
 
     fn next_upload(&self) -> Result<UploadId> {
-        let session = self.session.session().ok_or(Error::Closed)?;
-        Ok(UploadId { session, number: self.session.next_upload() })
+        self.session.next_upload()
     }
 
     fn limits(&self) -> EngineLimits {
@@ -173,4 +169,27 @@ impl Administration for NativeEngine {
 /// Returns the error for an answer of the wrong kind.
 fn unexpected(body: &ReplyBody) -> Error {
     Error::Protocol(format!("unexpected answer {body:?}"))
+}
+
+/// Returns the result of a change. The node may have executed the change even if its answer is of
+/// the wrong kind.
+fn mutated(body: ReplyBody) -> Result<Mutated> {
+    match body {
+        ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
+        other => Err(unexpected(&other).of_unknown_outcome()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_has_an_unknown_outcome_if_its_answer_is_of_the_wrong_kind() {
+        let done = Mutated { version: 7, size: 3, appended_at: 0 };
+        assert_eq!(mutated(ReplyBody::Object(ObjectReply::Mutated(done))).unwrap(), done);
+        let error = mutated(ReplyBody::Object(ObjectReply::Queried(vec![]))).unwrap_err();
+        assert!(error.may_have_taken_effect(), "{error}");
+        assert!(error.to_string().contains("unexpected answer"), "{error}");
+    }
 }

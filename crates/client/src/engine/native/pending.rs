@@ -113,8 +113,13 @@ impl PendingRequest {
             RequestBody::Object(ObjectRequest::Read(read)) => read.sink = descriptor,
             _ => {}
         }
+        let header = wire::encode_request(&head, &self.body);
+        let (size, limit) = (header.len() as u64, connection.limits().max_header as u64);
+        if size > limit {
+            return Err(wire::Error::TooLarge { what: "request without its data".into(), size, limit }.into());
+        }
         self.sent_on = number;
-        Ok(Message { header: wire::encode_request(&head, &self.body), payload })
+        Ok(Message { header, payload })
     }
 
     /// Returns whether the request may have taken effect, and would take effect again in another

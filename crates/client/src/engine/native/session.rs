@@ -22,7 +22,7 @@ use messenger::{
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
-use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId, UploadId};
 
 use super::pending::{Answered, PendingRequest};
 use crate::{Error, Options, Result};
@@ -127,11 +127,15 @@ impl ClientSession {
         self.shared.lock().session
     }
 
-    /// Returns a number for an upload that is unique within the session.
-    pub(crate) fn next_upload(&self) -> u64 {
+    /// Returns an id for an upload.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the session is closed.
+    pub(crate) fn next_upload(&self) -> Result<UploadId> {
         let mut state = self.shared.lock();
+        let session = state.session.filter(|_| !state.closed).ok_or(Error::Closed)?;
         state.next_upload += 1;
-        state.next_upload - 1
+        Ok(UploadId { session, number: state.next_upload - 1 })
     }
 
     /// Returns the maximum size of data that is sent inside a message, in bytes.
@@ -150,11 +154,9 @@ impl ClientSession {
         self.shared.begin_close();
         let mut session_state = self.shared.session_state.subscribe();
         // The task's runtime may not be running, so the wait needs a time limit.
-        let _ = tokio::time::timeout(
-            CLOSE_TIME,
-            session_state.wait_for(|state| *state == SessionState::Closed),
-        )
-        .await;
+        let _ =
+            tokio::time::timeout(CLOSE_TIME, session_state.wait_for(|state| *state == SessionState::Closed))
+                .await;
     }
 }
 
@@ -192,8 +194,7 @@ impl Shared {
 
     async fn close_wanted(&self) {
         // The wait cannot fail, because `self` owns the sender.
-        let _ =
-            self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await;
+        let _ = self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await;
     }
 
     /// Tells the node that the session has ended and that none of its requests will be repeated.

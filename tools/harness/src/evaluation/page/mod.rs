@@ -86,7 +86,7 @@ fn setting(content: &PageContent<'_>) -> String {
          each round, all systems run at each size. Over all rounds, each system directly follows each other system about equally often. A value is the median of the rounds, and a ratio is the median of the ratios of the rounds. \
          Small print shows the interval that contains the true median with a probability of 95 % (order statistics). With fewer than six rounds, the interval is the range of the values and proves little.{large}</p>\
          <h3>Limits of the comparison</h3><ul>\
-         <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware, the OSD and the DMA engine have their own processors, and \
+         <li>Client, osd, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware, the osd and the DMA engine have their own processors, and \
          the client runs on another machine. Here each copy by the emulated engine uses CPU time, which counts as “all CPU” but not as “host CPU”.</li>\
          <li>Host CPU is the CPU time of the store's process (dpu), of the node's one process (host), or of the ceph-osd (Ceph). Ceph's mon and mgr count only in the results for \
          idle systems.</li>{start}\
