@@ -300,7 +300,7 @@ impl Group {
         if len == expected {
             return Ok(());
         }
-        Err(link.corrupt(whole.oid, format!("its fragment has {len} bytes instead of {expected}")))
+        Err(link.corrupt(whole.oid, format!("the fragment has {len} bytes instead of {expected}")))
     }
 
     /// Records that a fragment cannot be read.

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn the_encoded_set_stays_small_with_many_sessions_and_generations() {
+    fn the_encoded_set_of_forgotten_sessions_stays_small_with_many_sessions_and_generations() {
         let mut gone = Gone::default();
         let known = (0..1000).map(|n| id(2000, n)).collect();
         let living = Living { known, unseen_below: None };

@@ -126,7 +126,7 @@ fn files(node: &Node) {
 }
 
 #[test]
-fn a_full_erasure_coded_node_supports_all_commands_and_restarts() {
+fn an_erasure_coded_node_without_free_space_executes_all_commands_also_after_a_restart() {
     let node = node("3", "24MiB");
     files(&node);
     node.ok(&["pool", "create", "films", "--redundancy", "ec:2+1", "--pg-count", "4"]);

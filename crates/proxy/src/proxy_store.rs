@@ -20,9 +20,9 @@ use crate::store_channel::{AnswerTo, AnswerUse, CallAnswered, CallError, Deliver
 
 /// One target of a store process, as the osd uses it.
 ///
-/// If the store restarts, `ProxyStore` repeats calls that only read, and `stage`. Any other
-/// unanswered call then fails with [`StoreError::Disconnected`], and its outcome is unknown. A call
-/// that is made while no store is connected waits for the store to return.
+/// If the store restarts, `ProxyStore` repeats unanswered calls that only read or that create a
+/// stage. Any other unanswered call then fails with [`StoreError::Disconnected`], and its outcome
+/// is unknown. A call that is made while no store is connected waits for the store to return.
 ///
 /// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is split
 /// into several reads. Each of them is atomic, but the whole read is not.

@@ -13,7 +13,8 @@ use channel::{
 };
 use futures::future::BoxFuture;
 
-/// Wraps another engine and makes some of the first calls fail.
+/// Wraps another engine. The first `refusals` attempts to attach fail, and the first `bad_windows`
+/// registrations of peer memory return an unknown region.
 pub struct Unlucky {
     pub engine: Arc<dyn DmaEngine>,
     /// Number of further attempts to attach that will fail.

@@ -112,7 +112,7 @@ pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &ProgressMeter
         ];
         let host_row = rows.len();
         for (place, emulated, paper_ratio_to_host) in places {
-            progress.message(format!("{}, {size} bytes at {}", code.geometry(), place.name()));
+            progress.message(format!("encoding {size} bytes with {} on: {}", code.geometry(), place.name()));
             let (seconds, cpu) = encode(place, code, &mut files, rounds, progress)?;
             rows.push(ExperimentRow {
                 place: place.name(),

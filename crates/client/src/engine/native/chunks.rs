@@ -82,8 +82,9 @@ impl ChunkSink {
         ChunkSink { window, chunks: Mutex::default() }
     }
 
-    /// Returns the requested bytes that were not written to the caller's memory, in order. Returns
-    /// `None` unless exactly the first `sent` bytes of the blocks have arrived.
+    /// Returns the requested bytes that were not written to the caller's memory, in order. `sent`
+    /// is the number of bytes that the node has sent, counted from the start of the window. Returns
+    /// `None` if fewer, more or other bytes have arrived.
     pub(crate) fn take(&self, sent: u64) -> Option<Vec<Bytes>> {
         let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
         let mut at = 0;
