@@ -7,8 +7,9 @@ use base::pool::BufferPool;
 use base::thread::ThreadClass;
 use base::work;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
+use ec::offload::scheduler::health_status;
 use tokio::sync::watch;
-use wire::{HealthStatus, OffloadState, OffloadStatus};
+use wire::{OffloadState, OffloadStatus};
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 use crate::proxy_store::ProxyStore;
@@ -136,7 +137,7 @@ impl Attachment {
         let store_channel = state.store_channel();
         let status = store_channel.map(|store_channel| store_channel.status());
         let by_dma = store_channel.is_some_and(|store_channel| store_channel.by_dma);
-        let mut health = HealthStatus::from(self.handle.shared.health.report());
+        let mut health = health_status(self.handle.shared.health.report());
         if !by_dma || state.why_no_dma.is_some() {
             health.state = OffloadState::NotInUse;
         }

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use base::health::HealthState;
 use serde::{Deserialize, Serialize};
 
 /// Where the osd runs.
@@ -80,17 +79,6 @@ pub enum OffloadState {
     /// One task or transfer tests whether the offload works again.
     #[serde(rename = "probing")]
     Probing,
-}
-
-impl From<HealthState> for OffloadState {
-    /// Omits the end of the cool-down.
-    fn from(state: HealthState) -> OffloadState {
-        match state {
-            HealthState::Active => OffloadState::Active,
-            HealthState::CoolingDown(_) => OffloadState::CoolingDown,
-            HealthState::Probing => OffloadState::Probing,
-        }
-    }
 }
 
 impl fmt::Display for OffloadState {

@@ -1,6 +1,5 @@
 //! The status of a node, which commands show to operators and tools evaluate.
 
-use base::health::HealthReport;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -175,18 +174,6 @@ pub struct HealthStatus {
     pub recoveries: u64,
     /// Reason of the last failure, or the reason why the offload is not in use.
     pub last_failure: Option<String>,
-}
-
-impl From<HealthReport> for HealthStatus {
-    fn from(report: HealthReport) -> HealthStatus {
-        HealthStatus {
-            state: report.state.into(),
-            failures: report.failures,
-            failed_probes: report.failed_probes,
-            recoveries: report.recoveries,
-            last_failure: report.last_failure,
-        }
-    }
 }
 
 /// Status of the offload that moves data between osd and store.

@@ -38,7 +38,7 @@ use wire::CodingMode;
 
 use self::admission::{COOL_DOWN, TaskAdmission, TaskInService, TaskOutcome};
 use self::meters::SchedulerMeters;
-pub use self::snapshot::{PlaceSnapshot, Snapshot};
+pub use self::snapshot::{PlaceSnapshot, Snapshot, health_status};
 
 /// The place where a coding task runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
+use base::health::{HealthReport, HealthState};
 use serde::{Deserialize, Serialize};
-use wire::{CodingMode, CodingSent, HealthStatus};
+use wire::{CodingMode, CodingSent, HealthStatus, OffloadState};
 
 use super::Reason;
 use super::admission::AdmissionView;
@@ -84,7 +85,19 @@ impl PlaceSnapshot {
             },
             us_per_task: cost.map(|cost| cost.per_task * 1e6),
             us_per_mb: cost.map(|cost| cost.per_byte * 1e12),
-            health: station.health.report().into(),
+            health: health_status(station.health.report()),
         }
     }
+}
+
+/// Returns the health of an offload as the node reports it, without the end of the cool-down.
+#[must_use]
+pub fn health_status(report: HealthReport) -> HealthStatus {
+    let HealthReport { state, failures, failed_probes, recoveries, last_failure } = report;
+    let state = match state {
+        HealthState::Active => OffloadState::Active,
+        HealthState::CoolingDown(_) => OffloadState::CoolingDown,
+        HealthState::Probing => OffloadState::Probing,
+    };
+    HealthStatus { state, failures, failed_probes, recoveries, last_failure }
 }
