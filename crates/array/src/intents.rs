@@ -105,8 +105,8 @@ impl Intents {
         }
     }
 
-    /// Records that no member has executed a transaction. Removes the dirty notes `dirty`, which
-    /// only this transaction added.
+    /// Records that no member has executed transaction `number`. Removes the dirty notes `dirty`,
+    /// which only this transaction added.
     pub(crate) fn refused(&mut self, number: u64, trims: Option<u64>, dirty: &[ObjectId]) {
         self.trim_ended(trims);
         self.under_way.remove(&number);

@@ -56,7 +56,7 @@ pub(crate) enum UnitContent {
 
 /// How much of the affected rows of a unit has new content.
 enum Cover<'a> {
-    /// No new content, and no old bytes.
+    /// The rows have no new content, and the object has no bytes there.
     Nothing,
     /// No new content; the old bytes stay.
     Old,

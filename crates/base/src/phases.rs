@@ -74,7 +74,7 @@ pub struct Breakdown {
     /// Time in which a payload or entry waited for its transfer, nothing was being transferred, and
     /// the store did not work, in ns.
     pub dma_wait_ns: u64,
-    /// Remaining time, in ns.
+    /// Time of the request that belongs to none of the phases above, in ns.
     pub others_ns: u64,
 }
 

@@ -507,7 +507,8 @@ impl Pg {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, incarnation);
-                // If the state was read again in the meantime, it already contains these sessions.
+                // If the group's state was read again during the transaction, it already contains
+                // the removed sessions.
                 if self.loaded.get() == incarnation {
                     self.state.borrow_mut().put_back(removed);
                 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use base::mem::ArenaBuf;
 
-/// A buffer that peers or operations in progress may change. It gives no safe access to its bytes:
-/// [`into_inner`](Self::into_inner) returns the buffer when its regions are closed and the
+/// A buffer that peers or operations in progress may change. Safe code cannot read or write its
+/// bytes. [`into_inner`](Self::into_inner) returns the buffer when its regions are closed and the
 /// operations on it have ended. Clones refer to the same buffer.
 #[derive(Debug, Clone)]
 pub struct PeerBuffer(Arc<ArenaBuf>);

@@ -212,7 +212,8 @@ impl Case {
         Case { ablation: None, control_of: self.ablation.clone(), ..self.clone() }
     }
 
-    /// Whether this run is secondary: no threshold and no figure of the DoCeph paper depends on it.
+    /// Whether this run is secondary: no threshold uses its result, and the report does not compare
+    /// the result with a result of the DoCeph paper.
     #[must_use]
     pub fn is_secondary(&self) -> bool {
         let of_a_bar = match self.mode {

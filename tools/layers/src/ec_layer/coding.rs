@@ -18,7 +18,8 @@ const IN_MEMORY: usize = 96 << 20;
 /// repeatedly.
 const AT_LEAST: usize = 32 << 20;
 
-/// The result for one code and one amount of data. GB are 10^9 bytes of data in every operation.
+/// The result for one code and one amount of data. Rates are in GB/s (10^9 bytes per second). For
+/// every operation, they count only the data, without the parity.
 #[derive(Debug, Serialize)]
 pub struct CodingRates {
     pub geometry: String,

@@ -135,7 +135,8 @@ impl Offloaded {
     }
 
     /// Starts the DPU's emulated accelerator. `host_rate` is the rate of a host core in bytes per
-    /// second. The accelerator has the speed relative to this core that Ryu et al. measured.
+    /// second. The ratio of the accelerator's speed to the core's speed is the one that Ryu et al.
+    /// measured.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
         let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
