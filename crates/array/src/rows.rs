@@ -35,7 +35,8 @@ pub(crate) struct StripeRun {
     pub(crate) first: u64,
     pub(crate) count: u64,
     pub(crate) rows: Range<u64>,
-    /// True if the change replaces these rows completely, and each unit's new bytes are contiguous.
+    /// True if the change replaces these rows completely, and the new bytes of each unit lie in one
+    /// contiguous piece of memory.
     pub(crate) new: bool,
     /// True if all data of these stripes becomes zero. In that case, the parity becomes zero, too,
     /// and `new` has no meaning.

@@ -1,4 +1,4 @@
-//! Memory that processes share, that drives access, or that real or emulated DMA accesses.
+//! Memory that is shared between processes, or is accessed by drives or by real or emulated DMA.
 //!
 //! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps, too.
 //! An [`ArenaBuf`] is a buffer with exclusive use of a range of an arena. [`DeviceMemory`] is

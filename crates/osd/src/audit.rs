@@ -2,10 +2,10 @@
 //!
 //! One transaction changes an object's record and its data, so the two sizes agree. Nodes that
 //! spoke a version of the object protocol below 5 could break this rule. If a compound truncated an
-//! object within a block that was a hole, the node recorded the right size, but stored the data
-//! without the end of that block. Reads of the object then failed. The missing bytes are zeros,
-//! because an earlier op of the same compound had made the hole. A scrub of any pool finds these
-//! objects. A scrub with repair extends the data to the recorded size.
+//! object to a size inside a block that was a hole, the node recorded this size correctly. But the
+//! stored data lacked the bytes of this block up to the new size. Reads of the object then failed.
+//! The missing bytes are zeros, because an earlier op of the same compound had made the hole. A
+//! scrub of any pool finds these objects. A scrub with repair extends the data to the recorded size.
 
 use std::collections::BTreeMap;
 

@@ -85,8 +85,9 @@ pub struct TargetRetry {
     pub failing_pause: Duration,
     /// Maximum length of the pause when `failing_pause` is doubled repeatedly.
     pub failing_pause_max: Duration,
-    /// Maximum number of relapses in a row after I/O errors. At the next relapse, the osd gives the
-    /// target up and sends no more probes.
+    /// Maximum number of relapses in a row. A relapse is an I/O error of a target that the osd uses
+    /// again after earlier I/O errors. At the next relapse, the osd gives the target up and sends no
+    /// more probes.
     pub relapses_max: u32,
     /// Time during which requests wait for a target after it has reported an I/O error or refused a
     /// write. After this time, requests that need the target fail.

@@ -35,8 +35,8 @@ pub struct AttachmentOptions {
     pub wait_for_store: Duration,
     /// Whether to use the control socket alone, even if DMA is possible.
     pub socket_only: bool,
-    /// Duration after which a transfer is overdue. After the same time without a reply, the osd
-    /// asks the host for its ring positions.
+    /// Duration after which a transfer is overdue. If a call to the store gets no reply for this
+    /// duration, the osd asks the host for the host's ring positions.
     pub overdue: Duration,
     /// The cool-down: how long DMA is not used after a failure.
     pub cool_down: Duration,

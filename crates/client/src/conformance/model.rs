@@ -111,8 +111,10 @@ enum PlannedOp {
 enum PlannedCondition {
     Exists,
     Absent,
-    /// The object has the version of its last change, or a later version.
+    /// The object has a certain version.
     Version {
+        /// Whether this is the version of the last change. Otherwise the version is one that the
+        /// object does not have yet, so the condition fails.
         is_last: bool,
     },
     Xattr(u8, Option<u8>),

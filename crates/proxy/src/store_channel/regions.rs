@@ -117,8 +117,8 @@ impl Regions {
         if self.capacity == 0 {
             let Some(asked) = self.asked.get_mut(&window) else { return Vec::new() };
             asked.times = asked.times.saturating_sub(1);
-            // Jobs that shared one request, made before the cache was switched off, also share its
-            // answer.
+            // If several jobs shared a request that was made before the cache was switched off,
+            // they also share the answer.
             if asked.times > 0 && !asked.waiting.is_empty() {
                 return vec![asked.waiting.remove(0)];
             }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::RpcMode;
 use node::failure::{Doing, Failure, Result};
 
-/// The job of the second process.
+/// What the peer process of an RPC measurement does.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum PeerJob {
     /// Accept connections of the messenger, and answer their messages as the mode requires.

@@ -18,7 +18,7 @@ const PATTERNS: [Pattern; 3] = [
     Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
 ];
 
-/// Measures both modes, and prints the results.
+/// Measures the latency of writes in both modes of [`MODES`], and prints the results.
 ///
 /// # Errors
 /// If the node fails.
