@@ -55,7 +55,7 @@ pub(crate) enum UnitContent {
     Old,
 }
 
-/// How much of the affected rows of a unit has new content.
+/// The part of a unit that a change replaces, within the rows that the change affects.
 enum Cover<'a> {
     /// The rows have no new content, and the object has no bytes there.
     Nothing,

@@ -10,7 +10,7 @@ use crate::record::GroupRecord;
 /// the number of seconds since 1970, so that the most recent declaration wins.
 const LOSS_STEP: u64 = 1 << 32;
 
-/// The terms of a group.
+/// The numbers of a group's terms: the highest one, and what is known about the last term.
 #[derive(Default)]
 pub(crate) struct Terms {
     /// Highest term that was ever seen or proposed. Each new term is higher.

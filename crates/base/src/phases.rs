@@ -71,8 +71,8 @@ pub struct Breakdown {
     pub host_ns: u64,
     /// Time in which a payload or entry was being transferred, in ns.
     pub dma_ns: u64,
-    /// Time in which a payload or entry waited for its transfer, nothing was being transferred, and
-    /// the store did not work, in ns.
+    /// Time in ns in which a payload or entry waited for its transfer, while no transfer was in
+    /// progress and the store was idle.
     pub dma_wait_ns: u64,
     /// Time of the request that belongs to none of the phases above, in ns.
     pub others_ns: u64,

@@ -123,9 +123,9 @@ pub struct TargetReport {
     pub path: Option<PathBuf>,
     /// UUID of the target.
     pub uuid: Uuid,
-    /// Number of the target, while the osd answers.
+    /// Number of the target; `None` if the osd does not answer.
     pub id: Option<usize>,
-    /// State of the target, while the osd answers.
+    /// State of the target; `None` if the osd does not answer.
     pub state: Option<ReportedState>,
     /// Why the target cannot be queried.
     pub error: Option<String>,

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn restart_pauses_grow_and_a_role_that_ignores_sigterm_is_killed() {
+    async fn the_delay_between_restarts_grows_and_a_role_that_ignores_sigterm_is_killed() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |p| {

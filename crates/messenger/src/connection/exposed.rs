@@ -146,7 +146,7 @@ impl PeerWrite {
     pub(super) fn verify(&self, room: &PeerBuffer) -> Result<(), ChecksumMismatch> {
         let start = self.offset as usize;
         // SAFETY: no operation of this process uses the memory of an offer. The protocol forbids
-        // that the peer changes bytes after the statement that it has written them. The bytes are
+        // the peer to change bytes after it has announced that it has written them. The bytes are
         // payload, and are only compared with their checksums.
         let bytes = unsafe { room.bytes(start..start + self.len) };
         verify_pieces(self.payload_phase, bytes, &self.checksums)

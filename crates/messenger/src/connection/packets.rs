@@ -1,5 +1,5 @@
-//! Sends and receives the frames of a connection over a link. A link carries packets in place of a
-//! byte stream, and one-sided transfers of bulk data.
+//! Sends and receives the frames of a connection over a link. A link carries packets instead of a
+//! byte stream. It also carries one-sided transfers of bulk data.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -28,7 +28,7 @@ pub struct GetArgs {
 
 /// Runs the command.
 pub fn run(args: GetArgs, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async move |client| {
+    session::run_small(node, super::options(), async move |client| {
         let object = session::object(&client, &args.object)?;
         let doing = format!("getting {}", args.object);
         let size = object.stat().await.doing(&doing)?.size;

@@ -29,7 +29,7 @@ pub struct LsArgs {
 
 /// Runs the command.
 pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async move |client| {
+    session::run_small(node, super::options(), async move |client| {
         let pool = session::pool(&client, &args.pool)?;
         let doing = format!("listing pool {}", args.pool);
         let mut names = match args.all_namespaces {

@@ -30,7 +30,7 @@ pub struct PutArgs {
 
 /// Runs the command.
 pub fn run(args: PutArgs, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async move |client| {
+    session::run_small(node, super::options(), async move |client| {
         let object = session::object(&client, &args.object)?;
         let doing = format!("storing {}", args.object);
         let options = PutOptions { exclusive: args.exclusive, ..PutOptions::default() };

@@ -23,7 +23,7 @@ pub struct RmArgs {
 
 /// Runs the command.
 pub fn run(args: RmArgs, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async move |client| {
+    session::run_small(node, super::options(), async move |client| {
         let mut failed = 0;
         let count = args.objects.len();
         for name in &args.objects {

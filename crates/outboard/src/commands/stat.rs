@@ -36,7 +36,7 @@ struct Shown {
 
 /// Runs the command.
 pub fn run(args: StatArgs, node: &NodeArgs) -> Result<()> {
-    session::run(node, super::options(), async move |client| {
+    session::run_small(node, super::options(), async move |client| {
         let object = session::object(&client, &args.object)?;
         let found = object.describe().await.doing(format!("querying {}", args.object))?;
         let text = |bytes: &[u8]| match std::str::from_utf8(bytes) {

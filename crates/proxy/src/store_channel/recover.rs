@@ -312,7 +312,7 @@ impl State {
         }
     }
 
-    /// Handles the host's new offer of its memory. The driver then attaches to it.
+    /// Handles a new offer of memory from the host. The driver then attaches to the offered memory.
     fn offered(&mut self, offer: OfiOffer) {
         if matches!(self.mode, DmaState::Probing { step: ProbeStep::Offering, .. }) {
             self.step(ProbeStep::Attaching);

@@ -101,7 +101,7 @@ pub struct StripeWrite {
     /// For each fragment, data fragments first: the UUID of its target and its stage on that
     /// target. `None` means that the fragment is not written.
     pub parts: Vec<Option<(Uuid, StageId)>>,
-    /// Offset in each stage, in bytes: a multiple of the block size.
+    /// Offset of the data in the stage of each fragment, in bytes: a multiple of the block size.
     pub offset: u64,
     /// The data fragments, all of the same length.
     pub data: Vec<FragmentBytes>,

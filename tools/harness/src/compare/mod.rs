@@ -27,7 +27,7 @@ use rig::CompareRig;
 /// Pause after each run, so that its last writes to the drive do not fall into the next run.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// One of the two binaries.
+/// One of the two `outboard` binaries that a run compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// The binary that the new binary is compared with.

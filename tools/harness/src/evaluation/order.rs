@@ -6,7 +6,7 @@
 /// Williams square. If the number `n` of members is even, any `n` successive rounds are balanced:
 /// for any two members `a` and `b`, exactly one round has `b` directly after `a`, and each member
 /// takes each position exactly once. If `n` is odd, `2 n` successive rounds are balanced if the
-/// first round is a multiple of `n`, with twice these counts. The second half of these rounds
+/// number of the first round is a multiple of `n`. Each of these counts is then two. The second half of these rounds
 /// repeats the first half in reverse order.
 #[must_use]
 pub fn turns<T: Clone>(members: &[T], round: usize) -> Vec<T> {
