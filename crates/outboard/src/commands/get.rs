@@ -32,6 +32,9 @@ pub fn run(args: GetArgs, node: &NodeArgs) -> Result<()> {
         let object = session::object(&client, &args.object)?;
         let doing = format!("getting {}", args.object);
         let size = object.stat().await.doing(&doing)?.size;
+        if size > super::put::ONE_REQUEST {
+            session::allow_huge_pages();
+        }
         let progress = ProgressMeter::bytes(&args.object, size);
         if args.file == Path::new("-") {
             let mut out = progress.writing(tokio::io::stdout());

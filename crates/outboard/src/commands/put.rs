@@ -11,7 +11,7 @@ use node::failure::{Doing, Failure, Result};
 use node::progress::ProgressMeter;
 
 /// Maximum size, in bytes, of a file that is stored without a progress bar.
-const ONE_REQUEST: u64 = 16 << 20;
+pub const ONE_REQUEST: u64 = 16 << 20;
 
 /// Store a file, or standard input, as an object
 #[derive(Debug, Args)]
@@ -35,6 +35,7 @@ pub fn run(args: PutArgs, node: &NodeArgs) -> Result<()> {
         let doing = format!("storing {}", args.object);
         let options = PutOptions { exclusive: args.exclusive, ..PutOptions::default() };
         if args.file == Path::new("-") {
+            session::allow_huge_pages();
             let progress = ProgressMeter::stream(&args.object);
             let input = progress.reading(tokio::io::stdin());
             object.put_reader(input, options).await.doing(doing)?;
@@ -54,6 +55,7 @@ async fn file(object: &Object, path: &Path, options: PutOptions, doing: &str) ->
         object.put_file(path, options).await.doing(doing)?;
         return Ok(());
     }
+    session::allow_huge_pages();
     let progress = ProgressMeter::bytes(&object.name().to_string(), metadata.len());
     let input = tokio::fs::File::open(path).await.doing(reading())?;
     object.put_reader(progress.reading(input), options).await.doing(doing)?;

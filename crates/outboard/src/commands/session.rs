@@ -68,9 +68,9 @@ where
         .unwrap_or_else(|_| Err(Failure::new("running the client", "the client panicked; this is a bug")))
 }
 
-/// Like [`run`], for commands that need little memory. The process gets no transparent huge pages
-/// from now on. Without this setting, the kernel clears several pages of 2 MiB, which costs a
-/// command such as `get` more CPU time than its request.
+/// Like [`run`], for commands that usually need little memory. The process gets no transparent huge
+/// pages until [`allow_huge_pages`]. Clearing them would cost a small request more CPU time than all
+/// its other work.
 pub fn run_small<T, F>(
     node: &NodeArgs,
     options: Options,
@@ -83,6 +83,13 @@ where
     // If the kernel refuses, the command only costs more CPU time.
     let _ = rustix::thread::disable_transparent_huge_pages(true);
     run(node, options, body)
+}
+
+/// Ends the effect of [`run_small`], because the command moves much data. With huge pages, the
+/// buffers of the data cause fewer page faults.
+pub fn allow_huge_pages() {
+    // If the kernel refuses, the command only costs more CPU time.
+    let _ = rustix::thread::disable_transparent_huge_pages(false);
 }
 
 /// Connects to the node. While the node is up, the function waits for an osd that restarts.
