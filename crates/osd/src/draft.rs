@@ -415,8 +415,8 @@ impl<'a> Draft<'a> {
         let start = number * BLOCK;
         let at = (offset - start) as usize;
         let old = self.block(number).await?;
-        // The merged block ends at the object's end or at the end of the new data, whichever is
-        // later. It is therefore a whole block or the object's last block.
+        // The merged block ends at the later of the object's end and the end of the new data. It is
+        // therefore a whole block or the object's last block.
         let size = self.size.max(offset + data.len() as u64);
         let mut merged = BytesMut::zeroed((size - start).min(BLOCK) as usize);
         merged[..old.len()].copy_from_slice(&old);

@@ -209,7 +209,7 @@ impl Change<'_> {
         Ok(info)
     }
 
-    /// Returns whether the change replaces the object's whole content, whatever the object's state.
+    /// Returns whether the change replaces the whole content of the object in every state of it.
     /// If the object was striped, the collector removes its old parts.
     fn replaces_object(&self) -> bool {
         matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()

@@ -157,8 +157,8 @@ struct AttemptFate {
 }
 
 impl FaultSource {
-    /// Chooses the faults of one attempt. Every attempt draws the same number of random numbers,
-    /// whichever faults it gets.
+    /// Chooses the faults of one attempt. Every attempt draws the same number of random numbers, so
+    /// the faults of one attempt do not change those of the next.
     fn fate(&self) -> AttemptFate {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
         let mut meets = |rate: f64| rng.random_bool(rate.clamp(0.0, 1.0));

@@ -326,8 +326,8 @@ impl StoreChannel {
         Arc::new(StoreChannel { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
-    /// Maximum payload of one request, in bytes: the engine's maximum transfer length or the
-    /// maximum length of a range, whichever is less.
+    /// Maximum payload of one request, in bytes: the smaller of the engine's maximum transfer length
+    /// and the maximum length of a range.
     pub(crate) fn max_segment(&self) -> usize {
         let max_transfer = self.engine.as_ref().map_or(2 << 20, |engine| engine.max_transfer());
         (max_transfer.min(self.max_range) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER)

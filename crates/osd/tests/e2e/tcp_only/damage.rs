@@ -151,8 +151,7 @@ async fn objects_that_one_target_has_lost_still_exist_and_are_restored() {
     }
 }
 
-/// A scrub finds all damaged fragments, whatever their damage, and repairs them. A second scrub
-/// finds none.
+/// A scrub finds fragments with each kind of damage, and repairs them. A second scrub finds none.
 #[tokio::test]
 async fn a_scrub_finds_and_repairs_every_damaged_fragment() {
     for (redundancy, targets) in [("ec:4+2", &[0, 3][..]), ("ec:4+2", &[4, 5]), ("mirror:3", &[0, 1])] {
