@@ -31,7 +31,7 @@ pub(super) struct ExposedOffer {
 /// A range of a sink that the peer has written.
 pub(super) struct PeerWrite {
     offset: u64,
-    payload_phase: u64,
+    payload_offset: u64,
     len: usize,
     checksums: Vec<u32>,
 }
@@ -99,9 +99,9 @@ impl ExposedOffer {
         drop(self.hide_settled());
         let Some(room) = self.room.take().and_then(PeerBuffer::into_inner) else { return };
         let data = room.freeze();
-        for PeerWrite { offset, payload_phase, len, checksums } in self.written.drain(..) {
+        for PeerWrite { offset, payload_offset, len, checksums } in self.written.drain(..) {
             let part = data.slice(offset as usize..offset as usize + len);
-            let taken = Payload::from_parts(payload_phase, part, checksums)
+            let taken = Payload::from_parts(payload_offset, part, checksums)
                 .is_ok_and(|payload| sink.write(offset, payload));
             if !taken {
                 tracing::debug!(offset, len, "a sink refused data that the peer had written");
@@ -132,13 +132,13 @@ impl ExposedOffer {
 
 impl PeerWrite {
     fn new(wrote: &Wrote, block_offset: u64) -> Result<PeerWrite, String> {
-        let payload_phase = (block_offset + wrote.offset % BLOCK) % BLOCK;
+        let payload_offset = (block_offset + wrote.offset % BLOCK) % BLOCK;
         let (sums, rest) = wrote.checksums.as_chunks::<4>();
         let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
-        if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
+        if checksums.len() as u64 != piece_count(payload_offset, u64::from(wrote.len)) || !rest.is_empty() {
             return Err("the number of checksums differs from the number of pieces".into());
         }
-        Ok(PeerWrite { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
+        Ok(PeerWrite { offset: wrote.offset, payload_offset, len: wrote.len as usize, checksums })
     }
 
     /// Compares the checksums that the peer sent with the data in the sink's memory.
@@ -149,6 +149,6 @@ impl PeerWrite {
         // the peer to change bytes after it has announced that it has written them. The bytes are
         // payload, and are only compared with their checksums.
         let bytes = unsafe { room.bytes(start..start + self.len) };
-        verify_pieces(self.payload_phase, bytes, &self.checksums)
+        verify_pieces(self.payload_offset, bytes, &self.checksums)
     }
 }

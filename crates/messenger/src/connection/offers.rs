@@ -134,7 +134,7 @@ impl Shared {
         };
         if block_offset >= BLOCK {
             return Err(MessengerError::BulkRefused(format!(
-                "block_offset {block_offset} is not below 4096"
+                "the block offset {block_offset} is not below 4096"
             )));
         }
         let ttl = self.config.offer_ttl;
