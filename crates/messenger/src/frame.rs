@@ -137,7 +137,7 @@ pub enum FrameError {
     #[error("frame type {0} is unknown")]
     UnknownKind(u8),
     /// The payload's block_offset is not inside a block.
-    #[error("payload block_offset {0} is not below 4096")]
+    #[error("the payload's block offset {0} is not below 4096")]
     Phase(u16),
     /// The header part or the payload is longer than this kind of frame permits.
     #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]

@@ -38,7 +38,7 @@ pub(super) fn locate(
     };
     let block_offset = u64::from(descriptor.block_offset);
     if block_offset >= BLOCK {
-        return refused("the block_offset of the descriptor is not below 4096");
+        return refused("the block offset of the descriptor is not below 4096");
     }
     check_range(offset, len, segment.len, block_offset).map_err(MessengerError::BulkRefused)?;
     let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
