@@ -304,7 +304,7 @@ impl CodingDispatcher {
         {
             host.reading.dpu += Duration::from_secs_f64(used.total.cpu_seconds);
         }
-        let load = self.load.borrow_mut().sample(Instant::now().into_std(), host.reading);
+        let load = self.load.borrow_mut().sample(Instant::now(), host.reading);
         self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 

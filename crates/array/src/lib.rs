@@ -46,6 +46,7 @@
 //! task, whether or not the caller polls the returned future.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod array;
 #[cfg(test)]

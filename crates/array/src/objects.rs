@@ -1,9 +1,9 @@
 //! [`Objects`]: the locks and the cached sizes of a group's objects.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::{self, Arc, MutexGuard, PoisonError};
 
+use base::collections::HashMap;
 use store::ObjectId;
 use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 

@@ -1,10 +1,10 @@
 //! Staged data: data that the members have stored, but that no transaction refers to yet.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::rc::Rc;
 
 use base::block::Payload;
+use base::collections::HashMap;
 use store::{StageId, StoreCalls, StoreError};
 
 use crate::member_link::MemberLink;

@@ -28,10 +28,13 @@
 //! visits one list for each distinct number of slots that an address holds: at most `sqrt(2 *
 //! limit)` lists.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hash;
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::clock::Instant;
+use crate::collections::HashMap;
 
 /// Number of file descriptors reserved for other files than connections: the files of the store,
 /// the log, the admin ports and the DMA engines.
@@ -118,7 +121,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     /// the holder's slot.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
-        Budget { limit: limit.max(1), patience, holders: HashMap::new(), order: None }
+        Budget { limit: limit.max(1), patience, holders: HashMap::default(), order: None }
     }
 
     /// Returns the total number of slots.

@@ -19,7 +19,9 @@
 //! tests need not wait.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::clock::Instant;
 
 /// State of an offload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,9 +20,10 @@ mod union;
 
 use std::ops::AddAssign;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use union::{Span, Union};
+
+use crate::clock::Instant;
 
 tokio::task_local! {
     static CURRENT: Clock;

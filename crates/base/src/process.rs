@@ -136,7 +136,7 @@ mod tests {
         let before = ProcessUsage::read(pid).unwrap();
         let (done, hold) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
         let thread = spawn(ThreadClass::Dma, "7", move || {
-            let started = std::time::Instant::now();
+            let started = crate::clock::Instant::now();
             let mut x = 1u64;
             while started.elapsed().as_millis() < 50 {
                 x = std::hint::black_box(x.wrapping_mul(3));

@@ -1,6 +1,8 @@
 //! [`Spinner`]: adaptive polling, which decides whether to poll before sleeping.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::clock::Instant;
 
 /// Number of polling periods in a row without work after which polling becomes rare. From then on,
 /// the thread polls only before every [`RETRY`]th sleep.

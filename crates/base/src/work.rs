@@ -16,10 +16,10 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use pin_project_lite::pin_project;
 
+use crate::clock::Instant;
 use crate::thread::ThreadClass;
 
 const CLASSES: usize = ThreadClass::ALL.len();

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::mem::OutsideAccess;
 use futures::future::BoxFuture;
 

@@ -9,6 +9,7 @@
 //! entries.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;

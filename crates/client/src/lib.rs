@@ -27,6 +27,7 @@
 //! `docs/semantics.md` states the promises on which users may rely.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod client;
 mod compound;

@@ -7,6 +7,7 @@
 //! depend on objects, pools or stores.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod code;
 mod error;

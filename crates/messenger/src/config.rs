@@ -115,7 +115,7 @@ impl Entropy {
         StandardUniform: Distribution<T>,
     {
         match &self.0 {
-            None => rand::random(),
+            None => base::entropy::random(),
             Some(seeded) => seeded.lock().unwrap_or_else(PoisonError::into_inner).random(),
         }
     }

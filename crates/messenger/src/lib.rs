@@ -36,6 +36,7 @@
 //! connections by a handshake. `docs/protocol.md` describes the format of frames.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod admissions;
 mod api;

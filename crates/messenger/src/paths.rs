@@ -10,8 +10,9 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::health::{HealthState, OffloadHealth};
 
 use crate::frame::PathOffer;
@@ -98,7 +99,7 @@ impl CommonPath {
     pub(crate) async fn upgrade(&self, claim: impl Fn() -> ConnectClaim) -> (Wire, ConnectClaim) {
         loop {
             match self.path.health.probe_at() {
-                Some(at) => tokio::time::sleep_until(at.into()).await,
+                Some(at) => tokio::time::sleep_until(at).await,
                 None if self.is_active() => {}
                 // Another connection is probing the path.
                 None => tokio::time::sleep(PATH_TIMEOUT).await,

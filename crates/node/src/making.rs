@@ -73,7 +73,7 @@ impl Making {
         {
             return Err(TargetError::Missing { path: dir.path().join(path) }.into());
         }
-        let new_file = |path: &PathBuf| NewTargetFile { path: path.clone(), uuid: Uuid::new_v4() };
+        let new_file = |path: &PathBuf| NewTargetFile { path: path.clone(), uuid: base::entropy::uuid() };
         let making = Making {
             config: text.to_owned(),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),

@@ -8,9 +8,10 @@
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::budget::Budget;
+use base::clock::Instant;
 use base::process::ProcessUsage;
 use base::thread::ThreadClass;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};

@@ -5,9 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use array::CodingConfig;
+use base::clock::WallClock;
 use wire::{OffloadStatus, Placement};
-
-use crate::clock::WallClock;
 
 /// Configuration of an osd. The defaults suit a production node; tests shorten the times.
 #[derive(Debug, Clone)]

@@ -1,9 +1,9 @@
 //! Table of changes in flight. A retry joins the running attempt instead of racing with it.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use base::collections::HashMap;
 use tokio::sync::watch;
 use wire::{Mutated, SessionId};
 

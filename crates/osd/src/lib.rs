@@ -20,13 +20,13 @@
 //! behind the host–DPU channel.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod admin;
 mod age;
 mod audit;
 mod backing;
 mod change_map;
-mod clock;
 mod collect;
 mod config;
 mod draft;
@@ -68,7 +68,6 @@ mod written;
 
 pub use array::{CodingConfig, StripesAt};
 pub use audit::inspect_object;
-pub use clock::WallClock;
 pub use config::{OffloadSource, OsdConfig, TargetRetry};
 pub use server::OsdServer;
 pub use start_error::StartError;

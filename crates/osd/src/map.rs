@@ -168,7 +168,7 @@ impl NodeMap {
             (Some(map), _) => map,
             (None, _) => {
                 let targets = uuids.into_iter().map(TargetRecord::new).collect();
-                NodeMap { epoch: 1, node: Uuid::new_v4(), targets, next_pool_id: 1, pools: vec![] }
+                NodeMap { epoch: 1, node: base::entropy::uuid(), targets, next_pool_id: 1, pools: vec![] }
             }
         };
         map.check_targets(targets, &copies)?;

@@ -18,9 +18,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 
+use base::clock::WallClock;
+use base::collections::HashMap;
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
@@ -30,7 +32,6 @@ use wire::{Mutated, SessionId};
 
 use crate::age::Age;
 use crate::backing::Backing;
-use crate::clock::WallClock;
 use crate::fail::{Fail, StepResult};
 use crate::gone::{Gone, Living};
 use crate::ids;
@@ -290,7 +291,7 @@ impl Pg {
     }
 
     async fn read_marks(&self) -> StepResult<HashMap<SessionId, Mark>> {
-        let mut marks = HashMap::new();
+        let mut marks = HashMap::default();
         let mut from = Bytes::from_static(b"s");
         loop {
             let (page, more) = self.backing.omap_iterate(&self.cid, &self.meta, from.clone(), 1024).await?;

@@ -1,8 +1,7 @@
 //! Table of the known sessions and their connections.
 
-use std::collections::HashMap;
-
 use base::budget::{Budget, PeerAddress};
+use base::collections::HashMap;
 use tokio::time::{Duration, Instant};
 use wire::{Error, SessionId};
 
@@ -63,7 +62,7 @@ impl Sessions {
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
         let places = Budget::new(limit, PATIENCE);
         let (started, shortages) = (Instant::now(), Shortages::default());
-        Sessions { known: HashMap::new(), places, generation, last: 0, started, shortages }
+        Sessions { known: HashMap::default(), places, generation, last: 0, started, shortages }
     }
 
     /// Attaches a session to a connection: the session that the client presents, or a new one. From
@@ -84,7 +83,7 @@ impl Sessions {
             return Err(Error::SessionRefused { session, why });
         }
         let id = presented.unwrap_or_else(|| self.make());
-        let victim = self.places.admit(id, peer, Instant::now().into_std()).map_err(|full| {
+        let victim = self.places.admit(id, peer, Instant::now()).map_err(|full| {
             self.shortages.refused += 1;
             Error::Busy {
                 what: "sessions".into(),
@@ -110,14 +109,14 @@ impl Sessions {
 
     /// Records that the session is active, so that silent sessions lose their slots first.
     pub(crate) fn heard(&mut self, session: SessionId) {
-        self.places.heard(session, Instant::now().into_std());
+        self.places.heard(session, Instant::now());
     }
 
     fn make(&mut self) -> SessionId {
         // If all numbers of a generation are used up, further sessions share the last number. Their
         // ids still differ in the random bits.
         self.last = self.last.saturating_add(1);
-        SessionId::new(self.generation, self.last, rand::random())
+        SessionId::new(self.generation, self.last, base::entropy::random())
     }
 
     /// Forgets a session that its client has closed.
@@ -136,7 +135,7 @@ impl Sessions {
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, ClientPresence::GoneSince(Instant::now()));
-            self.places.left(session, Instant::now().into_std());
+            self.places.left(session, Instant::now());
         }
     }
 

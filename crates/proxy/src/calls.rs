@@ -2,8 +2,8 @@
 //! call that is safe to repeat is made again on the next store channel.
 
 use std::sync::Arc;
-use std::time::Instant;
 
+use base::clock::Instant;
 use store::StoreError;
 use tokio::sync::oneshot;
 

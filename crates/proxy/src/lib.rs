@@ -10,6 +10,7 @@
 //! crate interprets the data of objects.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod admission;
 mod attachment;

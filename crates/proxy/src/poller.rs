@@ -1,7 +1,9 @@
 //! Adaptive polling: when a task polls for more work, and when it sleeps.
 
 use std::task::Context;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 
 /// Adaptive polling. After an event, the task reschedules itself for a while, if such polling has
 /// found work recently. Other tasks can run in between. Then the task waits to be woken.

@@ -1,9 +1,9 @@
 //! [`ProxyStore`]: the object store that the osd uses for a target on the host.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use base::block::{BLOCK, Payload, align_down, align_up};
+use base::clock::Instant;
 use base::mem::ArenaBuf;
 use base::reclaim::Reclaim;
 use bytes::Bytes;

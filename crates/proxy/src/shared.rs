@@ -3,8 +3,9 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::health::OffloadHealth;
 use base::mem::OutsideAccess;
 use channel::{ChannelError, DmaEngine, DmaRegion, DpuMemory, TargetInfo};

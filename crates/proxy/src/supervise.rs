@@ -72,7 +72,7 @@ async fn open(
     let hello = ChannelHello {
         version_min: VERSION,
         version_max: VERSION,
-        nonce: rand::random(),
+        nonce: base::entropy::random(),
         memory,
         outstanding: shared.options.outstanding as u32,
     };

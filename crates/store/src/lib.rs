@@ -12,6 +12,7 @@
 //! segments that the ring fills.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod absent;
 mod api;

@@ -3,10 +3,11 @@
 
 mod object;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::block::{BLOCK, BLOCK_SIZE, Payload};
+use base::collections::HashMap;
 use bytes::Bytes;
 
 use object::{MemBlock, MemObject};

@@ -7,6 +7,7 @@
 //! `docs/object-protocol.md`.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 mod admin;
 mod bulk;

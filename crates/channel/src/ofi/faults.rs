@@ -1,7 +1,6 @@
 //! The effect of injected faults on this engine's transfers.
 
-use std::time::Instant;
-
+use base::clock::Instant;
 use base::fault::{Action, Faults, Site};
 use base::mem::{Arena, OutsideAccess};
 use fabric::{Access, MemoryRegion};

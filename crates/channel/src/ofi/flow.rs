@@ -1,7 +1,8 @@
 //! The chains of one queue that were started and are not finished, in posting order.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+
+use base::clock::Instant;
 
 use super::faults::Fate;
 use crate::dma::{ChainFailure, PeerId};

@@ -1,7 +1,6 @@
 //! The store's side of engine `ofi`: it grants the osd's engine access to the host memory of an
 //! attachment.
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -9,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
 use base::mem::OutsideAccess;
 use base::thread::{ThreadClass, spawn};
@@ -128,7 +128,7 @@ impl OfiHost {
         let behind = Arc::clone(&shared);
         let worker = HostWorker {
             shared: behind,
-            attachments: HashMap::new(),
+            attachments: HashMap::default(),
             _listener: listener,
             port,
             faults,
@@ -164,7 +164,7 @@ impl OfiHost {
         let offer = OfiOffer {
             provider: self.provider.clone(),
             address: self.address,
-            secret: rand::random(),
+            secret: base::entropy::random(),
             memory: region.remote(),
         };
         let attachment = Box::new(MemoryGrant {

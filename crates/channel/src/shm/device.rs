@@ -1,11 +1,12 @@
 //! The loop of the emulated device's thread.
 
-use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
 use base::mem::{Arena, DeviceMemory};
 
@@ -82,8 +83,8 @@ impl ShmDevice {
             shared,
             pace,
             faults,
-            regions: HashMap::new(),
-            peers: HashMap::new(),
+            regions: HashMap::default(),
+            peers: HashMap::default(),
             heads: Default::default(),
             last: URGENT,
             urgent_run: 0,

@@ -9,8 +9,9 @@
 //! batch begins form one batch.
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::fault::Faults;
 use base::thread::ThreadClass;
 

@@ -12,8 +12,8 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
+use base::clock::Instant;
 use base::fault::{Action, Faults, Site};
 use base::thread::{ThreadClass, catch_panic, cpu_time, spawn};
 use metrics::{Counter, counter};

@@ -1,11 +1,12 @@
 //! Offers of this side: memory that the peer may pull from or push into. This module also serves
 //! the peer's pulls.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use base::block::{BLOCK, Payload};
+use base::collections::HashMap;
 use fabric::MemoryRegion;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};

@@ -4,9 +4,10 @@
 //! the data is sent in frames instead, which is always possible.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::block::{BLOCK, piece_count, verify_pieces};
+use base::clock::Instant;
 use base::mem::ArenaBuf;
 use futures::stream::{FuturesUnordered, StreamExt};
 use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};

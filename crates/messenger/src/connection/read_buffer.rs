@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn a_memory_block_is_reused_when_all_its_parts_are_dropped() {
         let mut buffer = ReadBuffer::new();
-        let mut places = std::collections::HashSet::new();
+        let mut places = base::collections::HashSet::default();
         for _ in 0..50 {
             buffer.make_room(8000);
             buffer.bytes.extend_from_slice(&[1; 8000]);

@@ -1,7 +1,6 @@
 //! The server side of a network stack: accepts transports and performs handshakes. Each transport
 //! begins a new connection or resumes an existing one.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -9,6 +8,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::budget::{Budget, spare_descriptors};
+use base::collections::HashMap;
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
@@ -141,7 +141,7 @@ impl Registry {
         let (resume, resumptions) = mpsc::channel(1);
         let (connection, peer) = (shared.connection_id(), shared.peer().peer);
         let mut connections = self.lock();
-        let Ok(victim) = connections.places.admit(connection, peer, Instant::now().into_std()) else {
+        let Ok(victim) = connections.places.admit(connection, peer, Instant::now()) else {
             drop(connections);
             self.admissions.add_refused(Shortage::Connections, 1);
             return None;
@@ -169,7 +169,7 @@ impl Registry {
     /// ended.
     fn shed(&self) -> bool {
         let mut connections = self.lock();
-        let victim = connections.places.shed(Instant::now().into_std());
+        let victim = connections.places.shed(Instant::now());
         let victim = victim.and_then(|victim| connections.forget(victim));
         drop(connections);
         let has_victim = victim.is_some();
@@ -183,7 +183,7 @@ impl ConnectionSlot for RegistryPlace {
         let gone = || MessengerError::ConnectionLost("the connection's listener has been closed".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut connections = registry.lock();
-        let now = Instant::now().into_std();
+        let now = Instant::now();
         let admitted = connections.detached.admit(self.connection, self.peer, now);
         let Ok(victim) = admitted else {
             drop(connections);
@@ -206,13 +206,13 @@ impl ConnectionSlot for RegistryPlace {
         {
             let mut connections = registry.lock();
             connections.detached.remove(self.connection);
-            connections.places.heard(self.connection, Instant::now().into_std());
+            connections.places.heard(self.connection, Instant::now());
         }
     }
 
     fn heard(&self) {
         if let Some(registry) = self.registry.upgrade() {
-            registry.lock().places.heard(self.connection, Instant::now().into_std());
+            registry.lock().places.heard(self.connection, Instant::now());
         }
     }
 }
@@ -245,13 +245,13 @@ impl StreamListener {
         let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
         let admissions = Arc::new(Admissions::new(&config, descriptors));
         let connections = Mutex::new(ConnectionTable {
-            entries: HashMap::new(),
+            entries: HashMap::default(),
             places: Budget::new(admissions.max_connections(), CONNECTION_PATIENCE),
             detached: Budget::new(config.max_held, Duration::MAX),
         });
         let registry = Arc::new(Registry { connections, admissions: Arc::clone(&admissions) });
         let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
-        let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::new() });
+        let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::default() });
         let reception = Arc::new(Reception {
             config,
             registry,
@@ -337,7 +337,7 @@ impl Reception {
         let mut handshakes = self.handshakes();
         handshakes.last += 1;
         let id = handshakes.last;
-        let Ok(victim) = handshakes.budget.admit(id, wire.peer, Instant::now().into_std()) else {
+        let Ok(victim) = handshakes.budget.admit(id, wire.peer, Instant::now()) else {
             drop(handshakes);
             return self.admissions.add_refused(Shortage::Handshakes, 1);
         };
@@ -359,7 +359,7 @@ impl Reception {
     fn shed(&self) {
         self.admissions.add_refused(Shortage::Descriptors, 1);
         let mut handshakes = self.handshakes();
-        let victim = handshakes.budget.shed(Instant::now().into_std());
+        let victim = handshakes.budget.shed(Instant::now());
         if let Some(task) = victim.and_then(|victim| handshakes.tasks.remove(&victim)) {
             task.abort();
             return self.admissions.add_reclaimed(Shortage::Descriptors, 1);

@@ -1,10 +1,10 @@
 //! Byte streams within one process: the fault-free base of the simulated network.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::BoxFuture;
+use base::collections::HashMap;
 use tokio::io::{DuplexStream, duplex, split};
 use tokio::sync::mpsc;
 

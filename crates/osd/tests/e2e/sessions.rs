@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use base::block::Payload;
+use base::clock::WallClock;
 use bytes::{BufMut, Bytes, BytesMut};
 use client::{Client, Options};
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message, UseAs};
-use osd::{OsdConfig, WallClock};
+use osd::OsdConfig;
 use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;

@@ -3,9 +3,9 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
 
 use base::block::{Payload, crc32c, verify_pieces};
+use base::clock::Instant;
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;

@@ -1,6 +1,5 @@
 //! The store's side of one attachment.
 
-use std::collections::HashSet;
 use std::future::poll_fn;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
@@ -9,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use base::collections::HashSet;
 use base::fault::{Action, Faults, Site};
 use base::mem::OutsideAccess;
 use bytes::Bytes;
@@ -363,7 +363,7 @@ impl HostAttachment {
         poll: Duration,
     ) -> HostAttachment {
         let admissions = targets.iter().map(|_| Admission::default()).collect();
-        let (running, stages) = (FuturesUnordered::new(), HashSet::new());
+        let (running, stages) = (FuturesUnordered::new(), HashSet::default());
         HostAttachment {
             targets,
             engines,

@@ -11,16 +11,17 @@ mod offers;
 mod stripes;
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::pending;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::budget::{Budget, PeerAddress};
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
 use base::work::booked;

@@ -5,10 +5,12 @@
 //! most. A failed payload transfer has not touched the rings. Its request continues over the
 //! control socket, and the bytes that had arrived are not sent again.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::phases::{Clock, Phase};
 use bytes::Bytes;
 use channel::{Chain, ChainCompletion, DmaRegion, QueueId, Transfer, URGENT};

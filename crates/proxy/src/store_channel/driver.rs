@@ -4,8 +4,8 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
+use base::clock::Instant;
 use channel::{Bell, Chain, ChainCompletion, ChannelError, ControlSocket, Joined, MemoryAccess};
 use futures::future::BoxFuture;
 use tokio::time::Sleep;

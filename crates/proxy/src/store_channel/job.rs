@@ -1,8 +1,7 @@
 //! A job: one call that was not sent yet, with its payload and its prerequisites.
 
-use std::time::Instant;
-
 use base::block::{BLOCK, Payload, crc32c, verify_pieces};
+use base::clock::Instant;
 use base::mem::ArenaBuf;
 use base::phases::{self, Clock};
 use base::pool::MIN_BUFFER;

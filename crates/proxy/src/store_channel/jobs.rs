@@ -1,8 +1,8 @@
 //! The queues of jobs: what each job waits for, and when the store channel sends it.
 
 use std::collections::VecDeque;
-use std::time::Instant;
 
+use base::clock::Instant;
 use bytes::Bytes;
 use channel::{EntryHeader, EntryKind as FrameKind, VERIFY};
 use store::StoreError;

@@ -24,11 +24,13 @@ mod replies;
 mod ring_side;
 mod verify;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::buddy::Buddy;
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::fault::Faults;
 use base::health::OffloadHealth;
 use base::mem::ArenaBuf;
@@ -284,10 +286,10 @@ impl StoreChannel {
             incarnation,
             last_id: 0,
             last_stage: 0,
-            jobs: HashMap::new(),
-            pending: HashMap::new(),
+            jobs: HashMap::default(),
+            pending: HashMap::default(),
             lanes: (0..targets).map(|_| Lane::default()).collect(),
-            stages: HashMap::new(),
+            stages: HashMap::default(),
             range_queue: VecDeque::new(),
             ring_ready: VecDeque::new(),
             socket_ready: VecDeque::new(),
@@ -296,7 +298,7 @@ impl StoreChannel {
             ranges: Buddy::new(data_len, MIN_BUFFER, largest),
             control_out: Vec::new(),
             dma: Dma::default(),
-            fetching: HashMap::new(),
+            fetching: HashMap::default(),
             regions: Regions::new(largest, data_len, options.region_cache),
             mode: if ring.is_some() { DmaState::Open } else { DmaState::Closed },
             held: VecDeque::new(),

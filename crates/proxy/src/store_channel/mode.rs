@@ -1,6 +1,6 @@
 //! Whether the rings and DMA are in use. Module [`recover`](super::recover) changes this state.
 
-use std::time::Instant;
+use base::clock::Instant;
 
 /// Whether the rings and DMA are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

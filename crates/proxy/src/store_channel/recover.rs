@@ -22,8 +22,9 @@
 //! result decides whether DMA is used again. Some engines lose their peer at a failure. The store
 //! channel first attaches such an engine again, to a new offer of host memory.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
 use channel::ring::CELL;
@@ -352,7 +353,8 @@ impl State {
         self.mode = DmaState::Probing { since: Instant::now(), step: ProbeStep::There };
         self.announced = 0;
         let Some(ring) = &mut self.ring else { return };
-        let (inbound, pattern) = (ring.layout().inbound(), rand::random::<[u8; 32]>().repeat(PROBE / 32));
+        let (inbound, pattern) =
+            (ring.layout().inbound(), base::entropy::random::<[u8; 32]>().repeat(PROBE / 32));
         let inside = ring.arena().copy_in(inbound.offset, &pattern);
         debug_assert!(inside, "the ring is inside its memory");
         self.probe_pattern = pattern;

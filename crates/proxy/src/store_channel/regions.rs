@@ -7,10 +7,10 @@
 //! CommChannel negotiation for each transfer"). Ranges and windows are aligned to the longest
 //! range, so no range crosses the end of a window.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use base::collections::HashMap;
 use channel::DmaRegion;
 
 /// An open window of host memory, which a job may access by DMA.
@@ -58,9 +58,9 @@ impl Regions {
             window,
             total,
             capacity,
-            kept: HashMap::new(),
+            kept: HashMap::default(),
             clock: 0,
-            asked: HashMap::new(),
+            asked: HashMap::default(),
             hits: metrics::counter!("outboard_channel_region_cache", "result" => "hit"),
             misses: metrics::counter!("outboard_channel_region_cache", "result" => "miss"),
             evictions: metrics::counter!("outboard_channel_region_cache", "result" => "eviction"),

@@ -1,8 +1,9 @@
 //! The handling of replies and of the data of reads.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::fault::Site;
 use base::mem::ArenaBuf;
 use base::phases::{Clock, Phase};

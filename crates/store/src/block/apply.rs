@@ -8,9 +8,10 @@ mod blocks;
 mod clones;
 mod writes;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use base::block::BLOCK_SIZE;
+use base::collections::HashMap;
 use bytes::{Bytes, BytesMut};
 
 use super::alloc::{Allocator, Purse};

@@ -2,8 +2,11 @@
 
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
 use std::{io, thread};
+
+use base::clock::Instant;
 
 use super::drive::{Drive, FileDrive};
 use super::{BlockStore, CheckpointWatch, DriveCalls, MkfsOptions, MountOptions};

@@ -1,8 +1,9 @@
 //! Commits in progress: groups of transactions, freed blocks in quarantine, and deferred blocks.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
+use base::collections::HashMap;
 use bytes::Bytes;
 
 use super::apply::TransactionEffect;
@@ -93,7 +94,7 @@ impl Commits {
             write_bytes: 0,
             frees: Vec::new(),
             groups: VecDeque::new(),
-            outstanding: HashMap::new(),
+            outstanding: HashMap::default(),
             flushing: None,
             flushed: log_start,
             flushed_group: 0,

@@ -4,11 +4,12 @@
 //! It puts drive requests and [`BlockingWork`] into [`CoreOutput`], from which the driver takes
 //! them. A test can therefore deliver events to the core in any order.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use base::block::BLOCK;
+use base::collections::HashMap;
 use base::mem::Arena;
 use base::pool::BufferPool;
 
@@ -140,23 +141,23 @@ impl Core {
             taken,
             collections,
             next_nid: meta.next_nid,
-            stages: HashMap::new(),
+            stages: HashMap::default(),
             last_stage: Arc::default(),
-            stage_writes: HashMap::new(),
+            stage_writes: HashMap::default(),
             waiting_stages: VecDeque::new(),
-            queues: HashMap::new(),
-            pending: HashMap::new(),
+            queues: HashMap::default(),
+            pending: HashMap::default(),
             runnable: VecDeque::new(),
             starved: Vec::new(),
             commits: Commits::new(meta.log_start, superblock.log_sectors()),
             reads: BlockAccess::default(),
-            io: HashMap::new(),
+            io: HashMap::default(),
             next_id: 1,
             generation: 0,
             pool: BufferPool::new(arena, 0, largest),
             index_space,
             poisoned: None,
-            changed_in: HashMap::new(),
+            changed_in: HashMap::default(),
             closing: None,
             closed: false,
             output: CoreOutput::default(),

@@ -1,11 +1,12 @@
 //! Checks a target: every entry of the index, every reference count, the free-space bitmap, and the
 //! checksum of every block.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use base::collections::{HashMap, HashSet};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -129,7 +130,7 @@ pub(crate) fn check(
         repair,
         inspect,
         report,
-        objects: HashMap::new(),
+        objects: HashMap::default(),
         seen: Bitmap::new(recovered.superblock.data_blocks()),
         shared: BTreeMap::new(),
         fixes: Changes::new(),
@@ -185,7 +186,7 @@ impl Check<'_> {
     }
 
     fn collections(&mut self) -> Result<HashSet<u64>> {
-        let mut numbers = HashSet::new();
+        let mut numbers = HashSet::default();
         let report = &mut self.report;
         self.recovered.entries(key::COLLECTION, |name, value| {
             match decode_collection(&name, &value) {

@@ -90,7 +90,7 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
         )));
     };
     Ok(Superblock {
-        uuid: sizes.uuid.unwrap_or_else(Uuid::new_v4),
+        uuid: sizes.uuid.unwrap_or_else(base::entropy::uuid),
         generation: 0,
         size,
         log: Region { offset: SUPERBLOCKS, len: log_len },

@@ -1,7 +1,8 @@
 //! Staged extents: extents that are allocated and written but that no object refers to yet.
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use base::collections::HashSet;
 
 use super::extent::Extent;
 use super::messages::ReplySender;
@@ -35,7 +36,7 @@ pub(crate) struct Stage {
 impl Stage {
     pub(crate) fn new(len: u64, extents: Vec<Extent>) -> Stage {
         let blocks = vec![StagedBlock::Blank; super::extent::total(&extents) as usize];
-        Stage { len, extents, blocks, in_flight: HashSet::new(), released: false, users: 0 }
+        Stage { len, extents, blocks, in_flight: HashSet::default(), released: false, users: 0 }
     }
 
     /// Returns the runs of blocks of the data area that contain blocks `first..first + count` of

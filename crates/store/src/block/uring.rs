@@ -1,13 +1,13 @@
 //! The I/O ring, which executes [`IoRequest`]s with io_uring. Other threads can wake the thread
 //! that waits for completions.
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
+use base::collections::HashMap;
 use base::mem::{Arena, ArenaRegistration, HUGE_PAGE};
 use bytes::Bytes;
 use futures::task::AtomicWaker;
@@ -161,7 +161,7 @@ impl IoRing {
             waker,
             event_armed: false,
             disabled,
-            in_flight: HashMap::new(),
+            in_flight: HashMap::default(),
             injected: Vec::new(),
             buffers,
             registered_io: metrics::counter!("outboard_store_registered_io_total"),

@@ -5,10 +5,10 @@
 //! [`Need`]. The caller loads the value and calls the method again.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 
+use base::collections::HashMap;
 use bytes::Bytes;
 
 use super::index::{Changes, EntryBatch};

@@ -1,11 +1,12 @@
 //! [`Engines`]: the engines that compute parity on the side of the stores.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::block::Payload;
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::fault::Faults;
 use bytes::Bytes;
 use ec::offload::batch::CodingWork;

@@ -2,8 +2,8 @@
 //! complete.
 
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
+use base::clock::Instant;
 use base::fault::{Action, Site};
 use fabric::PostError;
 

@@ -3,12 +3,13 @@
 
 mod chains;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::fault::{Action, Faults, Site};
 use base::mem::OutsideAccess;
 use fabric::{
@@ -111,9 +112,9 @@ impl EngineWorker {
             connect_timeout,
             flows: Default::default(),
             held: Default::default(),
-            peers: HashMap::new(),
-            locals: HashMap::new(),
-            windows: HashMap::new(),
+            peers: HashMap::default(),
+            locals: HashMap::default(),
+            windows: HashMap::default(),
             port: None,
             completed: false,
             retry: false,

@@ -24,7 +24,9 @@
 
 mod proc;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 
 pub use proc::{HostCpus, HostCpusError};
 use serde::{Deserialize, Serialize};

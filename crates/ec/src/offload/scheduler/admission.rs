@@ -2,7 +2,9 @@
 //! caller passes the time.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 use wire::CodingMode;
 
 use super::auto::{Auto, Backlog};

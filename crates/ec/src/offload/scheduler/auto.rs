@@ -24,7 +24,9 @@
 //! tasks is explored: one task at a time, at most one task in a hundred. The DPU is explored only
 //! while there is a queue, or if this costs little time.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 
 use super::estimate::MEMORY;
 use super::station::Station;

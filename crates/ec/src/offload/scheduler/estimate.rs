@@ -1,6 +1,8 @@
 //! Estimates the cost of tasks at a coding place from its finished tasks.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 
 /// Time after which a measurement has 1/e of its weight. It is long enough to average out the
 /// scatter of single measurements, and short enough for the estimate to follow a change of load

@@ -30,8 +30,9 @@ mod tests;
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use wire::CodingMode;
@@ -280,5 +281,5 @@ impl Drop for TaskSlot {
 }
 
 fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
+    Instant::now()
 }

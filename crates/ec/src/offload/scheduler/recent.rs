@@ -1,6 +1,8 @@
 //! Counts the tasks that were started during the last second, by coding place.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use base::clock::Instant;
 
 use super::CodingPlace;
 

@@ -5,8 +5,9 @@ mod tests;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use wire::CodingMode;

@@ -1,7 +1,6 @@
 //! The scheduler's state as plain data, for the command `status`.
 
-use std::time::Instant;
-
+use base::clock::Instant;
 use base::health::{HealthReport, HealthState};
 use serde::{Deserialize, Serialize};
 use wire::{CodingMode, CodingSent, HealthStatus, OffloadState};

@@ -1,8 +1,9 @@
 //! [`Station`]: the state of one coding place, with its tasks in service, their cost, and the
 //! health of the place.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use base::clock::Instant;
 use base::health::{HealthState, OffloadHealth};
 
 use super::estimate::{Cost, PlaceEstimate};

@@ -1,13 +1,14 @@
 //! One network at one local address: its connect requests, and the protection domains of the
 //! connected peers.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::budget::{Budget, PeerAddress};
+use base::clock::Instant;
+use base::collections::HashMap;
 use fabric::{ConnectionRequest, Endpoint, EventQueue, Fabric, FabricEvent, Info, Waitable};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -75,10 +76,10 @@ impl Device {
         let fabric = Fabric::open(info).map_err(io::Error::other)?;
         let events = EventQueue::open(&fabric).map_err(io::Error::other)?;
         let state = Mutex::new(State {
-            ports: HashMap::new(),
-            settling: HashMap::new(),
+            ports: HashMap::default(),
+            settling: HashMap::default(),
             accepting: Budget::new(SETTLING_MAX, Duration::ZERO),
-            links: HashMap::new(),
+            links: HashMap::default(),
             last_id: 0,
             accepted: None,
         });
@@ -235,7 +236,7 @@ impl Device {
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
         let (peer_token, transport_number) = parts_of(&claim.nonce);
-        let own_token: u64 = rand::random();
+        let own_token: u64 = base::entropy::random();
         let link = Link::new(self.watcher(), &port, endpoint, (own_token, transport_number));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;

@@ -1,7 +1,7 @@
 //! One connected endpoint. It carries packets, whose number is limited by credits, and one-sided
 //! transfers.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
+use base::collections::HashMap;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 use fabric::{Access, Completion, Endpoint, GatherBytes, MemoryRegion, Operation, PostError};
@@ -151,7 +152,7 @@ impl Link {
             was_content: false,
             told: FIRST_GRANT,
             is_due: false,
-            posted: HashMap::new(),
+            posted: HashMap::default(),
             next_token: 0,
             quiet_operations: 0,
             quiet_bytes: 0,

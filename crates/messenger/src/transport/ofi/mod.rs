@@ -38,7 +38,6 @@ mod port;
 mod reads;
 mod rma;
 
-use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,6 +46,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::budget::PeerAddress;
+use base::collections::HashMap;
 use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
 use serde::Deserialize;
 use tokio::sync::{mpsc, watch};

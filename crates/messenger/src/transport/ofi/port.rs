@@ -1,9 +1,9 @@
 //! One protection domain: its completion queue, receive buffers, registered memory and links.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use base::collections::HashMap;
 use base::mem::{Arena, ArenaBuf};
 use bytes::Bytes;
 use fabric::{
@@ -86,9 +86,9 @@ impl<L> Port<L> {
         let links_max = domain.info().endpoints_per_queue(depth, receives.is_some());
         let receives_max = domain.info().shared_receive_depth().min(depth / 2);
         let state = Mutex::new(State {
-            links: HashMap::new(),
-            tokens: HashMap::new(),
-            posted: HashMap::new(),
+            links: HashMap::default(),
+            tokens: HashMap::default(),
+            posted: HashMap::default(),
             surplus: 0,
             due: Vec::new(),
             next_token: 0,

@@ -1,10 +1,10 @@
 //! The one-sided reads of a link that are in progress, and the buffers that they fill.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
+use base::clock::Instant;
+use base::collections::HashMap;
 use base::mem::ArenaBuf;
 use fabric::{MemoryRegion, PeerBuffer, Slice};
 use tokio::sync::oneshot;

@@ -1,8 +1,8 @@
 //! One-sided transfers of a link: reads of the peer's memory into buffers, and writes into it.
 
 use std::sync::Arc;
-use std::time::Instant;
 
+use base::clock::Instant;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 use fabric::{Access, ExposedMemory, GatherBytes, MemoryRegion, PeerBuffer, RemoteRegion};

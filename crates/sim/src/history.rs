@@ -1,0 +1,2 @@
+//! The history of all calls of a simulation, and the check that it keeps the promises of
+//! `docs/semantics.md`.
