@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::block::Payload;
+use base::clock::WallClock;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
@@ -109,6 +110,7 @@ async fn array_over(cid: &CollectionId, redundancy: &str, stores: Vec<Arc<dyn Ob
         patience: Duration::from_secs(30),
         dirty_max: 16,
         coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
+        clock: WallClock::default(),
     });
     let group = Rc::new(group.unwrap());
     group.create(&ranked).await.unwrap();

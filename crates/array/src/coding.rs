@@ -55,7 +55,7 @@ pub struct CodingConfig {
     /// The part of the DPU that computes parity. `None` if the node has no DPU; in this case, the
     /// host's processor computes all parity.
     pub offload: Option<CodingOffload>,
-    /// Number of coding threads on the DPU's cores.
+    /// Number of coding threads on the DPU's cores. With 0 threads, the osd's thread codes.
     pub threads: usize,
     /// Number of coding threads on the host's processor.
     pub host_threads: usize,
@@ -137,15 +137,18 @@ impl CodingDispatcher {
         stores: Arc<dyn StripeStores>,
         is_emulated: bool,
     ) -> std::io::Result<Rc<CodingDispatcher>> {
-        let threads = config.threads.max(1);
         let queue = config.queue.max(1);
-        let options = SoftwareOptions { threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
+        let options =
+            SoftwareOptions { threads: config.threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
         let software = software::start(SoftwareOptions { faults: config.faults.clone(), ..options })?;
         // Without a DPU, the host's processor is the only coding place.
         let mode = if config.offload.is_some() { config.mode } else { CodingMode::LatencySensitive };
         let offload = match config.offload {
             Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
-            Some(CodingOffload::Dpu) | None => Capacity { slots: 2 * threads, lanes: threads },
+            Some(CodingOffload::Dpu) | None => {
+                let lanes = config.threads.max(1);
+                Capacity { slots: 2 * lanes, lanes }
+            }
         };
         let lanes = config.host_threads.max(1);
         let scheduler = Scheduler::new(SchedulerConfig {

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
 
+use base::clock::WallClock;
 use base::pool::BufferPool;
 use store::{CollectionId, ObjectId};
 use tokio::sync::RwLock;
@@ -58,6 +59,8 @@ pub struct GroupOptions {
     pub dirty_max: usize,
     /// Computes parity and writes stripes to the targets.
     pub coding: Rc<CodingDispatcher>,
+    /// Time of day, which orders the declarations of operators that members are lost.
+    pub clock: WallClock,
 }
 
 /// The state of a placement group with redundancy: its members and what is known about each.
@@ -121,7 +124,7 @@ impl Group {
             coding: options.coding,
             targets: options.targets,
             intervals: Intervals::default(),
-            terms: Terms::default(),
+            terms: Terms::new(options.clock),
             dirty_max: options.dirty_max,
             drops_notes: Cell::new(false),
             no_room: RefCell::default(),

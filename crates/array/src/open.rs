@@ -153,6 +153,7 @@ impl Group {
                 wait_until = now + self.calls.member_timeout / 10;
             }
             tokio::select! {
+                biased;
                 Some((target, looked)) = looks.next() => {
                     waiting.retain(|t| t.uuid() != target.uuid());
                     found.add(target, looked?);

@@ -1,7 +1,8 @@
 //! [`Terms`]: the terms that a group has seen, and the choice of the next term.
 
 use std::cell::{Cell, Ref, RefCell};
-use std::time::{SystemTime, UNIX_EPOCH};
+
+use base::clock::WallClock;
 
 use crate::record::GroupRecord;
 
@@ -11,8 +12,8 @@ use crate::record::GroupRecord;
 const LOSS_STEP: u64 = 1 << 32;
 
 /// The numbers of a group's terms: the highest one, and what is known about the last term.
-#[derive(Default)]
 pub(crate) struct Terms {
+    clock: WallClock,
     /// Highest term that was ever seen or proposed. Each new term is higher.
     highest: Cell<u64>,
     /// Membership record of the last interval; `None` before the first one. Members that this
@@ -21,6 +22,12 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
+    /// Creates the terms of a group that has seen no term. `clock` orders the declarations of
+    /// operators.
+    pub(crate) fn new(clock: WallClock) -> Terms {
+        Terms { clock, highest: Cell::new(0), lineage: RefCell::default() }
+    }
+
     /// Highest term seen so far.
     pub(crate) fn highest(&self) -> u64 {
         self.highest.get()
@@ -38,8 +45,8 @@ impl Terms {
         if !on_word {
             return next;
         }
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        next.saturating_add(LOSS_STEP).max(now.as_secs().saturating_mul(LOSS_STEP))
+        let seconds = self.clock.now_ms() / 1000;
+        next.saturating_add(LOSS_STEP).max(seconds.saturating_mul(LOSS_STEP))
     }
 
     /// Membership record of the last interval, if there was one.

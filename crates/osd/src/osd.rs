@@ -178,6 +178,7 @@ impl Osd {
             patience: self.config.store_patience.max(2 * self.config.target_timeout),
             dirty_max: self.config.missed_objects_per_pg,
             coding: Rc::clone(&self.coding),
+            clock: self.config.clock.clone(),
         }
     }
 

@@ -6,5 +6,5 @@ use tokio::task::JoinHandle;
 /// Starts a task on the osd's thread. The messenger uses the same thread, so the time of each task
 /// is charged to its thread class.
 pub(crate) fn spawn(task: impl Future<Output = ()> + 'static) -> JoinHandle<()> {
-    tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
+    base::task::spawn_local(ThreadClass::Osd, task)
 }

@@ -22,7 +22,7 @@ pub enum Processor {
 pub struct SoftwareOptions {
     /// The processor that the threads belong to.
     pub processor: Processor,
-    /// Number of threads, at least 1.
+    /// Number of threads. With 0 threads, the submitting thread computes the tasks.
     pub threads: usize,
     /// Maximum number of waiting tasks, at least 1.
     pub queue: usize,

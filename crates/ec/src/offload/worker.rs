@@ -5,6 +5,9 @@
 //! bounded. A worker without an [`EngineRate`] returns each result at once. A worker with an
 //! `EngineRate` emulates a device: it takes all waiting tasks as one batch, computes them, and
 //! sleeps until the device would have finished.
+//!
+//! A worker without threads computes each task in the call that submits the task. Simulations, which
+//! run on one thread, use such workers.
 
 use std::collections::VecDeque;
 use std::io;
@@ -70,6 +73,7 @@ pub struct WorkerStats {
 pub(super) struct WorkerSettings {
     pub(super) name: &'static str,
     pub(super) class: ThreadClass,
+    /// Number of threads. With 0 threads, the submitting thread computes the tasks.
     pub(super) threads: usize,
     /// Maximum number of waiting tasks.
     pub(super) queue: usize,
@@ -79,8 +83,8 @@ pub(super) struct WorkerSettings {
     pub(super) faults: Faults,
 }
 
-/// A set of worker threads. Dropping the worker stops the threads and abandons the tasks that have
-/// no result yet.
+/// Executes coding tasks, usually on threads of its own. Dropping the worker stops the threads and
+/// abandons the tasks that have no result yet.
 pub struct Worker {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -111,6 +115,13 @@ struct ComputedJob {
     answer: Box<dyn FnOnce() + Send>,
 }
 
+/// The result of a task that the submitting thread has computed, and the time at which the caller
+/// gets it.
+struct InlineResult {
+    due: Instant,
+    computed: ComputedJob,
+}
+
 struct QueuedJob {
     work: CodingWork,
     job: CodingJob,
@@ -133,7 +144,7 @@ impl Worker {
     /// # Errors
     /// If the system cannot create another thread.
     pub(super) fn start(settings: WorkerSettings) -> io::Result<Worker> {
-        let (class, threads) = (settings.class, settings.threads.max(1));
+        let (class, threads) = (settings.class, settings.threads);
         let meters = WorkerMeters::of(settings.name);
         let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
         // If starting a thread fails, dropping the worker stops the threads that have started.
@@ -176,9 +187,18 @@ impl Worker {
             // If the caller has dropped its future, the result is not needed.
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
-        let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));
+        let item = QueuedJob { work, job };
+        let (name, is_inline) = (self.name(), self.threads.is_empty());
+        let taken = if is_inline {
+            Ok(self.shared.compute_inline(item))
+        } else {
+            self.shared.take(item).map(|()| None)
+        };
         async move {
-            taken?;
+            if let Some(InlineResult { due, computed }) = taken? {
+                tokio::time::sleep_until(due).await;
+                (computed.answer)();
+            }
             receiver.await.unwrap_or(Err(WorkerError::Stopped(name)))
         }
     }
@@ -239,6 +259,22 @@ impl Shared {
         drop(state);
         self.changed.notify_one();
         Ok(())
+    }
+
+    /// Computes a task on the calling thread. Returns `None` if no caller waits for the result.
+    fn compute_inline(&self, item: QueuedJob) -> Option<InlineResult> {
+        let mut due = Instant::now();
+        let fault = self.settings.faults.hit(Site::EcOffload);
+        if let Some(Action::Stall(late)) = fault {
+            due += late;
+        }
+        if let Some((pace, _)) = self.settings.device {
+            due += pace.of_batch(&[item.work]);
+        }
+        let computed = (item.job)(fault == Some(Action::Fail))?;
+        self.meters.batches.fetch_add(1, Ordering::Relaxed);
+        self.meters.count(item.work, computed.is_done);
+        Some(InlineResult { due, computed })
     }
 
     fn run(&self) {

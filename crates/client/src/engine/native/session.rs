@@ -16,6 +16,7 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use base::thread::ThreadClass;
 use messenger::{
     ConnectOptions, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError, NetworkStack,
 };
@@ -118,7 +119,7 @@ impl ClientSession {
         });
         let (connection, incoming) = shared.connect_while_busy().await?;
         shared.lock().connection = Some(connection);
-        tokio::spawn(run(Ending(Arc::clone(&shared)), incoming));
+        base::task::spawn(ThreadClass::Client, run(Ending(Arc::clone(&shared)), incoming));
         Ok(ClientSession { shared })
     }
 
@@ -511,11 +512,12 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
             // Receive answers while requests are sent again. Otherwise client and node could wait
             // for each other (deadlock).
             Some(sending) => tokio::select! {
-                event = incoming.next() => event,
+                biased;
                 () = sending => {
                     resend = None;
                     continue;
                 }
+                event = incoming.next() => event,
             },
         };
         let lost = match event {

@@ -152,3 +152,19 @@ async fn dropping_a_worker_abandons_tasks_that_have_not_started() {
     drop(held);
     dropped.join().unwrap();
 }
+
+#[tokio::test(start_paused = true)]
+async fn without_threads_the_submitting_thread_computes_and_a_stall_delays_only_the_result() {
+    let faults = Faults::default();
+    faults.arm("ec.offload=stall,late=300ms,count=1".parse().unwrap()).unwrap();
+    let options =
+        SoftwareOptions { threads: 0, faults: faults.clone(), ..SoftwareOptions::new(Processor::Dpu) };
+    let worker = software::start(options).unwrap();
+    let began = Instant::now();
+    let result = worker.submit(WORK, || std::thread::current().id());
+    assert_eq!(worker.stats().tasks, 1, "the call that submits a task computes it");
+    assert_eq!(result.await, Ok(std::thread::current().id()));
+    assert_eq!(began.elapsed().as_millis(), 300);
+    assert_eq!(worker.submit(WORK, || 7).await, Ok(7));
+    assert_eq!(began.elapsed().as_millis(), 300, "the fault fires once");
+}
