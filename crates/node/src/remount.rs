@@ -14,11 +14,9 @@ use base::fault::Faults;
 use futures::future::join_all;
 use store::{AbsentStore, BlockStore, MountOptions, RemountedStore, StoreCalls};
 use tokio::time::Instant;
-use uuid::Uuid;
 
 use super::config::Config;
 use super::targets::{Mounted, mount_options};
-use super::watchdog::Checkpoints;
 
 /// Pause before the first attempt to remount a target. The pause doubles with each attempt.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
@@ -30,31 +28,55 @@ const PAUSE_MAX: Duration = Duration::from_secs(16);
 /// again.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// Remounts each of `targets` with `mount` when the target is not mounted or its drive has failed.
-/// Passes the new mount to `replace` and `checkpoints`.
-pub async fn keep_mounted<D: Send + 'static>(
+/// Remounts each of `targets` when the target is not mounted or its drive has failed. `mount` mounts
+/// the target with the given index and [`MountOptions::stages_after`](store::MountOptions). Passes
+/// each new mount to `replace`.
+pub async fn keep_mounted<D>(
     targets: &mut [Mounted],
-    config: &Config,
-    checkpoints: &Checkpoints,
-    faults: &Faults,
-    mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
-    replace: impl Fn(Uuid, Arc<BlockStore>, D),
+    mount: impl AsyncFn(usize, u64) -> Result<(Arc<BlockStore>, D), String>,
+    replace: impl Fn(&Mounted, &Arc<BlockStore>, D),
 ) -> Infallible {
+    let (mount, replace) = (&mount, &replace);
     let keeping = targets.iter_mut().enumerate().map(|(index, target)| {
-        let options =
-            MountOptions { expected_uuid: Some(target.uuid), ..mount_options(index, config, faults) };
-        keep(target, options, checkpoints, mount, &replace)
+        keep(target, async move |stages_after| mount(index, stages_after).await, replace)
     });
     join_all(keeping).await;
     std::future::pending().await
 }
 
-async fn keep<D: Send + 'static>(
+/// Returns a function for [`keep_mounted`] that mounts `targets` with `mount` on a thread of its
+/// own, because a mount reads the drive and blocks.
+pub fn mount_on_thread<D, F>(
+    targets: &[Mounted],
+    config: &Config,
+    faults: &Faults,
+    mount: F,
+) -> impl AsyncFn(usize, u64) -> Result<(Arc<BlockStore>, D), String> + use<D, F>
+where
+    D: Send + 'static,
+    F: Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
+{
+    let options = |(index, target): (usize, &Mounted)| {
+        let options =
+            MountOptions { expected_uuid: Some(target.uuid), ..mount_options(index, config, faults) };
+        (target.path.clone(), options)
+    };
+    let targets: Vec<_> = targets.iter().enumerate().map(options).collect();
+    async move |index, stages_after| {
+        let (path, options) = targets[index].clone();
+        let options = MountOptions { stages_after, ..options };
+        let mounting = tokio::task::spawn_blocking(move || mount(&path, &options));
+        match mounting.await {
+            Ok(mounted) => mounted.map_err(|e| e.to_string()),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+}
+
+async fn keep<D>(
     target: &mut Mounted,
-    options: MountOptions,
-    checkpoints: &Checkpoints,
-    mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
-    replace: &impl Fn(Uuid, Arc<BlockStore>, D),
+    mount: impl AsyncFn(u64) -> Result<(Arc<BlockStore>, D), String>,
+    replace: &impl Fn(&Mounted, &Arc<BlockStore>, D),
 ) -> Infallible {
     let (mut pause, mut since, mut session) = (PAUSE_MIN, Instant::now(), 0);
     loop {
@@ -66,25 +88,20 @@ async fn keep<D: Send + 'static>(
         let (store, driver) = loop {
             tokio::time::sleep(pause).await;
             pause = (2 * pause).min(PAUSE_MAX);
-            let stages_after = RemountedStore::stages_after(session + 1);
-            let (path, options) = (target.path.clone(), MountOptions { stages_after, ..options.clone() });
-            let mounting = tokio::task::spawn_blocking(move || mount(&path, &options));
-            let why = match mounting.await {
-                Ok(Ok(mounted)) => break mounted,
-                Ok(Err(e)) => e.to_string(),
-                Err(e) => e.to_string(),
-            };
-            if why != last {
-                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "the target cannot be remounted: {why}");
-                last = why;
+            match mount(RemountedStore::stages_after(session + 1)).await {
+                Ok(mounted) => break mounted,
+                Err(why) if why != last => {
+                    tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "the target cannot be remounted: {why}");
+                    last = why;
+                }
+                Err(_) => {}
             }
         };
         tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "the target was remounted");
         metrics::counter!("outboard_store_remounts_total").increment(1);
         session += 1;
         since = Instant::now();
-        checkpoints.add(target.path.clone(), store.checkpoint_watch());
-        replace(target.uuid, Arc::clone(&store), driver);
+        replace(target, &store, driver);
         target.store = Ok(store);
     }
 }

@@ -47,7 +47,10 @@ impl Role {
         });
         *inner.tasks.borrow_mut() = Some(tasks);
         let polled = Rc::clone(&inner);
-        #[expect(clippy::disallowed_methods, reason = "this task belongs to the simulator, and not to a role")]
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "this task belongs to the simulator, and not to a role"
+        )]
         drop(tokio::task::spawn_local(poll_fn(move |cx| polled.poll(cx))));
         Role { inner }
     }

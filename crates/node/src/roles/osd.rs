@@ -22,7 +22,7 @@ use crate::request_side::{self, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::state::Role;
 use crate::store_address::StoreAddress;
-use crate::targets::{self, TargetPaths};
+use crate::targets::{self, Mounted, TargetPaths};
 
 /// Name of the thread that handles requests.
 const EVENT_LOOP: &str = "osd-0";
@@ -92,10 +92,11 @@ async fn serve(process: RoleProcess, stores: StoresAt, listen: Option<String>) -
         ..ready
     });
     let mount = |path: &Path, options: &MountOptions| Ok((BlockStore::mount(path, options)?, ()));
-    let replace = |uuid, store: Arc<BlockStore>, ()| {
-        let target = offered.iter().find(|(offered, _)| *offered == uuid);
-        if let Some((_, target)) = target {
-            target.replace(store);
+    let mount = remount::mount_on_thread(&mounted, &config, &faults, mount);
+    let replace = |target: &Mounted, store: &Arc<BlockStore>, ()| {
+        checkpoints.add(target.path.clone(), store.checkpoint_watch());
+        if let Some((_, offered)) = offered.iter().find(|(uuid, _)| *uuid == target.uuid) {
+            offered.replace(Arc::clone(store) as _);
         }
     };
     tokio::select! {
@@ -103,7 +104,7 @@ async fn serve(process: RoleProcess, stores: StoresAt, listen: Option<String>) -
             return ended.unwrap_or_else(|_| Err(ended_unasked())).and(Err(ended_unasked()));
         }
         () = signals.next() => {}
-        never = remount::keep_mounted(&mut mounted, &config, &checkpoints, &faults, mount, replace) => match never {},
+        never = remount::keep_mounted(&mut mounted, mount, replace) => match never {},
     }
     role::stopping();
     shard.stop();

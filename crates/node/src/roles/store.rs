@@ -7,7 +7,6 @@ use channel::ofi::OfiHostOptions;
 use channel::{MemoryLayout, MemoryOptions};
 use proxy::{Server, ServerOptions};
 use store::BlockStore;
-use uuid::Uuid;
 
 use crate::announce::Ready;
 use crate::coding;
@@ -18,7 +17,7 @@ use crate::remount;
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::state::Role;
 use crate::store_address::StoreAddress;
-use crate::targets::{self, TargetPaths};
+use crate::targets::{self, Mounted, TargetPaths};
 
 /// Name of the thread that serves the osd and runs the targets.
 const EVENT_LOOP: &str = "chan-0";
@@ -82,14 +81,14 @@ async fn serve(process: RoleProcess, paths: TargetPaths, socket: StoreAddress) -
         loops: vec![EVENT_LOOP.to_owned()],
         ..Ready::default()
     });
-    let replace = |uuid: Uuid, store: Arc<BlockStore>, driver| {
-        server.replace(uuid, store, Some(driver));
+    let mount = remount::mount_on_thread(&mounted, &process.config, faults, BlockStore::mount_driven);
+    let replace = |target: &Mounted, store: &Arc<BlockStore>, driver| {
+        checkpoints.add(target.path.clone(), store.checkpoint_watch());
+        server.replace(target.uuid, Arc::clone(store) as _, Some(driver));
     };
-    let mount = BlockStore::mount_driven;
-    let config = &process.config;
     tokio::select! {
         () = signals.next() => {}
-        never = remount::keep_mounted(&mut mounted, config, &checkpoints, faults, mount, replace) => match never {},
+        never = remount::keep_mounted(&mut mounted, mount, replace) => match never {},
     }
     role::stopping();
     server.stop();
