@@ -8,4 +8,8 @@
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 pub mod history;
+pub mod node;
+pub mod plan;
 pub mod role;
+pub mod simulation;
+pub mod trace;

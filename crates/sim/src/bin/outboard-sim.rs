@@ -1,0 +1,49 @@
+//! `outboard-sim`: runs simulations of a node from seeds.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "this is a program for the command line")]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use outboard_sim::plan::{FaultKind, Plan};
+
+/// Simulate a whole node in one process, from one seed.
+#[derive(Parser)]
+#[command(version, about)]
+struct Arguments {
+    /// The seed of the first simulation.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Number of simulations, with consecutive seeds.
+    #[arg(long, default_value_t = 1)]
+    count: u64,
+    /// Kinds of faults that do not occur.
+    #[arg(long, value_delimiter = ',')]
+    off: Vec<FaultKind>,
+    /// Print each event.
+    #[arg(long)]
+    trace: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let began = std::time::Instant::now();
+    for seed in arguments.seed..arguments.seed + arguments.count {
+        let plan = Plan::new(seed, &arguments.off);
+        if arguments.trace {
+            eprintln!("{plan:#?}");
+        }
+        let one = std::time::Instant::now();
+        let report = outboard_sim::simulation::run(&plan, arguments.trace);
+        println!(
+            "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
+            report.hash,
+            report.events,
+            report.calls,
+            report.simulated.as_secs_f64(),
+            one.elapsed().as_secs_f64()
+        );
+    }
+    println!("{} simulations in {:.1} s", arguments.count, began.elapsed().as_secs_f64());
+    ExitCode::SUCCESS
+}

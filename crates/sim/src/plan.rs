@@ -1,0 +1,271 @@
+//! The plan of a simulation: the system to simulate and the faults to inject. A seed determines
+//! both.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use wire::{Placement, Redundancy};
+
+/// A kind of fault. Each kind can be switched off by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum FaultKind {
+    /// A role is killed and started again.
+    Kill,
+    /// A role is stopped for a while, and then continues.
+    Pause,
+    /// The node loses power: all of its roles are killed, and its drives lose unflushed writes.
+    PowerFailure,
+    /// A client is killed. A new client takes its place.
+    KillClient,
+}
+
+impl FaultKind {
+    /// All kinds.
+    pub const ALL: [FaultKind; 4] =
+        [FaultKind::Kill, FaultKind::Pause, FaultKind::PowerFailure, FaultKind::KillClient];
+
+    /// The kind's name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Kill => "kill",
+            FaultKind::Pause => "pause",
+            FaultKind::PowerFailure => "power-failure",
+            FaultKind::KillClient => "kill-client",
+        }
+    }
+
+    /// How often the kind occurs, relative to the other kinds.
+    fn weight(self) -> u32 {
+        match self {
+            FaultKind::Kill => 10,
+            FaultKind::Pause => 6,
+            FaultKind::PowerFailure => 4,
+            FaultKind::KillClient => 4,
+        }
+    }
+}
+
+impl FromStr for FaultKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<FaultKind, String> {
+        FaultKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let names: Vec<_> = FaultKind::ALL.iter().map(|kind| kind.name()).collect();
+            format!("{name:?} is not a kind of fault; the kinds are {}", names.join(", "))
+        })
+    }
+}
+
+/// A role of the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NodeRole {
+    /// Handles requests. With the placement `host`, this role also owns the targets.
+    Osd,
+    /// Owns the targets, with the placement `dpu`.
+    Store,
+}
+
+impl fmt::Display for NodeRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            NodeRole::Osd => "osd",
+            NodeRole::Store => "store",
+        })
+    }
+}
+
+/// A fault.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Fault {
+    /// See [`FaultKind::Kill`].
+    Kill(NodeRole),
+    /// See [`FaultKind::Pause`].
+    Pause(NodeRole),
+    /// See [`FaultKind::PowerFailure`].
+    PowerFailure,
+    /// See [`FaultKind::KillClient`].
+    KillClient(usize),
+}
+
+/// A fault, its time, and how long it lasts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedFault {
+    /// Time of the fault since the start of the workload.
+    pub at: Duration,
+    /// Time after which the fault is over: the role is started again, the network is healed.
+    pub lasts: Duration,
+    /// The fault.
+    pub fault: Fault,
+}
+
+impl fmt::Display for PlannedFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {:.3} s for {:.3} s: {:?}", self.at.as_secs_f64(), self.lasts.as_secs_f64(), self.fault)
+    }
+}
+
+/// A pool of the simulated node.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedPool {
+    /// The pool's name.
+    pub name: String,
+    /// Its redundancy scheme.
+    pub redundancy: Redundancy,
+    /// Number of its placement groups.
+    pub pg_count: u32,
+}
+
+/// The plan of a simulation.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The seed.
+    pub seed: u64,
+    /// Placement of the node.
+    pub placement: Placement,
+    /// Number of targets.
+    pub targets: usize,
+    /// The pools.
+    pub pools: Vec<PlannedPool>,
+    /// Number of clients.
+    pub clients: usize,
+    /// Time during which clients work and faults occur.
+    pub workload: Duration,
+    /// The faults, in the order of their times.
+    pub faults: Vec<PlannedFault>,
+}
+
+/// Purpose of a random number generator. Each purpose has its own sequence, so that removing a
+/// fault from a plan changes no other decision.
+#[derive(Debug, Clone, Copy)]
+pub enum Stream {
+    /// The plan itself.
+    Plan,
+    /// Random numbers of the code under test.
+    Entropy,
+    /// The network.
+    Network,
+    /// The drive with this number.
+    Drive(usize),
+    /// The client with this number.
+    Client(usize),
+    /// The DMA engine.
+    Dma,
+}
+
+/// Returns the random number generator for `stream` in the simulation of `seed`.
+#[must_use]
+pub fn rng(seed: u64, stream: Stream) -> StdRng {
+    let (kind, number) = match stream {
+        Stream::Plan => (0, 0),
+        Stream::Entropy => (1, 0),
+        Stream::Network => (2, 0),
+        Stream::Drive(n) => (3, n),
+        Stream::Client(n) => (4, n),
+        Stream::Dma => (5, 0),
+    };
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8..16].copy_from_slice(&(kind as u64).to_le_bytes());
+    key[16..24].copy_from_slice(&(number as u64).to_le_bytes());
+    StdRng::from_seed(key)
+}
+
+impl Plan {
+    /// Returns the plan for `seed`, without faults of the kinds in `off`.
+    #[must_use]
+    pub fn new(seed: u64, off: &[FaultKind]) -> Plan {
+        let mut rng = rng(seed, Stream::Plan);
+        let placement = if rng.random_bool(0.5) { Placement::Host } else { Placement::Dpu };
+        let schemes: [&str; 6] = ["single", "mirror:2", "mirror:3", "ec:2+1", "ec:2+2", "ec:3+2"];
+        let pools: Vec<PlannedPool> = (0..rng.random_range(1..=2))
+            .map(|number| PlannedPool {
+                name: format!("pool{number}"),
+                redundancy: schemes[rng.random_range(0..schemes.len())].parse().expect("the scheme is valid"),
+                pg_count: 1 << rng.random_range(0..=2),
+            })
+            .collect();
+        let needed = pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(1);
+        let targets = needed + rng.random_range(0..=1);
+        let clients = rng.random_range(1..=4);
+        let workload = Duration::from_secs(rng.random_range(10..=40));
+        let mut plan = Plan { seed, placement, targets, pools, clients, workload, faults: Vec::new() };
+        let count = rng.random_range(0..=12);
+        plan.faults = (0..count).map(|_| plan.fault(&mut rng)).collect();
+        plan.faults.retain(|planned| !off.contains(&planned.fault.kind()));
+        plan.faults.sort_by_key(|planned| planned.at);
+        plan
+    }
+
+    fn fault(&self, rng: &mut StdRng) -> PlannedFault {
+        let total: u32 = FaultKind::ALL.iter().map(|kind| kind.weight()).sum();
+        let mut choice = rng.random_range(0..total);
+        let kind = FaultKind::ALL
+            .into_iter()
+            .find(|kind| match choice.checked_sub(kind.weight()) {
+                Some(rest) => {
+                    choice = rest;
+                    false
+                }
+                None => true,
+            })
+            .expect("the choice is below the total weight");
+        let role = |rng: &mut StdRng| match self.placement {
+            Placement::Dpu if rng.random_bool(0.5) => NodeRole::Store,
+            _ => NodeRole::Osd,
+        };
+        let fault = match kind {
+            FaultKind::Kill => Fault::Kill(role(rng)),
+            FaultKind::Pause => Fault::Pause(role(rng)),
+            FaultKind::PowerFailure => Fault::PowerFailure,
+            FaultKind::KillClient => Fault::KillClient(rng.random_range(0..self.clients)),
+        };
+        let at = rng.random_range(Duration::ZERO..self.workload);
+        // Most faults are short, and a few are longer than the time limits of the node.
+        let lasts = match rng.random_range(0..10) {
+            0..6 => rng.random_range(Duration::from_millis(1)..Duration::from_secs(1)),
+            6..9 => rng.random_range(Duration::from_secs(1)..Duration::from_secs(8)),
+            _ => rng.random_range(Duration::from_secs(8)..Duration::from_secs(40)),
+        };
+        PlannedFault { at, lasts, fault }
+    }
+}
+
+impl Fault {
+    /// The fault's kind.
+    #[must_use]
+    pub fn kind(&self) -> FaultKind {
+        match self {
+            Fault::Kill(_) => FaultKind::Kill,
+            Fault::Pause(_) => FaultKind::Pause,
+            Fault::PowerFailure => FaultKind::PowerFailure,
+            Fault::KillClient(_) => FaultKind::KillClient,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_determines_the_plan_and_a_kind_of_fault_can_be_switched_off() {
+        let text = |seed, off: &[FaultKind]| format!("{:?}", Plan::new(seed, off));
+        assert_eq!(text(1, &[]), text(1, &[]));
+        assert_ne!(text(1, &[]), text(2, &[]));
+        let mut seen = 0;
+        for seed in 0..100 {
+            let (all, less) = (Plan::new(seed, &[]), Plan::new(seed, &[FaultKind::Kill]));
+            let kills = all.faults.iter().filter(|f| f.fault.kind() == FaultKind::Kill).count();
+            assert_eq!(less.faults.len() + kills, all.faults.len(), "the other faults stay the same");
+            seen += kills;
+        }
+        assert!(seen > 100);
+        for kind in FaultKind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+    }
+}

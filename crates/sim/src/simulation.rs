@@ -1,0 +1,206 @@
+//! Runs one simulation.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::thread::ThreadClass;
+use client::{Client, Options};
+use messenger::transport::faulty::StreamFaults;
+use messenger::{NetworkStack, SimStack};
+use rand::Rng;
+use rand::rngs::StdRng;
+use tokio::task::LocalSet;
+
+use crate::node::{ENDPOINT, Node};
+use crate::plan::{Fault, Plan, PlannedFault, Stream, rng};
+use crate::role::Role;
+use crate::trace::Trace;
+
+/// Time after the end of all faults within which the node must serve all requests again.
+const HEALING: Duration = Duration::from_secs(30);
+
+/// Result of a simulation.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Hash of the trace.
+    pub hash: u64,
+    /// Number of events in the trace.
+    pub events: u64,
+    /// Number of calls of clients.
+    pub calls: u64,
+    /// Simulated time.
+    pub simulated: Duration,
+    /// The most recent events.
+    pub recent: Vec<String>,
+}
+
+/// Runs the simulation of a plan on this thread.
+///
+/// # Panics
+/// If the thread runs a tokio runtime.
+#[must_use]
+pub fn run(plan: &Plan, is_printed: bool) -> Report {
+    let _seeded = base::entropy::seed_this_thread(rng(plan.seed, Stream::Entropy).random());
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime without I/O always starts");
+    LocalSet::new().block_on(&runtime, async {
+        let trace = Trace::new(is_printed);
+        let simulation = Simulation::new(plan.clone(), trace);
+        simulation.run().await
+    })
+}
+
+struct Simulation {
+    plan: Plan,
+    trace: Trace,
+    node: Rc<Node>,
+    network: Arc<dyn NetworkStack>,
+    clients: RefCell<Vec<Role>>,
+    calls: Cell<u64>,
+    is_over: Cell<bool>,
+}
+
+impl Simulation {
+    fn new(plan: Plan, trace: Trace) -> Rc<Simulation> {
+        let faults = StreamFaults { delay_max: Duration::from_micros(500), ..StreamFaults::NONE };
+        let seed = rng(plan.seed, Stream::Network).random();
+        let (network, _control) = SimStack::simulated(seed, faults, messenger::ConnectionConfig::default());
+        let network: Arc<dyn NetworkStack> = Arc::new(network);
+        let node = Node::new(&plan, &trace, Arc::clone(&network));
+        Rc::new(Simulation {
+            plan,
+            trace,
+            node,
+            network,
+            clients: RefCell::default(),
+            calls: Cell::new(0),
+            is_over: Cell::new(false),
+        })
+    }
+
+    async fn run(self: Rc<Simulation>) -> Report {
+        self.node.run();
+        self.create_pools().await;
+        for number in 0..self.plan.clients {
+            let role = self.start_client(number);
+            self.clients.borrow_mut().push(role);
+        }
+        let faults = self.plan.faults.iter().cloned();
+        let injected: Vec<_> = faults
+            .map(|fault| {
+                let this = Rc::clone(&self);
+                base::task::spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
+            })
+            .collect();
+        for fault in injected {
+            fault.await.expect("a fault is injected without a panic");
+        }
+        tokio::time::sleep(HEALING).await;
+        self.is_over.set(true);
+        let clients = self.clients.borrow().clone();
+        for client in clients {
+            client.ended().await;
+        }
+        Report {
+            hash: self.trace.hash(),
+            events: self.trace.count(),
+            calls: self.calls.get(),
+            simulated: self.trace.elapsed(),
+            recent: self.trace.recent(),
+        }
+    }
+
+    async fn connect(&self) -> Client {
+        loop {
+            match Client::connect_over(Arc::clone(&self.network), ENDPOINT, Options::default()).await {
+                Ok(client) => return client,
+                Err(e) => self.trace.event(format_args!("a client cannot connect: {e}")),
+            }
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    }
+
+    async fn create_pools(&self) {
+        let client = self.connect().await;
+        for pool in &self.plan.pools {
+            let created = client.create_pool_with(&pool.name, pool.pg_count, pool.redundancy).await;
+            created.expect("a new node can create pools");
+        }
+        client.close().await;
+    }
+
+    fn start_client(self: &Rc<Simulation>, number: usize) -> Role {
+        let this = Rc::clone(self);
+        let mut rng = rng(self.plan.seed, Stream::Client(number));
+        Role::start(async move {
+            let client = this.connect().await;
+            while !this.is_over.get() {
+                this.step(&client, number, &mut rng).await;
+            }
+            client.close().await;
+        })
+    }
+
+    async fn step(&self, client: &Client, number: usize, rng: &mut StdRng) {
+        let pool = &self.plan.pools[rng.random_range(0..self.plan.pools.len())].name;
+        let name = format!("object{}", rng.random_range(0..20));
+        let object = client.pool(pool).and_then(|pool| pool.object(&name)).expect("the names are valid");
+        self.calls.set(self.calls.get() + 1);
+        let size =
+            if rng.random_bool(0.9) { rng.random_range(0..20_000) } else { rng.random_range(0..3 << 20) };
+        match rng.random_range(0..3) {
+            0 => {
+                let done = object.put(vec![number as u8; size]).await;
+                self.trace
+                    .event(format_args!("client {number} puts {size} bytes to {pool}/{name}: {done:?}"));
+            }
+            1 => {
+                let done = object.append(vec![number as u8; size.min(100)]).await;
+                self.trace.event(format_args!("client {number} appends to {pool}/{name}: {done:?}"));
+            }
+            _ => {
+                let done = object.get().await.map(|data| data.len());
+                self.trace.event(format_args!("client {number} gets {pool}/{name}: {done:?}"));
+            }
+        }
+        tokio::time::sleep(rng.random_range(Duration::ZERO..Duration::from_millis(200))).await;
+    }
+
+    /// Waits for the time of a fault, injects it and ends it.
+    async fn inject(self: Rc<Simulation>, planned: PlannedFault) {
+        tokio::time::sleep(planned.at).await;
+        self.trace.event(format_args!("fault {planned}"));
+        let node = &self.node;
+        match planned.fault {
+            Fault::Kill(role) => {
+                node.kill(role);
+                tokio::time::sleep(planned.lasts).await;
+                node.release(role);
+            }
+            Fault::PowerFailure => {
+                node.roles().for_each(|role| node.kill(role));
+                tokio::time::sleep(planned.lasts).await;
+                node.roles().for_each(|role| node.release(role));
+            }
+            Fault::Pause(role) => {
+                let Some(role) = node.role(role) else { return };
+                role.pause();
+                tokio::time::sleep(planned.lasts).await;
+                role.resume();
+            }
+            Fault::KillClient(number) => {
+                let killed = self.clients.borrow()[number].clone();
+                killed.kill();
+                tokio::time::sleep(planned.lasts).await;
+                let role = self.start_client(number);
+                self.clients.borrow_mut()[number] = role;
+            }
+        }
+        self.trace.event(format_args!("end of fault {planned}"));
+    }
+}
