@@ -171,7 +171,12 @@ impl Group {
         &self,
         views: &[MemberView],
     ) -> store::Result<(GroupRecord, Vec<Option<MemberView>>, bool)> {
-        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.term).cloned() else {
+        let records = views.iter().map(|view| &view.record);
+        let newest = match base::mutant!(AcceptOldRecord) {
+            false => records.max_by_key(|record| record.term),
+            true => records.min_by_key(|record| record.term),
+        };
+        let Some(record) = newest.cloned() else {
             let detail = "no available target stores data of the group; bring missing targets back".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
         };

@@ -53,7 +53,12 @@ impl MemberView {
     /// Returns true if the target has committed the transaction. All transactions up to `trimmed`
     /// count as committed.
     pub(crate) fn has(&self, number: u64) -> bool {
-        number <= self.trimmed || self.intents.contains_key(&number)
+        number <= self.finished() || self.intents.contains_key(&number)
+    }
+
+    /// All members have the transactions up to this number.
+    pub(crate) fn finished(&self) -> u64 {
+        if base::mutant!(RollBackAcknowledged) { 0 } else { self.trimmed }
     }
 }
 

@@ -17,6 +17,7 @@ pub mod entropy;
 pub mod fault;
 pub mod health;
 pub mod mem;
+pub mod mutant;
 pub mod phases;
 pub mod pool;
 pub mod process;

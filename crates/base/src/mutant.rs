@@ -1,0 +1,118 @@
+//! Planted bugs, which show that the simulator finds bugs.
+//!
+//! A build with `--cfg mutants` contains the bugs, and [`plant`] chooses the one that is active on
+//! the current thread. All other builds contain none of them: [`mutant!`](crate::mutant!) is then
+//! the constant `false`.
+
+use std::cell::Cell;
+use std::str::FromStr;
+
+/// A planted bug.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mutant {
+    /// The store acknowledges a transaction before the flush of the drive.
+    AcknowledgeBeforeFlush,
+    /// The osd does not record the result of a request in the request's transaction.
+    DropRequestRecord,
+    /// An array does not roll back a transaction that only some members have.
+    SkipUndo,
+    /// An array rolls back a transaction that all members have.
+    RollBackAcknowledged,
+    /// The proxy uses a buffer again whose transfer is overdue.
+    ReuseQuarantinedBuffer,
+    /// An array accepts a membership record that is not the newest one.
+    AcceptOldRecord,
+    /// The recovery of a target takes damage in the flushed part of the log for a torn tail.
+    DamageAsTornTail,
+    /// The osd keeps the cached state of objects when the store begins a new incarnation.
+    KeepCacheAtFailover,
+    /// A resumed connection delivers a message again.
+    DeliverTwice,
+    /// An array does not update the parity of a partial write.
+    SkipParity,
+}
+
+impl Mutant {
+    /// All planted bugs.
+    pub const ALL: [Mutant; 10] = [
+        Mutant::AcknowledgeBeforeFlush,
+        Mutant::DropRequestRecord,
+        Mutant::SkipUndo,
+        Mutant::RollBackAcknowledged,
+        Mutant::ReuseQuarantinedBuffer,
+        Mutant::AcceptOldRecord,
+        Mutant::DamageAsTornTail,
+        Mutant::KeepCacheAtFailover,
+        Mutant::DeliverTwice,
+        Mutant::SkipParity,
+    ];
+
+    /// The bug's name for command lines.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Mutant::AcknowledgeBeforeFlush => "acknowledge-before-flush",
+            Mutant::DropRequestRecord => "drop-request-record",
+            Mutant::SkipUndo => "skip-undo",
+            Mutant::RollBackAcknowledged => "roll-back-acknowledged",
+            Mutant::ReuseQuarantinedBuffer => "reuse-quarantined-buffer",
+            Mutant::AcceptOldRecord => "accept-old-record",
+            Mutant::DamageAsTornTail => "damage-as-torn-tail",
+            Mutant::KeepCacheAtFailover => "keep-cache-at-failover",
+            Mutant::DeliverTwice => "deliver-twice",
+            Mutant::SkipParity => "skip-parity",
+        }
+    }
+}
+
+impl FromStr for Mutant {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Mutant, String> {
+        Mutant::ALL.into_iter().find(|mutant| mutant.name() == name).ok_or_else(|| {
+            let names: Vec<_> = Mutant::ALL.iter().map(|mutant| mutant.name()).collect();
+            format!("{name:?} is not a planted bug; the planted bugs are {}", names.join(", "))
+        })
+    }
+}
+
+thread_local! {
+    static PLANTED: Cell<Option<Mutant>> = const { Cell::new(None) };
+}
+
+/// Activates a planted bug on the current thread, or none. Has an effect only in a build with
+/// `--cfg mutants`.
+pub fn plant(mutant: Option<Mutant>) {
+    PLANTED.set(mutant);
+}
+
+/// Whether a planted bug is active on the current thread. Use [`mutant!`](crate::mutant!), which
+/// costs nothing in ordinary builds.
+#[must_use]
+pub fn is_planted(mutant: Mutant) -> bool {
+    PLANTED.get() == Some(mutant)
+}
+
+/// Whether a planted bug is active. The argument is the name of a variant of
+/// [`Mutant`](crate::mutant::Mutant).
+#[macro_export]
+macro_rules! mutant {
+    ($name:ident) => {
+        cfg!(mutants) && $crate::mutant::is_planted($crate::mutant::Mutant::$name)
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_planted_bug_is_active_only_in_a_build_with_mutants() {
+        assert!(Mutant::ALL.iter().all(|mutant| mutant.name().parse() == Ok(*mutant)));
+        plant(Some(Mutant::SkipUndo));
+        assert_eq!(crate::mutant!(SkipUndo), cfg!(mutants));
+        assert!(!crate::mutant!(SkipParity));
+        plant(None);
+        assert!(!crate::mutant!(SkipUndo));
+    }
+}
