@@ -26,6 +26,13 @@ mod found;
 pub mod simulation {
     pub use crate::block::sim::{Crashes, SimDrive, SimStore};
 }
+/// A target on a simulated drive, which runs in simulated time and without threads.
+#[cfg(feature = "sim")]
+pub mod sim {
+    pub use crate::block::sim_drive::{
+        DriveCounts, DriveFault, DriveImage, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors,
+    };
+}
 #[doc(hidden)]
 pub mod fuzz;
 mod mem_store;

@@ -54,6 +54,12 @@ impl DriveCalls {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Counts `calls` completed calls.
+    #[cfg(feature = "sim")]
+    pub(crate) fn add(&self, calls: u64) {
+        self.0.fetch_add(calls, Ordering::Relaxed);
+    }
+
     /// Counts a completed call of the current thread.
     fn returned() {
         COUNTED.with_borrow(|calls| {

@@ -12,6 +12,7 @@
 
 mod alloc;
 mod apply;
+mod backend;
 mod bitmap;
 mod calls;
 mod checkpoint;
@@ -28,6 +29,7 @@ mod extent;
 mod fsck;
 #[cfg(test)]
 mod full_test;
+mod hardware;
 mod index;
 mod io;
 mod log;
@@ -43,6 +45,10 @@ mod recovery;
 mod region;
 #[cfg(any(test, feature = "conformance"))]
 pub mod sim;
+#[cfg(feature = "sim")]
+pub mod sim_drive;
+#[cfg(all(test, feature = "sim"))]
+mod sim_drive_test;
 mod staged;
 mod stages;
 mod store;

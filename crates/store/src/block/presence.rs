@@ -46,7 +46,8 @@ impl std::fmt::Debug for Presence {
 impl Filter {
     fn new(keys: u64) -> Filter {
         let capacity = keys.clamp(*CAPACITY.start(), *CAPACITY.end());
-        let bits = BloomFilter::with_false_pos(FALSE_POSITIVES).expected_items(capacity as usize);
+        let seed = base::entropy::random();
+        let bits = BloomFilter::with_false_pos(FALSE_POSITIVES).seed(&seed).expected_items(capacity as usize);
         Filter { bits, capacity, keys: 0 }
     }
 

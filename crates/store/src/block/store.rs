@@ -15,9 +15,10 @@ use futures::channel::oneshot;
 use uuid::Uuid;
 
 use super::alloc::Room;
-use super::core::MemoryLimits;
+use super::core::{Core, MemoryLimits};
 use super::drive::{Drive, FileDrive};
-use super::driver::{Driver, checkpoint_thread};
+use super::driver::Driver;
+use super::hardware::{Hardware, checkpoint_thread};
 use super::mailbox::{Mailbox, MailboxState};
 use super::messages::CoreCommand;
 use super::mount::mount;
@@ -98,6 +99,8 @@ pub struct BlockStore {
     path: PathBuf,
     /// Number of the target, as in [`MountOptions::index`].
     index: usize,
+    /// Whether the I/O ring makes use of registered memory.
+    registers: bool,
     /// The thread that runs the target, if the target has its own thread.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -211,16 +214,30 @@ impl BlockStore {
         let ring = IoRing::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
         register(core.pool.arena(), &mailbox);
-        let store = BlockStore {
+        let store = BlockStore::of(&core, &mailbox, path, options.index, true);
+        let hardware = Hardware::new(ring, &mailbox, drive, index, options.index)?;
+        Ok((store, Driver::on_hardware(core, hardware, mailbox)))
+    }
+
+    /// Creates the handle of a target. `registers` says whether the I/O ring makes use of registered
+    /// memory.
+    pub(super) fn of(
+        core: &Core,
+        mailbox: &Mailbox,
+        path: &Path,
+        index: usize,
+        registers: bool,
+    ) -> BlockStore {
+        BlockStore {
             mailbox: mailbox.clone(),
             room: Arc::clone(core.alloc.room()),
             last_stage: Arc::clone(&core.last_stage),
             uuid: core.superblock.uuid,
             path: path.to_owned(),
-            index: options.index,
+            index,
+            registers,
             thread: Mutex::new(None),
-        };
-        Ok((store, Driver::new(core, ring, mailbox, drive, index, options.index)?))
+        }
     }
 
     /// Returns a watch of the target's checkpoints.
@@ -340,7 +357,9 @@ impl Submit for BlockStore {
     }
 
     fn register_memory(&self, arena: &Arc<Arena>) {
-        register(arena, &self.mailbox);
+        if self.registers {
+            register(arena, &self.mailbox);
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use super::io::{IoOp, IoRequest, Segment};
 
 /// Maximum number of bytes in one write request.
 pub(super) const MAX_WRITE: usize = 4 << 20;
-/// Maximum number of pieces in one write request.
-const MAX_PIECES: usize = 128;
+/// Maximum number of writes that share one request. A write has at most two pieces.
+const MAX_SHARING: usize = 128;
 
 impl Core {
     /// Submits writes of the data of applied transactions. Adjacent blocks share a request.
@@ -22,53 +22,51 @@ impl Core {
             return;
         }
         writes.sort_by_key(|w| w.0);
-        let mut run: Option<(Extent, Vec<Bytes>)> = None;
+        let mut run: Option<(Extent, Vec<Bytes>, usize)> = None;
         let mut runs = Vec::new();
         for (start, data) in writes {
             for (blocks, pieces) in self.pieces(start, &data) {
                 match &mut run {
-                    Some((all, list))
+                    Some((all, list, sharing))
                         if all.end() == blocks.start
                             && (all.len + blocks.len) * BLOCK <= MAX_WRITE as u64
-                            && list.len() + pieces.len() <= MAX_PIECES =>
+                            && *sharing < MAX_SHARING =>
                     {
                         all.len += blocks.len;
                         list.extend(pieces);
+                        *sharing += 1;
                     }
-                    _ => runs.extend(run.replace((blocks, pieces))),
+                    _ => runs.extend(run.replace((blocks, pieces, 1))),
                 }
             }
         }
         runs.extend(run);
         let group = self.commits.next_group();
-        for (blocks, pieces) in runs {
+        for (blocks, pieces, _) in runs {
             self.commits.add_io(group);
             self.submit_write(blocks, pieces, Purpose::Data { blocks, group });
         }
     }
 
     /// Splits data for consecutive blocks into requests. Copies data whose memory is not suitable
-    /// for direct I/O.
+    /// for direct I/O. The division into requests does not depend on the data's address.
     pub(crate) fn pieces(&mut self, start: u64, data: &Bytes) -> Vec<(Extent, Vec<Bytes>)> {
-        let mut requests = Vec::new();
-        let mut at = start;
         let aligned = data.as_ptr().align_offset(BLOCK_SIZE) == 0;
-        let whole = if aligned { data.len() - data.len() % BLOCK_SIZE } else { 0 };
-        let mut push = |piece: Bytes| {
-            let len = (piece.len() / BLOCK_SIZE) as u64;
-            requests.push((Extent { start: at, len }, vec![piece]));
+        let mut requests = Vec::with_capacity(1);
+        let mut at = start;
+        for from in (0..data.len()).step_by(MAX_WRITE) {
+            let part = data.slice(from..data.len().min(from + MAX_WRITE));
+            let len = part.len().div_ceil(BLOCK_SIZE) as u64;
+            let whole = if aligned { part.len() - part.len() % BLOCK_SIZE } else { 0 };
+            let mut pieces = Vec::with_capacity(1);
+            if whole > 0 {
+                pieces.push(part.slice(..whole));
+            }
+            if whole < part.len() {
+                pieces.push(self.bounce(&part[whole..]));
+            }
+            requests.push((Extent { start: at, len }, pieces));
             at += len;
-        };
-        let mut done = 0;
-        while done < whole {
-            let len = (whole - done).min(MAX_WRITE);
-            push(data.slice(done..done + len));
-            done += len;
-        }
-        while done < data.len() {
-            let len = (data.len() - done).min(MAX_WRITE);
-            push(self.bounce(&data[done..done + len]));
-            done += len;
         }
         requests
     }

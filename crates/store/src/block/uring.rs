@@ -36,12 +36,24 @@ pub(crate) struct Waker {
 
 #[derive(Debug)]
 struct WakeState {
-    event: OwnedFd,
+    /// The descriptor that wakes a waiting thread; `None` if the driver is always a task.
+    event: Option<Arc<OwnedFd>>,
     task: AtomicWaker,
     asleep: AtomicBool,
 }
 
 impl Waker {
+    fn new(event: Option<Arc<OwnedFd>>) -> Waker {
+        let state = WakeState { event, task: AtomicWaker::new(), asleep: AtomicBool::new(false) };
+        Waker { shared: Arc::new(state) }
+    }
+
+    /// Creates the waker of a driver that always runs as a task.
+    #[cfg(feature = "sim")]
+    pub(crate) fn of_task() -> Waker {
+        Waker::new(None)
+    }
+
     /// Wakes the driver if it sleeps. Otherwise does nothing, because the driver looks for new work
     /// before it sleeps.
     pub(crate) fn wake(&self) {
@@ -50,7 +62,11 @@ impl Waker {
                 Some(task) => task.wake(),
                 // The write can fail only if the counter overflows, and then the thread is already
                 // awake.
-                None => drop(rustix::io::write(&self.shared.event, &1u64.to_ne_bytes())),
+                None => {
+                    if let Some(event) = &self.shared.event {
+                        let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+                    }
+                }
             }
         }
     }
@@ -109,6 +125,8 @@ fn ranges(len: usize) -> Vec<(usize, usize)> {
 pub(crate) struct IoRing {
     ring: IoUring,
     waker: Waker,
+    /// The descriptor that wakes the thread in [`wait`](Self::wait).
+    event: Arc<OwnedFd>,
     /// Whether the kernel will complete a request when the wake-up descriptor is written.
     event_armed: bool,
     /// Whether [`enable`](Self::enable) must still be called.
@@ -152,13 +170,11 @@ impl IoRing {
             .or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_files(&[drive.fd().as_raw_fd()])?;
         let buffers = ring.submitter().register_buffers_sparse(BUFFERS).is_ok().then(Vec::new);
-        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
-        let waker = Waker {
-            shared: Arc::new(WakeState { event, task: AtomicWaker::new(), asleep: AtomicBool::new(false) }),
-        };
+        let event = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?);
         Ok(IoRing {
             ring,
-            waker,
+            waker: Waker::new(Some(Arc::clone(&event))),
+            event,
             event_armed: false,
             disabled,
             in_flight: HashMap::default(),
@@ -311,7 +327,7 @@ impl IoRing {
             return self.ring.submit().map(drop);
         }
         if !self.event_armed {
-            let fd = io_uring::types::Fd(self.waker.shared.event.as_raw_fd());
+            let fd = io_uring::types::Fd(self.event.as_raw_fd());
             // One request reports all future wake-ups. The descriptor is never read, because each
             // write to it is a wake-up.
             let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build().user_data(WAKE);
@@ -343,8 +359,8 @@ impl IoRing {
     /// # Errors
     /// If the kernel refuses the operation.
     pub(crate) fn notify(&self) -> io::Result<OwnedFd> {
-        self.ring.submitter().register_eventfd(self.waker.shared.event.as_raw_fd())?;
-        self.waker.shared.event.try_clone()
+        self.ring.submitter().register_eventfd(self.event.as_raw_fd())?;
+        self.event.try_clone()
     }
 
     /// Submits the queued requests and lets the kernel deliver completions, without waiting.
