@@ -8,14 +8,18 @@ use std::time::Duration;
 use array::{CodingConfig, StripesAt};
 use base::mem::Arena;
 use base::pool::BufferPool;
+use base::thread::ThreadClass;
 use messenger::NetworkStack;
+use node::remount;
+use node::targets::Mounted;
 use osd::{OsdConfig, OsdServer};
+use store::sim::{DriveTimes, SimDrive};
 use store::stripes::{EngineOptions, Engines};
-use store::{MemStore, ObjectStore};
+use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, RemountedStore};
 use uuid::Uuid;
 use wire::Placement;
 
-use crate::plan::{NodeRole, Plan};
+use crate::plan::{NodeRole, Plan, Stream, rng};
 use crate::role::Role;
 use crate::trace::Trace;
 
@@ -33,7 +37,7 @@ pub struct Node {
     plan: Plan,
     trace: Trace,
     network: Arc<dyn NetworkStack>,
-    drives: Vec<(Uuid, Arc<MemStore>)>,
+    drives: Vec<(Uuid, Arc<SimDrive>)>,
     osd: RoleSlot,
     store: RoleSlot,
 }
@@ -52,7 +56,7 @@ impl Node {
     /// Creates a node with new drives. No role runs yet.
     #[must_use]
     pub fn new(plan: &Plan, trace: &Trace, network: Arc<dyn NetworkStack>) -> Rc<Node> {
-        let drives = (0..plan.targets).map(|_| (base::entropy::uuid(), Arc::new(MemStore::new()))).collect();
+        let drives = (0..plan.targets).map(|number| drive(plan, number)).collect();
         Rc::new(Node {
             plan: plan.clone(),
             trace: trace.clone(),
@@ -67,10 +71,7 @@ impl Node {
     pub fn run(self: &Rc<Node>) {
         for role in self.roles() {
             let node = Rc::clone(self);
-            base::task::spawn_local(
-                base::thread::ThreadClass::Admin,
-                async move { node.supervise(role).await },
-            );
+            base::task::spawn_local(ThreadClass::Admin, async move { node.supervise(role).await });
         }
     }
 
@@ -112,8 +113,31 @@ impl Node {
         let slot = self.slot(kind);
         slot.held.set(slot.held.get() + 1);
         if let Some(role) = slot.role.borrow_mut().take() {
+            if self.owner() == kind {
+                self.drives.iter().for_each(|(_, drive)| drive.sever());
+            }
             role.kill();
         }
+    }
+
+    /// Kills all roles, and makes the drives lose unflushed writes.
+    pub fn cut_power(&self) {
+        for (number, (_, drive)) in self.drives.iter().enumerate() {
+            let survivors = drive.power_failure();
+            self.trace.event(format_args!("drive {number} loses power: {survivors:?} may survive"));
+        }
+        self.roles().for_each(|role| self.kill(role));
+    }
+
+    /// The drive of the target with this number.
+    #[must_use]
+    pub fn drive(&self, target: usize) -> &Arc<SimDrive> {
+        &self.drives[target].1
+    }
+
+    /// The role that owns the targets.
+    fn owner(&self) -> NodeRole {
+        if self.roles().any(|role| role == NodeRole::Store) { NodeRole::Store } else { NodeRole::Osd }
     }
 
     /// Ends one [`kill`](Self::kill).
@@ -128,6 +152,40 @@ impl Node {
         self.slot(kind).role.borrow().clone()
     }
 
+    /// Mounts the target with this number.
+    async fn mount(&self, target: usize, stages_after: u64) -> Result<(Arc<BlockStore>, Driver), String> {
+        let (uuid, drive) = &self.drives[target];
+        let options = MountOptions {
+            expected_uuid: Some(*uuid),
+            index: target,
+            index_cache_bytes: 1 << 20,
+            metadata_cache_bytes: 1 << 20,
+            buffer_bytes: 2 << 20,
+            stages_after,
+            ..MountOptions::default()
+        };
+        BlockStore::mount_simulated(drive, &options).await.map_err(|e| e.to_string())
+    }
+
+    /// Mounts all targets and runs their drivers.
+    async fn mount_all(&self) -> Vec<Mounted> {
+        let mut mounted = Vec::new();
+        for (index, (uuid, _)) in self.drives.iter().enumerate() {
+            let store = match self.mount(index, 0).await {
+                Ok((store, driver)) => {
+                    base::task::spawn_local(ThreadClass::Store, driver.run());
+                    Ok(store)
+                }
+                Err(why) => {
+                    self.trace.event(format_args!("target {index} cannot be mounted: {why}"));
+                    Err(AbsentStore::new(why))
+                }
+            };
+            mounted.push(Mounted { path: format!("target {index}").into(), uuid: *uuid, store });
+        }
+        mounted
+    }
+
     async fn osd_body(self: Rc<Node>) {
         let engines = Engines::start(EngineOptions { threads: 0, ..EngineOptions::default() }, None);
         let engines = Arc::new(engines.expect("engines without threads always start"));
@@ -140,8 +198,23 @@ impl Node {
             },
             ..OsdConfig::default()
         };
+        let mut mounted = self.mount_all().await;
+        let offered: Vec<_> =
+            mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
         let targets: Vec<(Uuid, Arc<dyn ObjectStore>)> =
-            self.drives.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
+            offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
+        let node = Rc::clone(&self);
+        base::task::spawn_local(ThreadClass::Admin, async move {
+            let mount = async |index, stages_after| node.mount(index, stages_after).await;
+            let replace = |target: &Mounted, store: &Arc<BlockStore>, driver: Driver| {
+                base::task::spawn_local(ThreadClass::Store, driver.run());
+                let (_, offered) =
+                    offered.iter().find(|(uuid, _)| *uuid == target.uuid).expect("the target is offered");
+                offered.replace(Arc::clone(store) as _);
+                node.trace.event(format_args!("{} was remounted", target.path.display()));
+            };
+            match remount::keep_mounted(&mut mounted, mount, replace).await {}
+        });
         let arena = Arena::anonymous(STAGING).expect("the machine has memory for a simulation");
         let staging = BufferPool::new(arena, 0, LARGEST_BUFFER);
         let ready = |started: Result<String, osd::StartError>| match started {
@@ -151,4 +224,16 @@ impl Node {
         let network = Arc::clone(&self.network);
         OsdServer::serve(config, targets, staging, network, ENDPOINT, ready, std::future::pending()).await;
     }
+}
+
+/// Creates a drive with a new target.
+fn drive(plan: &Plan, number: usize) -> (Uuid, Arc<SimDrive>) {
+    let drive = SimDrive::new(plan.drive_size, rng(plan.seed, Stream::Drive(number)), DriveTimes::default());
+    let sizes = MkfsOptions {
+        log_bytes: Some(plan.drive_size / 16),
+        index_bytes: Some(plan.drive_size / 8),
+        ..MkfsOptions::default()
+    };
+    let uuid = drive.mkfs(&sizes).expect("the drive is large enough");
+    (uuid, drive)
 }

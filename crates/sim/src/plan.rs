@@ -128,6 +128,8 @@ pub struct Plan {
     pub placement: Placement,
     /// Number of targets.
     pub targets: usize,
+    /// Size of each drive, in bytes.
+    pub drive_size: u64,
     /// The pools.
     pub pools: Vec<PlannedPool>,
     /// Number of clients.
@@ -190,9 +192,11 @@ impl Plan {
             .collect();
         let needed = pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(1);
         let targets = needed + rng.random_range(0..=1);
+        let drive_size = 1 << rng.random_range(25..=28);
         let clients = rng.random_range(1..=4);
         let workload = Duration::from_secs(rng.random_range(10..=40));
-        let mut plan = Plan { seed, placement, targets, pools, clients, workload, faults: Vec::new() };
+        let mut plan =
+            Plan { seed, placement, targets, drive_size, pools, clients, workload, faults: Vec::new() };
         let count = rng.random_range(0..=12);
         plan.faults = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults.retain(|planned| !off.contains(&planned.fault.kind()));

@@ -183,7 +183,7 @@ impl Simulation {
                 node.release(role);
             }
             Fault::PowerFailure => {
-                node.roles().for_each(|role| node.kill(role));
+                node.cut_power();
                 tokio::time::sleep(planned.lasts).await;
                 node.roles().for_each(|role| node.release(role));
             }
