@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
 
 use array::{CodingConfig, StripesAt};
+use base::clock::{Instant, WallClock};
 use base::mem::Arena;
 use base::pool::BufferPool;
 use base::thread::ThreadClass;
@@ -18,6 +20,7 @@ use store::stripes::{EngineOptions, Engines};
 use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, RemountedStore};
 use uuid::Uuid;
 use wire::Placement;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::plan::{NodeRole, Plan, Stream, rng};
 use crate::role::Role;
@@ -31,13 +34,18 @@ const STAGING: usize = 32 << 20;
 const LARGEST_BUFFER: usize = 4 << 20;
 /// Time after which a role that has ended by itself is started again.
 const RESTART: Duration = Duration::from_secs(1);
+/// Time of day at the start of a simulation, since 1970.
+const TIME_OF_DAY: Duration = Duration::from_secs(1_800_000_000);
 
 /// The simulated node.
 pub struct Node {
     plan: Plan,
     trace: Trace,
+    began: Instant,
     network: Arc<dyn NetworkStack>,
     drives: Vec<(Uuid, Arc<SimDrive>)>,
+    /// Whether the drive of each target is lost for ever.
+    lost: RefCell<Vec<bool>>,
     osd: RoleSlot,
     store: RoleSlot,
 }
@@ -50,6 +58,8 @@ struct RoleSlot {
     held: std::cell::Cell<u32>,
     /// Signals that `held` has changed.
     changed: tokio::sync::Notify,
+    /// Difference of the role's time of day from the simulated time, in seconds.
+    clock: Arc<AtomicI64>,
 }
 
 impl Node {
@@ -60,8 +70,10 @@ impl Node {
         Rc::new(Node {
             plan: plan.clone(),
             trace: trace.clone(),
+            began: Instant::now(),
             network,
             drives,
+            lost: RefCell::new(vec![false; plan.targets]),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
         })
@@ -135,6 +147,50 @@ impl Node {
         &self.drives[target].1
     }
 
+    /// Records that the drive of a target never returns.
+    pub fn lose(&self, target: usize) {
+        self.lost.borrow_mut()[target] = true;
+    }
+
+    /// Whether the drive of a target never returns.
+    #[must_use]
+    pub fn is_lost(&self, target: usize) -> bool {
+        self.lost.borrow()[target]
+    }
+
+    /// Ends all faults of drives, except for lost drives.
+    pub fn heal(&self) {
+        for (target, (_, drive)) in self.drives.iter().enumerate() {
+            drive.clear_faults();
+            if !self.is_lost(target) {
+                drive.reinsert();
+            }
+        }
+    }
+
+    /// Changes the time of day of a role.
+    pub fn step_clock(&self, role: NodeRole, seconds: i64) {
+        self.slot(role).clock.fetch_add(seconds, Ordering::Relaxed);
+    }
+
+    /// A hash of all events of the drives.
+    #[must_use]
+    pub fn trace(&self) -> u64 {
+        self.drives.iter().fold(0, |hash, (_, drive)| xxh3_64_with_seed(&drive.trace().to_le_bytes(), hash))
+    }
+
+    fn wall_clock(&self, role: NodeRole) -> WallClock {
+        let (began, offset) = (self.began, Arc::clone(&self.slot(role).clock));
+        WallClock::new(move || {
+            let seconds = offset.load(Ordering::Relaxed);
+            let now = UNIX_EPOCH + TIME_OF_DAY + began.elapsed();
+            match seconds < 0 {
+                true => now - Duration::from_secs(seconds.unsigned_abs()),
+                false => now + Duration::from_secs(seconds.unsigned_abs()),
+            }
+        })
+    }
+
     /// The role that owns the targets.
     fn owner(&self) -> NodeRole {
         if self.roles().any(|role| role == NodeRole::Store) { NodeRole::Store } else { NodeRole::Osd }
@@ -191,6 +247,7 @@ impl Node {
         let engines = Arc::new(engines.expect("engines without threads always start"));
         let config = OsdConfig {
             placement: Placement::Host,
+            clock: self.wall_clock(NodeRole::Osd),
             coding: CodingConfig {
                 threads: 0,
                 stripes: StripesAt::Here(Some(engines)),

@@ -9,43 +9,86 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use wire::{Placement, Redundancy};
 
-/// A kind of fault. Each kind can be switched off by its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum FaultKind {
+/// Declares the kinds of faults: the variant, its name, its weight, and its description.
+macro_rules! kinds {
+    ($($(#[doc = $doc:literal])+ $kind:ident, $name:literal, $weight:literal;)+) => {
+        /// A kind of fault. Each kind can be switched off by its name.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum FaultKind {
+            $($(#[doc = $doc])+ $kind,)+
+        }
+
+        impl FaultKind {
+            /// All kinds.
+            pub const ALL: &[FaultKind] = &[$(FaultKind::$kind,)+];
+
+            /// The kind's name.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(FaultKind::$kind => $name,)+
+                }
+            }
+
+            /// How often the kind occurs, relative to the other kinds.
+            fn weight(self) -> u32 {
+                match self {
+                    $(FaultKind::$kind => $weight,)+
+                }
+            }
+        }
+    };
+}
+
+kinds! {
     /// A role is killed and started again.
-    Kill,
+    Kill, "kill", 10;
     /// A role is stopped for a while, and then continues.
-    Pause,
+    Pause, "pause", 6;
     /// The node loses power: all of its roles are killed, and its drives lose unflushed writes.
-    PowerFailure,
+    PowerFailure, "power-failure", 5;
     /// A client is killed. A new client takes its place.
-    KillClient,
+    KillClient, "kill-client", 3;
+    /// A drive is removed for a while. Its content stays.
+    RemoveDrive, "remove-drive", 4;
+    /// Some reads of a drive fail.
+    ReadError, "read-error", 3;
+    /// Some writes of a drive fail.
+    WriteError, "write-error", 3;
+    /// Some flushes of a drive fail.
+    FlushError, "flush-error", 3;
+    /// Some requests of a drive take up to a minute longer.
+    DriveStall, "drive-stall", 4;
+    /// Some reads of a drive return a flipped bit.
+    FlipInRead, "flip-in-read", 2;
+    /// Some writes of a drive store a flipped bit. The damage is permanent.
+    FlipInWrite, "flip-in-write", 1;
+    /// A bit of a drive flips. The damage is permanent.
+    FlipAtRest, "flip-at-rest", 2;
+    /// A drive is removed and never returns.
+    LoseDrive, "lose-drive", 1;
+    /// A drive is replaced by an older copy of itself.
+    StaleDrive, "stale-drive", 1;
+    /// The clock of a role steps.
+    ClockStep, "clock-step", 2;
 }
 
 impl FaultKind {
-    /// All kinds.
-    pub const ALL: [FaultKind; 4] =
-        [FaultKind::Kill, FaultKind::Pause, FaultKind::PowerFailure, FaultKind::KillClient];
-
-    /// The kind's name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            FaultKind::Kill => "kill",
-            FaultKind::Pause => "pause",
-            FaultKind::PowerFailure => "power-failure",
-            FaultKind::KillClient => "kill-client",
-        }
+    /// Whether a fault of this kind destroys data of one drive, so that it uses up the tolerance of
+    /// the pools.
+    fn is_lossy(self) -> bool {
+        use FaultKind as K;
+        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::StaleDrive)
     }
 
-    /// How often the kind occurs, relative to the other kinds.
-    fn weight(self) -> u32 {
-        match self {
-            FaultKind::Kill => 10,
-            FaultKind::Pause => 6,
-            FaultKind::PowerFailure => 4,
-            FaultKind::KillClient => 4,
-        }
+    /// Whether a fault of this kind concerns one drive.
+    fn concerns_drive(self) -> bool {
+        use FaultKind as K;
+        self.is_lossy()
+            || matches!(
+                self,
+                K::RemoveDrive | K::ReadError | K::WriteError | K::FlushError | K::DriveStall | K::FlipInRead
+            )
     }
 }
 
@@ -53,7 +96,7 @@ impl FromStr for FaultKind {
     type Err = String;
 
     fn from_str(name: &str) -> Result<FaultKind, String> {
-        FaultKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+        FaultKind::ALL.iter().find(|kind| kind.name() == name).copied().ok_or_else(|| {
             let names: Vec<_> = FaultKind::ALL.iter().map(|kind| kind.name()).collect();
             format!("{name:?} is not a kind of fault; the kinds are {}", names.join(", "))
         })
@@ -78,17 +121,28 @@ impl fmt::Display for NodeRole {
     }
 }
 
-/// A fault.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Fault {
-    /// See [`FaultKind::Kill`].
-    Kill(NodeRole),
-    /// See [`FaultKind::Pause`].
-    Pause(NodeRole),
-    /// See [`FaultKind::PowerFailure`].
-    PowerFailure,
-    /// See [`FaultKind::KillClient`].
-    KillClient(usize),
+/// The object of a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Victim {
+    /// The whole node.
+    Node,
+    /// A role of the node.
+    Role(NodeRole),
+    /// The client with this number.
+    Client(usize),
+    /// The drive of the target with this number.
+    Drive(usize),
+}
+
+impl fmt::Display for Victim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Victim::Node => f.write_str("the node"),
+            Victim::Role(role) => write!(f, "the {role}"),
+            Victim::Client(number) => write!(f, "client {number}"),
+            Victim::Drive(number) => write!(f, "drive {number}"),
+        }
+    }
 }
 
 /// A fault, its time, and how long it lasts.
@@ -98,13 +152,19 @@ pub struct PlannedFault {
     pub at: Duration,
     /// Time after which the fault is over: the role is started again, the network is healed.
     pub lasts: Duration,
-    /// The fault.
-    pub fault: Fault,
+    /// The kind of the fault.
+    pub kind: FaultKind,
+    /// The object of the fault.
+    pub victim: Victim,
+    /// A random number that decides the details of the fault.
+    pub detail: u64,
 }
 
 impl fmt::Display for PlannedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at {:.3} s for {:.3} s: {:?}", self.at.as_secs_f64(), self.lasts.as_secs_f64(), self.fault)
+        let PlannedFault { at, lasts, kind, victim, detail } = self;
+        let (at, lasts, kind) = (at.as_secs_f64(), lasts.as_secs_f64(), kind.name());
+        write!(f, "{kind} of {victim} at {at:.3} s for {lasts:.3} s ({detail:x})")
     }
 }
 
@@ -198,17 +258,43 @@ impl Plan {
         let mut plan =
             Plan { seed, placement, targets, drive_size, pools, clients, workload, faults: Vec::new() };
         let count = rng.random_range(0..=12);
-        plan.faults = (0..count).map(|_| plan.fault(&mut rng)).collect();
-        plan.faults.retain(|planned| !off.contains(&planned.fault.kind()));
+        let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
+        plan.faults = plan.within_tolerance(faults);
+        plan.faults.retain(|planned| !off.contains(&planned.kind));
         plan.faults.sort_by_key(|planned| planned.at);
         plan
+    }
+
+    /// Number of targets that the pools can lose without losing data.
+    #[must_use]
+    pub fn tolerance(&self) -> usize {
+        self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0)
+    }
+
+    /// Omits faults so that the pools can lose no data. If a fault destroys data of a drive, the
+    /// faults of drives must not hit more drives than the pools can lose. A drive that is
+    /// unavailable for a while lacks data, too, until it is rebuilt.
+    fn within_tolerance(&self, faults: Vec<PlannedFault>) -> Vec<PlannedFault> {
+        let is_lossy = faults.iter().any(|planned| planned.kind.is_lossy()) && self.tolerance() > 0;
+        let mut hit = Vec::new();
+        let mut fits = |planned: &PlannedFault| {
+            let Victim::Drive(number) = planned.victim else { return true };
+            if !is_lossy {
+                return !planned.kind.is_lossy();
+            }
+            if !hit.contains(&number) && hit.len() < self.tolerance() {
+                hit.push(number);
+            }
+            hit.contains(&number)
+        };
+        faults.into_iter().filter(|planned| fits(planned)).collect()
     }
 
     fn fault(&self, rng: &mut StdRng) -> PlannedFault {
         let total: u32 = FaultKind::ALL.iter().map(|kind| kind.weight()).sum();
         let mut choice = rng.random_range(0..total);
-        let kind = FaultKind::ALL
-            .into_iter()
+        let kind = *FaultKind::ALL
+            .iter()
             .find(|kind| match choice.checked_sub(kind.weight()) {
                 Some(rest) => {
                     choice = rest;
@@ -217,15 +303,15 @@ impl Plan {
                 None => true,
             })
             .expect("the choice is below the total weight");
-        let role = |rng: &mut StdRng| match self.placement {
+        let role = match self.placement {
             Placement::Dpu if rng.random_bool(0.5) => NodeRole::Store,
             _ => NodeRole::Osd,
         };
-        let fault = match kind {
-            FaultKind::Kill => Fault::Kill(role(rng)),
-            FaultKind::Pause => Fault::Pause(role(rng)),
-            FaultKind::PowerFailure => Fault::PowerFailure,
-            FaultKind::KillClient => Fault::KillClient(rng.random_range(0..self.clients)),
+        let victim = match kind {
+            FaultKind::PowerFailure => Victim::Node,
+            FaultKind::KillClient => Victim::Client(rng.random_range(0..self.clients)),
+            kind if kind.concerns_drive() => Victim::Drive(rng.random_range(0..self.targets)),
+            _ => Victim::Role(role),
         };
         let at = rng.random_range(Duration::ZERO..self.workload);
         // Most faults are short, and a few are longer than the time limits of the node.
@@ -234,20 +320,7 @@ impl Plan {
             6..9 => rng.random_range(Duration::from_secs(1)..Duration::from_secs(8)),
             _ => rng.random_range(Duration::from_secs(8)..Duration::from_secs(40)),
         };
-        PlannedFault { at, lasts, fault }
-    }
-}
-
-impl Fault {
-    /// The fault's kind.
-    #[must_use]
-    pub fn kind(&self) -> FaultKind {
-        match self {
-            Fault::Kill(_) => FaultKind::Kill,
-            Fault::Pause(_) => FaultKind::Pause,
-            Fault::PowerFailure => FaultKind::PowerFailure,
-            Fault::KillClient(_) => FaultKind::KillClient,
-        }
+        PlannedFault { at, lasts, kind, victim, detail: rng.random() }
     }
 }
 
@@ -263,13 +336,13 @@ mod tests {
         let mut seen = 0;
         for seed in 0..100 {
             let (all, less) = (Plan::new(seed, &[]), Plan::new(seed, &[FaultKind::Kill]));
-            let kills = all.faults.iter().filter(|f| f.fault.kind() == FaultKind::Kill).count();
+            let kills = all.faults.iter().filter(|f| f.kind == FaultKind::Kill).count();
             assert_eq!(less.faults.len() + kills, all.faults.len(), "the other faults stay the same");
             seen += kills;
         }
         assert!(seen > 100);
         for kind in FaultKind::ALL {
-            assert_eq!(kind.name().parse(), Ok(kind));
+            assert_eq!(kind.name().parse(), Ok(*kind));
         }
     }
 }

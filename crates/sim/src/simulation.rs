@@ -5,16 +5,18 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::clock::Instant;
 use base::thread::ThreadClass;
 use client::{Client, Options};
 use messenger::transport::faulty::StreamFaults;
 use messenger::{NetworkStack, SimStack};
-use rand::Rng;
 use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
 use tokio::task::LocalSet;
 
 use crate::node::{ENDPOINT, Node};
-use crate::plan::{Fault, Plan, PlannedFault, Stream, rng};
+use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
 use crate::role::Role;
 use crate::trace::Trace;
 
@@ -100,6 +102,8 @@ impl Simulation {
         for fault in injected {
             fault.await.expect("a fault is injected without a panic");
         }
+        self.node.heal();
+        self.trace.event(format_args!("all faults are over"));
         tokio::time::sleep(HEALING).await;
         self.is_over.set(true);
         let clients = self.clients.borrow().clone();
@@ -107,7 +111,7 @@ impl Simulation {
             client.ended().await;
         }
         Report {
-            hash: self.trace.hash(),
+            hash: self.trace.hash() ^ self.node.trace(),
             events: self.trace.count(),
             calls: self.calls.get(),
             simulated: self.trace.elapsed(),
@@ -174,33 +178,93 @@ impl Simulation {
     /// Waits for the time of a fault, injects it and ends it.
     async fn inject(self: Rc<Simulation>, planned: PlannedFault) {
         tokio::time::sleep(planned.at).await;
-        self.trace.event(format_args!("fault {planned}"));
-        let node = &self.node;
-        match planned.fault {
-            Fault::Kill(role) => {
-                node.kill(role);
+        self.trace.event(format_args!("fault: {planned}"));
+        match planned.victim {
+            Victim::Node => {
+                self.node.cut_power();
                 tokio::time::sleep(planned.lasts).await;
-                node.release(role);
+                self.node.roles().for_each(|role| self.node.release(role));
             }
-            Fault::PowerFailure => {
-                node.cut_power();
-                tokio::time::sleep(planned.lasts).await;
-                node.roles().for_each(|role| node.release(role));
-            }
-            Fault::Pause(role) => {
-                let Some(role) = node.role(role) else { return };
-                role.pause();
-                tokio::time::sleep(planned.lasts).await;
-                role.resume();
-            }
-            Fault::KillClient(number) => {
+            Victim::Role(role) => self.trouble_role(&planned, role).await,
+            Victim::Client(number) => {
                 let killed = self.clients.borrow()[number].clone();
                 killed.kill();
                 tokio::time::sleep(planned.lasts).await;
                 let role = self.start_client(number);
                 self.clients.borrow_mut()[number] = role;
             }
+            Victim::Drive(target) => self.trouble_drive(&planned, target).await,
         }
-        self.trace.event(format_args!("end of fault {planned}"));
+        self.trace.event(format_args!("end of fault: {planned}"));
+    }
+
+    async fn trouble_role(&self, planned: &PlannedFault, role: NodeRole) {
+        match planned.kind {
+            FaultKind::Pause => {
+                let Some(role) = self.node.role(role) else { return };
+                role.pause();
+                tokio::time::sleep(planned.lasts).await;
+                role.resume();
+            }
+            FaultKind::ClockStep => {
+                // Up to 18 hours in either direction.
+                self.node.step_clock(role, i64::from(planned.detail as i32 % 65_536));
+            }
+            _ => {
+                self.node.kill(role);
+                tokio::time::sleep(planned.lasts).await;
+                self.node.release(role);
+            }
+        }
+    }
+
+    async fn trouble_drive(&self, planned: &PlannedFault, target: usize) {
+        let drive = self.node.drive(target);
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let until = Some(Instant::now() + planned.lasts);
+        // Half of the faults hit one request, and the others hit many.
+        let (count, probability) = match detail.random_bool(0.5) {
+            true => (Some(1), 1.0),
+            false => (None, detail.random_range(0.05..1.0)),
+        };
+        let fault = |kind| DriveFault { count, probability, until, ..DriveFault::always(kind) };
+        match planned.kind {
+            FaultKind::RemoveDrive => {
+                drive.remove();
+                tokio::time::sleep(planned.lasts).await;
+                if !self.node.is_lost(target) {
+                    drive.reinsert();
+                }
+            }
+            FaultKind::LoseDrive => {
+                self.node.lose(target);
+                drive.remove();
+            }
+            FaultKind::StaleDrive => {
+                let image = drive.image();
+                tokio::time::sleep(planned.lasts).await;
+                drive.remove();
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                drive.restore(&image);
+                drive.reinsert();
+            }
+            FaultKind::FlipAtRest => {
+                let parts = [DrivePart::Data, DrivePart::Data, DrivePart::Index, DrivePart::Log];
+                let part = parts[detail.random_range(0..parts.len())];
+                let flipped = drive.flip_bit_in(part);
+                self.trace.event(format_args!("drive {target}: a bit of {part:?} is flipped at {flipped:?}"));
+            }
+            FaultKind::ReadError => drive.inject(fault(DriveFaultKind::ReadError)),
+            FaultKind::WriteError => drive.inject(fault(DriveFaultKind::WriteError)),
+            FaultKind::FlushError => drive.inject(fault(DriveFaultKind::FlushError)),
+            FaultKind::DriveStall => {
+                let stall = detail.random_range(Duration::from_millis(5)..Duration::from_secs(60));
+                drive.inject(fault(DriveFaultKind::Stall(stall)));
+            }
+            FaultKind::FlipInRead => drive.inject(fault(DriveFaultKind::FlipInRead)),
+            FaultKind::FlipInWrite => drive.inject(fault(DriveFaultKind::FlipInWrite)),
+            kind => unreachable!("{} does not concern a drive", kind.name()),
+        }
+        tokio::time::sleep_until(until.expect("the end is set")).await;
     }
 }
