@@ -22,11 +22,8 @@ fn simulate<T>(seed: u64, run: impl AsyncFnOnce() -> T) -> T {
 
 fn drive(size: u64, seed: u64) -> Arc<SimDrive> {
     let drive = SimDrive::new(size, StdRng::seed_from_u64(seed), DriveTimes::default());
-    let options = MkfsOptions {
-        log_bytes: Some(size / 8),
-        index_bytes: Some(size / 4),
-        ..MkfsOptions::default()
-    };
+    let options =
+        MkfsOptions { log_bytes: Some(size / 8), index_bytes: Some(size / 4), ..MkfsOptions::default() };
     drive.mkfs(&options).unwrap();
     drive
 }

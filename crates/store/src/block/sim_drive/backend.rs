@@ -355,18 +355,16 @@ impl Backend for SimBackend {
         Ok(())
     }
 
-    fn close(mut self) -> impl Future<Output = ()> {
-        async move {
-            self.jobs.retain(|_, job| matches!(job, Job::Checkpoint(_)));
-            std::future::poll_fn(|cx| {
-                self.turn_and_wait(cx);
-                if self.is_idle() { Poll::Ready(()) } else { Poll::Pending }
-            })
-            .await;
-            let SimBackend { mount, index, .. } = self;
-            // Closing the index may write to the drive.
-            drop(index);
-            mount.drained().await;
-        }
+    async fn close(mut self) {
+        self.jobs.retain(|_, job| matches!(job, Job::Checkpoint(_)));
+        let ended = |cx: &mut Context<'_>| {
+            self.turn_and_wait(cx);
+            if self.is_idle() { Poll::Ready(()) } else { Poll::Pending }
+        };
+        std::future::poll_fn(ended).await;
+        let SimBackend { mount, index, .. } = self;
+        // Closing the index may write to the drive.
+        drop(index);
+        mount.drained().await;
     }
 }

@@ -205,8 +205,7 @@ impl ArmedFault {
         }
         self.occasions += 1;
         let spent = self.fault.count.is_some_and(|count| self.fired >= count);
-        let fires =
-            !spent && self.occasions > self.fault.after && rng.random_bool(self.fault.probability);
+        let fires = !spent && self.occasions > self.fault.after && rng.random_bool(self.fault.probability);
         self.fired += u64::from(fires);
         fires
     }

@@ -587,7 +587,8 @@ impl State {
                 let Some(page) = page else { continue };
                 self.durable.set(number, page);
                 for orphan in orphans.values_mut() {
-                    if let Some(old) = number.checked_sub(orphan.first).and_then(|i| orphan.pages.get_mut(i)) {
+                    if let Some(old) = number.checked_sub(orphan.first).and_then(|i| orphan.pages.get_mut(i))
+                    {
                         *old = None;
                     }
                 }
@@ -678,10 +679,14 @@ impl State {
 
     fn remove(&mut self) {
         let survivors = if self.rng.random_bool(0.5) { Survivors::Nothing } else { Survivors::Sectors };
-        let ids: Vec<u64> = self.in_flight.values().filter_map(|r| match r.source {
-            Source::Ring(id) => Some(id),
-            Source::Queue(_) => None,
-        }).collect();
+        let ids: Vec<u64> = self
+            .in_flight
+            .values()
+            .filter_map(|r| match r.source {
+                Source::Ring(id) => Some(id),
+                Source::Queue(_) => None,
+            })
+            .collect();
         let mut done = std::mem::take(&mut self.done);
         self.lose_volatile(survivors);
         self.cut_off();
