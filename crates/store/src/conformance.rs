@@ -39,11 +39,8 @@ pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F)
 /// not set. Prints the seed, so that a failure can be reproduced.
 #[must_use]
 pub fn seed() -> u64 {
-    let fresh = || {
-        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        since.map_or(1, |d| d.as_nanos() as u64)
-    };
-    let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(fresh);
+    let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok());
+    let seed = seed.unwrap_or_else(base::entropy::random);
     #[expect(clippy::print_stdout, reason = "the test harness shows the seed when a test fails")]
     {
         println!("OUTBOARD_SEED={seed}");

@@ -1,4 +1,4 @@
-//! [`Backend`]: the I/O ring and the workers of a driver.
+//! [`DriverBackend`]: the I/O ring and the workers of a driver.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::messages::BlockingWork;
 
 /// The I/O ring and the workers of a driver: io_uring and threads in the product, simulated time in
 /// a simulation. The workers return their results through the mailbox.
-pub(super) trait Backend: Sized {
+pub(super) trait DriverBackend: Sized {
     /// Prepares the ring for use by the current thread. Called once, before all other methods.
     ///
     /// # Errors

@@ -124,6 +124,10 @@ impl Core {
         let written = commits.groups.iter().take_while(|g| !commits.outstanding.contains_key(&g.number));
         let Some(last) = written.last().map(|g| g.number) else { return };
         commits.flushing = Some(last);
+        if base::mutant!(AcknowledgeBeforeFlush) {
+            let covered = commits.groups.iter_mut().take_while(|group| group.number <= last);
+            covered.flat_map(|g| std::mem::take(&mut g.replies)).for_each(|reply| send(reply, Ok(())));
+        }
         let id = self.next_id();
         self.io.insert(id, Purpose::Flush);
         self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });

@@ -11,7 +11,7 @@ use std::time::Duration;
 use base::clock::Instant;
 use tokio::time::Sleep;
 
-use super::backend::Backend;
+use super::backend::DriverBackend;
 use super::core::Core;
 use super::hardware::{Hardware, join};
 use super::mailbox::{Mailbox, MailboxState};
@@ -134,7 +134,7 @@ impl DriverOn<Hardware> {
     }
 }
 
-impl<B: Backend> DriverOn<B> {
+impl<B: DriverBackend> DriverOn<B> {
     async fn run(mut self) {
         self.begin();
         match self.backend.listen() {

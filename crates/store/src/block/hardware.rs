@@ -12,7 +12,7 @@ use futures::channel::oneshot;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::backend::Backend;
+use super::backend::DriverBackend;
 use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoRequest};
@@ -68,7 +68,7 @@ impl Hardware {
     }
 }
 
-impl Backend for Hardware {
+impl DriverBackend for Hardware {
     fn enable(&mut self) -> io::Result<()> {
         self.ring.enable()
     }

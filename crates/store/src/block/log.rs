@@ -254,7 +254,7 @@ pub(crate) fn scan(
         ));
     }
     match found.damage.first() {
-        Some(damage) if !repair => Err(corrupt("log", damage)),
+        Some(damage) if !repair && !base::mutant!(DamageAsTornTail) => Err(corrupt("log", damage)),
         _ => Ok(found),
     }
 }

@@ -1,15 +1,20 @@
 //! Tests of targets on a simulated drive, in simulated time and on one thread.
 
+use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
-use rand::SeedableRng;
+use bytes::Bytes;
 use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use tokio::task::LocalSet;
 
 use super::sim_drive::{DriveTimes, SimDrive};
 use super::store::{BlockStore, MkfsOptions, MountOptions};
-use crate::conformance::{self, random_operations};
-use crate::{ObjectStore, StoreCalls};
+use crate::conformance::{self, Workload, compare, oid, random_operations};
+use crate::{MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
 /// Runs a simulation, in a paused clock and with the given seed.
 fn simulate<T>(seed: u64, run: impl AsyncFnOnce() -> T) -> T {
@@ -53,4 +58,209 @@ fn a_simulated_target_passes_the_conformance_suite() {
         random_operations(store.clone(), seed, 1000).await;
         store.umount().await.unwrap();
     });
+}
+
+/// A transaction that the model has accepted.
+struct Queued {
+    number: u64,
+    transaction: Transaction,
+    acknowledged: bool,
+}
+
+/// The transactions of a target, over several lives of its store.
+struct History {
+    /// The transactions that may have taken effect, in the order of the queue.
+    queued: Vec<Queued>,
+    last: u64,
+    model: MemStore,
+    workload: Workload,
+}
+
+/// The object in every collection that has the number of the collection's last transaction.
+fn marker() -> ObjectId {
+    oid("a-marker")
+}
+
+impl History {
+    fn new(seed: u64) -> History {
+        let (model, workload) = (MemStore::new(), Workload::new(seed));
+        History { queued: Vec::new(), last: 0, model, workload }
+    }
+
+    /// Returns the number of the next transaction, the transaction, and whether it should succeed.
+    async fn next(&mut self) -> (u64, Transaction, bool) {
+        let mut transaction = self.workload.transaction();
+        self.last += 1;
+        let entries = vec![("last".into(), Bytes::copy_from_slice(&self.last.to_be_bytes()))];
+        transaction.ops.push(Op::OmapSet { oid: marker(), entries });
+        let succeeds = self.model.queue_transaction(transaction.clone()).await.is_ok();
+        if succeeds {
+            let queued = Queued { number: self.last, transaction: transaction.clone(), acknowledged: false };
+            self.queued.push(queued);
+        }
+        (self.last, transaction, succeeds)
+    }
+
+    fn acknowledge(&mut self, number: u64) {
+        if let Ok(at) = self.queued.binary_search_by_key(&number, |queued| queued.number) {
+            self.queued[at].acknowledged = true;
+        }
+    }
+
+    /// Checks that every collection has the state after one of its transactions, and that no
+    /// acknowledged transaction is missing. Continues from that state.
+    async fn check(&mut self, store: &dyn ObjectStore) {
+        let mut found = BTreeMap::new();
+        for c in store.collections().await.unwrap() {
+            let last = store.omap_get(&c, &marker(), vec!["last".into()]).await.unwrap();
+            found.insert(c, u64::from_be_bytes(last[0].1[..].try_into().unwrap()));
+        }
+        self.model = MemStore::new();
+        for queued in std::mem::take(&mut self.queued) {
+            let Queued { number, transaction, acknowledged } = &queued;
+            if found.get(&transaction.collection).is_none_or(|last| last < number) {
+                assert!(!acknowledged, "the acknowledged transaction {number} is lost");
+                continue;
+            }
+            self.model.queue_transaction(transaction.clone()).await.unwrap();
+            self.queued.push(Queued { acknowledged: true, ..queued });
+        }
+        compare(store, &self.model).await;
+    }
+}
+
+/// Queues transactions, several at a time, until the store fails or the task is killed.
+async fn work(store: &BlockStore, history: &mut History, rng: &mut StdRng) {
+    let mut pending = VecDeque::new();
+    for _ in 0..40 {
+        let (number, transaction, succeeds) = history.next().await;
+        pending.push_back((number, succeeds, store.queue_transaction(transaction)));
+        if rng.random_bool(0.1) {
+            tokio::time::sleep(Duration::from_millis(rng.random_range(0..12))).await;
+        }
+        while pending.len() > rng.random_range(0..8) {
+            let Some((number, succeeds, outcome)) = pending.pop_front() else { break };
+            match outcome.await {
+                Err(StoreError::Poisoned(_) | StoreError::Io(_) | StoreError::Corrupt { .. }) => return,
+                outcome => {
+                    assert_eq!(outcome.is_ok(), succeeds, "transaction {number}: {outcome:?}");
+                    history.acknowledge(number);
+                }
+            }
+        }
+    }
+    drop(pending);
+    std::future::pending::<()>().await;
+}
+
+/// Runs one life of a store: mounts the target, works on it, and ends the store at a random time.
+/// Returns whether the target was mounted.
+async fn life(drive: &Arc<SimDrive>, history: &mut History, rng: &mut StdRng, end: impl FnOnce()) -> bool {
+    let mounted = Cell::new(false);
+    let role = LocalSet::new();
+    let duration = Duration::from_micros(rng.random_range(0..150_000));
+    let body = async {
+        let (store, driver) = BlockStore::mount_simulated(drive, &options()).await.unwrap();
+        base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
+        history.check(&*store).await;
+        mounted.set(true);
+        work(&store, history, rng).await;
+        std::future::pending::<()>().await;
+    };
+    {
+        let mut running = pin!(role.run_until(body));
+        let ended = tokio::time::timeout(duration, &mut running).await;
+        assert!(ended.is_err(), "the body of a life never ends");
+        // From here on, destructors have no effect on the drive.
+        end();
+    }
+    mounted.get()
+}
+
+#[derive(Debug, Default)]
+struct Totals {
+    mounts: u32,
+    power_failures: u64,
+    kills: u64,
+    cut_off: u64,
+    lost_sectors: u64,
+}
+
+/// Runs several lives of a store with power failures and kills. Returns the hash of all events of
+/// the drive.
+fn crashes(seed: u64, totals: &mut Totals) -> u64 {
+    simulate(seed, async || {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(!seed), DriveTimes::default());
+        let (log_bytes, index_bytes) = (Some(512 << 10), Some(4 << 20));
+        drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+        let mut history = History::new(seed);
+        for _ in 0..5 {
+            let fails = rng.random_bool(0.7);
+            let end = || match fails {
+                true => {
+                    drive.power_failure();
+                }
+                false => drive.sever(),
+            };
+            totals.mounts += u32::from(life(&drive, &mut history, &mut rng, end).await);
+        }
+        let store = mount(&drive).await;
+        history.check(&*store).await;
+        store.umount().await.unwrap();
+        let report = drive.fsck(&|_, _, _| None).unwrap();
+        assert!(report.is_clean() && report.was_clean, "{report:?}");
+        let counts = drive.counts();
+        totals.power_failures += counts.power_failures;
+        totals.kills += counts.severed;
+        totals.lost_sectors += counts.lost_sectors;
+        totals.cut_off += u64::from(counts.cut_off > 0);
+        drive.trace()
+    })
+}
+
+#[test]
+fn kills_and_power_failures_lose_no_acknowledged_transaction() {
+    let first = conformance::seed();
+    let mut totals = Totals::default();
+    for seed in (0..200).map(|n| first.wrapping_add(n)) {
+        crashes(seed, &mut totals);
+    }
+    assert!(totals.power_failures > 200 && totals.kills > 100, "{totals:?}");
+    assert!(totals.cut_off > 20, "crashes hit mounts and checkpoints: {totals:?}");
+    assert!(totals.lost_sectors > 100 && totals.mounts > 500, "{totals:?}");
+}
+
+#[test]
+fn a_seed_repeats_all_events_of_a_drive() {
+    let seed = conformance::seed();
+    let trace = |seed| crashes(seed, &mut Totals::default());
+    let traces: Vec<u64> = (0..10).map(|n| trace(seed.wrapping_add(n))).collect();
+    for (n, first) in traces.iter().enumerate() {
+        assert_eq!(*first, trace(seed.wrapping_add(n as u64)), "seed {seed} + {n}");
+    }
+    assert!(traces.windows(2).all(|pair| pair[0] != pair[1]), "seeds differ in their events");
+}
+
+#[test]
+#[ignore = "run by the_events_of_a_drive_do_not_depend_on_the_process"]
+#[expect(clippy::print_stdout, reason = "the parent process reads the output")]
+fn print_trace() {
+    println!("trace {:#x}", crashes(7, &mut Totals::default()));
+}
+
+#[test]
+fn the_events_of_a_drive_do_not_depend_on_the_process() {
+    let run = |environment: &str| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let name = "block::sim_drive_test::print_trace";
+        command.args(["--exact", name, "--ignored", "--nocapture"]).env("OUTBOARD_FILLER", environment);
+        let output = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        let trace =
+            output.lines().find_map(|line| line.split_once("trace ")).map(|(_, trace)| trace.to_owned());
+        trace.unwrap_or_else(|| panic!("the other process has printed no trace: {output}"))
+    };
+    let here = format!("{:#x}", crashes(7, &mut Totals::default()));
+    // The length of the environment moves the addresses of the other process.
+    assert_eq!([run(""), run(&"x".repeat(5000))], [here.clone(), here]);
 }

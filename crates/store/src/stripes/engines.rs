@@ -1,19 +1,21 @@
 //! [`Engines`]: the engines that compute parity on the side of the stores.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use base::block::Payload;
 use base::clock::Instant;
 use base::collections::HashMap;
-use base::fault::Faults;
+use base::fault::{Action, Faults, Site};
 use bytes::Bytes;
 use ec::offload::batch::CodingWork;
-use ec::offload::host_load::HostCpus;
+use ec::offload::host_load::{HostCpus, LoadCounters};
 use ec::offload::software::{self, Processor, SoftwareOptions};
-use ec::offload::worker::{Worker, WorkerStats};
+use ec::offload::worker::{Worker, WorkerError, WorkerStats};
 use ec::{Code, Geometry, KernelChoice};
+use futures::future::Either;
 
 use super::{FragmentBuf, HostReading, ParityDevice, StripeError};
 use crate::StoreError;
@@ -40,10 +42,93 @@ impl Default for EngineOptions {
 /// one, the DPU's accelerator. Any thread may use them.
 #[derive(Debug)]
 pub struct Engines {
-    host: Worker,
+    host: HostEngine,
     accelerator: Option<Worker>,
     cpus: Vec<usize>,
     codes: Mutex<HashMap<Geometry, Code>>,
+}
+
+/// The engine that uses the host's processor.
+#[derive(Debug)]
+enum HostEngine {
+    Threads(Worker),
+    Inline(InlineEngine),
+}
+
+/// Computes parity on the thread of the caller. A task takes the time that a thread of a fast
+/// processor would need, on the clock of the Tokio runtime.
+#[derive(Debug)]
+struct InlineEngine {
+    started: Instant,
+    faults: Faults,
+    counts: Arc<InlineCounts>,
+}
+
+#[derive(Debug, Default)]
+struct InlineCounts {
+    tasks: AtomicU64,
+    bytes: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// Speed of the inline engine, in nanoseconds per KiB of data.
+const INLINE_NS_PER_KIB: u64 = 100;
+
+impl InlineEngine {
+    /// Computes a task when the returned future is polled.
+    fn submit(
+        &self,
+        work: CodingWork,
+        compute: Box<dyn FnOnce() -> Result<Vec<Payload>, StripeError> + Send>,
+    ) -> impl Future<Output = Result<ComputedFragments, WorkerError>> + Send + use<> {
+        let (fault, counts) = (self.faults.hit(Site::EcOffload), Arc::clone(&self.counts));
+        async move {
+            let took = Duration::from_nanos(work.bytes.div_ceil(1024) * INLINE_NS_PER_KIB);
+            let late = match fault {
+                Some(Action::Stall(late)) => late,
+                _ => Duration::ZERO,
+            };
+            tokio::time::sleep(took + late).await;
+            counts.tasks.fetch_add(1, Ordering::Relaxed);
+            counts.bytes.fetch_add(work.bytes, Ordering::Relaxed);
+            if fault == Some(Action::Fail) {
+                counts.failed.fetch_add(1, Ordering::Relaxed);
+                return Err(WorkerError::Injected);
+            }
+            Ok((compute(), Some(took)))
+        }
+    }
+
+    fn stats(&self) -> WorkerStats {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let tasks = count(&self.counts.tasks);
+        let cpu_ns = count(&self.counts.bytes).div_ceil(1024) * INLINE_NS_PER_KIB;
+        WorkerStats {
+            name: "inline".to_owned(),
+            queued: 0,
+            tasks,
+            bytes: count(&self.counts.bytes),
+            batches: tasks,
+            failed: count(&self.counts.failed),
+            cpu_ns,
+            overruns: 0,
+        }
+    }
+
+    /// Returns the counters of a host with one CPU, which only computes parity.
+    fn reading(&self) -> LoadCounters {
+        let coding = Duration::from_nanos(self.stats().cpu_ns);
+        LoadCounters { all: self.started.elapsed(), busy: coding, coding, ..LoadCounters::default() }
+    }
+}
+
+impl HostEngine {
+    fn stats(&self) -> WorkerStats {
+        match self {
+            HostEngine::Threads(worker) => worker.stats(),
+            HostEngine::Inline(engine) => engine.stats(),
+        }
+    }
 }
 
 /// The computed parity, and the duration of the computation if it is known.
@@ -59,13 +144,23 @@ impl Engines {
     pub fn start(options: EngineOptions, accelerator: Option<Worker>) -> io::Result<Engines> {
         let EngineOptions { threads, cpus, faults } = options;
         let host = SoftwareOptions { threads, faults, ..SoftwareOptions::new(Processor::Host) };
-        Ok(Engines { host: software::start(host)?, accelerator, cpus, codes: Mutex::default() })
+        let host = HostEngine::Threads(software::start(host)?);
+        Ok(Engines { host, accelerator, cpus, codes: Mutex::default() })
+    }
+
+    /// Creates an engine that has no thread and computes parity on the thread of the caller, for a
+    /// simulation. The futures of its tasks need a Tokio runtime with time enabled.
+    #[must_use]
+    pub fn inline(faults: Faults) -> Engines {
+        let engine = InlineEngine { started: Instant::now(), faults, counts: Arc::default() };
+        let host = HostEngine::Inline(engine);
+        Engines { host, accelerator: None, cpus: Vec::new(), codes: Mutex::default() }
     }
 
     /// Returns the statistics of each engine.
     #[must_use]
     pub fn stats(&self) -> Vec<WorkerStats> {
-        std::iter::once(&self.host).chain(&self.accelerator).map(Worker::stats).collect()
+        std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(Worker::stats)).collect()
     }
 
     /// Computes the parity of the data fragments `data` into the buffers `parity`.
@@ -87,22 +182,24 @@ impl Engines {
         coder: ParityDevice,
         data: Vec<Bytes>,
         parity: Vec<FragmentBuf>,
-    ) -> Result<
-        impl Future<Output = Result<ComputedFragments, ec::offload::worker::WorkerError>> + Send + use<>,
-        StripeError,
-    > {
+    ) -> Result<impl Future<Output = Result<ComputedFragments, WorkerError>> + Send + use<>, StripeError>
+    {
         let none = || StripeError::Coding("this store has no accelerator for parity; configure one".into());
-        let worker = match coder {
-            ParityDevice::Host => &self.host,
-            ParityDevice::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
-        };
         let code = self.code(data.len(), parity.len())?;
         let bytes = data.iter().map(|fragment| fragment.len() as u64).sum();
         let work = CodingWork { bytes, computed_fragments: parity.len() as u32 };
-        Ok(worker.submit(work, move || {
+        let worker = match (coder, &self.host) {
+            (ParityDevice::Host, HostEngine::Threads(worker)) => worker,
+            (ParityDevice::Host, HostEngine::Inline(engine)) => {
+                let compute = Box::new(move || encode(&code, &data, parity));
+                return Ok(Either::Right(engine.submit(work, compute)));
+            }
+            (ParityDevice::Accelerator, _) => self.accelerator.as_ref().ok_or_else(none)?,
+        };
+        Ok(Either::Left(worker.submit(work, move || {
             let started = Instant::now();
             (encode(&code, &data, parity), Some(started.elapsed()))
-        }))
+        })))
     }
 
     fn code(&self, k: usize, m: usize) -> Result<Code, StripeError> {
@@ -123,12 +220,18 @@ impl Engines {
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
+        let host = match &self.host {
+            HostEngine::Threads(worker) => worker,
+            HostEngine::Inline(engine) => {
+                return Ok(HostReading { reading: engine.reading(), cpus: self.cpus.clone() });
+            }
+        };
         let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
         // If the host's CPUs are limited to a list, emulated devices run on other CPUs. The
         // counters then do not include the work of these devices, so it need not be subtracted.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
-        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));
+        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(host));
         let reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
         Ok(HostReading { reading, cpus: self.cpus.clone() })
     }

@@ -14,7 +14,7 @@ use base::mem::Arena;
 use rand::Rng;
 use tokio::time::Sleep;
 
-use super::super::backend::Backend;
+use super::super::backend::DriverBackend;
 use super::super::checkpoint::{Checkpoint, CheckpointOutcome};
 use super::super::drive::Drive;
 use super::super::index::Index;
@@ -111,14 +111,14 @@ impl Drive for SimMount {
 
 /// Work that begins or ends at a certain time.
 #[derive(Debug)]
-enum Job {
+enum SimJob {
     Load(BlockingWork),
     Loaded(CoreEvent),
     Checkpoint(Box<Checkpoint>),
 }
 
 /// A checkpoint whose operations are in the drive's queue.
-struct Written {
+struct WrittenCheckpoint {
     /// Number of operations that the drive must have executed.
     operations: u64,
     result: Result<CheckpointOutcome>,
@@ -135,9 +135,9 @@ pub(in crate::block) struct SimBackend {
     /// Ids of the requests in progress.
     in_flight: BTreeSet<u64>,
     done: Vec<IoDone>,
-    jobs: BTreeMap<(Instant, u64), Job>,
+    jobs: BTreeMap<(Instant, u64), SimJob>,
     next_job: u64,
-    written: Option<Written>,
+    written: Option<WrittenCheckpoint>,
     /// Number of blocking operations that the drive had executed at the last look.
     executed: u64,
     timer: Pin<Box<Sleep>>,
@@ -162,7 +162,7 @@ impl SimBackend {
     }
 
     /// Adds work that is due after a random time.
-    fn schedule(&mut self, job: Job) {
+    fn schedule(&mut self, job: SimJob) {
         let delay = {
             let mut state = self.mount.drive.lock();
             let longest = (state.times.read + state.times.jitter).as_nanos() as u64;
@@ -172,18 +172,18 @@ impl SimBackend {
         self.jobs.insert((Instant::now() + delay, self.next_job), job);
     }
 
-    fn run_job(&mut self, job: Job) {
+    fn run_job(&mut self, job: SimJob) {
         match job {
-            Job::Load(BlockingWork::Load { op, generation, needs }) => {
+            SimJob::Load(BlockingWork::Load { op, generation, needs }) => {
                 let found = load(&self.index, &needs);
-                self.schedule(Job::Loaded(CoreEvent::Loaded { op, generation, needs, found }));
+                self.schedule(SimJob::Loaded(CoreEvent::Loaded { op, generation, needs, found }));
             }
-            Job::Load(BlockingWork::Checkpoint(_)) => {}
-            Job::Loaded(event) => self.mailbox.shared.events.push(event),
-            Job::Checkpoint(checkpoint) => {
+            SimJob::Load(BlockingWork::Checkpoint(_)) => {}
+            SimJob::Loaded(event) => self.mailbox.shared.events.push(event),
+            SimJob::Checkpoint(checkpoint) => {
                 let result = checkpoint.run(self.mount.as_ref(), &self.index);
                 let operations = self.mount.drive.lock().queue.entered;
-                self.written = Some(Written { operations, result });
+                self.written = Some(WrittenCheckpoint { operations, result });
             }
         }
     }
@@ -250,8 +250,8 @@ impl SimBackend {
 
     fn finish_checkpoint(&mut self, has_access: bool) {
         let executed = self.executed;
-        let is_over = |written: &mut Written| !has_access || written.operations <= executed;
-        if let Some(Written { operations, result }) = self.written.take_if(is_over) {
+        let is_over = |written: &mut WrittenCheckpoint| !has_access || written.operations <= executed;
+        if let Some(WrittenCheckpoint { operations, result }) = self.written.take_if(is_over) {
             let result = match result {
                 Ok(_) if operations > executed => {
                     Err(StoreError::Io("the drive was removed during the checkpoint".into()))
@@ -282,7 +282,7 @@ impl SimBackend {
     }
 }
 
-impl Backend for SimBackend {
+impl DriverBackend for SimBackend {
     fn enable(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -344,29 +344,27 @@ impl Backend for SimBackend {
     }
 
     fn load(&mut self, loads: Vec<BlockingWork>) -> io::Result<()> {
-        loads.into_iter().for_each(|load| self.schedule(Job::Load(load)));
+        loads.into_iter().for_each(|load| self.schedule(SimJob::Load(load)));
         Ok(())
     }
 
     fn checkpoint(&mut self, checkpoint: BlockingWork) -> io::Result<()> {
         if let BlockingWork::Checkpoint(checkpoint) = checkpoint {
-            self.schedule(Job::Checkpoint(checkpoint));
+            self.schedule(SimJob::Checkpoint(checkpoint));
         }
         Ok(())
     }
 
-    fn close(mut self) -> impl Future<Output = ()> {
-        async move {
-            self.jobs.retain(|_, job| matches!(job, Job::Checkpoint(_)));
-            std::future::poll_fn(|cx| {
-                self.turn_and_wait(cx);
-                if self.is_idle() { Poll::Ready(()) } else { Poll::Pending }
-            })
-            .await;
-            let SimBackend { mount, index, .. } = self;
-            // Closing the index may write to the drive.
-            drop(index);
-            mount.drained().await;
-        }
+    async fn close(mut self) {
+        self.jobs.retain(|_, job| matches!(job, SimJob::Checkpoint(_)));
+        let ended = |cx: &mut Context<'_>| {
+            self.turn_and_wait(cx);
+            if self.is_idle() { Poll::Ready(()) } else { Poll::Pending }
+        };
+        std::future::poll_fn(ended).await;
+        let SimBackend { mount, index, .. } = self;
+        // Closing the index may write to the drive.
+        drop(index);
+        mount.drained().await;
     }
 }

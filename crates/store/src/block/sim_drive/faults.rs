@@ -103,7 +103,7 @@ pub struct DriveCounts {
 
 /// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum RequestKind {
+pub(super) enum DriveRequestKind {
     Read,
     /// A read that takes no simulated time.
     InstantRead,
@@ -113,7 +113,7 @@ pub(super) enum RequestKind {
 
 /// The faults that hit one request.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Verdict {
+pub(super) struct FaultVerdict {
     pub(super) fails: bool,
     pub(super) flips: bool,
     pub(super) lies: bool,
@@ -123,11 +123,11 @@ pub(super) struct Verdict {
 /// The faults of a drive.
 #[derive(Debug, Default)]
 pub(super) struct DriveFaults {
-    armed: Vec<ArmedFault>,
+    armed: Vec<ArmedDriveFault>,
 }
 
 #[derive(Debug)]
-struct ArmedFault {
+struct ArmedDriveFault {
     fault: DriveFault,
     occasions: u64,
     fired: u64,
@@ -135,7 +135,7 @@ struct ArmedFault {
 
 impl DriveFaults {
     pub(super) fn arm(&mut self, fault: DriveFault) {
-        self.armed.push(ArmedFault { fault, occasions: 0, fired: 0 });
+        self.armed.push(ArmedDriveFault { fault, occasions: 0, fired: 0 });
     }
 
     pub(super) fn clear(&mut self) {
@@ -145,13 +145,13 @@ impl DriveFaults {
     /// Decides which faults hit a request, and counts them.
     pub(super) fn judge(
         &mut self,
-        kind: RequestKind,
+        kind: DriveRequestKind,
         range: Range<u64>,
         now: Instant,
         rng: &mut StdRng,
         counts: &mut DriveCounts,
-    ) -> Verdict {
-        let mut verdict = Verdict::default();
+    ) -> FaultVerdict {
+        let mut verdict = FaultVerdict::default();
         for armed in &mut self.armed {
             if !armed.fires(kind, &range, now, rng) {
                 continue;
@@ -160,9 +160,9 @@ impl DriveFaults {
                 FaultKind::ReadError | FaultKind::WriteError | FaultKind::FlushError => {
                     verdict.fails = true;
                     match kind {
-                        RequestKind::Read | RequestKind::InstantRead => &mut counts.read_errors,
-                        RequestKind::Write => &mut counts.write_errors,
-                        RequestKind::Flush => &mut counts.flush_errors,
+                        DriveRequestKind::Read | DriveRequestKind::InstantRead => &mut counts.read_errors,
+                        DriveRequestKind::Write => &mut counts.write_errors,
+                        DriveRequestKind::Flush => &mut counts.flush_errors,
                     }
                 }
                 FaultKind::Stall(late) => {
@@ -188,18 +188,18 @@ impl DriveFaults {
     }
 }
 
-impl ArmedFault {
-    fn fires(&mut self, kind: RequestKind, range: &Range<u64>, now: Instant, rng: &mut StdRng) -> bool {
+impl ArmedDriveFault {
+    fn fires(&mut self, kind: DriveRequestKind, range: &Range<u64>, now: Instant, rng: &mut StdRng) -> bool {
         let matches = match self.fault.kind {
             FaultKind::ReadError | FaultKind::FlipInRead => {
-                matches!(kind, RequestKind::Read | RequestKind::InstantRead)
+                matches!(kind, DriveRequestKind::Read | DriveRequestKind::InstantRead)
             }
-            FaultKind::WriteError | FaultKind::FlipInWrite => kind == RequestKind::Write,
-            FaultKind::FlushError | FaultKind::LyingFlush => kind == RequestKind::Flush,
-            FaultKind::Stall(_) => kind != RequestKind::InstantRead,
+            FaultKind::WriteError | FaultKind::FlipInWrite => kind == DriveRequestKind::Write,
+            FaultKind::FlushError | FaultKind::LyingFlush => kind == DriveRequestKind::Flush,
+            FaultKind::Stall(_) => kind != DriveRequestKind::InstantRead,
         };
         let touches = |only: &Range<u64>| range.start < only.end && only.start < range.end;
-        let in_range = kind == RequestKind::Flush || self.fault.range.as_ref().is_none_or(touches);
+        let in_range = kind == DriveRequestKind::Flush || self.fault.range.as_ref().is_none_or(touches);
         if !matches || !in_range || self.fault.until.is_some_and(|until| now >= until) {
             return false;
         }

@@ -9,7 +9,7 @@ use super::super::drive::Drive;
 use super::super::superblock::SECTOR;
 
 /// Content of one block; `None` for zeros.
-pub(super) type Page = Option<Arc<[u8; BLOCK_SIZE]>>;
+pub(super) type SimPage = Option<Arc<[u8; BLOCK_SIZE]>>;
 
 const ZEROS: [u8; BLOCK_SIZE] = [0; BLOCK_SIZE];
 
@@ -17,11 +17,11 @@ const ZEROS: [u8; BLOCK_SIZE] = [0; BLOCK_SIZE];
 /// blocks.
 #[derive(Debug, Clone)]
 pub(super) struct Image {
-    pages: Vec<Page>,
+    pages: Vec<SimPage>,
 }
 
 /// Returns the content of the blocks in `data`, whose length is a multiple of the block size.
-pub(super) fn pages(data: &[u8]) -> impl Iterator<Item = Page> {
+pub(super) fn pages(data: &[u8]) -> impl Iterator<Item = SimPage> {
     data.chunks_exact(BLOCK_SIZE).map(|block| {
         let block: &[u8; BLOCK_SIZE] = block.try_into().expect("a whole block");
         (*block != ZEROS).then(|| Arc::new(*block))
@@ -29,12 +29,12 @@ pub(super) fn pages(data: &[u8]) -> impl Iterator<Item = Page> {
 }
 
 /// Returns the bytes of a block.
-pub(super) fn bytes(page: &Page) -> &[u8; BLOCK_SIZE] {
+pub(super) fn bytes(page: &SimPage) -> &[u8; BLOCK_SIZE] {
     page.as_deref().unwrap_or(&ZEROS)
 }
 
 /// Returns `old` with those sectors of `new` for which `choose` returns `true`.
-pub(super) fn mix(old: &Page, new: &Page, mut choose: impl FnMut() -> bool) -> Page {
+pub(super) fn mix(old: &SimPage, new: &SimPage, mut choose: impl FnMut() -> bool) -> SimPage {
     let mut mixed = *bytes(old);
     for (to, from) in mixed.chunks_exact_mut(SECTOR).zip(bytes(new).chunks_exact(SECTOR)) {
         if choose() {
@@ -45,7 +45,7 @@ pub(super) fn mix(old: &Page, new: &Page, mut choose: impl FnMut() -> bool) -> P
 }
 
 /// Returns `page` with one flipped bit.
-pub(super) fn flip(page: &Page, bit: usize) -> Page {
+pub(super) fn flip(page: &SimPage, bit: usize) -> SimPage {
     let mut flipped = *bytes(page);
     flipped[bit / 8] ^= 1 << (bit % 8);
     Some(Arc::new(flipped))
@@ -61,11 +61,11 @@ impl Image {
         (self.pages.len() * BLOCK_SIZE) as u64
     }
 
-    pub(super) fn page(&self, number: usize) -> &Page {
+    pub(super) fn page(&self, number: usize) -> &SimPage {
         &self.pages[number]
     }
 
-    pub(super) fn set(&mut self, number: usize, page: Page) {
+    pub(super) fn set(&mut self, number: usize, page: SimPage) {
         self.pages[number] = page;
     }
 

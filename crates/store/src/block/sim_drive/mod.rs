@@ -37,8 +37,8 @@ use super::superblock::{SECTOR, SUPERBLOCKS, Superblock};
 
 pub(super) use backend::SimBackend;
 pub use faults::{DriveCounts, DriveFault, FaultKind};
-use faults::{DriveFaults, RequestKind, Verdict};
-use image::{Image, ImageDrive, Page};
+use faults::{DriveFaults, DriveRequestKind, FaultVerdict};
+use image::{Image, ImageDrive, SimPage};
 
 /// Latencies of a simulated drive. A request takes its base latency, a random part of the jitter,
 /// and the transfer time of its blocks. Timers of Tokio round the end up to a whole millisecond.
@@ -128,7 +128,7 @@ struct State {
     /// Number of completed writes.
     completed_writes: u64,
     /// Submitted requests, by the times of their completion.
-    in_flight: BTreeMap<(Instant, u64), InFlight>,
+    in_flight: BTreeMap<(Instant, u64), SubmittedRequest>,
     /// Number of submitted requests.
     submitted: u64,
     queue: SyncQueue,
@@ -153,21 +153,21 @@ struct State {
 struct VolatileWrite {
     first: usize,
     /// The content of each block; `None` if a later durable write has replaced the block.
-    pages: Vec<Option<Page>>,
+    pages: Vec<Option<SimPage>>,
     /// Whether a flush that covered the write has failed. Later flushes do not cover it.
     orphaned: bool,
 }
 
 /// A submitted request.
 #[derive(Debug)]
-struct InFlight {
-    source: Source,
+struct SubmittedRequest {
+    source: RequestSource,
     op: SubmittedOp,
-    verdict: Verdict,
+    verdict: FaultVerdict,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Source {
+enum RequestSource {
     /// The I/O ring; with the id of the request.
     Ring(u64),
     /// The queue of blocking operations; with the number of the operation.
@@ -179,7 +179,7 @@ enum SubmittedOp {
     Read(Range<usize>),
     Write {
         first: usize,
-        pages: Vec<Page>,
+        pages: Vec<SimPage>,
     },
     /// A flush, with the number of writes that had completed when it was submitted.
     Flush(u64),
@@ -191,15 +191,15 @@ struct Completed {
     id: u64,
     result: io::Result<()>,
     /// The data of a read.
-    pages: Vec<Page>,
+    pages: Vec<SimPage>,
 }
 
 /// The blocking writes and flushes of a mount that the drive has not executed.
 #[derive(Debug, Default)]
 struct SyncQueue {
-    waiting: VecDeque<QueuedOp>,
+    waiting: VecDeque<QueuedDriveOp>,
     /// Content of the blocks that the queue writes, with the number of the last write.
-    overlay: BTreeMap<usize, (u64, Page)>,
+    overlay: BTreeMap<usize, (u64, SimPage)>,
     /// Whether the drive executes an operation of the queue.
     busy: bool,
     /// Number of writes at the end of the queue that follow the last flush.
@@ -211,10 +211,10 @@ struct SyncQueue {
 }
 
 #[derive(Debug)]
-struct QueuedOp {
+struct QueuedDriveOp {
     number: u64,
     op: SubmittedOp,
-    verdict: Verdict,
+    verdict: FaultVerdict,
 }
 
 fn io_error() -> io::Error {
@@ -343,6 +343,14 @@ impl SimDrive {
         self.lock().absent = false;
     }
 
+    /// Creates another drive with the content that reads return at this time, and with the same
+    /// latencies.
+    #[must_use]
+    pub fn copy(&self, rng: StdRng) -> Arc<SimDrive> {
+        let times = self.lock().times.clone();
+        SimDrive::with_image(&self.image(), rng, times)
+    }
+
     /// Returns a copy of the content that reads return at this time.
     #[must_use]
     pub fn image(&self) -> DriveImage {
@@ -356,7 +364,8 @@ impl SimDrive {
     pub fn restore(&self, image: &DriveImage) {
         let mut state = self.now();
         assert_eq!(image.0.size(), state.cache.size(), "the image has the size of the drive");
-        state.power_failure(Survivors::Nothing);
+        state.lose_volatile(Survivors::Nothing);
+        state.end_mount();
         state.cache = image.0.clone();
         state.durable = image.0.clone();
     }
@@ -397,11 +406,11 @@ fn mix_hash(hash: u64, value: u64) -> u64 {
 }
 
 impl SubmittedOp {
-    fn kind(&self) -> RequestKind {
+    fn kind(&self) -> DriveRequestKind {
         match self {
-            SubmittedOp::Read(_) => RequestKind::Read,
-            SubmittedOp::Write { .. } => RequestKind::Write,
-            SubmittedOp::Flush(_) => RequestKind::Flush,
+            SubmittedOp::Read(_) => DriveRequestKind::Read,
+            SubmittedOp::Write { .. } => DriveRequestKind::Write,
+            SubmittedOp::Flush(_) => DriveRequestKind::Flush,
         }
     }
 
@@ -454,16 +463,16 @@ impl State {
             IoOp::Flush => SubmittedOp::Flush(0),
         };
         let verdict = self.judge(&op, now);
-        self.start(Source::Ring(request.id), op, verdict, now);
+        self.start(RequestSource::Ring(request.id), op, verdict, now);
         Ok(())
     }
 
-    fn judge(&mut self, op: &SubmittedOp, now: Instant) -> Verdict {
+    fn judge(&mut self, op: &SubmittedOp, now: Instant) -> FaultVerdict {
         self.faults.judge(op.kind(), op.range(), now, &mut self.rng, &mut self.counts)
     }
 
     /// Starts a request at time `now`.
-    fn start(&mut self, source: Source, mut op: SubmittedOp, verdict: Verdict, now: Instant) {
+    fn start(&mut self, source: RequestSource, mut op: SubmittedOp, verdict: FaultVerdict, now: Instant) {
         let latency = self.latency(&op, verdict.stall);
         match &mut op {
             SubmittedOp::Read(blocks) => {
@@ -490,7 +499,7 @@ impl State {
             }
         }
         self.submitted += 1;
-        self.in_flight.insert((now + latency, self.submitted), InFlight { source, op, verdict });
+        self.in_flight.insert((now + latency, self.submitted), SubmittedRequest { source, op, verdict });
     }
 
     /// Completes all requests that are due at time `now`.
@@ -515,14 +524,14 @@ impl State {
         if self.queue.busy {
             return;
         }
-        let Some(QueuedOp { number, op, verdict }) = self.queue.waiting.pop_front() else { return };
+        let Some(QueuedDriveOp { number, op, verdict }) = self.queue.waiting.pop_front() else { return };
         self.queue.busy = true;
         self.queue.unsorted = self.queue.unsorted.min(self.queue.waiting.len());
-        self.start(Source::Queue(number), op, verdict, now);
+        self.start(RequestSource::Queue(number), op, verdict, now);
     }
 
-    fn complete(&mut self, request: InFlight, at: Instant) {
-        let InFlight { source, op, verdict } = request;
+    fn complete(&mut self, request: SubmittedRequest, at: Instant) {
+        let SubmittedRequest { source, op, verdict } = request;
         let mut read = Vec::new();
         match op {
             SubmittedOp::Read(blocks) => {
@@ -541,11 +550,11 @@ impl State {
             SubmittedOp::Flush(covered) => self.persist(covered),
         }
         match source {
-            Source::Ring(id) => {
+            RequestSource::Ring(id) => {
                 let result = if verdict.fails { Err(io_error()) } else { Ok(()) };
                 self.done.push(Completed { id, result, pages: read });
             }
-            Source::Queue(number) => {
+            RequestSource::Queue(number) => {
                 self.queue.overlay.retain(|_, (last, _)| *last != number);
                 self.queue.executed += 1;
                 self.queue.busy = false;
@@ -555,7 +564,7 @@ impl State {
     }
 
     /// Completes a write.
-    fn write(&mut self, first: usize, pages: Vec<Page>) {
+    fn write(&mut self, first: usize, pages: Vec<SimPage>) {
         for (number, page) in (first..).zip(&pages) {
             self.cache.set(number, page.clone());
         }
@@ -565,7 +574,7 @@ impl State {
     }
 
     /// Completes a write that has failed: the drive stores any of its sectors.
-    fn write_partly(&mut self, first: usize, pages: Vec<Page>) {
+    fn write_partly(&mut self, first: usize, pages: Vec<SimPage>) {
         let chance = [0.0, 0.5, 1.0][self.rng.random_range(0..3)];
         let mixed = (first..).zip(pages).map(|(number, page)| {
             image::mix(self.cache.page(number), &page, || self.rng.random_bool(chance))
@@ -598,7 +607,7 @@ impl State {
     }
 
     /// Returns the first request in progress and removes it.
-    fn take_in_flight(&mut self) -> Option<InFlight> {
+    fn take_in_flight(&mut self) -> Option<SubmittedRequest> {
         self.in_flight.pop_first().map(|(_, request)| request)
     }
 
@@ -613,7 +622,7 @@ impl State {
     }
 
     /// Completes a request of a mount that has ended.
-    fn complete_last(&mut self, request: InFlight) {
+    fn complete_last(&mut self, request: SubmittedRequest) {
         match request.op {
             SubmittedOp::Write { first, pages } if !request.verdict.fails => self.write(first, pages),
             SubmittedOp::Flush(covered) if !request.verdict.fails && !request.verdict.lies => {
@@ -683,8 +692,8 @@ impl State {
             .in_flight
             .values()
             .filter_map(|r| match r.source {
-                Source::Ring(id) => Some(id),
-                Source::Queue(_) => None,
+                RequestSource::Ring(id) => Some(id),
+                RequestSource::Queue(_) => None,
             })
             .collect();
         let mut done = std::mem::take(&mut self.done);
@@ -742,7 +751,7 @@ impl State {
         let range = offset..offset + out.len() as u64;
         let now = Instant::now();
         let verdict =
-            self.faults.judge(RequestKind::InstantRead, range, now, &mut self.rng, &mut self.counts);
+            self.faults.judge(DriveRequestKind::InstantRead, range, now, &mut self.rng, &mut self.counts);
         if verdict.fails {
             return Err(io_error());
         }
@@ -763,7 +772,7 @@ impl State {
     fn write_later(&mut self, mount: u64, offset: u64, data: &[u8]) -> io::Result<()> {
         self.check_access(mount)?;
         let first = self.cache.range(offset, data.len())?.start;
-        let mut pages: Vec<Page> = image::pages(data).collect();
+        let mut pages: Vec<SimPage> = image::pages(data).collect();
         let op = SubmittedOp::Write { first, pages: Vec::new() };
         let range = offset..offset + data.len() as u64;
         let now = Instant::now();
@@ -783,7 +792,7 @@ impl State {
             self.queue.overlay.insert(block, (number, page.clone()));
         }
         self.queue.unsorted += 1;
-        let later = Verdict { fails: false, ..verdict };
+        let later = FaultVerdict { fails: false, ..verdict };
         self.enqueue(SubmittedOp::Write { first, pages }, later);
         if verdict.fails { Err(io_error()) } else { Ok(()) }
     }
@@ -792,16 +801,16 @@ impl State {
         self.check_access(mount)?;
         let verdict = self.judge(&SubmittedOp::Flush(0), Instant::now());
         let sorted = self.queue.waiting.len() - self.queue.unsorted;
-        let first = |queued: &QueuedOp| queued.op.range().start;
+        let first = |queued: &QueuedDriveOp| queued.op.range().start;
         self.queue.waiting.make_contiguous()[sorted..].sort_by_key(first);
         self.queue.unsorted = 0;
         self.enqueue(SubmittedOp::Flush(0), verdict);
         if verdict.fails { Err(io_error()) } else { Ok(()) }
     }
 
-    fn enqueue(&mut self, op: SubmittedOp, verdict: Verdict) {
+    fn enqueue(&mut self, op: SubmittedOp, verdict: FaultVerdict) {
         self.queue.entered += 1;
-        self.queue.waiting.push_back(QueuedOp { number: self.queue.entered, op, verdict });
+        self.queue.waiting.push_back(QueuedDriveOp { number: self.queue.entered, op, verdict });
     }
 }
 
