@@ -5,7 +5,6 @@
 
 use std::any::Any;
 use std::future::poll_fn;
-use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -15,7 +14,7 @@ use base::mem::{Arena, OutsideAccess};
 
 use crate::{
     Bell, Chain, ChainCompletion, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer, QueueId,
-    RejectedChain, Transfer, URGENT,
+    RejectedChain, Ringer, Transfer, URGENT,
 };
 
 /// Length of each side's memory, in bytes.
@@ -36,10 +35,10 @@ pub struct JoinedEngine {
     pub bell: Box<dyn Bell>,
     /// The peer's memory, [`LEN`] bytes.
     pub there: Arc<Arena>,
-    /// The host's doorbell: the eventfd that the engine rings.
-    pub host_doorbell: OwnedFd,
-    /// The eventfd through which the peer rings the osd's doorbell.
-    pub osd_doorbell: OwnedFd,
+    /// The host's doorbell, which the engine rings.
+    pub host_doorbell: Doorbell,
+    /// Rings the osd's doorbell.
+    pub osd_doorbell: Ringer,
     /// Objects that must live as long as the attachment.
     pub keep: Box<dyn Any>,
 }
@@ -92,7 +91,7 @@ struct Rig {
     peer: EnginePeer,
     bell: Box<dyn Bell>,
     host_doorbell: Doorbell,
-    osd_doorbell: OwnedFd,
+    osd_doorbell: Ringer,
     here: Arc<Arena>,
     there: Arc<Arena>,
     local: DmaRegion,
@@ -106,7 +105,6 @@ impl Rig {
         let here = Arena::shared("conformance", LEN).unwrap();
         let local = engine.register_local(&OutsideAccess::of_copied(&here).unwrap()).unwrap();
         let host = engine.register_peer(&peer, 0..LEN).unwrap();
-        let host_doorbell = Doorbell::new(host_doorbell).unwrap();
         Rig { engine, peer, bell, host_doorbell, osd_doorbell, here, there, local, host, _keep: keep }
     }
 
@@ -206,7 +204,7 @@ async fn doorbell_counts_add_up(rig: Rig) {
     for i in 0..500 {
         let chain = Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), tag: None };
         rig.engine.post(URGENT, chain).unwrap();
-        Doorbell::ring(rig.osd_doorbell.as_fd(), 2).unwrap();
+        rig.osd_doorbell.ring(2).unwrap();
     }
     rig.rung_in_all(1500).await;
     let mut sum = 0;
@@ -223,7 +221,7 @@ async fn doorbell_counts_add_up(rig: Rig) {
         let ring = Chain { ring: Some((rig.peer.id, 1)), ..Chain::default() };
         rig.engine.post(URGENT, ring).unwrap();
         assert_eq!(rig.rung().await, 1);
-        Doorbell::ring(rig.osd_doorbell.as_fd(), 5).unwrap();
+        rig.osd_doorbell.ring(5).unwrap();
         let rung = poll_fn(|cx| rig.bell.poll_wait(cx));
         assert_eq!(
             tokio::time::timeout(PATIENCE, rung)

@@ -272,6 +272,11 @@ pub unsafe trait DmaEngine: Send + Sync {
     /// arrives late.
     fn attaches_anew(&self) -> bool;
 
+    /// Whether the engine has stopped for ever and accesses no memory any more.
+    fn has_stopped(&self) -> bool {
+        false
+    }
+
     /// Attaches to a store's process. `access`, which that process has sent, gives access to `len`
     /// bytes of host memory and to two doorbells. Returns the peer and the doorbell that the peer
     /// rings. Await the future within a tokio runtime, which then serves the doorbell. The engine

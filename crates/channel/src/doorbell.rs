@@ -13,10 +13,65 @@ use tokio::io::unix::AsyncFd;
 
 use crate::{Bell, ChannelError, Result};
 
-/// An eventfd. Ringing adds to its count. Waiting takes the count and resets it to zero.
+/// The waiting end of a doorbell: an eventfd. Ringing adds to its count. Waiting takes the count and
+/// resets it to zero. In a simulation, a doorbell is a count in memory.
 #[derive(Debug)]
-pub struct Doorbell {
-    fd: AsyncFd<OwnedFd>,
+pub struct Doorbell(WaitingEnd);
+
+#[derive(Debug)]
+enum WaitingEnd {
+    Fd(AsyncFd<OwnedFd>),
+    #[cfg(feature = "sim")]
+    Sim(crate::sim::SimBell),
+}
+
+/// The ringing end of a doorbell.
+#[derive(Debug)]
+pub struct Ringer(RingingEnd);
+
+#[derive(Debug)]
+enum RingingEnd {
+    Fd(OwnedFd),
+    #[cfg(feature = "sim")]
+    Sim(crate::sim::SimRinger),
+}
+
+impl Ringer {
+    /// Adds `count` to the doorbell. See [`Doorbell::ring`].
+    ///
+    /// # Errors
+    /// Fails if the descriptor is not an eventfd.
+    pub fn ring(&self, count: u64) -> io::Result<()> {
+        match &self.0 {
+            RingingEnd::Fd(fd) => Doorbell::ring(fd.as_fd(), count),
+            #[cfg(feature = "sim")]
+            RingingEnd::Sim(ringer) => {
+                ringer.ring(count);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl From<OwnedFd> for Ringer {
+    /// Rings a non-blocking eventfd.
+    fn from(fd: OwnedFd) -> Ringer {
+        Ringer(RingingEnd::Fd(fd))
+    }
+}
+
+#[cfg(feature = "sim")]
+impl From<crate::sim::SimRinger> for Ringer {
+    fn from(ringer: crate::sim::SimRinger) -> Ringer {
+        Ringer(RingingEnd::Sim(ringer))
+    }
+}
+
+#[cfg(feature = "sim")]
+impl From<crate::sim::SimBell> for Doorbell {
+    fn from(bell: crate::sim::SimBell) -> Doorbell {
+        Doorbell(WaitingEnd::Sim(bell))
+    }
 }
 
 impl Doorbell {
@@ -57,7 +112,7 @@ impl Doorbell {
             reason = "its replacement is unsafe; an OwnedFd always gives the same descriptor"
         )]
         let fd = AsyncFd::with_interest(fd, tokio::io::Interest::READABLE)?;
-        Ok(Doorbell { fd })
+        Ok(Doorbell(WaitingEnd::Fd(fd)))
     }
 
     /// Adds `count` to the doorbell `fd`, which must be non-blocking. If the doorbell's count is at
@@ -81,10 +136,15 @@ fn do_not_block(fd: &OwnedFd) -> io::Result<()> {
 
 impl Bell for Doorbell {
     fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
+        let fd = match &self.0 {
+            WaitingEnd::Fd(fd) => fd,
+            #[cfg(feature = "sim")]
+            WaitingEnd::Sim(bell) => return bell.poll_wait(cx),
+        };
         loop {
-            let mut guard = ready!(self.fd.poll_read_ready(cx))?;
+            let mut guard = ready!(fd.poll_read_ready(cx))?;
             let mut count = [0; 8];
-            match rustix::io::read(self.fd.as_fd(), &mut count) {
+            match rustix::io::read(fd.as_fd(), &mut count) {
                 Ok(8) => {
                     // The read has emptied the eventfd, which also consumed its edge-triggered
                     // readiness.

@@ -12,6 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use base::mem::OutsideAccess;
 use bytes::Bytes;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -25,7 +26,7 @@ use uuid::Uuid;
 use crate::control::ControlSocket;
 use crate::frame::ChannelEntry;
 use crate::ofi::OfiOffer;
-use crate::{ChannelError, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result};
+use crate::{ChannelError, Doorbell, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result, Ringer};
 
 /// Version of the channel's protocol.
 pub const VERSION: u16 = 7;
@@ -66,7 +67,8 @@ pub struct MemoryRequest {
 /// How an engine reaches host memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reach {
-    /// Through descriptors. Both processes are on one machine and share a UNIX socket.
+    /// Through descriptors. Both processes are on one machine and share a UNIX socket. In a
+    /// simulation, the control connection carries memory and doorbells in place of descriptors.
     Descriptors,
     /// Through one-sided operations of libfabric, over any socket.
     Ofi {
@@ -137,6 +139,9 @@ pub enum MemoryAccess {
     Descriptors(MemoryFds),
     /// An offer, for engines that reach host memory over a network.
     Offer(OfiOffer),
+    /// Memory and doorbells of a simulated store, for the simulated engine.
+    #[cfg(feature = "sim")]
+    Sim(crate::sim::SimMemory),
 }
 
 /// Host memory and its doorbells.
@@ -158,6 +163,66 @@ pub enum Socket {
     /// A TCP socket, which cannot carry file descriptors. The osd can then reach host memory only
     /// over a network.
     Tcp(TcpStream),
+    /// A simulated connection, which carries simulated memory in place of file descriptors.
+    #[cfg(feature = "sim")]
+    Sim(crate::sim::SimStream),
+}
+
+/// What a control socket can carry beside bytes.
+#[derive(Debug, Clone)]
+pub struct Carrier(CarrierKind);
+
+#[derive(Debug, Clone)]
+enum CarrierKind {
+    Bytes,
+    Descriptors,
+    #[cfg(feature = "sim")]
+    Sim(crate::sim::SimCarrier),
+}
+
+/// The store's ends of the two doorbells of host memory.
+#[derive(Debug)]
+pub struct HostDoorbells {
+    /// The doorbell on which the store waits.
+    pub host: Doorbell,
+    /// Rings the doorbell on which the osd waits.
+    pub osd: Ringer,
+}
+
+impl Carrier {
+    /// Whether the socket can carry access to host memory: [`Reach::Descriptors`] needs it.
+    #[must_use]
+    pub fn carries_memory(&self) -> bool {
+        !matches!(self.0, CarrierKind::Bytes)
+    }
+
+    /// Creates doorbells for host memory. Returns the store's ends of the doorbells, and what the
+    /// osd's engine needs to access the memory.
+    ///
+    /// # Errors
+    /// Fails if the socket cannot carry access to memory, the memory is not shared, or the process
+    /// is out of file descriptors.
+    pub fn share(&self, memory: &OutsideAccess) -> Result<(HostDoorbells, MemoryAccess)> {
+        let no_fd = || io::Error::other("host memory has no descriptor");
+        match &self.0 {
+            CarrierKind::Bytes => {
+                Err(ChannelError::Refused("the control socket cannot carry file descriptors".to_owned()))
+            }
+            CarrierKind::Descriptors => {
+                let memory = memory.share_fd()?.ok_or_else(no_fd)?;
+                let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
+                let host = Doorbell::new(host_doorbell.try_clone()?)?;
+                let osd = Ringer::from(osd_doorbell.try_clone()?);
+                let theirs = MemoryFds { memory, host_doorbell, osd_doorbell };
+                Ok((HostDoorbells { host, osd }, MemoryAccess::Descriptors(theirs)))
+            }
+            #[cfg(feature = "sim")]
+            CarrierKind::Sim(carrier) => {
+                let (doorbells, theirs) = carrier.share(memory.share_fd()?.ok_or_else(no_fd)?);
+                Ok((doorbells, MemoryAccess::Sim(theirs)))
+            }
+        }
+    }
 }
 
 impl Socket {
@@ -177,21 +242,48 @@ impl Socket {
         Ok(Socket::Tcp(stream))
     }
 
+    /// What the socket can carry beside bytes.
+    #[must_use]
+    pub fn carrier(&self) -> Carrier {
+        Carrier(match self {
+            Socket::Unix(_) => CarrierKind::Descriptors,
+            Socket::Tcp(_) => CarrierKind::Bytes,
+            #[cfg(feature = "sim")]
+            Socket::Sim(stream) => CarrierKind::Sim(stream.carrier()),
+        })
+    }
+
     fn into_control(self) -> ControlSocket {
         match self {
             Socket::Unix(stream) => ControlSocket::new(Box::new(stream)),
             Socket::Tcp(stream) => ControlSocket::new(Box::new(stream)),
+            #[cfg(feature = "sim")]
+            Socket::Sim(stream) => ControlSocket::new(Box::new(stream)),
         }
     }
 
-    async fn send(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
-        match self {
-            Socket::Unix(stream) => {
-                let sent =
-                    stream.async_io(Interest::WRITABLE, || send_with_fds(stream.as_fd(), bytes, fds)).await?;
+    /// Sends `bytes`, and access to memory with them.
+    async fn send(&mut self, bytes: &[u8], access: Option<MemoryAccess>) -> Result<()> {
+        match (self, access) {
+            (Socket::Unix(stream), Some(MemoryAccess::Descriptors(d))) => {
+                let fds = [d.memory.as_fd(), d.host_doorbell.as_fd(), d.osd_doorbell.as_fd()];
+                let send = || send_with_fds(stream.as_fd(), bytes, &fds);
+                let sent = stream.async_io(Interest::WRITABLE, send).await?;
                 stream.write_all(&bytes[sent..]).await?;
             }
-            Socket::Tcp(stream) => stream.write_all(bytes).await?,
+            (Socket::Unix(stream), None) => stream.write_all(bytes).await?,
+            (Socket::Tcp(stream), None) => stream.write_all(bytes).await?,
+            #[cfg(feature = "sim")]
+            (Socket::Sim(stream), None) => stream.write_all(bytes).await?,
+            #[cfg(feature = "sim")]
+            (Socket::Sim(stream), Some(MemoryAccess::Sim(memory))) => {
+                stream.hand_over(memory);
+                stream.write_all(bytes).await?;
+            }
+            (_, Some(_)) => {
+                let what = "the control socket cannot carry this form of access to memory";
+                return Err(io::Error::other(what).into());
+            }
         }
         Ok(())
     }
@@ -214,11 +306,25 @@ impl Socket {
             Socket::Tcp(stream) => {
                 stream.read_exact(out).await?;
             }
+            #[cfg(feature = "sim")]
+            Socket::Sim(stream) => {
+                stream.read_exact(out).await?;
+            }
         }
         Ok(())
     }
 
-    async fn receive(&mut self, kind: EntryKind) -> Result<(ChannelEntry, Vec<OwnedFd>)> {
+    /// The access to memory that came with a frame.
+    fn received_access(&mut self, fds: Vec<OwnedFd>) -> Option<MemoryAccess> {
+        #[cfg(feature = "sim")]
+        if let Socket::Sim(stream) = self {
+            return stream.take_handed().map(MemoryAccess::Sim);
+        }
+        let [memory, host_doorbell, osd_doorbell] = <[OwnedFd; DESCRIPTORS]>::try_from(fds).ok()?;
+        Some(MemoryAccess::Descriptors(MemoryFds { memory, host_doorbell, osd_doorbell }))
+    }
+
+    async fn receive(&mut self, kind: EntryKind) -> Result<(ChannelEntry, Option<MemoryAccess>)> {
         let mut fds = Vec::new();
         let mut head = [0; HEADER_LEN];
         self.receive_exact(&mut head, &mut fds).await?;
@@ -229,7 +335,8 @@ impl Socket {
         let mut bytes = vec![0; header.sealed_len()];
         bytes[..HEADER_LEN].copy_from_slice(&head);
         self.receive_exact(&mut bytes[HEADER_LEN..], &mut fds).await?;
-        Ok((ChannelEntry::from_parts(header, bytes, Bytes::new())?, fds))
+        let access = self.received_access(fds);
+        Ok((ChannelEntry::from_parts(header, bytes, Bytes::new())?, access))
     }
 }
 
@@ -243,8 +350,8 @@ pub async fn join(
     hello: &ChannelHello,
 ) -> Result<(ChannelWelcome, Option<MemoryAccess>, ControlSocket)> {
     let sealed = EntryHeader::new(EntryKind::Hello, 0, 0).seal(&encode(hello));
-    socket.send(&sealed, &[]).await?;
-    let (frame, fds) = socket.receive(EntryKind::Welcome).await?;
+    socket.send(&sealed, None).await?;
+    let (frame, received) = socket.receive(EntryKind::Welcome).await?;
     let answer: Result<ChannelWelcome, String> = decode(&frame.control)?;
     let welcome = answer.map_err(ChannelError::Refused)?;
     if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
@@ -252,37 +359,32 @@ pub async fn join(
             "the nonce or the version of the welcome does not match the hello",
         ));
     }
-    let access = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
-        (MemoryAnswer::Descriptors, Ok([memory, host_doorbell, osd_doorbell])) => {
-            Some(MemoryAccess::Descriptors(MemoryFds { memory, host_doorbell, osd_doorbell }))
+    let access = match &welcome.memory {
+        MemoryAnswer::Descriptors => {
+            let missing = "the welcome does not carry the file descriptors that it announces";
+            Some(received.ok_or_else(|| ChannelError::protocol(missing))?)
         }
-        (MemoryAnswer::Descriptors, Err(_)) => {
-            return Err(ChannelError::protocol(
-                "the welcome does not carry the file descriptors that it announces",
-            ));
-        }
-        (MemoryAnswer::Offer(offer), _) => Some(MemoryAccess::Offer(offer.clone())),
-        (MemoryAnswer::None(_), _) => None,
+        MemoryAnswer::Offer(offer) => Some(MemoryAccess::Offer(offer.clone())),
+        MemoryAnswer::None(_) => None,
     };
     Ok((welcome, access, socket.into_control()))
 }
 
-/// Opens an attachment from the store's side. `decide` receives the osd's hello, and `true` if the
-/// socket can carry file descriptors. It returns the welcome, the descriptors to send with it, and
-/// the caller's own state. If the welcome announces descriptors, `decide` must return them.
+/// Opens an attachment from the store's side. `decide` receives the osd's hello, and what the socket
+/// can carry. It returns the welcome, the access to memory to send with it, and the caller's own
+/// state. If the welcome announces descriptors, `decide` must return the access.
 ///
 /// # Errors
 /// Fails if the osd sends no valid hello, if `decide` refuses (the osd then receives the reason),
 /// or if the socket fails. The caller must set a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
-    decide: impl FnOnce(&ChannelHello, bool) -> Result<(ChannelWelcome, Option<MemoryFds>, S)>,
+    decide: impl FnOnce(&ChannelHello, &Carrier) -> Result<(ChannelWelcome, Option<MemoryAccess>, S)>,
 ) -> Result<(ChannelHello, S, ControlSocket)> {
     let (frame, _) = socket.receive(EntryKind::Hello).await?;
     let hello: ChannelHello = decode(&frame.control)?;
-    let carries_descriptors = matches!(socket, Socket::Unix(_));
     let decision = if (hello.version_min..=hello.version_max).contains(&VERSION) {
-        decide(&hello, carries_descriptors)
+        decide(&hello, &socket.carrier())
     } else {
         let ChannelHello { version_min, version_max, .. } = hello;
         let what = format!(
@@ -293,13 +395,12 @@ pub async fn accept<S>(
     };
     let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
     let sealed = EntryHeader::new(EntryKind::Welcome, 0, 0).seal(&encode(&answer));
-    let fds: Vec<BorrowedFd<'_>> = match &decision {
-        Ok((_, Some(d), _)) => vec![d.memory.as_fd(), d.host_doorbell.as_fd(), d.osd_doorbell.as_fd()],
-        _ => Vec::new(),
+    let (access, decision) = match decision {
+        Ok((_, access, attachment)) => (access, Ok(attachment)),
+        Err(e) => (None, Err(e)),
     };
-    socket.send(&sealed, &fds).await?;
-    drop(fds);
-    let (_, _, attachment) = decision?;
+    socket.send(&sealed, access).await?;
+    let attachment = decision?;
     Ok((hello, attachment, socket.into_control()))
 }
 
@@ -370,19 +471,19 @@ mod tests {
         let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });
         let hello = ChannelHello { version_min: 1, version_max: 9, nonce: 3, memory, outstanding: 1 };
-        let store = accept(Socket::Unix(theirs), |hello, carries_descriptors| {
-            assert!(carries_descriptors && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
+        let store = accept(Socket::Unix(theirs), |hello, carrier| {
+            assert!(carrier.carries_memory() && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
             let fd = || crate::Doorbell::create().unwrap();
             let descriptors = MemoryFds { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
             let (nonce, memory, targets) =
                 (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: Uuid::from_u128(7) }]);
             Ok((
                 ChannelWelcome { version: VERSION, nonce, attachment: 1, memory, targets },
-                Some(descriptors),
+                Some(MemoryAccess::Descriptors(descriptors)),
                 (),
             ))
         });
-        let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
+        let (joined, accepted) = tokio::join!(biased; join(Socket::Unix(ours), &hello), store);
         accepted.unwrap();
         let (welcome, access, _control) = joined.unwrap();
         assert_eq!(welcome.targets, [TargetInfo { uuid: Uuid::from_u128(7) }]);

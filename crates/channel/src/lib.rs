@@ -24,17 +24,19 @@ mod memory;
 pub mod ofi;
 pub mod ring;
 mod shm;
+#[cfg(feature = "sim")]
+pub mod sim;
 
 pub use control::{ControlSocket, MAX_FRAME};
 pub use dma::{
     Bell, Chain, ChainCompletion, ChainFailure, Counters, DmaAddress, DmaEngine, DmaRegion, EnginePeer,
     EngineTuning, Joined, OnDrop, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
 };
-pub use doorbell::Doorbell;
+pub use doorbell::{Doorbell, Ringer};
 pub use error::{ChannelError, Result};
 pub use frame::{ChannelEntry, EntryHeader, EntryKind, HEADER_LEN, VERIFY};
 pub use handshake::{
-    ChannelHello, ChannelWelcome, MemoryAccess, MemoryAnswer, MemoryFds, MemoryRequest, Reach, Socket,
+    Carrier, ChannelHello, ChannelWelcome, HostDoorbells, MemoryAccess, MemoryAnswer, MemoryFds, MemoryRequest, Reach, Socket,
     TargetInfo, VERSION, accept, join,
 };
 pub use memory::{DpuMemory, HostMemory, MemoryLayout, MemoryOptions};

@@ -146,8 +146,8 @@ async fn the_engine_passes_the_conformance_suite() {
             peer,
             bell,
             there,
-            host_doorbell: grant.host_doorbell.try_clone().unwrap(),
-            osd_doorbell: grant.osd_doorbell.try_clone().unwrap(),
+            host_doorbell: Doorbell::new(grant.host_doorbell.try_clone().unwrap()).unwrap(),
+            osd_doorbell: grant.osd_doorbell.try_clone().unwrap().into(),
             keep: Box::new((grant, Arc::clone(&host))),
         }
     })

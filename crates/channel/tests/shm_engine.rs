@@ -11,7 +11,7 @@ use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
     Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
-    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, ShmEngine, ShmOptions, Transfer, URGENT,
+    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, Ringer, ShmEngine, ShmOptions, Transfer, URGENT,
 };
 
 /// The queue on which the tests post payload.
@@ -250,6 +250,8 @@ async fn the_engine_passes_the_conformance_suite() {
         };
         let (peer, bell) =
             engine.attach(MemoryAccess::Descriptors(descriptors), conformance::LEN).await.unwrap();
+        let (host_doorbell, osd_doorbell) =
+            (Doorbell::new(host_doorbell).unwrap(), Ringer::from(osd_doorbell));
         JoinedEngine { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
     })
     .await;

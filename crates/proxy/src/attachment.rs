@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use base::fault::Faults;
 use base::pool::BufferPool;
+use base::task;
 use base::thread::ThreadClass;
-use base::work;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use ec::offload::scheduler::health_status;
 use tokio::sync::watch;
@@ -63,7 +63,7 @@ impl Attachment {
         let mut incarnation = shared.incarnation.subscribe();
         let wait = shared.options.wait_for_store;
         let attachment = Attachment { handle: Arc::new(AttachmentHandle { shared: Arc::clone(&shared) }) };
-        tokio::spawn(work::booked(ThreadClass::Channel, supervise(shared)));
+        task::spawn(ThreadClass::Channel, supervise(shared));
         match tokio::time::timeout(wait, incarnation.wait_for(|g| *g > 0)).await {
             Ok(Ok(_)) => Ok(attachment),
             _ => Err(attachment.no_store_error()),

@@ -17,6 +17,9 @@ pub enum StoreEndpoint {
     /// a network, as `ofi` does. The connection is not authenticated, so use it only in trusted
     /// networks.
     Tcp(String),
+    /// A simulated wire.
+    #[cfg(feature = "sim")]
+    Sim(channel::sim::ControlWire),
 }
 
 /// Options of an attachment.

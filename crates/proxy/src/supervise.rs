@@ -52,8 +52,9 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
         }
         shared.expire();
         tokio::select! {
-            () = tokio::time::sleep(backoff) => {}
+            biased;
             () = shared.closing.notified() => {}
+            () = tokio::time::sleep(backoff) => {}
         }
         backoff = (backoff * 2).min(BACKOFF_MAX);
     }
@@ -66,6 +67,8 @@ async fn open(
     let socket = match &shared.endpoint {
         StoreEndpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
         StoreEndpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
+        #[cfg(feature = "sim")]
+        StoreEndpoint::Sim(wire) => wire.connect().await?,
     };
     let memory = memory_request(shared, &socket);
     let wanted = memory.is_some();
@@ -124,7 +127,7 @@ async fn open(
 /// alone.
 fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     let reach = shared.engine.reach();
-    let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;
+    let reaches = socket.carrier().carries_memory() || reach != Reach::Descriptors;
     let layout = shared.memory.layout();
     (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
 }

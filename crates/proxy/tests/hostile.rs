@@ -402,7 +402,7 @@ async fn evil_store_with(
         let answer = MemoryAnswer::Descriptors;
         let welcome =
             ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory: answer, targets };
-        Ok((welcome, Some(MemoryFds { memory, host_doorbell, osd_doorbell }), ()))
+        Ok((welcome, Some(MemoryAccess::Descriptors(MemoryFds { memory, host_doorbell, osd_doorbell })), ()))
     })
     .await
     .unwrap();

@@ -194,6 +194,11 @@ unsafe impl DmaEngine for OfiEngine {
                     engine: self.name().to_owned(),
                     what: "file descriptors of this machine",
                 }),
+                #[cfg(feature = "sim")]
+                MemoryAccess::Sim(_) => Err(ChannelError::WrongMemoryAccess {
+                    engine: self.name().to_owned(),
+                    what: "simulated memory",
+                }),
             }
         })
     }

@@ -299,6 +299,11 @@ unsafe impl DmaEngine for ShmEngine {
                     let what = "a libfabric offer";
                     Err(ChannelError::WrongMemoryAccess { engine: self.name.clone(), what })
                 }
+                #[cfg(feature = "sim")]
+                MemoryAccess::Sim(_) => {
+                    let what = "simulated memory";
+                    Err(ChannelError::WrongMemoryAccess { engine: self.name.clone(), what })
+                }
             }
         })
     }

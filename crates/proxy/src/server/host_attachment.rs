@@ -1,7 +1,7 @@
 //! The store's side of one attachment.
 
 use std::future::poll_fn;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,8 +15,8 @@ use bytes::Bytes;
 use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Bell, ChannelEntry, ChannelError, ControlSocket, Doorbell, EntryHeader, EntryKind, HEADER_LEN,
-    HostMemory, MAX_FRAME, MemoryAnswer, MemoryFds, VERIFY,
+    Bell, Carrier, ChannelEntry, ChannelError, ControlSocket, Doorbell, EntryHeader, EntryKind, HEADER_LEN,
+    HostDoorbells, HostMemory, MAX_FRAME, MemoryAccess, MemoryAnswer, Ringer, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
@@ -46,15 +46,15 @@ const MAX_UNSENT: usize = 64 << 20;
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {
     /// Through file descriptors, for as long as the osd keeps the descriptors open.
-    Descriptors { osd_doorbell: OwnedFd },
+    Descriptors { osd_doorbell: Ringer },
     /// Through an offer, with this libfabric provider. While `grant` is `None`, the engine has no
     /// access.
     Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
 /// Host memory that is ready for an osd: how the osd reaches the memory, the host's doorbell, the
-/// answer for the welcome, and the descriptors to send with the welcome.
-type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
+/// answer for the welcome, and the access to memory to send with the welcome.
+type OpenedMemory = ((Reached, Doorbell), MemoryAnswer, Option<MemoryAccess>);
 
 /// The right to let the osd's engine access host memory.
 #[allow(unsafe_code)]
@@ -66,14 +66,11 @@ fn outside_access(memory: &HostMemory) -> OutsideAccess {
 }
 
 impl Reached {
-    /// Makes the memory available through file descriptors, for engines on the same machine.
-    pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<OpenedMemory> {
-        let no_fd = || std::io::Error::other("host memory has no descriptor");
-        let memory = outside_access(memory).share_fd()?.ok_or_else(no_fd)?;
-        let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
-        let ours =
-            (Reached::Descriptors { osd_doorbell: osd_doorbell.try_clone()? }, host_doorbell.try_clone()?);
-        let theirs = MemoryFds { memory, host_doorbell, osd_doorbell };
+    /// Makes the memory available through the file descriptors that the control socket carries, for
+    /// engines on the same machine.
+    pub(super) fn by_descriptors(memory: &HostMemory, carrier: &Carrier) -> channel::Result<OpenedMemory> {
+        let (HostDoorbells { host, osd }, theirs) = carrier.share(&outside_access(memory))?;
+        let ours = (Reached::Descriptors { osd_doorbell: osd }, host);
         Ok((ours, MemoryAnswer::Descriptors, Some(theirs)))
     }
 
@@ -84,17 +81,19 @@ impl Reached {
         memory: &HostMemory,
     ) -> channel::Result<OpenedMemory> {
         let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&outside_access(memory))?;
-        let (host_doorbell, offer) = (grant.host_doorbell.try_clone()?, grant.offer.clone());
+        let (host_doorbell, offer) =
+            (Doorbell::new(grant.host_doorbell.try_clone()?)?, grant.offer.clone());
         let (offers, provider) = (Rc::clone(offers), provider.to_owned());
         let ours = (Reached::Offer { offers, provider, grant: Some(grant) }, host_doorbell);
         Ok((ours, MemoryAnswer::Offer(offer), None))
     }
 
-    /// The descriptor that rings the osd's doorbell.
-    fn osd_doorbell(&self) -> Option<BorrowedFd<'_>> {
+    /// Rings the osd's doorbell.
+    fn ring_osd(&self, count: u64) -> std::io::Result<()> {
         match self {
-            Reached::Descriptors { osd_doorbell } => Some(osd_doorbell.as_fd()),
-            Reached::Offer { grant, .. } => grant.as_ref().map(|grant| grant.osd_doorbell.as_fd()),
+            Reached::Descriptors { osd_doorbell } => osd_doorbell.ring(count),
+            Reached::Offer { grant: Some(grant), .. } => Doorbell::ring(grant.osd_doorbell.as_fd(), count),
+            Reached::Offer { grant: None, .. } => Ok(()),
         }
     }
 
@@ -135,14 +134,14 @@ pub(super) struct Rings {
 impl Rings {
     pub(super) fn new(
         memory: HostMemory,
-        (reached, host_doorbell): (Reached, OwnedFd),
+        (reached, doorbell): (Reached, Doorbell),
         max_outstanding: usize,
         faults: Faults,
-    ) -> channel::Result<Rings> {
-        Ok(Rings {
+    ) -> Rings {
+        Rings {
             memory,
             reached,
-            doorbell: Doorbell::new(host_doorbell)?,
+            doorbell,
             max_outstanding,
             outstanding: 0,
             announced: 0,
@@ -152,7 +151,7 @@ impl Rings {
             closed: None,
             broken: false,
             faults,
-        })
+        }
     }
 
     /// Adds the doorbell's count to the announced bytes. Returns `true` if the doorbell was rung.
@@ -223,10 +222,7 @@ impl Rings {
         if self.faults.hit(Site::StoreDoorbell) == Some(Action::Drop) {
             return Ok(());
         }
-        match self.reached.osd_doorbell() {
-            Some(doorbell) => Ok(Doorbell::ring(doorbell, count)?),
-            None => Ok(()),
-        }
+        Ok(self.reached.ring_osd(count)?)
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -602,14 +598,24 @@ impl HostAttachment {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use channel::MemoryLayout;
+    use channel::{MemoryFds, MemoryLayout, Socket};
     use std::future::poll_fn;
+
+    /// Host memory with descriptors, and the descriptors for the osd's engine.
+    fn shared(memory: &HostMemory) -> ((Reached, Doorbell), MemoryFds) {
+        let (socket, _) = tokio::net::UnixStream::pair().unwrap();
+        let opened = Reached::by_descriptors(memory, &Socket::Unix(socket).carrier()).unwrap();
+        let (ours, _, Some(MemoryAccess::Descriptors(theirs))) = opened else {
+            panic!("a UNIX socket carries descriptors")
+        };
+        (ours, theirs)
+    }
 
     #[tokio::test]
     async fn a_new_offer_needs_closed_rings_and_an_earlier_offer() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
-        let (ours, _, _) = Reached::by_descriptors(&memory).unwrap();
-        let mut rings = Rings::new(memory, ours, 8, Faults::default()).unwrap();
+        let (ours, _) = shared(&memory);
+        let mut rings = Rings::new(memory, ours, 8, Faults::default());
         let open = rings.offer().unwrap_err().to_string();
         assert!(open.contains("rings are open"), "{open}");
         rings.close().unwrap();
@@ -622,16 +628,15 @@ mod tests {
     #[tokio::test]
     async fn reopened_rings_contain_no_earlier_entries() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
-        let ((reached, host_doorbell), _, _) = Reached::by_descriptors(&memory).unwrap();
-        let ring_host = host_doorbell.try_clone().unwrap();
-        let mut rings = Rings::new(memory, (reached, host_doorbell), 8, Faults::default()).unwrap();
+        let (ours, theirs) = shared(&memory);
+        let mut rings = Rings::new(memory, ours, 8, Faults::default());
         let entry = EntryHeader::new(EntryKind::Request, 0, 7).seal(b"call");
         let (inbound, outbox) = (rings.memory.layout.inbound(), rings.memory.layout.outbox());
         inbound.write(&rings.memory.arena, 0, &[&entry]);
         outbox.write(&rings.memory.arena, 0, &[&entry]);
         rings.close().unwrap();
         poll_fn(|cx| Poll::Ready(rings.open(cx))).await.unwrap();
-        Doorbell::ring(ring_host.as_fd(), ring::CELL as u64).unwrap();
+        Doorbell::ring(theirs.host_doorbell.as_fd(), ring::CELL as u64).unwrap();
         poll_fn(|cx| match rings.hear(cx).unwrap() {
             true => Poll::Ready(()),
             false => Poll::Pending,

@@ -23,12 +23,13 @@ use base::budget::{Budget, PeerAddress};
 use base::clock::Instant;
 use base::collections::HashMap;
 use base::fault::Faults;
+use base::task::spawn_local;
 use base::thread::{ThreadClass, spawn};
 use base::work::booked;
 use channel::ofi::OfiHostOptions;
 use channel::{
-    ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAnswer, MemoryFds, MemoryRequest, Reach,
-    Socket, TargetInfo, VERSION,
+    Carrier, ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAccess, MemoryAnswer,
+    MemoryRequest, Reach, Socket, TargetInfo, VERSION,
 };
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
@@ -64,6 +65,9 @@ pub enum StoreListener {
     /// A TCP socket. It carries all data unless the osd reaches host memory through libfabric. It
     /// is not authenticated, so bind it to a trusted network.
     Tcp(std::net::TcpListener),
+    /// A simulated listener.
+    #[cfg(feature = "sim")]
+    Sim(channel::sim::SimListener),
 }
 
 impl StoreListener {
@@ -136,13 +140,61 @@ struct Counts {
     violations: AtomicU64,
 }
 
-/// Serves stores to one osd at a time. Dropping the server ends its attachment.
-pub struct Server {
+/// What the server's owner shares with the server's tasks.
+struct Controls {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
     /// The served targets. A change ends the attachment, and the next attachment gets the new
     /// targets.
     targets: watch::Sender<Arc<[ServedTarget]>>,
+}
+
+impl Controls {
+    /// Creates a server's controls, and the context in which its tasks serve. The receiver is closed
+    /// when no task serves any more.
+    fn new(
+        targets: Vec<ServedTarget>,
+        options: ServerOptions,
+    ) -> std::io::Result<(Controls, ServingContext, mpsc::Receiver<Infallible>)> {
+        let counts = Arc::new(Counts::default());
+        let (stop, stopped) = watch::channel(false);
+        let (serves, ended) = mpsc::channel();
+        let engines = match &options.engines {
+            Some(engines) => Arc::clone(engines),
+            None => Arc::new(Engines::start(EngineOptions::default(), None)?),
+        };
+        let (targets, offered) = watch::channel(targets.into());
+        let counts_of = Arc::clone(&counts);
+        let serving =
+            ServingContext { targets: offered, engines, options, counts: counts_of, serves, stopped };
+        Ok((Controls { counts, stop, targets }, serving, ended))
+    }
+
+    fn replace(&self, uuid: Uuid, store: &Arc<dyn ObjectStore>) {
+        self.targets.send_modify(|targets| {
+            let renewed = |target: &ServedTarget| {
+                let store = if target.uuid == uuid { store } else { &target.store };
+                ServedTarget { uuid: target.uuid, store: Arc::clone(store) }
+            };
+            *targets = targets.iter().map(renewed).collect();
+        });
+    }
+
+    fn status(&self) -> ServerStatus {
+        ServerStatus {
+            connected: self.counts.connected.load(Ordering::Relaxed) > 0,
+            attachments: self.counts.attachments.load(Ordering::Relaxed),
+            stages: self.counts.stages.load(Ordering::Relaxed),
+            leftover_calls: self.counts.leftover_calls.load(Ordering::Relaxed),
+            violations: self.counts.violations.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Serves stores to one osd at a time, on a thread of its own. Dropping the server ends its
+/// attachment.
+pub struct Server {
+    controls: Controls,
     drivers: UnboundedSender<Driver>,
     /// Closed when the last serving task has ended.
     ended: Mutex<mpsc::Receiver<Infallible>>,
@@ -183,35 +235,27 @@ impl Server {
             let _entered = runtime.enter();
             AsyncListener::new(listener)?
         };
-        let counts = Arc::new(Counts::default());
-        let (stop, stopped) = watch::channel(false);
-        let (serves, ended) = mpsc::channel();
-        let engines = match &options.engines {
-            Some(engines) => Arc::clone(engines),
-            None => Arc::new(Engines::start(EngineOptions::default(), None)?),
-        };
-        let counts_of = Arc::clone(&counts);
-        let (targets, offered) = watch::channel(targets.into());
+        let (controls, serving, ended) = Controls::new(targets, options)?;
         let (drive, more_drivers) = unbounded_channel();
-        let serving = ServingContext { targets: offered, engines, options, counts: counts_of, serves };
+        let mut stopped = controls.stop.subscribe();
         // The thread ends by itself when nothing is left to do.
         spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
             for driver in drivers {
                 local.spawn_local(booked(ThreadClass::Store, driver.run()));
             }
-            let mut stop_beside = stopped.clone();
             local.spawn_local(async move {
                 tokio::select! {
+                    biased;
+                    _ = stopped.wait_for(|stop| *stop) => {}
                     () = beside() => {}
-                    _ = stop_beside.wait_for(|stop| *stop) => {}
                 }
             });
             local.spawn_local(drive_more(more_drivers));
-            local.spawn_local(serving.run(listener, stopped));
+            local.spawn_local(serving.run(listener));
             runtime.block_on(local);
         })?;
-        Ok(Server { counts, stop, targets, drivers: drive, ended: Mutex::new(ended) })
+        Ok(Server { controls, drivers: drive, ended: Mutex::new(ended) })
     }
 
     /// Serves a new store under the UUID of a target that was remounted. Runs the store's driver as
@@ -222,30 +266,18 @@ impl Server {
             // Sending fails only if the thread has panicked.
             let _ = self.drivers.send(driver);
         }
-        self.targets.send_modify(|targets| {
-            let renewed = |target: &ServedTarget| {
-                let store = if target.uuid == uuid { &store } else { &target.store };
-                ServedTarget { uuid: target.uuid, store: Arc::clone(store) }
-            };
-            *targets = targets.iter().map(renewed).collect();
-        });
+        self.controls.replace(uuid, &store);
     }
 
     /// The current state of the server.
     #[must_use]
     pub fn status(&self) -> ServerStatus {
-        ServerStatus {
-            connected: self.counts.connected.load(Ordering::Relaxed) > 0,
-            attachments: self.counts.attachments.load(Ordering::Relaxed),
-            stages: self.counts.stages.load(Ordering::Relaxed),
-            leftover_calls: self.counts.leftover_calls.load(Ordering::Relaxed),
-            violations: self.counts.violations.load(Ordering::Relaxed),
-        }
+        self.controls.status()
     }
 
     /// Ends the attachment and stops serving. The stores stay mounted.
     pub fn stop(&self) {
-        self.stop.send_replace(true);
+        self.controls.stop.send_replace(true);
         // No message is ever sent. `recv` returns when no task serves any more.
         let _ = self.ended.lock().unwrap_or_else(PoisonError::into_inner).recv();
     }
@@ -257,16 +289,63 @@ impl Drop for Server {
     }
 }
 
+/// A server whose tasks run in the caller's `LocalSet`. Simulations and programs with their own
+/// event loop use it. The caller runs the drivers of the stores in the same `LocalSet`, with
+/// [`base::task::spawn_local`]. Dropping the value ends the attachment.
+pub struct LocalServer(Controls);
+
+impl LocalServer {
+    /// Creates a server, and the future that serves `targets`. The future must be polled in a
+    /// `LocalSet`. It completes when the server was stopped and its attachment has ended.
+    ///
+    /// # Errors
+    /// Fails if the listener cannot be polled, or the engines that compute parity cannot be started.
+    pub fn new(
+        listener: StoreListener,
+        targets: Vec<ServedTarget>,
+        options: ServerOptions,
+    ) -> std::io::Result<(LocalServer, impl Future<Output = ()> + use<>)> {
+        let listener = AsyncListener::new(listener)?;
+        let (controls, serving, _) = Controls::new(targets, options)?;
+        Ok((LocalServer(controls), serving.run(listener)))
+    }
+
+    /// Serves a new store under the UUID of a target that was remounted. Ends the attachment, so
+    /// that the osd learns of the change. Calls of the old attachment never reach the new store.
+    pub fn replace(&self, uuid: Uuid, store: &Arc<dyn ObjectStore>) {
+        self.0.replace(uuid, store);
+    }
+
+    /// The current state of the server.
+    #[must_use]
+    pub fn status(&self) -> ServerStatus {
+        self.0.status()
+    }
+
+    /// Ends the attachment and stops serving. The stores stay mounted.
+    pub fn stop(&self) {
+        self.0.stop.send_replace(true);
+    }
+}
+
+impl Drop for LocalServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
 /// Runs drivers that are added later, each in its own task.
 async fn drive_more(mut drivers: UnboundedReceiver<Driver>) {
     while let Some(driver) = drivers.recv().await {
-        tokio::task::spawn_local(booked(ThreadClass::Store, driver.run()));
+        spawn_local(ThreadClass::Store, driver.run());
     }
 }
 
 enum AsyncListener {
     Unix(UnixListener),
     Tcp(TcpListener),
+    #[cfg(feature = "sim")]
+    Sim(channel::sim::SimListener),
 }
 
 impl AsyncListener {
@@ -280,6 +359,8 @@ impl AsyncListener {
                 listener.set_nonblocking(true)?;
                 AsyncListener::Tcp(TcpListener::from_std(listener)?)
             }
+            #[cfg(feature = "sim")]
+            StoreListener::Sim(listener) => AsyncListener::Sim(listener),
         })
     }
 
@@ -295,6 +376,8 @@ impl AsyncListener {
                     Err(e) => tracing::debug!(%peer, "a connection ended before it was accepted: {e}"),
                 }
             },
+            #[cfg(feature = "sim")]
+            AsyncListener::Sim(listener) => Ok((listener.accept().await?, PeerAddress::Local)),
         }
     }
 }
@@ -305,6 +388,7 @@ struct ServingContext {
     options: ServerOptions,
     counts: Arc<Counts>,
     serves: mpsc::Sender<Infallible>,
+    stopped: watch::Receiver<bool>,
 }
 
 /// The slots of peers that have not sent a hello. Few slots suffice, because the server serves one
@@ -370,34 +454,45 @@ impl Drop for HelloPlace {
     }
 }
 
+/// Whether an osd is attached. A server has at most one attachment.
+#[derive(Default)]
+struct Taken {
+    taken: Cell<bool>,
+    freed: Notify,
+}
+
 /// The right to be the server's only attachment. Dropping it makes the server accept another osd.
 struct Seat {
-    taken: Rc<Cell<bool>>,
+    taken: Rc<Taken>,
     counts: Arc<Counts>,
     _serves: mpsc::Sender<Infallible>,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.taken.set(false);
+        self.taken.taken.set(false);
+        self.taken.freed.notify_one();
         self.counts.connected.store(0, Ordering::Relaxed);
     }
 }
 
 impl ServingContext {
-    async fn run(self, listener: AsyncListener, mut stopped: watch::Receiver<bool>) {
-        let taken = Rc::new(Cell::new(false));
+    /// Serves osds until the server is stopped and its attachment has ended.
+    async fn run(self, listener: AsyncListener) {
+        let taken = Rc::new(Taken::default());
         let offers = Rc::new(OfiHostSource::new(self.options.ofi.clone(), &self.options.faults));
         let hellos = Rc::new(Hellos::default());
+        let mut stopped = self.stopped.clone();
         loop {
             let socket = tokio::select! {
+                biased;
+                _ = stopped.wait_for(|stop| *stop) => break,
                 socket = listener.accept() => socket,
-                _ = stopped.wait_for(|stop| *stop) => return,
             };
             match socket {
                 Ok((socket, peer)) => {
                     let Some(place) = hellos.admit(peer) else { continue };
-                    self.open(socket, place, &taken, &offers, stopped.clone());
+                    self.open(socket, place, &taken, &offers);
                     // A dropped peer frees its descriptor before the next peer takes another.
                     tokio::task::yield_now().await;
                 }
@@ -408,40 +503,39 @@ impl ServingContext {
                 }
             }
         }
+        drop((self, listener));
+        while taken.taken.get() {
+            taken.freed.notified().await;
+        }
     }
 
     /// Performs the handshake and serves the peer, in its own task, so that a silent peer does not
     /// delay others.
-    fn open(
-        &self,
-        socket: Socket,
-        place: HelloPlace,
-        taken: &Rc<Cell<bool>>,
-        offers: &Rc<OfiHostSource>,
-        mut stopped: watch::Receiver<bool>,
-    ) {
+    fn open(&self, socket: Socket, place: HelloPlace, taken: &Rc<Taken>, offers: &Rc<OfiHostSource>) {
         let mut offered = self.targets.clone();
+        let mut stopped = self.stopped.clone();
         let targets = Arc::clone(&offered.borrow_and_update());
         let (options, counts) = (self.options.clone(), Arc::clone(&self.counts));
         let (faults, poll) = (options.faults.clone(), options.poll);
         let engines = Arc::clone(&self.engines);
         let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
-        tokio::task::spawn_local(async move {
+        spawn_local(ThreadClass::Channel, async move {
             let mut seat = None;
-            let decide = |hello: &ChannelHello, carries_descriptors: bool| {
-                if taken.replace(true) {
+            let decide = |hello: &ChannelHello, carrier: &Carrier| {
+                if taken.taken.replace(true) {
                     let why = "another osd is attached to this store; stop that osd first";
                     return Err(ChannelError::Refused(why.into()));
                 }
                 let attachment = counts.attachments.load(Ordering::Relaxed) + 1;
                 let (taken, counts) = (Rc::clone(&taken), Arc::clone(&counts));
                 seat = Some(Seat { taken, counts, _serves: serves });
-                decide(hello, carries_descriptors, &targets, &options, &offers, attachment)
+                decide(hello, carrier, &targets, &options, &offers, attachment)
             };
             let opened = tokio::select! {
-                opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-                () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
+                biased;
                 _ = stopped.wait_for(|stop| *stop) => return,
+                () = place.lost() => return tracing::debug!("a peer that has sent no hello has lost its slot"),
+                opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
             };
             let (rings, control) = match opened {
                 Ok(Ok((_, rings, control))) => (rings, control),
@@ -455,13 +549,14 @@ impl ServingContext {
                 HostAttachment::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
             let stop = async move {
                 tokio::select! {
+                    biased;
                     _ = stopped.wait_for(|stop| *stop) => {}
                     Ok(()) = offered.changed() => {
                         tracing::info!("the attachment ends because a target was remounted");
                     }
                 }
             };
-            booked(ThreadClass::Channel, attachment.run(stop, || drop(seat))).await;
+            attachment.run(stop, || drop(seat)).await;
         });
     }
 }
@@ -471,12 +566,12 @@ impl ServingContext {
 /// request above the server's limits is refused.
 fn decide(
     hello: &ChannelHello,
-    carries_descriptors: bool,
+    carrier: &Carrier,
     targets: &[ServedTarget],
     options: &ServerOptions,
     offers: &Rc<OfiHostSource>,
     attachment: u64,
-) -> channel::Result<(ChannelWelcome, Option<MemoryFds>, Option<Rings>)> {
+) -> channel::Result<(ChannelWelcome, Option<MemoryAccess>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
     let memory = MemoryAnswer::None(None);
     let welcome =
@@ -485,14 +580,14 @@ fn decide(
     check(request, hello.outstanding as usize, options)?;
     let memory = HostMemory::new(request.layout)?;
     let opened = match &request.reach {
-        Reach::Descriptors if carries_descriptors => Reached::by_descriptors(&memory),
+        Reach::Descriptors if carrier.carries_memory() => Reached::by_descriptors(&memory, carrier),
         Reach::Descriptors => {
             let why = "file descriptors cannot be sent over TCP; use a UNIX socket, or the engine ofi";
             return Ok((without_memory(welcome, why.to_owned()), None, None));
         }
         Reach::Ofi { provider } => Reached::by_offer(offers, provider, &memory),
     };
-    let (reached, answer, descriptors) = match opened {
+    let (reached, answer, access) = match opened {
         Ok(opened) => opened,
         Err(ChannelError::Refused(why)) => return Ok((without_memory(welcome, why), None, None)),
         Err(e) => return Ok((without_memory(welcome, e.to_string()), None, None)),
@@ -500,8 +595,8 @@ fn decide(
     for target in targets {
         target.store.register_memory(&memory.arena);
     }
-    let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone())?;
-    Ok((ChannelWelcome { memory: answer, ..welcome }, descriptors, Some(rings)))
+    let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone());
+    Ok((ChannelWelcome { memory: answer, ..welcome }, access, Some(rings)))
 }
 
 fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -> channel::Result<()> {

@@ -354,11 +354,15 @@ impl State {
 
 impl Drop for ChannelDriver {
     /// The runtime may drop the driver before the incarnation ends. The calls then fail, and the
-    /// memory that DMA may still use is leaked instead of freed.
+    /// memory that DMA may still use is leaked instead of freed, unless the engine has stopped.
     fn drop(&mut self) {
-        if !self.drained {
+        if self.drained {
+            return;
+        }
+        let left = self.store_channel.end("the runtime of the attachment has ended");
+        if !self.store_channel.engine.as_ref().is_some_and(|engine| engine.has_stopped()) {
             std::mem::forget(std::mem::take(&mut self.kept));
-            std::mem::forget(self.store_channel.end("the runtime of the attachment has ended"));
+            std::mem::forget(left);
         }
     }
 }

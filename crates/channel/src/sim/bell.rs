@@ -1,0 +1,92 @@
+//! Simulated doorbells.
+
+use std::collections::VecDeque;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use base::clock::Instant;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use tokio::time::Sleep;
+
+use super::{Life, lock};
+use crate::Bell;
+
+/// The waiting end of a simulated doorbell.
+#[derive(Debug)]
+pub struct SimBell {
+    rung: Arc<Mutex<Rung>>,
+    /// Fires when the earliest ring arrives.
+    timer: Mutex<Option<Pin<Box<Sleep>>>>,
+}
+
+/// The ringing end of a simulated doorbell.
+#[derive(Debug, Clone)]
+pub struct SimRinger {
+    rung: Arc<Mutex<Rung>>,
+    /// The role that rings.
+    life: Life,
+}
+
+#[derive(Debug)]
+struct Rung {
+    /// Rings that the waiting end has not taken: when each arrives, and its count.
+    rings: VecDeque<(Instant, u64)>,
+    waker: Option<Waker>,
+    delay_max: Duration,
+    rng: SmallRng,
+}
+
+/// Creates a doorbell that the role with this life rings. Each ring arrives after a random delay of
+/// at most `delay_max`. Rings arrive in order.
+pub(super) fn doorbell(life: Life, delay_max: Duration, seed: u64) -> (SimRinger, SimBell) {
+    let rng = SmallRng::seed_from_u64(seed);
+    let rung = Arc::new(Mutex::new(Rung { rings: VecDeque::new(), waker: None, delay_max, rng }));
+    (SimRinger { rung: Arc::clone(&rung), life }, SimBell { rung, timer: Mutex::new(None) })
+}
+
+impl SimRinger {
+    /// Adds `count` to the doorbell.
+    pub(crate) fn ring(&self, count: u64) {
+        if self.life.is_severed() {
+            return;
+        }
+        let mut rung = lock(&self.rung);
+        let delay_max = rung.delay_max;
+        let at = Instant::now() + rung.rng.random_range(Duration::ZERO..=delay_max);
+        let at = rung.rings.back().map_or(at, |(last, _)| at.max(*last));
+        rung.rings.push_back((at, count));
+        if let Some(waker) = rung.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+impl Bell for SimBell {
+    fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
+        let mut timer = lock(&self.timer);
+        loop {
+            let mut rung = lock(&self.rung);
+            let now = Instant::now();
+            let mut sum = 0u64;
+            while let Some((_, count)) = rung.rings.pop_front_if(|(at, _)| *at <= now) {
+                sum = sum.saturating_add(count);
+            }
+            if sum > 0 {
+                return Poll::Ready(Ok(sum));
+            }
+            rung.waker = Some(cx.waker().clone());
+            let Some((at, _)) = rung.rings.front() else { return Poll::Pending };
+            let mut sleep = Box::pin(tokio::time::sleep_until(*at));
+            drop(rung);
+            let is_due = sleep.as_mut().poll(cx).is_ready();
+            *timer = Some(sleep);
+            if !is_due {
+                return Poll::Pending;
+            }
+        }
+    }
+}
