@@ -1,12 +1,6 @@
 //! The configuration of a stack's connections.
 
-use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-use rand::distr::{Distribution, StandardUniform};
-use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
 use crate::Limits;
 
@@ -94,37 +88,6 @@ pub struct ConnectionConfig {
     /// Maximum number of consecutive transports that end with a damaged frame and deliver no new
     /// frame. One more such transport ends the connection.
     pub max_damaged_transports: u32,
-    /// The source of connection numbers, secrets, offer keys and random pauses.
-    pub entropy: Entropy,
-}
-
-/// A source of random numbers: the system's generator, or a generator with a fixed seed, which
-/// makes a simulation repeatable.
-#[derive(Clone, Default)]
-pub struct Entropy(Option<Arc<Mutex<StdRng>>>);
-
-impl Entropy {
-    /// Creates a generator for tests. Its numbers are predictable from the seed.
-    #[must_use]
-    pub fn seeded(seed: u64) -> Entropy {
-        Entropy(Some(Arc::new(Mutex::new(StdRng::seed_from_u64(seed)))))
-    }
-
-    pub(crate) fn random<T>(&self) -> T
-    where
-        StandardUniform: Distribution<T>,
-    {
-        match &self.0 {
-            None => base::entropy::random(),
-            Some(seeded) => seeded.lock().unwrap_or_else(PoisonError::into_inner).random(),
-        }
-    }
-}
-
-impl fmt::Debug for Entropy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "seeded" } else { "system" })
-    }
 }
 
 impl Default for ConnectionConfig {
@@ -150,7 +113,6 @@ impl Default for ConnectionConfig {
             },
             offer_ttl: Duration::from_secs(600),
             max_damaged_transports: 4,
-            entropy: Entropy::default(),
         }
     }
 }

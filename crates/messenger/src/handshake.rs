@@ -129,7 +129,7 @@ pub(crate) fn settle(
     config: &ConnectionConfig,
     paths: &[PathOffer],
 ) -> (Negotiated, Body) {
-    let (connection, secret): (u128, [u8; 16]) = config.entropy.random();
+    let (connection, secret): (u128, [u8; 16]) = base::entropy::random();
     let limits = Limits {
         max_header: config.limits.max_header.min(hello.limits.0 as usize),
         max_inline: config.limits.max_inline.min(hello.limits.1 as usize),
@@ -324,7 +324,7 @@ impl Dialer {
     }
 
     async fn pause(&mut self) {
-        sleep(self.backoff.mul_f64(0.5 + 0.5 * self.config.entropy.random::<f64>())).await;
+        sleep(self.backoff.mul_f64(0.5 + 0.5 * base::entropy::random::<f64>())).await;
         self.backoff = (self.backoff * 2).min(crate::connection::BACKOFF.1);
     }
 
@@ -354,7 +354,7 @@ impl Dialer {
     }
 
     fn claim(&self) -> ConnectClaim {
-        ConnectClaim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() }
+        ConnectClaim { tenant: self.options.tenant.clone(), nonce: base::entropy::random() }
     }
 
     /// Makes one attempt: over the path while the path is healthy, and otherwise over the base

@@ -59,13 +59,13 @@ pub use api::{
     Listener, Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,
 };
 pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
-pub use config::{ConnectionConfig, Entropy};
+pub use config::ConnectionConfig;
 pub use paths::Path;
 pub use stack::{SimStack, StreamStack, TcpStack};
 pub use transport::ofi::ReceiveQueueKind;
 
-/// Starts a task of the messenger on the current runtime. The runtime's thread may also do other
-/// work. The CPU time of the task is therefore recorded separately, as time of the messenger.
+/// Starts a task of the messenger in the current role. The role's thread may also do other work.
+/// The CPU time of the task is therefore recorded separately, as time of the messenger.
 fn spawn(task: impl Future<Output = ()> + Send + 'static) -> tokio::task::JoinHandle<()> {
-    tokio::spawn(base::work::booked(base::thread::ThreadClass::Messenger, task))
+    base::task::spawn(base::thread::ThreadClass::Messenger, task)
 }

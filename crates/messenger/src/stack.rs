@@ -12,8 +12,7 @@ use crate::handshake::Dialer;
 use crate::home::Home;
 use crate::paths::Path;
 use crate::transport::Transport;
-use crate::transport::faulty::{FaultControl, Faulty, StreamFaults};
-use crate::transport::memory::MemoryNetwork;
+use crate::transport::sim::{SimFaults, SimNetwork, SimStreams};
 use crate::transport::tcp::Tcp;
 use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result};
 use listener::StreamListener;
@@ -32,12 +31,8 @@ pub struct StreamStack<T> {
     config: ConnectionConfig,
 }
 
-/// A stack over a simulated network, which injects all kinds of faults. A seed determines the
-/// faults.
-///
-/// A run replays exactly if the configuration's [`Entropy`](crate::Entropy) is also seeded, and if
-/// the stack runs on one current-thread runtime with a paused clock.
-pub type SimStack = StreamStack<Faulty<MemoryNetwork>>;
+/// A stack of a process on a [simulated network](crate::transport::sim).
+pub type SimStack = StreamStack<SimStreams>;
 
 /// The TCP stack. Its endpoints are `host:port`.
 pub type TcpStack = StreamStack<Tcp>;
@@ -53,21 +48,16 @@ impl StreamStack<Tcp> {
     }
 }
 
-impl StreamStack<Faulty<MemoryNetwork>> {
-    /// Creates a stack over a simulated network that injects `faults`. `seed` determines when they
-    /// occur. Also returns the control that counts faults, ends them, or injects them on request.
+impl StreamStack<SimStreams> {
+    /// Creates a stack over a simulated network with one host. `seed` determines when its `faults`
+    /// occur. Also returns the network, which counts faults, ends them, or injects them on request.
     ///
     /// # Panics
     /// If `config` is inconsistent.
     #[must_use]
-    pub fn simulated(
-        seed: u64,
-        faults: StreamFaults,
-        config: ConnectionConfig,
-    ) -> (SimStack, Arc<FaultControl>) {
-        let network = Faulty::new(MemoryNetwork::default(), faults, seed);
-        let control = network.control();
-        (StreamStack::over(network, config), control)
+    pub fn simulated(seed: u64, faults: SimFaults, config: ConnectionConfig) -> (SimStack, SimNetwork) {
+        let network = SimNetwork::new(seed, faults);
+        (network.host("host").stack(config), network)
     }
 }
 

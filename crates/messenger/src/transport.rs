@@ -1,14 +1,13 @@
 //! Transports carry the bytes of a connection, reliably and in order. A transport may break at any
 //! byte.
 //!
-//! [`tcp`] carries a byte stream between machines. [`memory`] carries a byte stream within a
-//! process, and [`faulty`] adds faults to another transport. [`ofi`] has no byte stream: it carries
-//! packets and one-sided transfers. A transport does not interpret the bytes. One connection may
-//! use several transports in turn, even of different kinds.
+//! [`tcp`] carries a byte stream between machines. [`ofi`] has no byte stream: it carries packets
+//! and one-sided transfers. [`sim`] is a simulated network with faults, within a process. A
+//! transport does not interpret the bytes. One connection may use several transports in turn, even
+//! of different kinds.
 
-pub mod faulty;
-pub mod memory;
 pub mod ofi;
+pub mod sim;
 pub mod tcp;
 
 use std::fmt;

@@ -103,6 +103,7 @@ pub async fn concurrent_transfers_and_messages_all_complete(rig: &Rig) {
             let dest = pool.alloc(data.len()).await.expect("a buffer");
             let payload = Payload::compute(i, data.clone());
             let (pulled, pushed) = tokio::join!(
+                biased;
                 server.bulk_read(&source.descriptor, 0, dest, LONG),
                 server.bulk_write(&sink.descriptor, 0, payload, LONG)
             );
@@ -177,6 +178,7 @@ pub async fn large_transfers_finish_one_after_the_other(rig: &Rig) {
         sources.iter().enumerate().map(|(i, s)| pull(i, &s.descriptor, data.len())).collect();
     pulls.push(pull(LARGE, &small.descriptor, 5000));
     tokio::select! {
+        biased;
         _ = stuck_ones => panic!("a pull from a stuck source ended"),
         _ = futures::future::join_all(pulls) => {}
     }

@@ -41,7 +41,7 @@ pub async fn messages_keep_their_order(rig: &Rig) {
             assert_eq!(&next_message(incoming).await, expected, "message {i}");
         }
     };
-    tokio::join!(send(client), send(server), receive(&mut *from_server), receive(&mut *from_client));
+    tokio::join!(biased; send(client), send(server), receive(&mut *from_server), receive(&mut *from_client));
 }
 
 /// The sending side refuses a header or payload over the limits. The connection continues, and a

@@ -231,7 +231,7 @@ impl BulkSink for Buffer {
 #[expect(clippy::print_stdout, reason = "the report of a failed test needs the seed")]
 pub fn seed() -> u64 {
     let seed = std::env::var("OUTBOARD_SEED").map_or_else(
-        |_| rand::random::<u32>().into(),
+        |_| base::entropy::random::<u32>().into(),
         |seed| seed.parse().expect("OUTBOARD_SEED is a number"),
     );
     println!("OUTBOARD_SEED={seed}");

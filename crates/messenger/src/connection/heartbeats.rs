@@ -133,6 +133,7 @@ impl Shared {
             state.is_resting = true;
         }
         let stirred = tokio::select! {
+            biased;
             () = self.stirred.notified() => true,
             () = sleep(pause) => false,
         };

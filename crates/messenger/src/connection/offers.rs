@@ -139,7 +139,7 @@ impl Shared {
             )));
         }
         let ttl = self.config.offer_ttl;
-        let key = self.config.entropy.random();
+        let key = base::entropy::random();
         let state = self.lock();
         Self::check_open(&state)?;
         if state.offers.active.len() >= MAX_OFFERS {

@@ -8,7 +8,7 @@ use base::BoxFuture;
 use base::block::Payload;
 use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
-use messenger::transport::faulty::StreamFaults;
+use messenger::transport::sim::{SimFaults, SimRoute};
 use messenger::{BulkSource, ConnectionConfig, SimStack};
 use osd::{OsdConfig, OsdServer};
 use tokio::sync::oneshot;
@@ -21,28 +21,30 @@ use crate::raw::{Raw, head, mutate};
 /// Everything runs in one thread and on simulated time, so that the seed replays the run.
 #[tokio::test(start_paused = true)]
 async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
-    let faults = StreamFaults {
-        delay_max: Duration::from_millis(3),
+    let _seeded = base::entropy::seed_this_thread(seed());
+    let jitter = Duration::from_millis(3);
+    let faults = SimFaults {
+        route: SimRoute { latency: Duration::ZERO, jitter, bandwidth: None },
         break_after_bytes: 12_000,
         refuse_one_in: 3,
         stall_one_in: 200,
         stall: Duration::from_millis(300),
-        ..StreamFaults::NONE
+        ..SimFaults::NONE
     };
     // The node keeps a detached connection for so short a time that it is often dropped before its
     // client returns.
     let config = ConnectionConfig { hold: Duration::from_millis(30), ..ConnectionConfig::default() };
-    let (stack, control) = SimStack::simulated(seed(), faults, config);
+    let (stack, network) = SimStack::simulated(seed(), faults, config);
     let stack = Arc::new(stack);
     let local = LocalSet::new();
     let (started, endpoint) = oneshot::channel();
     let (_stop, stopped) = oneshot::channel::<()>();
     let node = Node::new(OsdConfig::default());
-    let (targets, staging, network) = (node.targets(), node.staging.clone(), stack.clone());
+    let (targets, staging, listening) = (node.targets(), node.staging.clone(), stack.clone());
     local.spawn_local(async move {
         let ready = |endpoint| drop(started.send(endpoint));
         let stop = async { drop(stopped.await) };
-        OsdServer::serve(OsdConfig::default(), targets, staging, network, "*", ready, stop).await;
+        OsdServer::serve(OsdConfig::default(), targets, staging, listening, "*", ready, stop).await;
     });
     let work = async {
         let endpoint = endpoint.await.unwrap().unwrap();
@@ -63,13 +65,13 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
             async move { (object.append(bytes.clone()).await.unwrap().appended_at as usize, bytes) }
         });
         let appended = join_all(appends).await;
-        control.calm();
+        network.calm();
         let all = object(&one).get().await.unwrap();
         assert_eq!(all.len(), appended.iter().map(|(_, bytes)| bytes.len()).sum::<usize>());
         for (at, bytes) in appended {
             assert!(all[at..at + bytes.len()] == bytes[..]);
         }
-        assert!(control.counts.breaks.load(Ordering::Relaxed) > 3, "the network broke connections");
+        assert!(network.counts().breaks.load(Ordering::Relaxed) > 3, "the network broke connections");
     };
     local.run_until(work).await;
 }

@@ -412,7 +412,9 @@ async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
             continue;
         }
         let has_settling = this.drop_late();
+        // Every branch leads to a look at the event queue, so no branch starves another.
         tokio::select! {
+            biased;
             readable = fd.readable() => match readable {
                 Ok(mut guard) => guard.clear_ready(),
                 Err(e) => return tracing::warn!(error = %e, "cannot wait for connection events"),

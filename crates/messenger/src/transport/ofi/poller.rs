@@ -233,13 +233,16 @@ async fn drive_until_over(port: &Weak<Port<Link>>, asleep: Asleep) -> std::io::R
             let_others_run().await;
             continue;
         }
+        // The last link has ended or the port has failed at most once, so this branch does not starve
+        // the other.
         tokio::select! {
-            readable = fd.readable() => readable?.clear_ready(),
+            biased;
             () = port.changed() => {
                 if port.is_unused() || !port.is_good() {
                     return Ok(());
                 }
             }
+            readable = fd.readable() => readable?.clear_ready(),
         }
     }
 }

@@ -4,45 +4,50 @@
 
 #![expect(clippy::print_stdout, reason = "the report of a failed test needs the seeds")]
 
+mod hosts;
+
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use base::entropy::{SeededThread, seed_this_thread};
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::transport::faulty::{FaultControl, StreamFaults};
-use outboard_messenger::{ConnectOptions, ConnectionConfig, ConnectionEvent, Entropy, Message, SimStack};
+use outboard_messenger::transport::sim::{SimFaults, SimNetwork, SimRoute};
+use outboard_messenger::{ConnectOptions, ConnectionConfig, ConnectionEvent, Message, SimStack};
 use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
-fn rig(faults: StreamFaults, seed: u64) -> (Rig, Arc<FaultControl>) {
-    let config =
-        ConnectionConfig { entropy: Entropy::seeded(seed), grace: GRACE, ..ConnectionConfig::default() };
-    let (stack, control) = SimStack::simulated(seed, faults, config);
-    let (cut, freeze) = (Arc::clone(&control), Arc::clone(&control));
+fn rig(faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
+    let seeded = seed_this_thread(seed);
+    let config = ConnectionConfig { grace: GRACE, ..ConnectionConfig::default() };
+    let (stack, network) = SimStack::simulated(seed, faults, config);
+    let (cut, freeze) = (network.clone(), network.clone());
     let rig = Rig {
         stack: Arc::new(stack),
         address: "*".into(),
-        cut: Box::new(move || cut.cut()),
+        cut: Box::new(move || cut.break_all()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: GRACE,
         slow: false,
         seed,
     };
-    (rig, control)
+    (rig, network, seeded)
+}
+
+const fn jitter(most_ms: u64) -> SimRoute {
+    SimRoute { latency: Duration::ZERO, jitter: Duration::from_millis(most_ms), bandwidth: None }
 }
 
 /// Faults of a slow network: only delays. The whole suite runs over this network.
-const SLOW: StreamFaults =
-    StreamFaults { delay_max: Duration::from_millis(2), piece_max: 20_000, ..StreamFaults::NONE };
+const SLOW: SimFaults = SimFaults { route: jitter(2), piece_max: 20_000, ..SimFaults::NONE };
 
 /// All kinds of faults together.
-const HOSTILE: StreamFaults = StreamFaults {
-    delay_max: Duration::from_millis(3),
+const HOSTILE: SimFaults = SimFaults {
+    route: jitter(3),
     piece_max: 30_000,
     break_after_bytes: 800_000,
     stall_one_in: 300,
-    stall: Duration::from_secs(3),
+    stall: Duration::from_secs(6),
     flip_one_in: 400,
     refuse_one_in: 4,
     ignore_one_in: 10,
@@ -52,7 +57,7 @@ macro_rules! simulated {
     ($check:ident) => {
         #[tokio::test(start_paused = true)]
         async fn $check() {
-            let (rig, _) = rig(SLOW, conformance::seed());
+            let (rig, _network, _seeded) = rig(SLOW, conformance::seed());
             let check = conformance::$check(&rig);
             tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
         }
@@ -66,19 +71,19 @@ outboard_messenger::for_each_conformance_check!(simulated);
 #[tokio::test(start_paused = true)]
 async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
     let first = conformance::seed();
-    let mut fired = [0; 7];
+    let mut fired = std::collections::BTreeMap::new();
     for seed in first..first + 4 {
         println!("seed {seed}");
-        let (rig, control) = rig(HOSTILE, seed);
+        let (rig, network, _seeded) = rig(HOSTILE, seed);
         let check = conformance::messages_arrive_exactly_once_across_broken_transports(&rig);
         tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
-        let c = &control.counts;
-        let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
-        for (sum, count) in fired.iter_mut().zip(counts) {
-            *sum += count.load(Ordering::Relaxed);
+        for (name, count) in network.counts().all() {
+            *fired.entry(name).or_insert(0) += count;
         }
     }
-    assert!(fired.iter().all(|n| *n > 0), "a kind of fault never occurred: {fired:?}");
+    // Nothing cuts the network between hosts in this test.
+    fired.remove("held");
+    assert!(fired.values().all(|n| *n > 0), "a kind of fault never occurred: {fired:?}");
 }
 
 /// While neither side has outstanding work, the pauses between heartbeats grow, and the loss of the
@@ -86,7 +91,7 @@ async fn messages_arrive_exactly_once_on_a_network_with_all_faults() {
 /// period.
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
-    let (rig, _) = rig(SLOW, conformance::seed());
+    let (rig, _network, _seeded) = rig(SLOW, conformance::seed());
     let rest = ConnectionConfig::default().rest;
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
@@ -119,22 +124,19 @@ async fn an_idle_connection_sends_rare_heartbeats_until_work_begins() {
     }
 }
 
-/// Two runs with the same seed have the same number of faults and the same duration.
+/// Two runs with the same seed deliver the same data at the same times.
 #[test]
 fn the_same_seed_replays_the_same_simulated_run() {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
+            .enable_time()
             .start_paused(true)
             .build()
             .expect("a runtime");
         runtime.block_on(async {
-            let (rig, control) = rig(HOSTILE, 42);
-            let began = tokio::time::Instant::now();
+            let (rig, network, _seeded) = rig(HOSTILE, 42);
             conformance::messages_arrive_exactly_once_across_broken_transports(&rig).await;
-            let c = &control.counts;
-            let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
-            (counts.map(|n| n.load(Ordering::Relaxed)), began.elapsed())
+            (network.trace(), network.counts().all())
         })
     };
     assert_eq!(run(), run());

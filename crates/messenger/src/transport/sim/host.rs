@@ -1,0 +1,212 @@
+//! [`SimHost`]: the process on a host, and the transports over which it connects and listens.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use base::BoxFuture;
+use base::budget::PeerAddress;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::SimNetwork;
+use super::state::{Address, DialState, EndIndex, ProcessId, State, TransportId};
+use crate::transport::{Acceptor, ConnectClaim, Transport, Wire};
+use crate::{ConnectionConfig, SimStack, StreamStack};
+
+/// A process on a host of a simulated network.
+#[derive(Clone)]
+pub struct SimHost {
+    pub(super) network: SimNetwork,
+    pub(super) process: ProcessId,
+}
+
+impl SimHost {
+    pub(super) fn new(network: SimNetwork, process: ProcessId) -> SimHost {
+        SimHost { network, process }
+    }
+
+    /// The transport over which this process connects and listens with byte streams. An address is
+    /// `HOST:PORT`, where the host is a name or an IP address. To listen, `*` chooses a free port.
+    #[must_use]
+    pub fn streams(&self) -> SimStreams {
+        SimStreams(self.clone())
+    }
+
+    /// A stack of this process, over byte streams.
+    ///
+    /// # Panics
+    /// If `config` is inconsistent.
+    #[must_use]
+    pub fn stack(&self, config: ConnectionConfig) -> SimStack {
+        StreamStack::over(self.streams(), config)
+    }
+
+    /// The IP address of the host.
+    #[must_use]
+    pub fn ip(&self) -> std::net::IpAddr {
+        State::ip(self.with(|state| state.process(self.process).host))
+    }
+
+    pub(super) fn with<T>(&self, call: impl FnOnce(&mut State) -> T) -> T {
+        self.network.0.with(call)
+    }
+
+    fn is_alive(&self) -> bool {
+        self.with(|state| state.process(self.process).is_alive)
+    }
+
+    /// Begins to listen at `address`.
+    fn listen(&self, address: &str) -> io::Result<Address> {
+        let port = match address.rsplit_once(':') {
+            None => 0,
+            Some((_, port)) => port.parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
+        };
+        self.with(|state| state.listen(self.process, port)).ok_or_else(|| io::ErrorKind::AddrInUse.into())
+    }
+
+    /// Connects to `endpoint`. Returns the number of the transport.
+    async fn dial(&self, endpoint: &str) -> io::Result<StreamEnd> {
+        if !self.is_alive() {
+            return std::future::pending().await;
+        }
+        let to = self.with(|state| state.resolve(endpoint)).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        let id = self.with(|state| state.dial(self.process, to));
+        // If this future is dropped, the end closes the transport.
+        let end = StreamEnd { host: self.clone(), id, end: 0 };
+        let dialing = poll_fn(|cx| {
+            self.with(|state| match state.transports.get_mut(&id) {
+                Some(transport) if transport.dialing == DialState::Pending => {
+                    transport.ends[0].reader = Some(cx.waker().clone());
+                    Poll::Pending
+                }
+                Some(transport) => Poll::Ready(transport.dialing),
+                None => Poll::Ready(DialState::Refused),
+            })
+        });
+        match dialing.await {
+            DialState::Connected => Ok(end),
+            _ => Err(io::ErrorKind::ConnectionRefused.into()),
+        }
+    }
+}
+
+impl fmt::Debug for SimHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.with(|state| state.name(state.process(self.process).host).to_owned());
+        f.debug_tuple("SimHost").field(&name).finish()
+    }
+}
+
+/// The byte streams of a process on a simulated network.
+#[derive(Debug, Clone)]
+pub struct SimStreams(SimHost);
+
+impl Transport for SimStreams {
+    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+        Box::pin(async move {
+            let address = self.0.listen(address)?;
+            Ok(Box::new(SimAcceptor { host: self.0.clone(), address }) as Box<dyn Acceptor>)
+        })
+    }
+
+    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+        Box::pin(async move { Ok(self.0.dial(endpoint).await?.into_wire(endpoint.to_owned())) })
+    }
+}
+
+/// Accepts streams at one address.
+struct SimAcceptor {
+    host: SimHost,
+    address: Address,
+}
+
+impl Acceptor for SimAcceptor {
+    fn endpoint(&self) -> String {
+        State::endpoint(self.address)
+    }
+
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
+        Box::pin(async {
+            let SimAcceptor { host, address } = self;
+            let id = poll_fn(|cx| {
+                let next = host.with(|state| state.accept(host.process, *address, cx.waker()));
+                next.map_or(Poll::Pending, Poll::Ready)
+            });
+            let id = id.await;
+            let peer = host.with(|state| state.transports.get(&id).map(|t| t.ends[0].host));
+            let ip = State::ip(peer.unwrap_or_default());
+            let end = StreamEnd { host: host.clone(), id, end: 1 };
+            Ok(Wire { peer: PeerAddress::from(ip), ..end.into_wire(ip.to_string()) })
+        })
+    }
+}
+
+impl Drop for SimAcceptor {
+    fn drop(&mut self) {
+        let Self { host, address } = self;
+        host.with(|state| state.unlisten_of(host.process, *address));
+    }
+}
+
+/// One end of a stream. Closes the stream when it is dropped.
+struct StreamEnd {
+    host: SimHost,
+    id: TransportId,
+    end: EndIndex,
+}
+
+impl StreamEnd {
+    fn into_wire(self, address: String) -> Wire {
+        let end = Arc::new(self);
+        Wire::stream(Box::new(StreamHalf(Arc::clone(&end))), Box::new(StreamHalf(end)), address)
+    }
+}
+
+impl Drop for StreamEnd {
+    fn drop(&mut self) {
+        // The network has already closed the streams of a process that has ended.
+        self.host.with(|state| state.close(self.id, self.end, false));
+    }
+}
+
+/// The receiving or the sending half of an end.
+struct StreamHalf(Arc<StreamEnd>);
+
+impl AsyncRead for StreamHalf {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let StreamEnd { host, id, end } = &*self.0;
+        host.with(|state| state.read(*id, *end, buf, cx.waker()))
+    }
+}
+
+impl AsyncWrite for StreamHalf {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[io::IoSlice::new(buf)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let StreamEnd { host, id, end } = &*self.0;
+        host.with(|state| state.write(*id, *end, slices, cx.waker()))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let StreamEnd { host, id, end } = &*self.0;
+        host.with(|state| state.finish(*id, *end));
+        Poll::Ready(Ok(()))
+    }
+}
