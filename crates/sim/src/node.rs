@@ -1,6 +1,6 @@
 //! The simulated node: its drives, and the bodies of its roles.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -10,14 +10,24 @@ use array::{CodingConfig, StripesAt};
 use base::clock::{Instant, WallClock};
 use base::mem::Arena;
 use base::pool::BufferPool;
+use base::task::spawn_local;
 use base::thread::ThreadClass;
-use messenger::NetworkStack;
+use channel::TargetInfo;
+use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, WireOptions};
+use messenger::ConnectionConfig;
+use messenger::transport::sim::SimNetwork;
 use node::remount;
 use node::targets::Mounted;
 use osd::{OsdConfig, OsdServer};
+use proxy::{
+    Attachment, AttachmentOptions, LocalServer, ServedTarget, ServerOptions, StoreEndpoint, StoreListener,
+};
+use rand::Rng;
 use store::sim::{DriveTimes, SimDrive};
 use store::stripes::{EngineOptions, Engines};
 use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, RemountedStore};
+use tokio::sync::Notify;
+use tokio::time::sleep;
 use uuid::Uuid;
 use wire::Placement;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -28,10 +38,14 @@ use crate::trace::Trace;
 
 /// Address at which the osd serves clients.
 pub const ENDPOINT: &str = "node:7400";
+/// Name of the node's host.
+pub const HOST: &str = "node";
 /// Size of the osd's staging memory, in bytes.
 const STAGING: usize = 32 << 20;
 /// Largest staging buffer, in bytes: two segments of 2 MiB.
 const LARGEST_BUFFER: usize = 4 << 20;
+/// Size of the data region of host memory, in bytes.
+const WINDOW: u64 = 16 << 20;
 /// Time after which a role that has ended by itself is started again.
 const RESTART: Duration = Duration::from_secs(1);
 /// Time of day at the start of a simulation, since 1970.
@@ -42,7 +56,14 @@ pub struct Node {
     plan: Plan,
     trace: Trace,
     began: Instant,
-    network: Arc<dyn NetworkStack>,
+    network: SimNetwork,
+    /// The control connection between osd and store.
+    wire: ControlWire,
+    /// The DMA engine of the osd that was started last.
+    engine: RefCell<Option<Arc<SimEngine>>>,
+    engines_started: Cell<u64>,
+    /// Hash of the operations of earlier DMA engines.
+    engine_trace: Cell<u64>,
     drives: Vec<(Uuid, Arc<SimDrive>)>,
     /// Whether the drive of each target is lost for ever.
     lost: RefCell<Vec<bool>>,
@@ -55,23 +76,39 @@ pub struct Node {
 struct RoleSlot {
     role: RefCell<Option<Role>>,
     /// Number of faults that keep the role down.
-    held: std::cell::Cell<u32>,
+    held: Cell<u32>,
     /// Signals that `held` has changed.
-    changed: tokio::sync::Notify,
+    changed: Notify,
     /// Difference of the role's time of day from the simulated time, in seconds.
     clock: Arc<AtomicI64>,
+}
+
+/// What the osd uses for its requests.
+struct OsdParts {
+    targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
+    staging: BufferPool,
+    stripes: StripesAt,
+    attachment: Option<Attachment>,
 }
 
 impl Node {
     /// Creates a node with new drives. No role runs yet.
     #[must_use]
-    pub fn new(plan: &Plan, trace: &Trace, network: Arc<dyn NetworkStack>) -> Rc<Node> {
+    pub fn new(plan: &Plan, trace: &Trace, network: SimNetwork) -> Rc<Node> {
         let drives = (0..plan.targets).map(|number| drive(plan, number)).collect();
+        let wire = ControlWire::new(WireOptions {
+            seed: rng(plan.seed, Stream::Control).random(),
+            ..WireOptions::default()
+        });
         Rc::new(Node {
             plan: plan.clone(),
             trace: trace.clone(),
             began: Instant::now(),
             network,
+            wire,
+            engine: RefCell::default(),
+            engines_started: Cell::new(0),
+            engine_trace: Cell::new(0),
             drives,
             lost: RefCell::new(vec![false; plan.targets]),
             osd: RoleSlot::default(),
@@ -83,14 +120,14 @@ impl Node {
     pub fn run(self: &Rc<Node>) {
         for role in self.roles() {
             let node = Rc::clone(self);
-            base::task::spawn_local(ThreadClass::Admin, async move { node.supervise(role).await });
+            spawn_local(ThreadClass::Admin, async move { node.supervise(role).await });
         }
     }
 
     /// The roles of the node.
     pub fn roles(&self) -> impl Iterator<Item = NodeRole> + use<> {
-        let is_dpu = self.plan.placement == Placement::Dpu && false;
-        is_dpu.then_some(NodeRole::Store).into_iter().chain([NodeRole::Osd])
+        let store = (self.plan.placement == Placement::Dpu).then_some(NodeRole::Store);
+        store.into_iter().chain([NodeRole::Osd])
     }
 
     fn slot(&self, role: NodeRole) -> &RoleSlot {
@@ -107,16 +144,52 @@ impl Node {
                 slot.changed.notified().await;
             }
             self.trace.event(format_args!("start {kind}"));
-            let role = match kind {
-                NodeRole::Osd => Role::start(Rc::clone(&self).osd_body()),
-                NodeRole::Store => Role::start(std::future::pending()),
+            let node = Rc::clone(&self);
+            let role = match (kind, self.plan.placement) {
+                (NodeRole::Store, _) => Role::start(node.store_body()),
+                (NodeRole::Osd, Placement::Host) => Role::start(node.node_body()),
+                (NodeRole::Osd, Placement::Dpu) => {
+                    let engine = self.start_engine();
+                    Role::start(node.osd_body(engine))
+                }
             };
             *slot.role.borrow_mut() = Some(role.clone());
             role.ended().await;
             if slot.held.get() == 0 {
                 self.trace.event(format_args!("{kind} has ended by itself"));
-                tokio::time::sleep(RESTART).await;
+                self.sever(kind);
+                slot.role.borrow_mut().take();
+                sleep(RESTART).await;
             }
+        }
+    }
+
+    /// Starts a DMA engine. Its device is not part of a role.
+    fn start_engine(&self) -> Arc<SimEngine> {
+        self.engines_started.set(self.engines_started.get() + 1);
+        let seed = rng(self.plan.seed, Stream::Dma(self.engines_started.get())).random();
+        let (engine, device) = SimEngine::new(SimEngineOptions { seed, ..SimEngineOptions::default() });
+        spawn_local(ThreadClass::Dma, device);
+        if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
+            let hash = xxh3_64_with_seed(&before.stats().trace.to_le_bytes(), self.engine_trace.get());
+            self.engine_trace.set(hash);
+        }
+        engine
+    }
+
+    /// Cuts a role off from drives, network and the other role, so that its destructors have no
+    /// effect on them.
+    fn sever(&self, kind: NodeRole) {
+        if self.owner() == kind {
+            self.drives.iter().for_each(|(_, drive)| drive.sever());
+        }
+        match kind {
+            NodeRole::Osd => {
+                self.network.sever(HOST);
+                self.wire.sever_osd();
+                self.engine.borrow().iter().for_each(|engine| engine.sever());
+            }
+            NodeRole::Store => self.wire.sever_store(),
         }
     }
 
@@ -125,9 +198,7 @@ impl Node {
         let slot = self.slot(kind);
         slot.held.set(slot.held.get() + 1);
         if let Some(role) = slot.role.borrow_mut().take() {
-            if self.owner() == kind {
-                self.drives.iter().for_each(|(_, drive)| drive.sever());
-            }
+            self.sever(kind);
             role.kill();
         }
     }
@@ -141,10 +212,34 @@ impl Node {
         self.roles().for_each(|role| self.kill(role));
     }
 
+    /// Ends one [`kill`](Self::kill).
+    pub fn release(&self, kind: NodeRole) {
+        let slot = self.slot(kind);
+        slot.held.set(slot.held.get() - 1);
+        slot.changed.notify_one();
+    }
+
+    /// The role that runs now, if it runs.
+    pub fn role(&self, kind: NodeRole) -> Option<Role> {
+        self.slot(kind).role.borrow().clone()
+    }
+
     /// The drive of the target with this number.
     #[must_use]
     pub fn drive(&self, target: usize) -> &Arc<SimDrive> {
         &self.drives[target].1
+    }
+
+    /// The DMA engine of the running osd, if the node has one.
+    #[must_use]
+    pub fn engine(&self) -> Option<Arc<SimEngine>> {
+        self.engine.borrow().clone()
+    }
+
+    /// The control connection between osd and store.
+    #[must_use]
+    pub fn wire(&self) -> &ControlWire {
+        &self.wire
     }
 
     /// Records that the drive of a target never returns.
@@ -158,7 +253,7 @@ impl Node {
         self.lost.borrow()[target]
     }
 
-    /// Ends all faults of drives, except for lost drives.
+    /// Ends all faults of drives, DMA and control connection, except for lost drives.
     pub fn heal(&self) {
         for (target, (_, drive)) in self.drives.iter().enumerate() {
             drive.clear_faults();
@@ -166,6 +261,9 @@ impl Node {
                 drive.reinsert();
             }
         }
+        self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
+        self.wire.refuse(false);
+        self.wire.hold(false);
     }
 
     /// Changes the time of day of a role.
@@ -173,10 +271,13 @@ impl Node {
         self.slot(role).clock.fetch_add(seconds, Ordering::Relaxed);
     }
 
-    /// A hash of all events of the drives.
+    /// A hash of all operations of drives and DMA engines.
     #[must_use]
     pub fn trace(&self) -> u64 {
-        self.drives.iter().fold(0, |hash, (_, drive)| xxh3_64_with_seed(&drive.trace().to_le_bytes(), hash))
+        let drives = self.drives.iter().map(|(_, drive)| drive.trace());
+        let engine = self.engine.borrow().as_ref().map(|engine| engine.stats().trace);
+        let hashes = drives.chain([self.engine_trace.get()]).chain(engine);
+        hashes.fold(0, |hash, next| xxh3_64_with_seed(&next.to_le_bytes(), hash))
     }
 
     fn wall_clock(&self, role: NodeRole) -> WallClock {
@@ -193,19 +294,10 @@ impl Node {
 
     /// The role that owns the targets.
     fn owner(&self) -> NodeRole {
-        if self.roles().any(|role| role == NodeRole::Store) { NodeRole::Store } else { NodeRole::Osd }
-    }
-
-    /// Ends one [`kill`](Self::kill).
-    pub fn release(&self, kind: NodeRole) {
-        let slot = self.slot(kind);
-        slot.held.set(slot.held.get() - 1);
-        slot.changed.notify_one();
-    }
-
-    /// The role that runs now, if it runs.
-    pub fn role(&self, kind: NodeRole) -> Option<Role> {
-        self.slot(kind).role.borrow().clone()
+        match self.plan.placement {
+            Placement::Host => NodeRole::Osd,
+            Placement::Dpu => NodeRole::Store,
+        }
     }
 
     /// Mounts the target with this number.
@@ -229,7 +321,7 @@ impl Node {
         for (index, (uuid, _)) in self.drives.iter().enumerate() {
             let store = match self.mount(index, 0).await {
                 Ok((store, driver)) => {
-                    base::task::spawn_local(ThreadClass::Store, driver.run());
+                    spawn_local(ThreadClass::Store, driver.run());
                     Ok(store)
                 }
                 Err(why) => {
@@ -242,45 +334,97 @@ impl Node {
         mounted
     }
 
-    async fn osd_body(self: Rc<Node>) {
-        let engines = Engines::start(EngineOptions { threads: 0, ..EngineOptions::default() }, None);
-        let engines = Arc::new(engines.expect("engines without threads always start"));
-        let config = OsdConfig {
-            placement: Placement::Host,
-            clock: self.wall_clock(NodeRole::Osd),
-            coding: CodingConfig {
-                threads: 0,
-                stripes: StripesAt::Here(Some(engines)),
-                ..CodingConfig::default()
-            },
-            ..OsdConfig::default()
+    /// Remounts targets that fail, and passes each new store to `replace`.
+    async fn keep_mounted(&self, mut mounted: Vec<Mounted>, replace: impl Fn(Uuid, Arc<BlockStore>)) {
+        let mount = async |index, stages_after| self.mount(index, stages_after).await;
+        let replace = |target: &Mounted, store: &Arc<BlockStore>, driver: Driver| {
+            spawn_local(ThreadClass::Store, driver.run());
+            replace(target.uuid, Arc::clone(store));
+            self.trace.event(format_args!("{} was remounted", target.path.display()));
         };
-        let mut mounted = self.mount_all().await;
+        match remount::keep_mounted(&mut mounted, mount, replace).await {}
+    }
+
+    /// The body of the osd's role with the placement `host`.
+    async fn node_body(self: Rc<Node>) {
+        let mounted = self.mount_all().await;
         let offered: Vec<_> =
             mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
-        let targets: Vec<(Uuid, Arc<dyn ObjectStore>)> =
-            offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
+        let targets = offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
         let node = Rc::clone(&self);
-        base::task::spawn_local(ThreadClass::Admin, async move {
-            let mount = async |index, stages_after| node.mount(index, stages_after).await;
-            let replace = |target: &Mounted, store: &Arc<BlockStore>, driver: Driver| {
-                base::task::spawn_local(ThreadClass::Store, driver.run());
+        spawn_local(ThreadClass::Admin, async move {
+            let replace = |uuid, store: Arc<BlockStore>| {
                 let (_, offered) =
-                    offered.iter().find(|(uuid, _)| *uuid == target.uuid).expect("the target is offered");
-                offered.replace(Arc::clone(store) as _);
-                node.trace.event(format_args!("{} was remounted", target.path.display()));
+                    offered.iter().find(|(offered, _)| *offered == uuid).expect("the target is offered");
+                offered.replace(store as _);
             };
-            match remount::keep_mounted(&mut mounted, mount, replace).await {}
+            node.keep_mounted(mounted, replace).await;
         });
         let arena = Arena::anonymous(STAGING).expect("the machine has memory for a simulation");
         let staging = BufferPool::new(arena, 0, LARGEST_BUFFER);
+        let stripes = StripesAt::Here(Some(coding_engines()));
+        self.serve(OsdParts { targets, staging, stripes, attachment: None }).await;
+    }
+
+    /// The body of the store's role.
+    async fn store_body(self: Rc<Node>) {
+        let mounted = self.mount_all().await;
+        let served = mounted.iter().map(|m| ServedTarget { uuid: m.uuid, store: m.object_store() }).collect();
+        let listener = StoreListener::Sim(self.wire.listen());
+        let options = ServerOptions { engines: Some(coding_engines()), ..ServerOptions::default() };
+        let (server, serving) =
+            LocalServer::new(listener, served, options).expect("a simulated listener can be polled");
+        spawn_local(ThreadClass::Channel, serving);
+        let replace = |uuid, store: Arc<BlockStore>| server.replace(uuid, &(store as _));
+        self.keep_mounted(mounted, replace).await;
+    }
+
+    /// The body of the osd's role with the placement `dpu`.
+    async fn osd_body(self: Rc<Node>, engine: Arc<SimEngine>) {
+        let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
+        options.memory.layout.data_len = WINDOW;
+        options.memory.pool_len = STAGING;
+        options.memory.largest_buffer = LARGEST_BUFFER;
+        let attachment = match Attachment::connect(StoreEndpoint::Sim(self.wire.clone()), options).await {
+            Ok(attachment) => attachment,
+            Err(e) => return self.trace.event(format_args!("the osd cannot attach to the store: {e}")),
+        };
+        let store = |(index, info): (usize, &TargetInfo)| (info.uuid, attachment.store(index) as _);
+        let parts = OsdParts {
+            targets: attachment.targets().iter().enumerate().map(store).collect(),
+            staging: attachment.pool().clone(),
+            stripes: StripesAt::There(attachment.stripes()),
+            attachment: Some(attachment),
+        };
+        self.serve(parts).await;
+    }
+
+    async fn serve(&self, parts: OsdParts) {
+        let config = OsdConfig {
+            placement: self.plan.placement,
+            clock: self.wall_clock(NodeRole::Osd),
+            coding: CodingConfig { threads: 0, stripes: parts.stripes, ..CodingConfig::default() },
+            ..OsdConfig::default()
+        };
         let ready = |started: Result<String, osd::StartError>| match started {
             Ok(endpoint) => self.trace.event(format_args!("the osd serves {endpoint}")),
             Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
         };
-        let network = Arc::clone(&self.network);
-        OsdServer::serve(config, targets, staging, network, ENDPOINT, ready, std::future::pending()).await;
+        let stack = Arc::new(self.network.host(HOST).stack(ConnectionConfig::default()));
+        let superseded = async {
+            match &parts.attachment {
+                Some(attachment) => attachment.superseded().await,
+                None => std::future::pending().await,
+            }
+        };
+        OsdServer::serve(config, parts.targets, parts.staging, stack, ENDPOINT, ready, superseded).await;
     }
+}
+
+/// Creates coding engines that compute on the calling thread.
+fn coding_engines() -> Arc<Engines> {
+    let engines = Engines::start(EngineOptions { threads: 0, ..EngineOptions::default() }, None);
+    Arc::new(engines.expect("engines without threads always start"))
 }
 
 /// Creates a drive with a new target.

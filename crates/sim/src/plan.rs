@@ -5,6 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use messenger::transport::sim::{SimFaults, SimRoute};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use wire::{Placement, Redundancy};
@@ -192,6 +193,8 @@ pub struct Plan {
     pub drive_size: u64,
     /// The pools.
     pub pools: Vec<PlannedPool>,
+    /// Routes and random faults of the network.
+    pub network: SimFaults,
     /// Number of clients.
     pub clients: usize,
     /// Time during which clients work and faults occur.
@@ -214,8 +217,10 @@ pub enum Stream {
     Drive(usize),
     /// The client with this number.
     Client(usize),
-    /// The DMA engine.
-    Dma,
+    /// The DMA engine of the n-th osd.
+    Dma(u64),
+    /// The control connection between osd and store.
+    Control,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -225,14 +230,15 @@ pub fn rng(seed: u64, stream: Stream) -> StdRng {
         Stream::Plan => (0, 0),
         Stream::Entropy => (1, 0),
         Stream::Network => (2, 0),
-        Stream::Drive(n) => (3, n),
-        Stream::Client(n) => (4, n),
-        Stream::Dma => (5, 0),
+        Stream::Drive(n) => (3, n as u64),
+        Stream::Client(n) => (4, n as u64),
+        Stream::Dma(n) => (5, n),
+        Stream::Control => (6, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
-    key[8..16].copy_from_slice(&(kind as u64).to_le_bytes());
-    key[16..24].copy_from_slice(&(number as u64).to_le_bytes());
+    key[8..16].copy_from_slice(&u64::to_le_bytes(kind));
+    key[16..24].copy_from_slice(&u64::to_le_bytes(number));
     StdRng::from_seed(key)
 }
 
@@ -254,9 +260,19 @@ impl Plan {
         let targets = needed + rng.random_range(0..=1);
         let drive_size = 1 << rng.random_range(25..=28);
         let clients = rng.random_range(1..=4);
+        let network = network(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
-        let mut plan =
-            Plan { seed, placement, targets, drive_size, pools, clients, workload, faults: Vec::new() };
+        let mut plan = Plan {
+            seed,
+            placement,
+            targets,
+            drive_size,
+            pools,
+            network,
+            clients,
+            workload,
+            faults: Vec::new(),
+        };
         let count = rng.random_range(0..=12);
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
@@ -321,6 +337,31 @@ impl Plan {
             _ => rng.random_range(Duration::from_secs(8)..Duration::from_secs(40)),
         };
         PlannedFault { at, lasts, kind, victim, detail: rng.random() }
+    }
+}
+
+/// Returns the routes and the random faults of a network. Half of the networks have no random
+/// faults.
+fn network(rng: &mut StdRng) -> SimFaults {
+    let route = SimRoute {
+        latency: Duration::from_micros(rng.random_range(20..2000)),
+        jitter: Duration::from_micros(rng.random_range(0..2000)),
+        bandwidth: rng.random_bool(0.3).then(|| rng.random_range(20 << 20..1 << 30)),
+    };
+    if rng.random_bool(0.5) {
+        return SimFaults { route, ..SimFaults::NONE };
+    }
+    let one_in =
+        |rng: &mut StdRng, most: u32| if rng.random_bool(0.5) { 0 } else { rng.random_range(20..most) };
+    SimFaults {
+        route,
+        piece_max: 1 << rng.random_range(10..=16),
+        break_after_bytes: if rng.random_bool(0.5) { 0 } else { rng.random_range(100 << 10..20 << 20) },
+        stall_one_in: one_in(rng, 2000),
+        stall: Duration::from_millis(rng.random_range(10..20_000)),
+        flip_one_in: one_in(rng, 5000),
+        refuse_one_in: one_in(rng, 40),
+        ignore_one_in: one_in(rng, 40),
     }
 }
 

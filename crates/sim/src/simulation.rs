@@ -8,8 +8,8 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::thread::ThreadClass;
 use client::{Client, Options};
-use messenger::transport::faulty::StreamFaults;
-use messenger::{NetworkStack, SimStack};
+use messenger::ConnectionConfig;
+use messenger::transport::sim::SimNetwork;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
@@ -57,11 +57,16 @@ pub fn run(plan: &Plan, is_printed: bool) -> Report {
     })
 }
 
+/// Name of a client's host.
+fn client_host(number: usize) -> String {
+    format!("client-{number}")
+}
+
 struct Simulation {
     plan: Plan,
     trace: Trace,
     node: Rc<Node>,
-    network: Arc<dyn NetworkStack>,
+    network: SimNetwork,
     clients: RefCell<Vec<Role>>,
     calls: Cell<u64>,
     is_over: Cell<bool>,
@@ -69,11 +74,8 @@ struct Simulation {
 
 impl Simulation {
     fn new(plan: Plan, trace: Trace) -> Rc<Simulation> {
-        let faults = StreamFaults { delay_max: Duration::from_micros(500), ..StreamFaults::NONE };
-        let seed = rng(plan.seed, Stream::Network).random();
-        let (network, _control) = SimStack::simulated(seed, faults, messenger::ConnectionConfig::default());
-        let network: Arc<dyn NetworkStack> = Arc::new(network);
-        let node = Node::new(&plan, &trace, Arc::clone(&network));
+        let network = SimNetwork::new(rng(plan.seed, Stream::Network).random(), plan.network);
+        let node = Node::new(&plan, &trace, network.clone());
         Rc::new(Simulation {
             plan,
             trace,
@@ -103,6 +105,8 @@ impl Simulation {
             fault.await.expect("a fault is injected without a panic");
         }
         self.node.heal();
+        self.network.calm();
+        self.network.heal_all();
         self.trace.event(format_args!("all faults are over"));
         tokio::time::sleep(HEALING).await;
         self.is_over.set(true);
@@ -111,7 +115,7 @@ impl Simulation {
             client.ended().await;
         }
         Report {
-            hash: self.trace.hash() ^ self.node.trace(),
+            hash: self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7),
             events: self.trace.count(),
             calls: self.calls.get(),
             simulated: self.trace.elapsed(),
@@ -119,9 +123,10 @@ impl Simulation {
         }
     }
 
-    async fn connect(&self) -> Client {
+    async fn connect(&self, host: &str) -> Client {
+        let stack = Arc::new(self.network.host(host).stack(ConnectionConfig::default()));
         loop {
-            match Client::connect_over(Arc::clone(&self.network), ENDPOINT, Options::default()).await {
+            match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, Options::default()).await {
                 Ok(client) => return client,
                 Err(e) => self.trace.event(format_args!("a client cannot connect: {e}")),
             }
@@ -130,7 +135,7 @@ impl Simulation {
     }
 
     async fn create_pools(&self) {
-        let client = self.connect().await;
+        let client = self.connect("operator").await;
         for pool in &self.plan.pools {
             let created = client.create_pool_with(&pool.name, pool.pg_count, pool.redundancy).await;
             created.expect("a new node can create pools");
@@ -142,7 +147,7 @@ impl Simulation {
         let this = Rc::clone(self);
         let mut rng = rng(self.plan.seed, Stream::Client(number));
         Role::start(async move {
-            let client = this.connect().await;
+            let client = this.connect(&client_host(number)).await;
             while !this.is_over.get() {
                 this.step(&client, number, &mut rng).await;
             }
@@ -188,6 +193,7 @@ impl Simulation {
             Victim::Role(role) => self.trouble_role(&planned, role).await,
             Victim::Client(number) => {
                 let killed = self.clients.borrow()[number].clone();
+                self.network.sever(&client_host(number));
                 killed.kill();
                 tokio::time::sleep(planned.lasts).await;
                 let role = self.start_client(number);
