@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use messenger::NetworkStack;
 use uuid::Uuid;
-use wire::{AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ScrubStatus};
+use wire::{
+    AdminReply, AdminRequest, CodingMode, Mutated, NodeStatus, PoolInfo, PoolName, Query, QueryAnswer,
+    Redundancy, ScrubStatus,
+};
 
-use crate::engine::{Capability, Engine, NativeEngine};
+use crate::engine::{Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest};
 use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
@@ -225,6 +228,32 @@ impl Client {
             AdminReply::Collected(count) => Ok(count),
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Changes an object, as [`Engine::mutate`] does. Repeats the request after transient errors.
+    ///
+    /// # Errors
+    /// The error of the last attempt, or [`Error::TimedOut`].
+    pub async fn mutate(&self, request: ChangeRequest) -> Result<Mutated> {
+        self.requests.mutate(request).await
+    }
+
+    /// Reads a range of an object, as [`Engine::read`] does. Repeats the request after transient
+    /// errors.
+    ///
+    /// # Errors
+    /// The error of the last attempt, or [`Error::TimedOut`].
+    pub async fn read(&self, request: ReadRequest) -> Result<ReadReply> {
+        self.requests.read(request).await
+    }
+
+    /// Answers queries about an object, as [`Engine::query`] does. Repeats the request after
+    /// transient errors.
+    ///
+    /// # Errors
+    /// The error of the last attempt, or [`Error::TimedOut`].
+    pub async fn query(&self, request: Query) -> Result<Vec<QueryAnswer>> {
+        self.requests.query(request).await
     }
 
     /// Ends the session and tells the node, which takes at most two seconds. Unanswered requests

@@ -13,3 +13,4 @@ pub mod plan;
 pub mod role;
 pub mod simulation;
 pub mod trace;
+pub mod workload;

@@ -195,6 +195,12 @@ pub struct Plan {
     pub pools: Vec<PlannedPool>,
     /// Routes and random faults of the network.
     pub network: SimFaults,
+    /// Maximum size of the data of one write, in bytes.
+    pub write_max: u64,
+    /// Number of calls that each client makes at a time.
+    pub lanes: u32,
+    /// Average pause of a client between two calls.
+    pub think: Duration,
     /// Number of clients.
     pub clients: usize,
     /// Time during which clients work and faults occur.
@@ -215,8 +221,8 @@ pub enum Stream {
     Network,
     /// The drive with this number.
     Drive(usize),
-    /// The client with this number.
-    Client(usize),
+    /// The client with this id.
+    Client(u32),
     /// The DMA engine of the n-th osd.
     Dma(u64),
     /// The control connection between osd and store.
@@ -231,7 +237,7 @@ pub fn rng(seed: u64, stream: Stream) -> StdRng {
         Stream::Entropy => (1, 0),
         Stream::Network => (2, 0),
         Stream::Drive(n) => (3, n as u64),
-        Stream::Client(n) => (4, n as u64),
+        Stream::Client(n) => (4, u64::from(n)),
         Stream::Dma(n) => (5, n),
         Stream::Control => (6, 0),
     };
@@ -259,6 +265,9 @@ impl Plan {
         let needed = pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(1);
         let targets = needed + rng.random_range(0..=1);
         let drive_size = 1 << rng.random_range(25..=28);
+        let write_max = [16 << 10, 128 << 10, 128 << 10, 1 << 20, 9 << 20][rng.random_range(0..5)];
+        let lanes = rng.random_range(1..=3);
+        let think = Duration::from_millis(rng.random_range(20..600) * u64::from(lanes));
         let clients = rng.random_range(1..=4);
         let network = network(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
@@ -269,6 +278,9 @@ impl Plan {
             drive_size,
             pools,
             network,
+            write_max,
+            lanes,
+            think,
             clients,
             workload,
             faults: Vec::new(),
@@ -285,6 +297,14 @@ impl Plan {
     #[must_use]
     pub fn tolerance(&self) -> usize {
         self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0)
+    }
+
+    /// Number of drives that are hit by at least one fault.
+    #[must_use]
+    pub fn troubled_drives(&self) -> usize {
+        (0..self.targets)
+            .filter(|&number| self.faults.iter().any(|fault| fault.victim == Victim::Drive(number)))
+            .count()
     }
 
     /// Omits faults so that the pools can lose no data. If a fault destroys data of a drive, the

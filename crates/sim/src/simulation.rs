@@ -6,7 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::clock::Instant;
+use base::task::spawn_local;
 use base::thread::ThreadClass;
+use bytes::Bytes;
+use client::engine::{ReadRequest, Sink};
 use client::{Client, Options};
 use messenger::ConnectionConfig;
 use messenger::transport::sim::SimNetwork;
@@ -14,26 +17,36 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
 use tokio::task::LocalSet;
+use tokio::time::sleep;
+use wire::{ObjectName, PoolName};
 
+use crate::history::{CheckOptions, ClientId, History, List, Outcome, Query, Read, Request, Violation};
 use crate::node::{ENDPOINT, Node};
 use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
 use crate::role::Role;
 use crate::trace::Trace;
+use crate::workload::{ClientWorkload, Workload, WorkloadOptions};
 
 /// Time after the end of all faults within which the node must serve all requests again.
 const HEALING: Duration = Duration::from_secs(30);
+/// Time for which clients continue to work after [`HEALING`].
+const AFTER: Duration = Duration::from_secs(5);
+/// Maximum number of bytes that one read asks for.
+const READ_MAX: u64 = 32 << 20;
 
 /// Result of a simulation.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Hash of the trace.
+    /// Hash of everything that happened.
     pub hash: u64,
     /// Number of events in the trace.
     pub events: u64,
     /// Number of calls of clients.
-    pub calls: u64,
+    pub calls: usize,
     /// Simulated time.
     pub simulated: Duration,
+    /// The promises that the node has broken.
+    pub violations: Vec<Violation>,
     /// The most recent events.
     pub recent: Vec<String>,
 }
@@ -41,7 +54,7 @@ pub struct Report {
 /// Runs the simulation of a plan on this thread.
 ///
 /// # Panics
-/// If the thread runs a tokio runtime.
+/// If the thread runs a tokio runtime, or if the code under test panics.
 #[must_use]
 pub fn run(plan: &Plan, is_printed: bool) -> Report {
     let _seeded = base::entropy::seed_this_thread(rng(plan.seed, Stream::Entropy).random());
@@ -67,8 +80,11 @@ struct Simulation {
     trace: Trace,
     node: Rc<Node>,
     network: SimNetwork,
-    clients: RefCell<Vec<Role>>,
-    calls: Cell<u64>,
+    workload: Workload,
+    history: RefCell<History>,
+    /// The running process of each client, and its id in the history.
+    clients: RefCell<Vec<(Role, ClientId)>>,
+    clients_started: Cell<u32>,
     is_over: Cell<bool>,
 }
 
@@ -76,31 +92,48 @@ impl Simulation {
     fn new(plan: Plan, trace: Trace) -> Rc<Simulation> {
         let network = SimNetwork::new(rng(plan.seed, Stream::Network).random(), plan.network);
         let node = Node::new(&plan, &trace, network.clone());
+        let mut history = History::new();
+        let mut pools = Vec::new();
+        for pool in &plan.pools {
+            history.add_pool(&pool.name, pool.redundancy.targets() > 1);
+            pools.push(PoolName::new(&pool.name).expect("the name is valid"));
+        }
+        let options = WorkloadOptions { write_max: plan.write_max, ..WorkloadOptions::new(pools) };
         Rc::new(Simulation {
             plan,
             trace,
             node,
             network,
+            workload: Workload::new(options),
+            history: RefCell::new(history),
             clients: RefCell::default(),
-            calls: Cell::new(0),
+            clients_started: Cell::new(0),
             is_over: Cell::new(false),
         })
+    }
+
+    fn now(&self) -> Duration {
+        self.trace.elapsed()
+    }
+
+    /// Records an event in the trace and in the history.
+    fn note(&self, text: &str) {
+        self.trace.event(format_args!("{text}"));
+        self.history.borrow_mut().note(self.now(), text);
     }
 
     async fn run(self: Rc<Simulation>) -> Report {
         self.node.run();
         self.create_pools().await;
         for number in 0..self.plan.clients {
-            let role = self.start_client(number);
-            self.clients.borrow_mut().push(role);
+            let client = self.start_client(number);
+            self.clients.borrow_mut().push(client);
         }
-        let faults = self.plan.faults.iter().cloned();
-        let injected: Vec<_> = faults
-            .map(|fault| {
-                let this = Rc::clone(&self);
-                base::task::spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
-            })
-            .collect();
+        let inject = |fault: &PlannedFault| {
+            let (this, fault) = (Rc::clone(&self), fault.clone());
+            spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
+        };
+        let injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
         for fault in injected {
             fault.await.expect("a fault is injected without a panic");
         }
@@ -108,17 +141,23 @@ impl Simulation {
         self.network.calm();
         self.network.heal_all();
         self.trace.event(format_args!("all faults are over"));
-        tokio::time::sleep(HEALING).await;
+        let now = self.now();
+        self.history.borrow_mut().healed(now);
+        sleep(HEALING + AFTER).await;
         self.is_over.set(true);
         let clients = self.clients.borrow().clone();
-        for client in clients {
+        for (client, _) in clients {
             client.ended().await;
         }
+        self.read_all().await;
+        let hash = self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7);
+        let history = self.history.borrow();
         Report {
-            hash: self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7),
+            hash,
             events: self.trace.count(),
-            calls: self.calls.get(),
-            simulated: self.trace.elapsed(),
+            calls: history.len(),
+            simulated: self.now(),
+            violations: history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() }),
             recent: self.trace.recent(),
         }
     }
@@ -128,80 +167,112 @@ impl Simulation {
         loop {
             match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, Options::default()).await {
                 Ok(client) => return client,
-                Err(e) => self.trace.event(format_args!("a client cannot connect: {e}")),
+                Err(e) => self.trace.event(format_args!("{host} cannot connect: {e}")),
             }
-            tokio::time::sleep(Duration::from_millis(500)).await;
+            sleep(Duration::from_millis(500)).await;
         }
     }
 
     async fn create_pools(&self) {
         let client = self.connect("operator").await;
         for pool in &self.plan.pools {
-            let created = client.create_pool_with(&pool.name, pool.pg_count, pool.redundancy).await;
-            created.expect("a new node can create pools");
+            loop {
+                match client.create_pool_with(&pool.name, pool.pg_count, pool.redundancy).await {
+                    Ok(()) | Err(client::Error::Node(wire::Error::PoolExists(_))) => break,
+                    Err(e) => self.trace.event(format_args!("the operator cannot create a pool: {e}")),
+                }
+            }
         }
         client.close().await;
     }
 
-    fn start_client(self: &Rc<Simulation>, number: usize) -> Role {
-        let this = Rc::clone(self);
-        let mut rng = rng(self.plan.seed, Stream::Client(number));
-        Role::start(async move {
-            let client = this.connect(&client_host(number)).await;
-            while !this.is_over.get() {
-                this.step(&client, number, &mut rng).await;
-            }
-            client.close().await;
-        })
+    /// Reads all objects, as a new client.
+    async fn read_all(self: &Rc<Simulation>) {
+        let id = self.new_client();
+        let client = self.connect("reader").await;
+        let objects = self.history.borrow().objects();
+        for object in objects {
+            self.call(&client, id, Read::whole(object).into()).await;
+        }
+        client.close().await;
     }
 
-    async fn step(&self, client: &Client, number: usize, rng: &mut StdRng) {
-        let pool = &self.plan.pools[rng.random_range(0..self.plan.pools.len())].name;
-        let name = format!("object{}", rng.random_range(0..20));
-        let object = client.pool(pool).and_then(|pool| pool.object(&name)).expect("the names are valid");
-        self.calls.set(self.calls.get() + 1);
-        let size =
-            if rng.random_bool(0.9) { rng.random_range(0..20_000) } else { rng.random_range(0..3 << 20) };
-        match rng.random_range(0..3) {
-            0 => {
-                let done = object.put(vec![number as u8; size]).await;
-                self.trace
-                    .event(format_args!("client {number} puts {size} bytes to {pool}/{name}: {done:?}"));
+    fn new_client(&self) -> ClientId {
+        self.clients_started.set(self.clients_started.get() + 1);
+        ClientId(self.clients_started.get())
+    }
+
+    fn start_client(self: &Rc<Simulation>, number: usize) -> (Role, ClientId) {
+        let (this, id) = (Rc::clone(self), self.new_client());
+        let mut root = rng(self.plan.seed, Stream::Client(id.0));
+        let role = Role::start(async move {
+            let client = this.connect(&client_host(number)).await;
+            let lanes: Vec<_> = (0..this.plan.lanes)
+                .map(|lane| {
+                    let (this, client) = (Rc::clone(&this), client.clone());
+                    let workload = this.workload.client(id.0 * 100 + lane);
+                    let rng = StdRng::from_rng(&mut root);
+                    spawn_local(
+                        ThreadClass::Client,
+                        async move { this.lane(&client, id, workload, rng).await },
+                    )
+                })
+                .collect();
+            for lane in lanes {
+                lane.await.expect("a client makes its calls without a panic");
             }
-            1 => {
-                let done = object.append(vec![number as u8; size.min(100)]).await;
-                self.trace.event(format_args!("client {number} appends to {pool}/{name}: {done:?}"));
-            }
-            _ => {
-                let done = object.get().await.map(|data| data.len());
-                self.trace.event(format_args!("client {number} gets {pool}/{name}: {done:?}"));
-            }
+            client.close().await;
+        });
+        (role, id)
+    }
+
+    /// Makes calls one after another until the simulation is over.
+    async fn lane(&self, client: &Client, id: ClientId, mut workload: ClientWorkload, mut rng: StdRng) {
+        while !self.is_over.get() {
+            let request = workload.next(&mut rng, |len| self.history.borrow_mut().new_fill(len));
+            let outcome = self.call(client, id, request.clone()).await;
+            workload.learn(&request, &outcome);
+            sleep(rng.random_range(Duration::ZERO..2 * self.plan.think)).await;
         }
-        tokio::time::sleep(rng.random_range(Duration::ZERO..Duration::from_millis(200))).await;
+    }
+
+    /// Makes a call and records it.
+    async fn call(&self, client: &Client, id: ClientId, request: Request) -> Outcome {
+        let deadline = self.now() + Options::default().request_timeout;
+        let text = request.to_string();
+        let call = self.history.borrow_mut().start(id, self.now(), Some(deadline), request.clone());
+        self.trace.event(format_args!("client {} call {}: {text}", id.0, call.0));
+        let outcome = execute(client, &request).await;
+        let now = self.now();
+        self.trace.event(format_args!("client {} call {} ends: {}", id.0, call.0, brief(&outcome)));
+        self.history.borrow_mut().end(call, now, outcome.clone());
+        outcome
     }
 
     /// Waits for the time of a fault, injects it and ends it.
     async fn inject(self: Rc<Simulation>, planned: PlannedFault) {
-        tokio::time::sleep(planned.at).await;
-        self.trace.event(format_args!("fault: {planned}"));
+        sleep(planned.at).await;
+        self.note(&format!("fault: {planned}"));
         match planned.victim {
             Victim::Node => {
                 self.node.cut_power();
-                tokio::time::sleep(planned.lasts).await;
+                sleep(planned.lasts).await;
                 self.node.roles().for_each(|role| self.node.release(role));
             }
             Victim::Role(role) => self.trouble_role(&planned, role).await,
             Victim::Client(number) => {
-                let killed = self.clients.borrow()[number].clone();
+                let (killed, id) = self.clients.borrow()[number].clone();
                 self.network.sever(&client_host(number));
                 killed.kill();
-                tokio::time::sleep(planned.lasts).await;
-                let role = self.start_client(number);
-                self.clients.borrow_mut()[number] = role;
+                let now = self.now();
+                self.history.borrow_mut().kill(id, now);
+                sleep(planned.lasts).await;
+                let client = self.start_client(number);
+                self.clients.borrow_mut()[number] = client;
             }
             Victim::Drive(target) => self.trouble_drive(&planned, target).await,
         }
-        self.trace.event(format_args!("end of fault: {planned}"));
+        self.note(&format!("end of fault: {planned}"));
     }
 
     async fn trouble_role(&self, planned: &PlannedFault, role: NodeRole) {
@@ -209,7 +280,7 @@ impl Simulation {
             FaultKind::Pause => {
                 let Some(role) = self.node.role(role) else { return };
                 role.pause();
-                tokio::time::sleep(planned.lasts).await;
+                sleep(planned.lasts).await;
                 role.resume();
             }
             FaultKind::ClockStep => {
@@ -218,13 +289,18 @@ impl Simulation {
             }
             _ => {
                 self.node.kill(role);
-                tokio::time::sleep(planned.lasts).await;
+                sleep(planned.lasts).await;
                 self.node.release(role);
             }
         }
     }
 
     async fn trouble_drive(&self, planned: &PlannedFault, target: usize) {
+        let drives = self.plan.troubled_drives();
+        for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() < drives) {
+            let now = self.now();
+            self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);
+        }
         let drive = self.node.drive(target);
         let mut detail = StdRng::seed_from_u64(planned.detail);
         let until = Some(Instant::now() + planned.lasts);
@@ -237,7 +313,7 @@ impl Simulation {
         match planned.kind {
             FaultKind::RemoveDrive => {
                 drive.remove();
-                tokio::time::sleep(planned.lasts).await;
+                sleep(planned.lasts).await;
                 if !self.node.is_lost(target) {
                     drive.reinsert();
                 }
@@ -248,9 +324,9 @@ impl Simulation {
             }
             FaultKind::StaleDrive => {
                 let image = drive.image();
-                tokio::time::sleep(planned.lasts).await;
+                sleep(planned.lasts).await;
                 drive.remove();
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                sleep(Duration::from_millis(100)).await;
                 drive.restore(&image);
                 drive.reinsert();
             }
@@ -272,5 +348,55 @@ impl Simulation {
             kind => unreachable!("{} does not concern a drive", kind.name()),
         }
         tokio::time::sleep_until(until.expect("the end is set")).await;
+    }
+}
+
+/// Executes a request.
+async fn execute(client: &Client, request: &Request) -> Outcome {
+    match request {
+        Request::Change(change) => Outcome::of_change(&client.mutate(change.to_request()).await),
+        Request::Read(Read { object, offset, len, if_version }) => {
+            let request = ReadRequest {
+                name: object.clone(),
+                part: None,
+                offset: *offset,
+                len: (*len).min(READ_MAX),
+                if_version: *if_version,
+                sink: Sink::Bytes,
+            };
+            Outcome::of_read(&client.read(request).await)
+        }
+        Request::Query(Query { object, conditions, ops }) => {
+            let request =
+                wire::Query { name: object.to_wire(), conditions: conditions.clone(), ops: ops.clone() };
+            Outcome::of_query(&client.query(request).await)
+        }
+        Request::List(list) => Outcome::of_listing(&names(client, list).await),
+        Request::Admin(_) => Outcome::Done,
+    }
+}
+
+/// Lists objects, and returns their namespaces and names.
+async fn names(client: &Client, list: &List) -> client::Result<Vec<(String, String)>> {
+    let pool = client.pool(&list.pool)?;
+    let listing = match &list.namespace {
+        None => pool.list_all_namespaces(&list.prefix),
+        Some(namespace) => pool.namespace(namespace)?.list(&list.prefix),
+    };
+    let found = listing.page_size(7).collect().await?;
+    let parts = |name: &ObjectName| (name.namespace().to_owned(), name.object().to_owned());
+    Ok(found.iter().map(parts).collect())
+}
+
+/// Describes an outcome for the trace. The description contains all data as a hash.
+fn brief(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Changed(mutated) => format!("{mutated:?}"),
+        Outcome::Refused(refusal) => format!("refused, {}", refusal.text),
+        Outcome::Unknown(why) => format!("unknown, {why}"),
+        other => {
+            let text = Bytes::from(format!("{other:?}"));
+            format!("answered, {} bytes, {:016x}", text.len(), xxhash_rust::xxh3::xxh3_64(&text))
+        }
     }
 }

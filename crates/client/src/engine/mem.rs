@@ -3,8 +3,6 @@
 //! [`Model`] implements `docs/semantics.md` in the simplest way: a change clones the object,
 //! applies its operations one after the other, and replaces the object if all of them succeed.
 
-mod bulk_blocks;
-
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -18,20 +16,17 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use wire::{
-    AdminReply, AdminRequest, Condition, Error as E, List, Listed, Manifest, Mutated, Mutation, ObjectName,
-    ObjectReply, ObjectRequest, OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, QueryOp, Redundancy,
-    Reply, RequestHead, SessionId, StatAnswer, UploadId, limits, placement,
+    AdminReply, AdminRequest, Error as E, List, Listed, Manifest, Mutate, Mutated, Mutation, ObjectName,
+    ObjectReply, ObjectRequest, OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, Redundancy, Reply,
+    RequestHead, SessionId, UploadId, limits, placement,
 };
 
+use super::model::{self, BulkRule, Change, ObjectState, missing};
 use super::{
     Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS,
     ReadReply, ReadRequest, Sink, Source,
 };
 use crate::{Error, Result};
-use bulk_blocks::BulkBlocks;
-
-/// Size of a node's own xattrs of an object, in bytes.
-const OWN_XATTRS: usize = 100;
 
 /// An engine that keeps everything in memory: the reference model for tests.
 ///
@@ -200,8 +195,7 @@ impl Call<Mutated> for ModelChange<'_> {
             let wire = self.request.clone().take_wire()?;
             check_size(ObjectRequest::Mutate(wire.clone()))?;
             let key = ModelKey::new(&self.request.name, self.request.part);
-            let change = Step { name: &self.request.name, key, payload };
-            let mutated = self.engine.lock_open()?.mutate(&change, &wire.conditions, &wire.ops)?;
+            let mutated = self.engine.lock_open()?.mutate(&self.request.name, key, &wire, &payload)?;
             self.done = Some(mutated);
             Ok(mutated)
         })
@@ -236,7 +230,7 @@ struct Model {
 #[derive(Debug, Serialize, Deserialize)]
 struct ModelPool {
     info: PoolInfo,
-    objects: BTreeMap<ModelKey, ModelObject>,
+    objects: BTreeMap<ModelKey, ObjectState<Vec<u8>>>,
 }
 
 /// Name of a stored object within its pool.
@@ -250,39 +244,6 @@ struct ModelKey {
 impl ModelKey {
     fn new(name: &ObjectName, part: Option<PartId>) -> ModelKey {
         ModelKey { namespace: name.namespace().to_owned(), object: name.object().to_owned(), part }
-    }
-}
-
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-struct ModelObject {
-    version: u64,
-    modified_ms: u64,
-    data: Vec<u8>,
-    manifest: Option<Manifest>,
-    xattrs: BTreeMap<Bytes, Bytes>,
-    omap: BTreeMap<Bytes, Bytes>,
-}
-
-impl ModelObject {
-    /// Returns the size that users see, in bytes.
-    fn size(&self) -> u64 {
-        self.manifest.map_or(self.data.len() as u64, |manifest| manifest.size)
-    }
-}
-
-/// The object to change, and the payload of the change.
-struct Step<'a> {
-    name: &'a ObjectName,
-    key: ModelKey,
-    payload: Bytes,
-}
-
-impl Step<'_> {
-    fn data<'a>(&'a self, source: &'a OpBytes) -> OpData<'a> {
-        match source {
-            OpBytes::Embedded(bytes) => OpData::Embedded(bytes),
-            OpBytes::Payload => OpData::Payload(&self.payload),
-        }
     }
 }
 
@@ -307,30 +268,40 @@ impl Model {
         self.pools.get_mut(name).ok_or_else(|| E::NoSuchPool(name.to_owned()).into())
     }
 
-    fn mutate(&mut self, step: &Step<'_>, conditions: &[Condition], ops: &[Mutation]) -> Result<Mutated> {
+    fn mutate(
+        &mut self,
+        name: &ObjectName,
+        key: ModelKey,
+        change: &Mutate,
+        payload: &Bytes,
+    ) -> Result<Mutated> {
         let version = self.version + 1;
-        let pool = self.pool(step.name.pool())?;
-        ops.iter().try_for_each(|op| check_payload(op, step.payload.len() as u64))?;
-        ops.iter().try_for_each(|op| pool.check_parts(&step.key, op))?;
-        let old = pool.objects.get(&step.key);
-        check_conditions(step.name, old, conditions)?;
-        let mut progress =
-            ExecutionState { step, object: old.cloned(), appended_at: 0, bulk: BulkBlocks::default() };
-        ops.iter().try_for_each(|op| progress.apply(op))?;
-        let ExecutionState { object, appended_at, .. } = progress;
-        let size = object.as_ref().map_or(0, ModelObject::size);
-        let old = match object {
+        let pool = self.pool(name.pool())?;
+        let (conditions, ops) = (&change.conditions[..], &change.ops[..]);
+        ops.iter().try_for_each(|op| model::check_payload(op, payload.len() as u64))?;
+        ops.iter().try_for_each(|op| pool.check_parts(&key, op))?;
+        let piece = |op: &Mutation| {
+            op.source().map(|source| match source {
+                OpBytes::Embedded(bytes) => bytes.clone(),
+                OpBytes::Payload => payload.clone(),
+            })
+        };
+        let pieces: Vec<Option<Bytes>> = ops.iter().map(piece).collect();
+        let change = Change { name, conditions, ops, pieces: &pieces, bulk_rule: BulkRule::Parts };
+        let effect = change.apply(pool.objects.get(&key))?;
+        let (size, appended_at) = (effect.size(), effect.appended_at);
+        let old = match effect.object {
             Some(mut object) => {
                 object.version = version;
                 object.modified_ms = now_ms();
-                pool.objects.insert(step.key.clone(), object)
+                pool.objects.insert(key.clone(), object)
             }
-            None => pool.objects.remove(&step.key),
+            None => pool.objects.remove(&key),
         };
         // Remove the parts that the head object no longer refers to.
-        let named = pool.objects.get(&step.key).and_then(|object| object.manifest);
+        let named = pool.objects.get(&key).and_then(|object| object.manifest);
         if let Some(old) = old.and_then(|object| object.manifest).filter(|old| Some(*old) != named) {
-            let (namespace, object) = (&step.key.namespace, &step.key.object);
+            let (namespace, object) = (&key.namespace, &key.object);
             pool.objects.retain(|key, _| {
                 (&key.namespace, &key.object) != (namespace, object)
                     || key.part.is_none_or(|part| part.upload != old.upload)
@@ -371,9 +342,9 @@ impl Model {
         check_size(ObjectRequest::Query(query.clone()))?;
         let name = query.name.check()?;
         let object = self.pool(name.pool())?.objects.get(&ModelKey::new(&name, None));
-        check_conditions(&name, object, &query.conditions)?;
+        model::check_conditions(&name, object, &query.conditions)?;
         let object = object.ok_or_else(|| missing(&name))?;
-        let answers = query.ops.iter().map(|op| answer(object, op)).collect::<Result<Vec<_>>>()?;
+        let answers = query.ops.iter().map(|op| model::answer(object, op)).collect::<Result<Vec<_>>>()?;
         let reply = Reply { seq: 0, result: Ok(ObjectReply::Queried(answers.clone()).into()) };
         check_header("size of the reply", wire::encode_reply(&reply).len())?;
         Ok(answers)
@@ -451,42 +422,6 @@ impl Model {
     }
 }
 
-fn missing(name: &ObjectName) -> Error {
-    E::NoSuchObject(name.to_string()).into()
-}
-
-fn striped(name: &ObjectName, what: &str) -> Error {
-    E::Striped { name: name.to_string(), what: what.to_owned() }.into()
-}
-
-fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions: &[Condition]) -> Result<()> {
-    for (index, condition) in conditions.iter().enumerate() {
-        let holds = match condition {
-            Condition::Exists => object.is_some(),
-            Condition::Absent => object.is_none(),
-            Condition::Version(version) => object.is_some_and(|o| o.version == *version),
-            Condition::Xattr(xattr, value) => object.and_then(|o| o.xattrs.get(xattr)) == value.as_ref(),
-            Condition::Omap(key, value) => object.and_then(|o| o.omap.get(key)) == value.as_ref(),
-            Condition::Bytes(offset, bytes) => match object {
-                Some(object) if object.manifest.is_some() => return Err(striped(name, "comparing bytes")),
-                Some(object) => {
-                    let from = object.data.get(*offset as usize..).unwrap_or_default();
-                    from.get(..bytes.len()) == Some(&bytes[..])
-                }
-                None => false,
-            },
-            other => {
-                return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into());
-            }
-        };
-        if !holds {
-            let index = u16::try_from(index).unwrap_or(u16::MAX);
-            return Err(E::ConditionFailed { index, detail: format!("expected {condition:?}") }.into());
-        }
-    }
-    Ok(())
-}
-
 /// Checks the size of a request without its payload.
 fn check_size(request: ObjectRequest) -> Result<()> {
     let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
@@ -496,182 +431,6 @@ fn check_size(request: ObjectRequest) -> Result<()> {
 fn check_header(what: &str, size: usize) -> Result<()> {
     let (size, limit) = (size as u64, limits::MAX_HEADER as u64);
     if size > limit { Err(E::TooLarge { what: what.into(), size, limit }.into()) } else { Ok(()) }
-}
-
-/// Checks whether the payload of a change, which has `len` bytes, is small enough for an op.
-fn check_payload(op: &Mutation, len: u64) -> Result<()> {
-    match op {
-        Mutation::Write { offset, source: OpBytes::Payload } => checked(*offset, len).map(drop),
-        Mutation::WriteFull(OpBytes::Payload) => checked(0, len).map(drop),
-        Mutation::Append(OpBytes::Payload) if len > limits::MAX_APPEND => {
-            Err(E::TooLarge { what: "append".into(), size: len, limit: limits::MAX_APPEND }.into())
-        }
-        _ => Ok(()),
-    }
-}
-
-fn check_xattrs(xattrs: &BTreeMap<Bytes, Bytes>) -> Result<()> {
-    // A node stores each name with a prefix of one byte.
-    let size = xattrs.iter().map(|(name, value)| 1 + name.len() + value.len()).sum::<usize>() + OWN_XATTRS;
-    let (size, limit) = (size as u64, limits::MAX_XATTRS as u64);
-    if size > limit {
-        let what = "size in bytes of all xattrs of an object".into();
-        return Err(E::TooLarge { what, size, limit }.into());
-    }
-    Ok(())
-}
-
-/// A change in progress, with the state of the object after the ops applied so far.
-struct ExecutionState<'a> {
-    step: &'a Step<'a>,
-    /// `None` while the object does not exist.
-    object: Option<ModelObject>,
-    appended_at: u64,
-    bulk: BulkBlocks,
-}
-
-impl ExecutionState<'_> {
-    /// Applies one op.
-    fn apply(&mut self, op: &Mutation) -> Result<()> {
-        let ExecutionState { step, object, appended_at, bulk } = self;
-        let name = step.name;
-        match op {
-            Mutation::Create if object.is_some() => return Err(E::Exists(name.to_string()).into()),
-            Mutation::Remove if object.is_none() => return Err(missing(name)),
-            Mutation::Remove => {
-                *object = None;
-                bulk.clear();
-                return Ok(());
-            }
-            _ => {}
-        }
-        let object = object.get_or_insert_default();
-        let refuse_striped = |what| if object.manifest.is_some() { Err(striped(name, what)) } else { Ok(()) };
-        let size = object.data.len() as u64;
-        match op {
-            Mutation::Touch | Mutation::Create => {}
-            Mutation::Write { offset, source } => {
-                refuse_striped("writing at an offset")?;
-                write(&mut object.data, bulk, *offset, step.data(source))?;
-            }
-            Mutation::WriteFull(source) => {
-                object.manifest = None;
-                object.data.clear();
-                bulk.clear();
-                write(&mut object.data, bulk, 0, step.data(source))?;
-            }
-            Mutation::Append(source) => {
-                refuse_striped("appending")?;
-                *appended_at = size;
-                write(&mut object.data, bulk, size, step.data(source))?;
-            }
-            Mutation::Truncate(to) => {
-                refuse_striped("truncating")?;
-                bulk.truncate(*to, size)?;
-                object.data.resize(checked(*to, 0)?, 0);
-            }
-            Mutation::Zero { offset, len } => {
-                refuse_striped("zeroing")?;
-                let end = checked(*offset, *len)?;
-                if *len > 0 {
-                    if *offset < size {
-                        bulk.change(*offset..size.min(end as u64), size)?;
-                    }
-                    object.data.resize(object.data.len().max(end), 0);
-                    object.data[*offset as usize..end].fill(0);
-                }
-            }
-            Mutation::SetXattr(xattr, value) => {
-                object.xattrs.insert(xattr.clone(), value.clone());
-                check_xattrs(&object.xattrs)?;
-            }
-            Mutation::RemoveXattr(xattr) => {
-                object.xattrs.remove(xattr);
-            }
-            Mutation::OmapSet(entries) => object.omap.extend(entries.iter().cloned()),
-            Mutation::OmapRemove(keys) => keys.iter().for_each(|key| {
-                object.omap.remove(key);
-            }),
-            Mutation::OmapRemoveRange(from, to) => object.omap.retain(|key, _| key < from || key >= to),
-            Mutation::OmapClear => object.omap.clear(),
-            Mutation::SetManifest(manifest) => {
-                object.data.clear();
-                bulk.clear();
-                object.manifest = Some(*manifest);
-            }
-            other => {
-                return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into());
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Data of an op.
-#[derive(Clone, Copy)]
-enum OpData<'a> {
-    Embedded(&'a [u8]),
-    Payload(&'a [u8]),
-}
-
-/// Writes the data of an op at an offset. An empty write does not extend the object.
-fn write(data: &mut Vec<u8>, bulk: &mut BulkBlocks, offset: u64, source: OpData<'_>) -> Result<()> {
-    let (OpData::Embedded(bytes) | OpData::Payload(bytes)) = source;
-    let end = checked(offset, bytes.len() as u64)?;
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    let (range, size) = (offset..end as u64, data.len() as u64);
-    match source {
-        OpData::Embedded(_) => bulk.change(range, size)?,
-        OpData::Payload(_) => bulk.fill(range, size),
-    }
-    data.resize(data.len().max(end), 0);
-    data[offset as usize..end].copy_from_slice(bytes);
-    Ok(())
-}
-
-/// Returns the end of a range. Fails if the end exceeds the maximum size of an object.
-fn checked(offset: u64, len: u64) -> Result<usize> {
-    let limit = EngineLimits::PROTOCOL.object_bytes_max;
-    match offset.checked_add(len) {
-        Some(end) if end <= limit => Ok(end as usize),
-        end => {
-            let size = end.unwrap_or(u64::MAX);
-            Err(E::TooLarge { what: "the object".into(), size, limit }.into())
-        }
-    }
-}
-
-fn answer(object: &ModelObject, op: &QueryOp) -> Result<QueryAnswer> {
-    let pair = |(key, value): (&Bytes, &Bytes)| (key.clone(), value.clone());
-    Ok(match op {
-        QueryOp::Stat => QueryAnswer::Stat(StatAnswer {
-            size: object.size(),
-            version: object.version,
-            modified_ms: object.modified_ms,
-            manifest: object.manifest,
-        }),
-        QueryOp::Xattr(name) => QueryAnswer::Xattr(object.xattrs.get(name).cloned()),
-        QueryOp::Xattrs => QueryAnswer::Xattrs(object.xattrs.iter().map(pair).collect()),
-        QueryOp::OmapGet(keys) => {
-            let found = object.omap.iter().filter(|(key, _)| keys.contains(key));
-            QueryAnswer::Omap { entries: found.map(pair).collect(), more: false }
-        }
-        QueryOp::OmapRange { from, to, limit } => {
-            let in_range = |key: &Bytes| key >= from && to.as_ref().is_none_or(|to| key < to);
-            let mut found = object.omap.iter().filter(|(key, _)| in_range(key)).peekable();
-            let (mut entries, mut bytes) = (Vec::new(), 0);
-            while let Some(entry) = found.next_if(|(key, value)| {
-                bytes += key.len() + value.len();
-                entries.len() < *limit as usize && (entries.is_empty() || bytes <= limits::OMAP_PAGE_BYTES)
-            }) {
-                entries.push(pair(entry));
-            }
-            QueryAnswer::Omap { entries, more: found.peek().is_some() }
-        }
-        other => return Err(E::BadRequest(format!("the memory engine does not support {other:?}")).into()),
-    })
 }
 
 #[expect(clippy::disallowed_methods, reason = "users compare the time of a change with other clocks")]

@@ -18,6 +18,7 @@ mod capability;
 mod faulty;
 mod limits;
 mod mem;
+pub mod model;
 pub(crate) mod native;
 mod request;
 mod sink;

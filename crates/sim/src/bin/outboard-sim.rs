@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use outboard_sim::plan::{FaultKind, Plan};
+use sim::plan::{FaultKind, Plan};
 
 /// Simulate a whole node in one process, from one seed.
 #[derive(Parser)]
@@ -27,6 +27,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let mut failed = 0;
     let began = std::time::Instant::now();
     for seed in arguments.seed..arguments.seed + arguments.count {
         let plan = Plan::new(seed, &arguments.off);
@@ -34,7 +35,7 @@ fn main() -> ExitCode {
             eprintln!("{plan:#?}");
         }
         let one = std::time::Instant::now();
-        let report = outboard_sim::simulation::run(&plan, arguments.trace);
+        let report = sim::simulation::run(&plan, arguments.trace);
         println!(
             "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
             report.hash,
@@ -43,7 +44,15 @@ fn main() -> ExitCode {
             report.simulated.as_secs_f64(),
             one.elapsed().as_secs_f64()
         );
+        failed += u64::from(!report.violations.is_empty());
+        for violation in &report.violations {
+            println!("seed {seed}: {violation}");
+        }
     }
-    println!("{} simulations in {:.1} s", arguments.count, began.elapsed().as_secs_f64());
-    ExitCode::SUCCESS
+    println!(
+        "{failed} broke a promise; {} simulations in {:.1} s",
+        arguments.count,
+        began.elapsed().as_secs_f64()
+    );
+    if failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }

@@ -12,31 +12,53 @@ use crate::Result;
 /// before their transaction.
 const BULK_MIN: u64 = 2 << 20;
 
+/// Ops that an engine refuses after an op with bulk data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum BulkRule {
+    /// Ops that change a part of a block of bulk data.
+    #[default]
+    Parts,
+    /// Ops that change a part of a block of bulk data, or whole blocks of it.
+    Blocks,
+    /// No ops. This is allowed for payloads of up to 4 MiB.
+    Nothing,
+}
+
 /// Numbers of the blocks that consist of bulk data of the change in progress.
 #[derive(Debug, Default)]
-pub(super) struct BulkBlocks(BTreeSet<u64>);
+pub(super) struct BulkBlocks {
+    numbers: BTreeSet<u64>,
+    rule: BulkRule,
+}
 
 impl BulkBlocks {
+    pub(super) fn new(rule: BulkRule) -> BulkBlocks {
+        BulkBlocks { numbers: BTreeSet::new(), rule }
+    }
+
     /// Records that the payload of the change is written to `range`, in bytes, of an object of
     /// `size` bytes.
     pub(super) fn fill(&mut self, range: Range<u64>, size: u64) {
-        if range.end - range.start > BULK_MIN {
-            self.0 = whole_blocks(&range, size).collect();
+        if range.end - range.start > BULK_MIN && self.rule != BulkRule::Nothing {
+            self.numbers = whole_blocks(&range, size).collect();
         }
     }
 
     /// Records that another op changes `range`, in bytes, of an object of `size` bytes.
     ///
     /// # Errors
-    /// [`BadRequest`](E::BadRequest) if the op changes only a part of a block of bulk data.
+    /// [`BadRequest`](E::BadRequest) if the rule forbids the change.
     pub(super) fn change(&mut self, range: Range<u64>, size: u64) -> Result<()> {
-        let is_cut = |at: u64| !at.is_multiple_of(BLOCK) && self.0.contains(&(at / BLOCK));
+        let is_cut = |at: u64| !at.is_multiple_of(BLOCK) && self.numbers.contains(&(at / BLOCK));
         if is_cut(range.start) || (range.end < size && is_cut(range.end)) {
             let what = "an op changes a part of a block of bulk data that the same change writes; send the op in a separate change";
             return Err(E::BadRequest(what.into()).into());
         }
         for block in whole_blocks(&range, size) {
-            self.0.remove(&block);
+            if self.numbers.remove(&block) && self.rule == BulkRule::Blocks {
+                let what = "an op changes blocks of bulk data that the same change writes; send the op in a separate change";
+                return Err(E::BadRequest(what.into()).into());
+            }
         }
         Ok(())
     }
@@ -54,7 +76,7 @@ impl BulkBlocks {
 
     /// Records that the object has no data any more.
     pub(super) fn clear(&mut self) {
-        self.0.clear();
+        self.numbers.clear();
     }
 }
 
@@ -86,6 +108,13 @@ mod tests {
         let mut overwritten = filled();
         overwritten.change(4096..8192, end).unwrap();
         overwritten.change(5000..5001, end).unwrap();
+        let filled_under = |rule| {
+            let mut blocks = BulkBlocks::new(rule);
+            blocks.fill(50..end, 0);
+            blocks
+        };
+        assert!(filled_under(BulkRule::Blocks).change(4096..8192, end).is_err());
+        assert!(filled_under(BulkRule::Nothing).change(5000..5001, end).is_ok());
         let mut small = BulkBlocks::default();
         small.fill(0..BULK_MIN, 0);
         small.change(1..2, BULK_MIN).unwrap();

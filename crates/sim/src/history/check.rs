@@ -1,0 +1,504 @@
+//! The check of a history: divides it into objects, and applies the rules.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::time::Duration;
+
+use bytes::Bytes;
+use client::engine::model::{self, BulkRule};
+use wire::{Data, Mutate, ObjectName, ObjectRequest, OpBytes, RequestHead};
+
+use super::search::{DeadEnd, Found, Maybe, Prepared, Search, Step, Sure};
+use super::{
+    Call, CallId, Change, History, List, Moment, Outcome, PoolRules, RefusalKind, Request, Rule, Violation,
+};
+
+/// Payloads of more than this size, in bytes, may reach the store before their transaction.
+const BULK_MIN: u64 = 2 << 20;
+/// Payloads of more than this size, in bytes, always reach the store before their transaction.
+const BULK_MAX: u64 = 4 << 20;
+/// Reads of more than this size, in bytes, may fail because the object changes.
+const ATOMIC_READ_MAX: u64 = 2 << 20;
+/// Zeros that stand for the data of an op in checks of sizes.
+static ZEROS: [u8; wire::limits::MAX_HEADER + 1] = [0; wire::limits::MAX_HEADER + 1];
+/// Number of earlier changes that a report shows.
+const SHOWN_CHANGES: usize = 6;
+/// Number of events before the contradiction that a report shows.
+const SHOWN_NOTES: usize = 6;
+
+/// Parameters of a check.
+#[derive(Debug, Clone)]
+pub struct CheckOptions {
+    /// Maximum number of search steps per object.
+    pub steps_max: usize,
+    /// Time for which the node may still execute a change of unknown outcome. It begins at the
+    /// deadline of the change, or when all faults are healed, whichever is later. `None` for no
+    /// limit.
+    pub late_effect: Option<Duration>,
+    /// Time after the healing from which on each call must be answered.
+    pub recovery: Duration,
+    /// Time by which a call may exceed its deadline.
+    pub slack: Duration,
+    /// Whether targets may be full.
+    pub may_be_full: bool,
+}
+
+impl Default for CheckOptions {
+    fn default() -> CheckOptions {
+        CheckOptions {
+            steps_max: 200_000,
+            late_effect: Some(Duration::from_secs(60)),
+            recovery: Duration::from_secs(30),
+            slack: Duration::from_secs(3),
+            may_be_full: false,
+        }
+    }
+}
+
+/// The rules for bulk data that the node may follow for a change.
+fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
+    let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
+    match (payload, is_redundant) {
+        (..=BULK_MIN, _) => &[BulkRule::Nothing],
+        (..=BULK_MAX, false) => &[BulkRule::Nothing, BulkRule::Parts],
+        (..=BULK_MAX, true) => &[BulkRule::Nothing, BulkRule::Parts, BulkRule::Blocks],
+        (_, false) => &[BulkRule::Parts],
+        (_, true) => &[BulkRule::Parts, BulkRule::Blocks],
+    }
+}
+
+/// Returns the error with which the node refuses a change in any state of the object.
+fn static_error(change: &Change) -> Option<RefusalKind> {
+    let placeholder = |len: u64| Bytes::from_static(&ZEROS[..ZEROS.len().min(len as usize)]);
+    let ops = change.ops_with(|fill| placeholder(fill.len));
+    let is_payload = |op: &wire::Mutation| matches!(op.source(), Some(OpBytes::Payload));
+    let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
+    let data = if ops.iter().any(is_payload) { Data::Inline } else { Data::None };
+    let conditions = change.conditions.clone();
+    let mutate = Mutate { name: change.object.to_wire(), part: None, conditions, ops, data };
+    if let Err(e) = mutate.check() {
+        return Some(RefusalKind::of(&e.into()));
+    }
+    let too_large = mutate.ops.iter().find_map(|op| model::check_payload(op, payload).err());
+    let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+    let encoded = wire::encode_request(&head, &ObjectRequest::Mutate(mutate).into());
+    if encoded.len() > wire::limits::MAX_HEADER {
+        return Some(RefusalKind::Limit);
+    }
+    too_large.map(|e| RefusalKind::of(&e))
+}
+
+/// The calls that concern one object.
+#[derive(Default)]
+struct ObjectCalls<'a> {
+    calls: Vec<(CallId, &'a Call)>,
+}
+
+/// A check in progress.
+struct Check<'a> {
+    history: &'a History,
+    options: &'a CheckOptions,
+    /// All moments of the history, in order.
+    moments: Vec<Moment>,
+    default_pool: PoolRules,
+    violations: Vec<Violation>,
+}
+
+pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation> {
+    let of_call = |call: &Call| {
+        [Some(call.start), call.end.as_ref().map(|(moment, _)| *moment), call.killed].into_iter().flatten()
+    };
+    let mut moments: Vec<Moment> = history.calls.iter().flat_map(of_call).collect();
+    moments.sort_unstable();
+    let default_pool = PoolRules::default();
+    let mut check = Check { history, options, moments, default_pool, violations: Vec::new() };
+    let mut objects: BTreeMap<&ObjectName, ObjectCalls<'_>> = BTreeMap::new();
+    let mut listings = Vec::new();
+    for (id, call) in (0..).map(CallId).zip(&history.calls) {
+        check.check_liveness(id, call);
+        match &call.request {
+            Request::List(list) => listings.push((id, call, list)),
+            request => {
+                if let Some(object) = request.object() {
+                    objects.entry(object).or_default().calls.push((id, call));
+                }
+            }
+        }
+    }
+    for (id, call, list) in &listings {
+        check.check_names(*id, call, list, &objects);
+    }
+    for (object, calls) in &objects {
+        check.check_object(object, calls, &listings);
+    }
+    check.violations
+}
+
+impl<'a> Check<'a> {
+    fn pool(&self, name: &str) -> &PoolRules {
+        self.history.pools.get(name).unwrap_or(&self.default_pool)
+    }
+
+    fn report(&mut self, rule: Rule, object: Option<&ObjectName>, calls: Vec<CallId>, text: String) {
+        self.violations.push(Violation { rule, object: object.cloned(), calls, text });
+    }
+
+    /// Reports a call that breaks a rule by itself.
+    fn report_call(&mut self, rule: Rule, id: CallId, text: &str) {
+        let object = self.history.calls[id.0 as usize].request.object();
+        let mut shown = format!("{text}\n");
+        self.show_call(&mut shown, id);
+        self.show_notes(&mut shown, self.history.calls[id.0 as usize].start.order);
+        self.report(rule, object, vec![id], shown);
+    }
+
+    fn show_call(&self, out: &mut String, id: CallId) {
+        let call = &self.history.calls[id.0 as usize];
+        let end = match (&call.end, call.killed) {
+            (Some((end, outcome)), _) => format!("{:?}: {outcome:?}", end.time),
+            (None, Some(killed)) => format!("client killed at {:?}", killed.time),
+            (None, None) => "never ended".into(),
+        };
+        let (client, start, request) = (call.client.0, call.start.time, &call.request);
+        let _ = writeln!(out, "  #{} client {client}: {request}\n      {start:?} … {end}", id.0);
+    }
+
+    fn show_notes(&self, out: &mut String, until: u64) {
+        let before = self.history.notes.iter().rev().filter(|(moment, _)| moment.order < until);
+        let mut shown: Vec<_> = before.take(SHOWN_NOTES).collect();
+        shown.reverse();
+        for (moment, text) in shown {
+            let _ = writeln!(out, "  event at {:?}: {text}", moment.time);
+        }
+    }
+
+    /// Returns whether too many faults were active at some time of a call.
+    fn is_beyond_tolerance(&self, call: &Call) -> bool {
+        let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
+        let intervals =
+            call.request.pool().map(|pool| &self.pool(pool).beyond_tolerance[..]).unwrap_or_default();
+        intervals.iter().any(|(from, to)| *from <= end && to.is_none_or(|to| to >= call.start.time))
+    }
+
+    fn was_beyond_tolerance(&self, call: &Call) -> bool {
+        let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
+        let intervals =
+            call.request.pool().map(|pool| &self.pool(pool).beyond_tolerance[..]).unwrap_or_default();
+        intervals.iter().any(|(from, _)| *from <= end)
+    }
+
+    /// Returns whether the pool of a call was removed before the call ended.
+    fn is_on_removed_pool(&self, call: &Call) -> bool {
+        let removed = call.request.pool().and_then(|pool| self.pool(pool).removed);
+        removed.is_some_and(|removed| call.end.as_ref().is_none_or(|(end, _)| *end >= removed))
+    }
+
+    fn check_liveness(&mut self, id: CallId, call: &Call) {
+        let slack = self.options.slack;
+        match (&call.end, call.killed) {
+            (None, None) => self.report_call(Rule::Ends, id, "the call never ended"),
+            (Some((end, _)), _) if call.deadline.is_some_and(|deadline| end.time > deadline + slack) => {
+                let text =
+                    format!("the call ended after its deadline {:?}", call.deadline.unwrap_or_default());
+                self.report_call(Rule::Ends, id, &text);
+            }
+            _ => {}
+        }
+        let Some(healed) = self.history.healed else { return };
+        if call.start.time < healed + self.options.recovery || self.is_beyond_tolerance(call) {
+            return;
+        }
+        let is_answered = match &call.end {
+            Some((_, Outcome::Unknown(_))) => false,
+            Some((_, Outcome::Refused(refusal))) => refusal.kind != RefusalKind::Failed,
+            _ => true,
+        };
+        if !is_answered && !self.is_on_removed_pool(call) {
+            let text = format!("the call has no answer, although all faults were healed at {healed:?}");
+            self.report_call(Rule::Answered, id, &text);
+        }
+    }
+
+    /// Checks the names of a listing that do not need the sequence of changes.
+    fn check_names(
+        &mut self,
+        id: CallId,
+        call: &Call,
+        list: &List,
+        objects: &BTreeMap<&'a ObjectName, ObjectCalls<'a>>,
+    ) {
+        let names = match &call.end {
+            Some((_, Outcome::Listed(names))) => names,
+            Some((_, Outcome::Refused(refusal))) => {
+                if !matches!(refusal.kind, RefusalKind::Failed | RefusalKind::NoSuchPool) {
+                    self.report_call(Rule::ExpectedError, id, "a listing cannot fail with this error");
+                } else if refusal.kind == RefusalKind::NoSuchPool
+                    && self.history.pools.contains_key(&list.pool)
+                    && !self.is_on_removed_pool(call)
+                {
+                    self.report_call(Rule::ExpectedError, id, "the pool exists");
+                }
+                return;
+            }
+            Some((_, Outcome::Unknown(_))) | None => return,
+            Some(_) => return self.report_call(Rule::ExpectedAnswer, id, "the answer is not a listing"),
+        };
+        if self.is_on_removed_pool(call) {
+            return;
+        }
+        let mut seen = BTreeSet::new();
+        for (namespace, object) in names {
+            let pool = list.pool.parse().ok();
+            let name = pool.and_then(|pool| ObjectName::new(pool, namespace, object).ok());
+            let Some(name) = name.filter(|name| list.covers(name)) else {
+                let text = format!("the listing must not contain {namespace:?}/{object:?}");
+                return self.report_call(Rule::Listing, id, &text);
+            };
+            let Some(calls) = objects.get(&name) else {
+                let text = format!("the listing contains {name}, which no call has created");
+                return self.report_call(Rule::Listing, id, &text);
+            };
+            if !seen.insert(name.clone()) && !self.may_be_removed_during(call, calls) {
+                let text =
+                    format!("the listing contains {name} twice, although no call removed it meanwhile");
+                return self.report_call(Rule::Listing, id, &text);
+            }
+        }
+    }
+
+    /// Returns whether a removal of an object may take effect during a call.
+    fn may_be_removed_during(&self, during: &Call, calls: &ObjectCalls<'_>) -> bool {
+        calls.calls.iter().any(|(_, call)| {
+            matches!(&call.request, Request::Change(change) if change.has_removal())
+                && may_take_effect(call)
+                && self.overlaps(call, during)
+        })
+    }
+
+    /// Returns whether a change may take effect during another call.
+    fn overlaps(&self, change: &Call, during: &Call) -> bool {
+        let end = during.end.as_ref().map_or(u64::MAX, |(end, _)| end.order);
+        let is_answered = matches!(&change.end, Some((_, Outcome::Changed(_))));
+        let until = match &change.end {
+            Some((end, _)) if is_answered => end.order,
+            _ => self.latest_effect(change),
+        };
+        change.start.order < end && until > during.start.order
+    }
+
+    /// Returns the number of the last event before which a change of unknown outcome may take
+    /// effect.
+    fn latest_effect(&self, call: &Call) -> u64 {
+        let bound = self.options.late_effect.zip(self.history.healed).zip(call.deadline);
+        bound.map_or(u64::MAX, |((late, healed), deadline)| {
+            let time = deadline.max(healed) + late;
+            let after = self.moments.partition_point(|moment| moment.time <= time);
+            self.moments.get(after).map_or(u64::MAX, |moment| moment.order)
+        })
+    }
+
+    fn check_object(
+        &mut self,
+        object: &ObjectName,
+        calls: &ObjectCalls<'a>,
+        listings: &[(CallId, &'a Call, &'a List)],
+    ) {
+        let (mut sure, mut maybe) = (Vec::new(), Vec::new());
+        for (id, call) in &calls.calls {
+            self.add_call(*id, call, calls, &mut sure, &mut maybe);
+        }
+        for (id, call, list) in listings.iter().filter(|(_, _, list)| list.covers(object)) {
+            if let Some((end, Outcome::Listed(names))) = &call.end
+                && !self.is_on_removed_pool(call)
+                && list.covers(object)
+            {
+                let is_listed =
+                    names.iter().any(|(ns, name)| ns == object.namespace() && name == object.object());
+                let step = Step::Listed(is_listed);
+                sure.push(Sure { call: *id, start: call.start.order, end: end.order, step });
+            }
+        }
+        let mut search = Search::new(sure, maybe);
+        let (rule, dead_end) = match search.run(self.options.steps_max) {
+            Found::Sequence => return,
+            Found::Nothing(dead_end) => (Rule::Linearizable, dead_end),
+            Found::GaveUp(dead_end) => (Rule::SearchEnds, dead_end),
+        };
+        self.report_dead_end(rule, object, &search, &dead_end);
+    }
+
+    fn report_dead_end(&mut self, rule: Rule, object: &ObjectName, search: &Search<'_>, dead_end: &DeadEnd) {
+        let path: Vec<CallId> = dead_end.path.iter().map(|choice| search.call_of(*choice)).collect();
+        let before = &path[path.len().saturating_sub(SHOWN_CHANGES)..];
+        let mut text = match rule {
+            Rule::Linearizable => "no sequence of the calls explains all answers\n".to_owned(),
+            _ => format!("the search ended after {} steps\n", self.options.steps_max),
+        };
+        let _ = writeln!(text, "the longest sequence has {} changes; the last of them:", path.len());
+        before.iter().for_each(|id| self.show_call(&mut text, *id));
+        let _ = writeln!(text, "the object then: {}", dead_end.object);
+        let _ = writeln!(text, "none of these calls can follow:");
+        for (id, reason) in &dead_end.stuck {
+            self.show_call(&mut text, *id);
+            let _ = writeln!(text, "      {reason}");
+        }
+        let stuck = dead_end.stuck.iter().map(|(id, _)| *id);
+        let last = stuck.clone().map(|id| self.history.calls[id.0 as usize].start.order).max();
+        let mut fills: BTreeMap<u32, CallId> = BTreeMap::new();
+        for (id, call) in (0..).map(CallId).zip(&self.history.calls) {
+            if let Request::Change(change) = &call.request {
+                fills.extend(change.fills().map(|fill| (fill.id, id)));
+            }
+        }
+        let shown = stuck.clone().filter_map(|id| match &self.history.calls[id.0 as usize].end {
+            Some((_, Outcome::Read(answer))) => Some(answer.data.fills()),
+            _ => None,
+        });
+        let shown: BTreeSet<u32> = shown.flatten().collect();
+        for id in shown {
+            match fills.get(&id) {
+                Some(call) if before.contains(call) => {}
+                Some(call) => {
+                    let place = path.iter().position(|placed| placed == call);
+                    let state = match place {
+                        Some(place) => format!("change {} of the sequence", place + 1),
+                        None => "not in the sequence".into(),
+                    };
+                    let _ = writeln!(text, "fill {id} is the data of call #{} ({state}):", call.0);
+                    self.show_call(&mut text, *call);
+                }
+                None => {
+                    let _ = writeln!(text, "no call wrote fill {id}");
+                }
+            }
+        }
+        self.show_notes(&mut text, last.unwrap_or(u64::MAX));
+        let calls = before.iter().copied().chain(stuck).collect();
+        self.report(rule, Some(object), calls, text);
+    }
+
+    /// Adds a call to the search, and checks the rules that concern only this call.
+    fn add_call(
+        &mut self,
+        id: CallId,
+        call: &'a Call,
+        others: &ObjectCalls<'_>,
+        sure: &mut Vec<Sure<'a>>,
+        maybe: &mut Vec<Maybe<'a>>,
+    ) {
+        let start = call.start.order;
+        let is_redundant = call.request.pool().is_some_and(|pool| self.pool(pool).redundant);
+        let is_on_removed_pool = self.is_on_removed_pool(call);
+        let prepared = |change| Prepared::new(change, bulk_rules(change, is_redundant));
+        if let Request::Change(change) = &call.request
+            && (is_on_removed_pool || matches!(&call.end, None | Some((_, Outcome::Unknown(_)))))
+        {
+            if static_error(change).is_none() && may_take_effect(call) {
+                let until = self.latest_effect(call);
+                maybe.push(Maybe { call: id, start, until, change: prepared(change) });
+            }
+            return;
+        }
+        let Some((end, outcome)) = &call.end else { return };
+        if is_on_removed_pool {
+            return;
+        }
+        let step = match (&call.request, outcome) {
+            (request, Outcome::Refused(refusal)) => {
+                let kind = refusal.kind;
+                if let Request::Change(change) = request
+                    && let Some(expected) = static_error(change)
+                {
+                    if kind != expected && is_about_request(kind) {
+                        let text = format!("the call must fail with {expected:?}");
+                        self.report_call(Rule::ExpectedError, id, &text);
+                    }
+                    return;
+                }
+                if let Some(problem) = self.problem(call, kind, others) {
+                    return self.report_call(Rule::ExpectedError, id, problem);
+                }
+                if !depends_on_object(kind, request) {
+                    return;
+                }
+                match request {
+                    Request::Change(change) => Step::Refused(prepared(change), kind),
+                    Request::Read(read) => Step::ReadRefused(read, kind),
+                    Request::Query(query) => Step::QueryRefused(query, kind),
+                    Request::List(_) | Request::Admin(_) => return,
+                }
+            }
+            (Request::Change(change), Outcome::Changed(mutated)) => {
+                if let Some(expected) = static_error(change) {
+                    let text = format!("the call must fail with {expected:?}");
+                    return self.report_call(Rule::ExpectedError, id, &text);
+                }
+                Step::Changed(prepared(change), *mutated)
+            }
+            (Request::Read(read), Outcome::Read(answer)) => Step::Read(read, answer),
+            (Request::Query(query), Outcome::Queried(answers)) => Step::Queried(query, answers),
+            (_, Outcome::Unknown(_)) => return,
+            _ => return self.report_call(Rule::ExpectedAnswer, id, "the answer is of the wrong kind"),
+        };
+        sure.push(Sure { call: id, start, end: end.order, step });
+    }
+
+    /// Returns the reason why a call cannot fail with an error, if the reason does not depend on
+    /// the object's state.
+    fn problem(&self, call: &Call, kind: RefusalKind, others: &ObjectCalls<'_>) -> Option<&'static str> {
+        let is_change = matches!(call.request, Request::Change(_));
+        match kind {
+            RefusalKind::Damaged if !self.was_beyond_tolerance(call) => {
+                Some("no more faults are active than the pool tolerates, so no data may be lost")
+            }
+            RefusalKind::NoSpace if !(is_change && self.options.may_be_full) => {
+                Some("the call needs no space, or no target is full")
+            }
+            RefusalKind::NoSuchPool
+                if call.request.pool().is_some_and(|pool| self.history.pools.contains_key(pool)) =>
+            {
+                Some("the pool exists")
+            }
+            RefusalKind::Limit if is_change => None,
+            RefusalKind::Limit | RefusalKind::BadRequest if !is_change => Some("the request is valid"),
+            RefusalKind::Striped => Some("no call made the object striped"),
+            RefusalKind::Changed { .. } => match &call.request {
+                Request::Read(read) if read.if_version.is_some() => None,
+                Request::Read(read) if read.len > ATOMIC_READ_MAX => {
+                    let changes = others.calls.iter().any(|(_, other)| {
+                        matches!(other.request, Request::Change(_))
+                            && may_take_effect(other)
+                            && self.overlaps(other, call)
+                    });
+                    if changes { None } else { Some("no change took effect during the read") }
+                }
+                _ => Some("only a long read, or a read of a certain version, can fail with this error"),
+            },
+            _ => None,
+        }
+    }
+}
+
+/// Returns whether a call may have an effect.
+fn may_take_effect(call: &Call) -> bool {
+    !matches!(&call.end, Some((_, Outcome::Refused(_))))
+}
+
+/// Returns whether an error states that the request is wrong, in any state of the object or in its
+/// present state.
+fn is_about_request(kind: RefusalKind) -> bool {
+    !matches!(
+        kind,
+        RefusalKind::Failed | RefusalKind::NoSpace | RefusalKind::Damaged | RefusalKind::NoSuchPool
+    )
+}
+
+/// Returns whether an error depends on the object's state.
+fn depends_on_object(kind: RefusalKind, request: &Request) -> bool {
+    match kind {
+        RefusalKind::Changed { .. } => {
+            matches!(request, Request::Read(read) if read.if_version.is_some())
+        }
+        kind => is_about_request(kind),
+    }
+}

@@ -1,0 +1,47 @@
+//! Reports of broken promises.
+
+use std::fmt;
+
+use super::CallId;
+
+/// A promise that a history breaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Rule {
+    /// Some sequence of the calls on an object explains all answers.
+    Linearizable,
+    /// The search for a sequence ends. Otherwise it took too many steps, and proves nothing.
+    SearchEnds,
+    /// An error occurs only if its cause is possible.
+    ExpectedError,
+    /// An answer is of the kind that the request asks for.
+    ExpectedAnswer,
+    /// A listing contains only names of objects, and each name once.
+    Listing,
+    /// A call ends at its deadline at the latest.
+    Ends,
+    /// A call that starts after all faults are healed is answered.
+    Answered,
+}
+
+/// A broken promise.
+#[derive(Debug, Clone)]
+pub struct Violation {
+    /// The promise.
+    pub rule: Rule,
+    /// The object, if the promise concerns one object.
+    pub object: Option<wire::ObjectName>,
+    /// The calls that contradict one another or the promise.
+    pub calls: Vec<CallId>,
+    /// The report, with the calls and the expected and actual answers.
+    pub text: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "violation of {:?}", self.rule)?;
+        if let Some(object) = &self.object {
+            write!(f, " on object {object}")?;
+        }
+        write!(f, ": {}", self.text)
+    }
+}
