@@ -275,7 +275,10 @@ impl Group {
         for (link, outcome) in outcomes {
             match outcome {
                 Ok(()) => done = true,
-                Err(e) if is_refusal(&e) => refused = refused.or(Some(e)),
+                Err(e) if is_refusal(&e) => {
+                    tracing::debug!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "a member refused a transaction");
+                    refused = refused.or(Some(e));
+                }
                 Err(e @ StoreError::Disconnected(_)) => gone = Some(e),
                 Err(e) => {
                     link.target.fail(&e);

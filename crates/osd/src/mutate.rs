@@ -120,6 +120,7 @@ impl Change<'_> {
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {
                     tracing::debug!(name = self.name, why, "the store is unreachable; repeating the change");
+                    progress.ticket.iter().for_each(Ticket::keep_place);
                     self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_millis(500));
@@ -291,8 +292,10 @@ impl Change<'_> {
         pg.backing.still(incarnation)?;
         checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
-        let mut drafted = draft.apply(self.ops, data).await?;
+        let drafted = draft.apply(self.ops, data).await;
+        // What the draft has read is valid only in the same incarnation. This includes its errors.
         pg.backing.still(incarnation)?;
+        let mut drafted = drafted?;
         match basis {
             Basis::Known(_) => {}
             Basis::New => drafted.make_exclusive(&self.place.oid),

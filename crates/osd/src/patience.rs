@@ -47,8 +47,10 @@ pub(crate) async fn in_turn<T>(
         let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
         let incarnation = place.pg.settle().await?;
         turn.settled().await;
-        let found = look(incarnation).await?;
-        place.pg.backing.still(incarnation).map(|()| found)
+        let found = look(incarnation).await;
+        // What was read is valid only in the same incarnation. This includes errors.
+        place.pg.backing.still(incarnation)?;
+        found
     };
     patiently(place, patience, attempt).await
 }

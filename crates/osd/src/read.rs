@@ -254,9 +254,10 @@ impl ObjectRead<'_> {
     /// Waits for the segment's data from the store, and verifies it.
     async fn finish(&self, begun: Begun) -> StepResult<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
-        let data = reading.await?;
+        let data = reading.await;
+        // The result is valid only in the same incarnation, even if it is an error.
         self.place.pg.backing.still(begun.incarnation)?;
-        self.check(&begun.info, begun.at, begun.len, &data)
+        self.check(&begun.info, begun.at, begun.len, &data?)
     }
 
     /// Verifies the store's data and converts it into a payload. If the segment ends inside a
@@ -337,12 +338,20 @@ async fn try_query(
     checked?;
     let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
     let mut answers = Vec::with_capacity(query.ops.len());
+    let mut failed = None;
     for op in &query.ops {
-        answers.push(answer(place, &info, op).await?);
+        match answer(place, &info, op).await {
+            Ok(answer) => answers.push(answer),
+            Err(e) => {
+                failed = Some(e);
+                break;
+            }
+        }
     }
+    // The answers are valid only in the same incarnation, even if one is an error.
     pg.backing.still(incarnation)?;
     drop(turn);
-    Ok(answers)
+    failed.map_or(Ok(answers), Err)
 }
 
 async fn answer(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> StepResult<QueryAnswer> {

@@ -4,14 +4,14 @@
 //! During its turn, a request inspects the object and queues its transaction. It then ends its
 //! turn, and its transaction is *pending*.
 //!
-//! A request that depends on the outcome of earlier requests waits, during its turn, until no
-//! earlier transaction is pending. A *blind* change modifies nothing that other requests depend on.
+//! A request that depends on the outcome of other requests waits, during its turn, until no
+//! transaction is pending. A *blind* change modifies nothing that other requests depend on.
 //! Several blind changes may be pending at the same time. A blind change still waits for pending
 //! changes that are not blind, because the object's state is uncertain until their outcome is
 //! known.
 //!
-//! When the store becomes unreachable, the pending requests wait for a new turn with their old
-//! tickets. No later request overtakes them: a ticket gets no turn while an older ticket is pending
+//! When the store becomes unreachable, the pending requests and the request in turn wait for a new
+//! turn with their old tickets. No later request overtakes them: a ticket gets no turn while an older ticket is pending
 //! from an earlier incarnation.
 
 use std::cell::RefCell;
@@ -38,6 +38,14 @@ struct Inner {
 struct QueuedOp {
     incarnation: u64,
     blind: bool,
+}
+
+impl Inner {
+    /// Keeps a ticket's position in the queue until the request actually waits.
+    fn keep_place(&mut self, ticket: u64) {
+        // The waker has no effect.
+        self.waiting.insert(ticket, Waker::noop().clone());
+    }
 }
 
 impl Turnstile {
@@ -82,6 +90,12 @@ impl<'a> Ticket<'a> {
         .await;
         Turn { turnstile: self.turnstile, ticket: self.number }
     }
+
+    /// Puts the ticket back into the queue after a turn that has queued no transaction. No later
+    /// request gets a turn before this ticket.
+    pub(crate) fn keep_place(&self) {
+        self.turnstile.inner.borrow_mut().keep_place(self.number);
+    }
 }
 
 impl Drop for Ticket<'_> {
@@ -98,11 +112,11 @@ pub(crate) struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until no request with an older ticket is pending.
+    /// Waits until no request is pending.
     pub(crate) async fn settled(&self) {
         poll_fn(|cx| {
             let mut inner = self.turnstile.inner.borrow_mut();
-            if inner.pending.range(..self.ticket).next().is_none() {
+            if inner.pending.is_empty() {
                 return Poll::Ready(());
             }
             inner.settling = Some(cx.waker().clone());
@@ -111,11 +125,11 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Returns whether all pending requests with older tickets are blind. If so, neither their
+    /// Returns whether all pending requests are blind. If so, neither their
     /// success nor their failure changes the object's size, or whether the object is striped.
     pub(crate) fn follows_blind_ones(&self) -> bool {
         let inner = self.turnstile.inner.borrow();
-        inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
+        inner.pending.values().all(|queued| queued.blind)
     }
 
     /// Ends the turn after a transaction was queued in `incarnation`. The transaction is pending
@@ -144,10 +158,7 @@ impl PendingTransaction<'_> {
     /// Ends the pending state, and puts the old ticket back into the queue for a new turn. No later
     /// request gets a turn before this ticket.
     pub(crate) fn back_in_line(self) {
-        let mut inner = self.turnstile.inner.borrow_mut();
-        // A waker without effect keeps the ticket's position in the queue until the request
-        // actually waits.
-        inner.waiting.insert(self.ticket, Waker::noop().clone());
+        self.turnstile.inner.borrow_mut().keep_place(self.ticket);
     }
 }
 
@@ -211,11 +222,36 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn settled_waits_until_no_request_with_an_older_ticket_is_pending() {
+    async fn settled_waits_until_no_request_is_pending() {
         let turnstile = Turnstile::default();
         let (first, second) = (turnstile.ticket(), turnstile.ticket());
         let pending = first.enter(|| 1).await.pend(1, false);
         let turn = second.enter(|| 1).await;
+        let mut settled = Box::pin(turn.settled());
+        assert!(poll_once(&mut settled).is_none());
+        drop(pending);
+        assert!(poll_once(&mut settled).is_some());
+    }
+
+    #[tokio::test]
+    async fn no_request_overtakes_a_request_whose_turn_was_in_vain() {
+        let turnstile = Turnstile::default();
+        let (first, second) = (turnstile.ticket(), turnstile.ticket());
+        drop(first.enter(|| 1).await);
+        first.keep_place();
+        let mut waiting = Box::pin(second.enter(|| 2));
+        assert!(poll_once(&mut waiting).is_none(), "the older request is first in the queue again");
+        drop(first.enter(|| 2).await.pend(2, false));
+        assert!(poll_once(&mut waiting).is_some());
+    }
+
+    #[tokio::test]
+    async fn settled_also_waits_for_a_request_that_has_overtaken() {
+        let turnstile = Turnstile::default();
+        let (first, second) = (turnstile.ticket(), turnstile.ticket());
+        let pending = second.enter(|| 1).await.pend(1, false);
+        let turn = first.enter(|| 1).await;
+        assert!(!turn.follows_blind_ones());
         let mut settled = Box::pin(turn.settled());
         assert!(poll_once(&mut settled).is_none());
         drop(pending);

@@ -239,7 +239,10 @@ impl Simulation {
     /// Makes a call and records it.
     async fn call(&self, client: &Client, id: ClientId, request: Request) -> Outcome {
         let deadline = self.now() + Options::default().request_timeout;
-        let text = request.to_string();
+        let text = match request.object() {
+            Some(object) => format!("{object}: {request}"),
+            None => request.to_string(),
+        };
         let call = self.history.borrow_mut().start(id, self.now(), Some(deadline), request.clone());
         self.trace.event(format_args!("client {} call {}: {text}", id.0, call.0));
         let outcome = execute(client, &request).await;

@@ -11,6 +11,20 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// Maximum number of events that a trace keeps for a report. The hash covers all events.
 const KEPT: usize = 400;
 
+thread_local! {
+    /// Start of the simulation that was begun last on this thread.
+    static BEGAN: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Returns the simulated time since the start of the simulation of this thread; `None` if no
+/// simulation runs.
+#[must_use]
+pub fn now() -> Option<std::time::Duration> {
+    // Outside of a simulation, there is no simulated clock.
+    tokio::runtime::Handle::try_current().ok()?;
+    BEGAN.get().map(|began| began.elapsed())
+}
+
 /// The events of a simulation. Clones are the same trace.
 #[derive(Clone)]
 pub struct Trace {
@@ -36,6 +50,7 @@ impl Trace {
             kept: RefCell::default(),
             is_printed,
         };
+        BEGAN.set(Some(inner.began));
         Trace { inner: Rc::new(inner) }
     }
 

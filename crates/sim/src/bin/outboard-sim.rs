@@ -23,11 +23,29 @@ struct Arguments {
     /// Print each event.
     #[arg(long)]
     trace: bool,
+    /// Print the log of the code under test, for example `debug` or `osd=trace,array=debug`.
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+}
+
+/// Prints the simulated time in front of each line of the log.
+struct SimulatedTime;
+
+impl tracing_subscriber::fmt::time::FormatTime for SimulatedTime {
+    fn format_time(&self, out: &mut tracing_subscriber::fmt::format::Writer<'_>) -> std::fmt::Result {
+        match sim::trace::now() {
+            Some(at) => write!(out, "{:>10.6}", at.as_secs_f64()),
+            None => write!(out, "         -"),
+        }
+    }
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let mut failed = 0;
+    if let Some(filter) = &arguments.log {
+        tracing_subscriber::fmt().with_env_filter(filter).with_timer(SimulatedTime).with_ansi(false).init();
+    }
     let began = std::time::Instant::now();
     for seed in arguments.seed..arguments.seed + arguments.count {
         let plan = Plan::new(seed, &arguments.off);
