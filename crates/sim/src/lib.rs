@@ -8,3 +8,4 @@
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 pub mod history;
+pub mod workload;

@@ -56,7 +56,7 @@ impl Default for CheckOptions {
 }
 
 /// The rules for bulk data that the node may follow for a change.
-fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
+pub(super) fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
     let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
     match (payload, is_redundant) {
         (..=BULK_MIN, _) => &[BulkRule::Nothing],
@@ -68,7 +68,7 @@ fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
 }
 
 /// Returns the error with which the node refuses a change in any state of the object.
-fn static_error(change: &Change) -> Option<RefusalKind> {
+pub(super) fn static_error(change: &Change) -> Option<RefusalKind> {
     let placeholder = |len: u64| Bytes::from_static(&ZEROS[..ZEROS.len().min(len as usize)]);
     let ops = change.ops_with(|fill| placeholder(fill.len));
     let is_payload = |op: &wire::Mutation| matches!(op.source(), Some(OpBytes::Payload));
@@ -286,8 +286,8 @@ impl<'a> Check<'a> {
         change.start.order < end && until > during.start.order
     }
 
-    /// Returns the number of the last event before which a change of unknown outcome may take
-    /// effect.
+    /// Returns the number of the first event at which a change of unknown outcome can no longer
+    /// take effect.
     fn latest_effect(&self, call: &Call) -> u64 {
         let bound = self.options.late_effect.zip(self.history.healed).zip(call.deadline);
         bound.map_or(u64::MAX, |((late, healed), deadline)| {

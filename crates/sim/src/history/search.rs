@@ -40,7 +40,7 @@ impl<'a> Prepared<'a> {
         Prepared { change, ops: change.ops_with(|_| bytes::Bytes::new()), rules }
     }
 
-    fn apply_under(&self, rule: BulkRule, state: &State) -> Result<Effect<Seen>, RefusalKind> {
+    pub(super) fn apply_under(&self, rule: BulkRule, state: &State) -> Result<Effect<Seen>, RefusalKind> {
         let change = model::Change {
             name: &self.change.object,
             conditions: &self.change.conditions,
@@ -91,7 +91,7 @@ pub(super) struct Sure<'a> {
 pub(super) struct Maybe<'a> {
     pub(super) call: CallId,
     pub(super) start: u64,
-    /// Number of the last event before which the change may take effect.
+    /// Number of the first event at which the change can no longer take effect.
     pub(super) until: u64,
     pub(super) change: Prepared<'a>,
 }
@@ -478,7 +478,7 @@ impl<'a> Search<'a> {
         let sure = choices.len();
         let mut is_limited = false;
         for index in (0..self.maybe.len()).take_while(|index| self.maybe[*index].start < horizon) {
-            if !unused(&index) || config.latest_start > self.maybe[index].until {
+            if !unused(&index) || config.latest_start >= self.maybe[index].until {
                 continue;
             }
             if self.evidence[index].is_none() && config.spare == 0 {
