@@ -790,3 +790,21 @@ fn the_check_of_two_thousand_calls_is_fast() {
     println!("{} calls on 40 objects: {:?}", world.history.len(), start.elapsed());
     assert!(violations.is_empty(), "{}", show(&violations));
 }
+
+#[test]
+fn hot() {
+    for seed in 0..20 {
+        for unknown in [10, 20, 30, 40] {
+            let mut world = World::new(seed, 8, (1, 0), unknown);
+            world.run(400);
+            world.read_all();
+            let start = std::time::Instant::now();
+            let violations = world.history.check(&CheckOptions::default());
+            println!(
+                "HOT {unknown} % {:?} {:?}",
+                start.elapsed(),
+                violations.iter().map(|v| v.rule).collect::<Vec<_>>()
+            );
+        }
+    }
+}
