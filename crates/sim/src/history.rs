@@ -34,6 +34,9 @@ mod outcome;
 mod search;
 mod violation;
 
+#[cfg(test)]
+mod generated_test;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use client::engine::model::{self, BulkRule};
-use wire::{Data, Mutate, ObjectName, ObjectRequest, OpBytes, RequestHead};
+use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes, RequestHead};
 
 use super::search::{DeadEnd, Found, Maybe, Prepared, Search, Step, Sure};
 use super::{
@@ -56,7 +56,7 @@ impl Default for CheckOptions {
 }
 
 /// The rules for bulk data that the node may follow for a change.
-fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
+pub(super) fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
     let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
     match (payload, is_redundant) {
         (..=BULK_MIN, _) => &[BulkRule::Nothing],
@@ -68,10 +68,10 @@ fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
 }
 
 /// Returns the error with which the node refuses a change in any state of the object.
-fn static_error(change: &Change) -> Option<RefusalKind> {
+pub(super) fn static_error(change: &Change) -> Option<RefusalKind> {
     let placeholder = |len: u64| Bytes::from_static(&ZEROS[..ZEROS.len().min(len as usize)]);
     let ops = change.ops_with(|fill| placeholder(fill.len));
-    let is_payload = |op: &wire::Mutation| matches!(op.source(), Some(OpBytes::Payload));
+    let is_payload = |op: &Mutation| matches!(op.source(), Some(OpBytes::Payload));
     let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
     let data = if ops.iter().any(is_payload) { Data::Inline } else { Data::None };
     let conditions = change.conditions.clone();
@@ -80,12 +80,37 @@ fn static_error(change: &Change) -> Option<RefusalKind> {
         return Some(RefusalKind::of(&e.into()));
     }
     let too_large = mutate.ops.iter().find_map(|op| model::check_payload(op, payload).err());
-    let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
-    let encoded = wire::encode_request(&head, &ObjectRequest::Mutate(mutate).into());
-    if encoded.len() > wire::limits::MAX_HEADER {
-        return Some(RefusalKind::Limit);
+    if bytes_in(&mutate) > wire::limits::MAX_HEADER / 2 {
+        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+        let encoded = wire::encode_request(&head, &ObjectRequest::Mutate(mutate).into());
+        if encoded.len() > wire::limits::MAX_HEADER {
+            return Some(RefusalKind::Limit);
+        }
     }
     too_large.map(|e| RefusalKind::of(&e))
+}
+
+/// Returns the number of bytes in the conditions and ops of a change, which is nearly its encoded
+/// size.
+fn bytes_in(mutate: &Mutate) -> usize {
+    let pairs = |pairs: &[(Bytes, Bytes)]| pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
+    let of_op = |op: &Mutation| match op {
+        Mutation::SetXattr(name, value) => name.len() + value.len(),
+        Mutation::OmapSet(entries) => pairs(entries),
+        Mutation::OmapRemove(keys) => keys.iter().map(Bytes::len).sum(),
+        op => match op.source() {
+            Some(OpBytes::Embedded(bytes)) => bytes.len(),
+            _ => 0,
+        },
+    };
+    let of_condition = |condition: &Condition| match condition {
+        Condition::Xattr(name, value) | Condition::Omap(name, value) => {
+            name.len() + value.as_ref().map_or(0, Bytes::len)
+        }
+        Condition::Bytes(_, bytes) => bytes.len(),
+        _ => 0,
+    };
+    mutate.ops.iter().map(of_op).sum::<usize>() + mutate.conditions.iter().map(of_condition).sum::<usize>()
 }
 
 /// The calls that concern one object.
@@ -286,8 +311,8 @@ impl<'a> Check<'a> {
         change.start.order < end && until > during.start.order
     }
 
-    /// Returns the number of the last event before which a change of unknown outcome may take
-    /// effect.
+    /// Returns the number of the first event at which a change of unknown outcome can no longer
+    /// take effect.
     fn latest_effect(&self, call: &Call) -> u64 {
         let bound = self.options.late_effect.zip(self.history.healed).zip(call.deadline);
         bound.map_or(u64::MAX, |((late, healed), deadline)| {

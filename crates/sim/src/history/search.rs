@@ -8,20 +8,28 @@
 //! - An answer that contains a version, or data of a change with unknown outcome, bounds the places
 //!   of these changes.
 //!
-//! Changes of unknown outcome that left no trace in any answer are tried last.
+//! Changes of unknown outcome that left no trace in any answer have a penalty. The search prefers the
+//! configuration that explains the most calls with the least penalties.
 
-use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::collections::{BTreeMap, BinaryHeap};
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+use std::rc::Rc;
 
 use base::collections::HashSet;
+use bytes::Bytes;
 use client::engine::model::{self, BulkRule, Effect, ObjectState};
-use wire::{Mutated, Mutation, QueryAnswer, QueryOp};
+use wire::{Condition, Mutated, Mutation, QueryAnswer, QueryOp};
 
 use super::object::hash_object;
 use super::{CallId, Change, Fill, Piece, Query, Read, ReadAnswer, RefusalKind, Seen};
 
 /// Version of a state whose version no call mentions.
 const HIDDEN: u64 = u64::MAX;
+
+/// Number of calls that a change without evidence must explain, so that the search prefers it to
+/// other choices.
+const PENALTY: i64 = 8;
 
 /// State of an object; `None` if it does not exist.
 type State = Option<ObjectState<Seen>>;
@@ -37,10 +45,10 @@ pub(super) struct Prepared<'a> {
 
 impl<'a> Prepared<'a> {
     pub(super) fn new(change: &'a Change, rules: &'static [BulkRule]) -> Prepared<'a> {
-        Prepared { change, ops: change.ops_with(|_| bytes::Bytes::new()), rules }
+        Prepared { change, ops: change.ops_with(|_| Bytes::new()), rules }
     }
 
-    fn apply_under(&self, rule: BulkRule, state: &State) -> Result<Effect<Seen>, RefusalKind> {
+    pub(super) fn apply_under(&self, rule: BulkRule, state: &State) -> Result<Effect<Seen>, RefusalKind> {
         let change = model::Change {
             name: &self.change.object,
             conditions: &self.change.conditions,
@@ -91,7 +99,7 @@ pub(super) struct Sure<'a> {
 pub(super) struct Maybe<'a> {
     pub(super) call: CallId,
     pub(super) start: u64,
-    /// Number of the last event before which the change may take effect.
+    /// Number of the first event at which the change can no longer take effect.
     pub(super) until: u64,
     pub(super) change: Prepared<'a>,
 }
@@ -102,6 +110,30 @@ struct Evidence {
     /// Lowest version in which an answer shows the effect; [`HIDDEN`] if these answers contain no
     /// version.
     version: u64,
+}
+
+/// A range of a fill that an answer shows. The object contains the range from the write on, at
+/// least until this version, because each fill is written once.
+#[derive(Debug, Clone)]
+struct Trace {
+    range: Range<u64>,
+    version: u64,
+}
+
+impl Trace {
+    fn implies(&self, other: &Trace) -> bool {
+        self.version >= other.version
+            && self.range.start <= other.range.start
+            && self.range.end >= other.range.end
+    }
+
+    /// Adds the trace to a list of traces that do not imply one another.
+    fn add_to(self, traces: &mut Vec<Trace>) {
+        if !traces.iter().any(|trace| trace.implies(&self)) {
+            traces.retain(|trace| !self.implies(trace));
+            traces.push(self);
+        }
+    }
 }
 
 /// A set of small numbers.
@@ -123,7 +155,7 @@ impl Bits {
 }
 
 /// A state of the search: the calls that have their place, and the object after them.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Config {
     object: State,
     /// Version of the last change, or a lower bound of it.
@@ -134,16 +166,18 @@ struct Config {
     used: Bits,
     /// Lowest index of a sure call that is not done.
     first: usize,
+    /// Number of sure calls that are done.
+    done_count: usize,
     /// Number of answered changes that are done.
     changes: usize,
     /// Highest start of a call that is done.
     latest_start: u64,
-    /// Number of changes without evidence that may still be used.
-    spare: usize,
+    /// Sum of the penalties of the choices that led here.
+    penalty: i64,
 }
 
 /// The next change in a sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Choice {
     /// The answered change with this index.
     Sure(usize),
@@ -160,7 +194,6 @@ pub(super) struct DeadEnd {
     pub(super) stuck: Vec<(CallId, String)>,
     /// The object at this place.
     pub(super) object: String,
-    horizon: u64,
 }
 
 /// Result of a search.
@@ -174,11 +207,56 @@ pub(super) enum Found {
     GaveUp(Box<DeadEnd>),
 }
 
-/// A configuration on the way, and the choices that follow.
-struct Frame {
-    config: Config,
-    choices: Vec<Choice>,
-    next: usize,
+/// A configuration that the search has reached.
+struct Node {
+    /// The configuration; an empty one after all choices were followed.
+    config: Rc<Config>,
+    /// The configuration before, and the choice that led here.
+    parent: Option<(usize, Choice)>,
+    /// Number of choices that were not followed yet.
+    open: usize,
+}
+
+/// A choice that was not followed yet. The search follows the one with the highest priority, and
+/// among these the latest.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    /// Number of calls that have a place, without penalties.
+    priority: i64,
+    order: u64,
+    node: usize,
+    choice: Choice,
+    penalty: i64,
+}
+
+/// All configurations that the search has reached.
+#[derive(Default)]
+struct Tree {
+    nodes: Vec<Node>,
+    candidates: BinaryHeap<Candidate>,
+    /// Number of candidates that were taken.
+    taken: u64,
+    known: HashSet<[u64; 2]>,
+    /// The configuration with the highest horizon.
+    best: Option<(u64, usize, Rc<Config>)>,
+    empty: Rc<Config>,
+    is_complete: bool,
+}
+
+impl Tree {
+    fn take(&mut self) -> Option<Candidate> {
+        self.taken += 1;
+        self.candidates.pop()
+    }
+
+    /// Records that a choice of a node was followed. Releases the memory after the last choice.
+    fn close(&mut self, node: usize) {
+        let node = &mut self.nodes[node];
+        node.open -= 1;
+        if node.open == 0 {
+            node.config = Rc::clone(&self.empty);
+        }
+    }
 }
 
 /// The calls on one object.
@@ -187,6 +265,8 @@ pub(super) struct Search<'a> {
     maybe: Vec<Maybe<'a>>,
     /// Indexes of the answered changes, in the order of their versions.
     changes: Vec<usize>,
+    /// Versions in conditions.
+    mentioned: Vec<u64>,
     /// Versions that calls mention, and that no answered change has.
     foreign: Vec<u64>,
     /// Those of `foreign` that an answer contains. A change has each of them.
@@ -194,11 +274,8 @@ pub(super) struct Search<'a> {
     /// Indexes of the calls that see a version.
     observers: BTreeMap<u64, Vec<usize>>,
     evidence: Vec<Option<Evidence>>,
-    failed: HashSet<[u64; 2]>,
-    dead_end: Option<Box<DeadEnd>>,
-    steps: usize,
-    /// Whether a change without evidence was not tried.
-    is_limited: bool,
+    /// Ranges of each fill that answers show.
+    traces: BTreeMap<u32, Vec<Trace>>,
 }
 
 impl<'a> Search<'a> {
@@ -215,31 +292,46 @@ impl<'a> Search<'a> {
         changes.sort_by_key(|index| (version_of(&sure[*index]), sure[*index].start));
         let mut observers: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
         let mut mentioned: Vec<u64> =
-            maybe.iter().flat_map(|call| conditions_on_versions(&call.change)).collect();
+            maybe.iter().flat_map(|call| conditions_on_versions(&call.change.change.conditions)).collect();
         let mut shown: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut shown_values: BTreeMap<&Bytes, u64> = BTreeMap::new();
+        let mut traces: BTreeMap<u32, Vec<Trace>> = BTreeMap::new();
         for (index, call) in sure.iter().enumerate() {
             let mut observe = |version| observers.entry(version).or_default().push(index);
             match &call.step {
                 Step::Read(_, answer) => {
                     answer.version.into_iter().for_each(&mut observe);
-                    for (_, piece) in answer.data.runs() {
-                        if let Piece::Fill { id, .. } = piece {
+                    for (len, piece) in answer.data.runs() {
+                        if let Piece::Fill { id, at } = piece {
                             let version = answer.version.unwrap_or(HIDDEN);
-                            shown
-                                .entry(*id)
-                                .and_modify(|lowest| *lowest = version.min(*lowest))
-                                .or_insert(version);
+                            let lowest = shown.entry(*id).or_insert(version);
+                            *lowest = version.min(*lowest);
+                            if version < HIDDEN {
+                                let trace = Trace { range: *at..at + len, version };
+                                trace.add_to(traces.entry(*id).or_default());
+                            }
                         }
                     }
                 }
-                Step::Queried(_, answers) => answers.iter().for_each(|answer| {
-                    if let QueryAnswer::Stat(stat) = answer {
-                        observe(stat.version);
+                Step::Queried(query, answers) => {
+                    mentioned.extend(conditions_on_versions(&query.conditions));
+                    let version = answers.iter().find_map(|answer| match answer {
+                        QueryAnswer::Stat(stat) => Some(stat.version),
+                        _ => None,
+                    });
+                    version.into_iter().for_each(&mut observe);
+                    for value in answers.iter().flat_map(values_of_answer) {
+                        let version = version.unwrap_or(HIDDEN);
+                        let lowest = shown_values.entry(value).or_insert(version);
+                        *lowest = version.min(*lowest);
                     }
-                }),
+                }
+                Step::QueryRefused(query, _) => {
+                    mentioned.extend(conditions_on_versions(&query.conditions));
+                }
                 Step::ReadRefused(_, RefusalKind::Changed { found, .. }) if *found > 0 => observe(*found),
                 Step::Changed(change, _) | Step::Refused(change, _) => {
-                    mentioned.extend(conditions_on_versions(change));
+                    mentioned.extend(conditions_on_versions(&change.change.conditions));
                 }
                 _ => {}
             }
@@ -249,27 +341,27 @@ impl<'a> Search<'a> {
         };
         let seen: Vec<u64> = observers.keys().copied().filter(is_foreign).collect();
         let mut foreign: Vec<u64> =
-            mentioned.into_iter().filter(is_foreign).chain(seen.iter().copied()).collect();
+            mentioned.iter().copied().filter(is_foreign).chain(seen.iter().copied()).collect();
         foreign.sort_unstable();
         foreign.dedup();
+        mentioned.sort_unstable();
+        // Only values of a single call tell their origin.
+        let mut setters: BTreeMap<&Bytes, usize> = BTreeMap::new();
+        let sure_changes = sure.iter().filter_map(|call| match &call.step {
+            Step::Changed(change, _) | Step::Refused(change, _) => Some(change),
+            _ => None,
+        });
+        for change in sure_changes.chain(maybe.iter().map(|call| &call.change)) {
+            values_of_change(change).for_each(|value| *setters.entry(value).or_default() += 1);
+        }
         let evidence = |call: &Maybe<'_>| {
+            let values = values_of_change(&call.change).filter(|value| setters.get(value) == Some(&1));
+            let values = values.filter_map(|value| shown_values.get(value).copied());
             let versions = call.change.change.fills().filter_map(|fill: Fill| shown.get(&fill.id).copied());
-            versions.min().map(|version| Evidence { version })
+            versions.chain(values).min().map(|version| Evidence { version })
         };
         let evidence = maybe.iter().map(evidence).collect();
-        Search {
-            sure,
-            maybe,
-            changes,
-            foreign,
-            seen,
-            observers,
-            evidence,
-            failed: HashSet::default(),
-            dead_end: None,
-            steps: 0,
-            is_limited: false,
-        }
+        Search { sure, maybe, changes, mentioned, foreign, seen, observers, evidence, traces }
     }
 
     pub(super) fn call_of(&self, choice: Choice) -> CallId {
@@ -281,33 +373,6 @@ impl<'a> Search<'a> {
 
     /// Searches for a sequence, with at most `steps_max` changes of the configuration.
     pub(super) fn run(&mut self, steps_max: usize) -> Found {
-        let without_evidence = self.evidence.iter().filter(|evidence| evidence.is_none()).count();
-        let mut spare = 0;
-        loop {
-            self.failed.clear();
-            self.is_limited = false;
-            match self.run_with(spare, steps_max) {
-                Some(true) => return Found::Sequence,
-                Some(false) if !self.is_limited || spare >= without_evidence => {
-                    return Found::Nothing(self.dead_end());
-                }
-                Some(false) => spare = (spare + 1 + spare / 2).min(without_evidence),
-                None => return Found::GaveUp(self.dead_end()),
-            }
-        }
-    }
-
-    fn dead_end(&mut self) -> Box<DeadEnd> {
-        let nowhere = || {
-            let (object, stuck) = ("does not exist".into(), Vec::new());
-            Box::new(DeadEnd { path: Vec::new(), stuck, object, horizon: 0 })
-        };
-        self.dead_end.take().unwrap_or_else(nowhere)
-    }
-
-    /// Searches for a sequence with at most `spare` changes without evidence. Returns `None` after
-    /// too many steps.
-    fn run_with(&mut self, spare: usize, steps_max: usize) -> Option<bool> {
         let mut config = Config {
             object: None,
             version: 0,
@@ -315,56 +380,69 @@ impl<'a> Search<'a> {
             done: Bits::with_len(self.sure.len()),
             used: Bits::with_len(self.maybe.len()),
             first: 0,
+            done_count: 0,
             changes: 0,
             latest_start: 0,
-            spare,
+            penalty: 0,
         };
         self.settle(&mut config);
-        if config.first == self.sure.len() {
-            return Some(true);
+        let mut tree = Tree::default();
+        self.grow(&mut tree, config, None);
+        let mut steps = 0;
+        while let Some(Candidate { node, choice, penalty, .. }) = tree.take() {
+            if tree.is_complete {
+                return Found::Sequence;
+            }
+            steps += 1;
+            if steps > steps_max {
+                return Found::GaveUp(self.dead_end(&tree));
+            }
+            let config = Rc::clone(&tree.nodes[node].config);
+            tree.close(node);
+            if let Some(mut next) = self.follow(&config, choice, penalty) {
+                self.settle(&mut next);
+                self.grow(&mut tree, next, Some((node, choice)));
+            }
         }
-        let choices = self.choices(&config);
-        let mut stack = vec![Frame { config, choices, next: 0 }];
-        while let Some(frame) = stack.last_mut() {
-            let Some(choice) = frame.choices.get(frame.next).copied() else {
-                self.fail(&stack);
-                stack.pop();
-                continue;
-            };
-            frame.next += 1;
-            self.steps += 1;
-            if self.steps > steps_max {
-                self.fail(&stack);
-                return None;
-            }
-            let Some(mut config) = self.follow(&frame.config, choice) else { continue };
-            self.settle(&mut config);
-            if config.first == self.sure.len() {
-                return Some(true);
-            }
-            if !self.failed.is_empty() && self.failed.contains(&key(&config)) {
-                continue;
-            }
-            let choices = self.choices(&config);
-            stack.push(Frame { config, choices, next: 0 });
-        }
-        Some(false)
+        if tree.is_complete { Found::Sequence } else { Found::Nothing(self.dead_end(&tree)) }
     }
 
-    /// Records that all sequences through the last configuration fail.
-    fn fail(&mut self, stack: &[Frame]) {
-        let Some(frame) = stack.last() else { return };
-        self.failed.insert(key(&frame.config));
-        let horizon = self.horizon(&frame.config);
-        if self.dead_end.as_ref().is_some_and(|found| found.horizon >= horizon) {
+    /// Adds a configuration to the tree, with the choices that follow it.
+    fn grow(&self, tree: &mut Tree, config: Config, parent: Option<(usize, Choice)>) {
+        if config.first == self.sure.len() {
+            tree.is_complete = true;
+        }
+        if !tree.known.insert(key(&config)) {
             return;
         }
-        let path = stack[..stack.len() - 1].iter().map(|frame| frame.choices[frame.next - 1]).collect();
-        let config = &frame.config;
-        let open = self.open(config, horizon);
+        let (node, choices) = (tree.nodes.len(), self.choices(&config));
+        let horizon = self.horizon(&config);
+        let progress = config.done_count as i64 - config.penalty;
+        // The first choice of the latest configuration comes first.
+        for (choice, penalty) in choices.iter().rev() {
+            let order = tree.candidates.len() as u64 + tree.taken;
+            let priority = progress - penalty;
+            tree.candidates.push(Candidate { priority, order, node, choice: *choice, penalty: *penalty });
+        }
+        let config = Rc::new(config);
+        if tree.best.as_ref().is_none_or(|(best, _, _)| *best < horizon) {
+            tree.best = Some((horizon, node, Rc::clone(&config)));
+        }
+        tree.nodes.push(Node { config, parent, open: choices.len() });
+        if choices.is_empty() {
+            tree.nodes[node].config = Rc::clone(&tree.empty);
+        }
+    }
+
+    /// Describes the configuration that has its place for the most calls.
+    fn dead_end(&self, tree: &Tree) -> Box<DeadEnd> {
+        let (horizon, node, config) = tree.best.as_ref().expect("the tree has a root");
+        let parents = std::iter::successors(tree.nodes[*node].parent, |(node, _)| tree.nodes[*node].parent);
+        let mut path: Vec<Choice> = parents.map(|(_, choice)| choice).collect();
+        path.reverse();
+        let open = self.open(config, *horizon);
         let stuck = open.map(|index| (self.sure[index].call, self.reason(index, config))).collect();
-        let object = describe(config);
-        self.dead_end = Some(Box::new(DeadEnd { path, stuck, object, horizon }));
+        Box::new(DeadEnd { path, stuck, object: describe(config) })
     }
 
     /// Returns the earliest end of a call that is not done. Calls that start later must wait.
@@ -401,6 +479,7 @@ impl<'a> Search<'a> {
                 }
                 if !config.done.has(index) && self.fits(index, config) {
                     config.done.insert(index);
+                    config.done_count += 1;
                     config.latest_start = config.latest_start.max(call.start);
                     is_settled = false;
                 }
@@ -447,8 +526,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns the changes that may come next, the most likely first.
-    fn choices(&mut self, config: &Config) -> Vec<Choice> {
+    /// Returns the changes that may come next, the most likely first, with their penalties.
+    fn choices(&self, config: &Config) -> Vec<(Choice, i64)> {
         // A later state does not have this version.
         let is_awaited = |observers: &Vec<usize>| observers.iter().any(|index| !config.done.has(*index));
         if config.is_known && self.observers.get(&config.version).is_some_and(is_awaited) {
@@ -473,35 +552,27 @@ impl<'a> Search<'a> {
             && awaited.is_none_or(|version| version >= next_version)
             && !is_late(next_version, usize::MAX)
         {
-            choices.push(Choice::Sure(index));
+            choices.push((Choice::Sure(index), 0));
         }
         let sure = choices.len();
-        let mut is_limited = false;
         for index in (0..self.maybe.len()).take_while(|index| self.maybe[*index].start < horizon) {
-            if !unused(&index) || config.latest_start > self.maybe[index].until {
+            if !unused(&index) || config.latest_start >= self.maybe[index].until {
                 continue;
             }
-            if self.evidence[index].is_none() && config.spare == 0 {
-                is_limited = true;
-                continue;
-            }
+            let penalty = if self.evidence[index].is_none() { PENALTY } else { 0 };
             let limit = next_version.min(bound(index).saturating_add(1));
             let from = self.foreign.partition_point(|version| *version <= config.version);
             for version in self.foreign[from..].iter().copied().take_while(|version| *version < limit) {
                 if awaited.is_none_or(|awaited| version <= awaited) && !is_late(version, index) {
-                    choices.push(Choice::Maybe(index, Some(version)));
+                    let penalty = if awaited == Some(version) { 0 } else { penalty };
+                    choices.push((Choice::Maybe(index, Some(version)), penalty));
                 }
             }
             if config.version + 1 < limit {
-                choices.push(Choice::Maybe(index, None));
+                choices.push((Choice::Maybe(index, None), penalty));
             }
         }
-        self.is_limited |= is_limited;
-        let is_unproved = |choice: &Choice| match choice {
-            Choice::Maybe(index, _) => self.evidence[*index].is_none(),
-            Choice::Sure(_) => false,
-        };
-        choices[sure..].sort_by_key(is_unproved);
+        choices[sure..].sort_by_key(|(_, penalty)| *penalty);
         choices
     }
 
@@ -513,7 +584,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the configuration after a change, unless the change does not fit.
-    fn follow(&self, config: &Config, choice: Choice) -> Option<Config> {
+    fn follow(&self, config: &Config, choice: Choice, penalty: i64) -> Option<Config> {
         match choice {
             Choice::Sure(index) => {
                 let call = &self.sure[index];
@@ -522,8 +593,12 @@ impl<'a> Search<'a> {
                 if (effect.size(), effect.appended_at) != (mutated.size, mutated.appended_at) {
                     return None;
                 }
+                if !self.keeps_traces(&config.object, &effect.object, mutated.version) {
+                    return None;
+                }
                 let mut next = config.after(effect.object, mutated.version, true, call.start);
                 next.done.insert(index);
+                next.done_count += 1;
                 next.changes += 1;
                 while next.first < self.sure.len() && next.done.has(next.first) {
                     next.first += 1;
@@ -535,12 +610,56 @@ impl<'a> Search<'a> {
                 let effect = call.change.apply(&config.object).ok()?;
                 let (version, is_known) =
                     version.map_or((config.version + 1, false), |version| (version, true));
+                if !self.keeps_traces(&config.object, &effect.object, version) {
+                    return None;
+                }
                 let mut next = config.after(effect.object, version, is_known, call.start);
                 next.used.insert(index);
-                next.spare -= usize::from(self.evidence[index].is_none());
+                next.penalty += penalty;
+                if !is_known {
+                    // A change that no call sees does not matter, unless it has an effect or lets a
+                    // condition on the version fail.
+                    let is_same = |old: &ObjectState<Seen>, new: &ObjectState<Seen>| {
+                        (&old.data, &old.xattrs, &old.omap) == (&new.data, &new.xattrs, &new.omap)
+                    };
+                    let matters = config.is_known && self.mentioned.binary_search(&config.version).is_ok();
+                    let has_effect = match (&config.object, &next.object) {
+                        (Some(old), Some(new)) => !is_same(old, new),
+                        (old, new) => old.is_some() || new.is_some(),
+                    };
+                    if !has_effect && !matters {
+                        return None;
+                    }
+                }
                 Some(next)
             }
         }
+    }
+
+    /// Returns whether a change to a version leaves all data in place that a later version shows.
+    fn keeps_traces(&self, old: &State, new: &State, version: u64) -> bool {
+        let Some(old) = old else { return true };
+        let fill_runs = |state: &'_ ObjectState<Seen>| -> Vec<(u32, Range<u64>)> {
+            let run = |(len, piece): &(u64, Piece)| match piece {
+                Piece::Fill { id, at } => Some((*id, *at..at + len)),
+                Piece::Zeros | Piece::Raw(_) => None,
+            };
+            state.data.runs().iter().filter_map(run).collect()
+        };
+        let left = new.as_ref().map(fill_runs).unwrap_or_default();
+        fill_runs(old).iter().filter(|run| !left.contains(run)).all(|(id, _)| {
+            let mut traces = self.traces.get(id).into_iter().flatten();
+            traces.all(|trace| {
+                let common = |range: &Range<u64>| {
+                    let (start, end) = (range.start.max(trace.range.start), range.end.min(trace.range.end));
+                    end.saturating_sub(start)
+                };
+                let runs = left.iter().filter(|(other, _)| other == id);
+                trace.version < version
+                    || runs.map(|(_, range)| common(range)).sum::<u64>()
+                        == trace.range.end - trace.range.start
+            })
+        })
     }
 
     /// Returns the reason why a call cannot come next.
@@ -626,25 +745,73 @@ impl Config {
     }
 }
 
-/// Returns the versions in the conditions of a change.
-fn conditions_on_versions<'b>(change: &'b Prepared<'_>) -> impl Iterator<Item = u64> + 'b {
-    change.change.conditions.iter().filter_map(|condition| match condition {
-        wire::Condition::Version(version) => Some(*version),
+/// Returns the values of xattrs and omap entries in an answer.
+fn values_of_answer(answer: &QueryAnswer) -> Vec<&Bytes> {
+    match answer {
+        QueryAnswer::Xattr(value) => value.iter().collect(),
+        QueryAnswer::Xattrs(entries) | QueryAnswer::Omap { entries, .. } => {
+            entries.iter().map(|(_, value)| value).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Returns the values of xattrs and omap entries that a change sets.
+fn values_of_change<'b>(change: &'b Prepared<'_>) -> impl Iterator<Item = &'b Bytes> {
+    change.ops.iter().flat_map(|op| match op {
+        Mutation::SetXattr(_, value) => vec![value],
+        Mutation::OmapSet(entries) => entries.iter().map(|(_, value)| value).collect(),
+        _ => Vec::new(),
+    })
+}
+
+/// Returns the versions in conditions.
+fn conditions_on_versions(conditions: &[Condition]) -> impl Iterator<Item = u64> {
+    conditions.iter().filter_map(|condition| match condition {
+        Condition::Version(version) => Some(*version),
         _ => None,
     })
 }
 
 fn key(config: &Config) -> [u64; 2] {
-    let hash = |salt: u64| {
-        let mut hasher = DefaultHasher::new();
-        salt.hash(&mut hasher);
-        config.done.hash(&mut hasher);
-        config.used.hash(&mut hasher);
-        (config.version, config.is_known).hash(&mut hasher);
-        hash_object(config.object.as_ref(), &mut hasher);
-        hasher.finish()
-    };
-    [hash(0), hash(1)]
+    let mut hasher = Mixer([0; 2]);
+    config.done.hash(&mut hasher);
+    config.used.hash(&mut hasher);
+    (config.version, config.is_known).hash(&mut hasher);
+    hash_object(config.object.as_ref(), &mut hasher);
+    hasher.0
+}
+
+/// A fast hash function with 128 bits, for data that no attacker chooses.
+struct Mixer([u64; 2]);
+
+impl Hasher for Mixer {
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        let [a, b] = self.0;
+        let product = u128::from(a ^ word ^ 0x9E37_79B9_7F4A_7C15) * 0x2545_F491_4F6C_DD1D;
+        let a = (product as u64) ^ ((product >> 64) as u64);
+        self.0 = [a, (b.rotate_left(23) ^ word).wrapping_mul(0xD6E8_FEB8_6659_FD93) ^ (a >> 29)];
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+
+    fn write_u8(&mut self, byte: u8) {
+        self.write_u64(u64::from(byte));
+    }
+
+    fn finish(&self) -> u64 {
+        self.0[0]
+    }
 }
 
 fn show_version(config: &Config) -> String {
