@@ -166,7 +166,7 @@ async fn life(
 ) -> bool {
     let mounted = Cell::new(false);
     let role = LocalSet::new();
-    let duration = Duration::from_micros(rng.random_range(0..150_000));
+    let duration = Duration::from_micros(rng.random_range(0..250_000));
     let body = async {
         let faulty = !faults.is_empty();
         faults.iter().cloned().for_each(|fault| drive.inject(fault));
@@ -276,7 +276,9 @@ fn kills_and_power_failures_lose_no_acknowledged_transaction() {
 fn failing_and_slow_requests_lose_no_acknowledged_transaction() {
     let first = conformance::seed();
     let mut totals = Totals::default();
-    (0..100).for_each(|n| drop(crashes(first.wrapping_add(n), true, &mut totals)));
+    for n in 0..100 {
+        crashes(first.wrapping_add(n), true, &mut totals);
+    }
     assert!(totals.write_errors > 10 && totals.flush_errors > 20 && totals.stalls > 100, "{totals:?}");
     assert!(totals.power_failures > 100 && totals.kills > 50 && totals.mounts > 200, "{totals:?}");
 }
@@ -321,8 +323,8 @@ struct SmallTarget {
     store: Arc<BlockStore>,
 }
 
-fn small_drive() -> Arc<SimDrive> {
-    let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(1), DriveTimes::default());
+fn small_drive(seed: u64) -> Arc<SimDrive> {
+    let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(seed), DriveTimes::default());
     let (log_bytes, index_bytes) = (Some(512 << 10), Some(4 << 20));
     drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
     drive
@@ -334,7 +336,7 @@ fn put(name: &str, len: usize) -> Transaction {
 
 impl SmallTarget {
     async fn new() -> SmallTarget {
-        let drive = small_drive();
+        let drive = small_drive(base::entropy::random());
         let store = mount(&drive).await;
         let made = Transaction::new(cid("c")).with(Op::CreateCollection);
         store.queue_transaction(made).await.unwrap();
@@ -524,6 +526,22 @@ fn a_lying_flush_loses_acknowledged_changes_in_a_power_failure() {
 }
 
 #[test]
+fn a_lost_flush_loses_visible_changes_in_a_later_power_failure() {
+    simulate(1, async || {
+        let target = SmallTarget::new().await;
+        target.drive.inject(DriveFault::once(FaultKind::LostFlush));
+        assert!(matches!(target.put("new", 50_000).await, Err(StoreError::Poisoned(_))));
+        assert_eq!(target.drive.counts().flush_errors, 1);
+        let target = target.remount().await;
+        target.assert_has("new", 50_000).await;
+        target.drive.power_failure_with(Survivors::Nothing);
+        let target = target.mount_again().await;
+        assert!(matches!(target.read("new").await, Err(StoreError::Corrupt { .. })));
+        target.assert_has("old", 100_000).await;
+    });
+}
+
+#[test]
 fn a_removed_drive_fails_all_requests_and_returns_with_its_durable_content() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
@@ -579,7 +597,7 @@ fn a_target_has_one_mount_at_a_time_and_a_severed_mount_cannot_change_it() {
 #[test]
 fn a_mounted_target_injects_the_faults_of_its_options() {
     simulate(1, async || {
-        let drive = small_drive();
+        let drive = small_drive(base::entropy::random());
         let options = options();
         options.faults.arm("drive.write=fail,after=1000,count=1".parse().unwrap()).unwrap();
         let (store, driver) = BlockStore::mount_simulated(&drive, &options).await.unwrap();
@@ -598,7 +616,7 @@ fn a_mounted_target_injects_the_faults_of_its_options() {
 #[expect(clippy::print_stdout, reason = "the test measures and asserts nothing about time")]
 fn many_small_transactions_run_in_simulated_time() {
     simulate(1, async || {
-        let drive = small_drive();
+        let drive = small_drive(base::entropy::random());
         let store = mount(&drive).await;
         store.queue_transaction(Transaction::new(cid("c")).with(Op::CreateCollection)).await.unwrap();
         #[expect(clippy::disallowed_methods, reason = "measures the real time of the simulation")]

@@ -21,7 +21,7 @@ mod faults;
 mod image;
 mod mount;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -156,6 +156,13 @@ struct VolatileWrite {
     pages: Vec<Option<SimPage>>,
     /// Whether a flush that covered the write has failed. Later flushes do not cover it.
     orphaned: bool,
+}
+
+impl VolatileWrite {
+    /// Returns the content of block `number` if the write has it.
+    fn page(&self, number: usize) -> Option<&SimPage> {
+        self.pages.get(number.checked_sub(self.first)?)?.as_ref()
+    }
 }
 
 /// A submitted request.
@@ -543,9 +550,10 @@ impl State {
             }
             SubmittedOp::Write { first, pages } if verdict.fails => self.write_partly(first, pages),
             SubmittedOp::Write { first, pages } => self.write(first, pages),
-            SubmittedOp::Flush(covered) if verdict.fails => {
+            SubmittedOp::Flush(covered) if verdict.orphans => {
                 self.volatile.range_mut(..=covered).for_each(|(_, write)| write.orphaned = true);
             }
+            SubmittedOp::Flush(covered) if verdict.fails => self.drop_writes(covered),
             SubmittedOp::Flush(_) if verdict.lies => {}
             SubmittedOp::Flush(covered) => self.persist(covered),
         }
@@ -581,6 +589,26 @@ impl State {
         });
         let mixed = mixed.collect();
         self.write(first, mixed);
+    }
+
+    /// Drops any of the first `covered` writes, because a flush has failed. Reads return the older
+    /// content of their blocks.
+    fn drop_writes(&mut self, covered: u64) {
+        let chance = [0.0, 0.3, 1.0][self.rng.random_range(0..3)];
+        let numbers: Vec<u64> = self.volatile.range(..=covered).map(|(number, _)| *number).collect();
+        let mut blocks = BTreeSet::new();
+        for number in numbers {
+            if self.rng.random_bool(chance)
+                && let Some(write) = self.volatile.remove(&number)
+            {
+                blocks.extend(write.first..write.first + write.pages.len());
+            }
+        }
+        for block in blocks {
+            let newest = self.volatile.values().rev().find_map(|write| write.page(block));
+            let page = newest.unwrap_or(self.durable.page(block)).clone();
+            self.cache.set(block, page);
+        }
     }
 
     /// Makes the first `covered` writes durable.
