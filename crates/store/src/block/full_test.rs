@@ -10,7 +10,7 @@ use super::crash_test::digest_of;
 use super::drive::Drive;
 use super::fsck::check;
 use super::recovery::{TargetSizes, mkfs};
-use super::sim::{Crashes, SimDrive, SimStore};
+use super::sim::{Crashes, RecordedDrive, SimStore};
 use crate::conformance::{Workload, cid, oid, pattern, seed, write};
 use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
@@ -22,15 +22,15 @@ fn run<T>(future: impl Future<Output = T>) -> T {
 
 /// Returns the content of a drive of `size` bytes with a new target.
 fn fresh(size: usize) -> Vec<u8> {
-    let drive = SimDrive::new(vec![0; size]);
+    let drive = RecordedDrive::new(vec![0; size]);
     let shared: Arc<dyn Drive> = drive.clone();
     let sizes = TargetSizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
     mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
     drive.image()
 }
 
-fn mount(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
-    let drive = SimDrive::new(image);
+fn mount(image: Vec<u8>) -> (Arc<RecordedDrive>, SimStore) {
+    let drive = RecordedDrive::new(image);
     let store = SimStore::mount(&drive, seed()).unwrap();
     (drive, store)
 }
@@ -186,7 +186,7 @@ fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() 
         for (position, expected) in durable.into_iter().skip(5).step_by(11) {
             let (drive, store) = mount(crashes.image(position, workload.rng()));
             assert_eq!(contents(&store), expected, "round {round}, after a crash at {position}");
-            let shared: Arc<dyn Drive> = SimDrive::new(drive.image());
+            let shared: Arc<dyn Drive> = RecordedDrive::new(drive.image());
             let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
             assert!(report.is_clean(), "{report:#?}");
         }
@@ -272,7 +272,7 @@ fn transactions_can_use_the_reserve_of_a_full_target_even_after_a_restart() {
             run(store.umount()).unwrap();
         }
         let image = drive.image();
-        let shared: Arc<dyn Drive> = SimDrive::new(image.clone());
+        let shared: Arc<dyn Drive> = RecordedDrive::new(image.clone());
         assert!(check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap().is_clean());
         (drive, store) = mount(image);
     }

@@ -339,6 +339,13 @@ impl SimDrive {
         self.now().power_failure(survivors);
     }
 
+    /// Returns the content that the drive could have after a power failure at this time. The drive
+    /// does not change, except for the state of its random numbers.
+    #[must_use]
+    pub fn image_after_power_failure(&self, survivors: Survivors) -> DriveImage {
+        DriveImage(self.now().survived(survivors).0)
+    }
+
     /// Removes the drive. The drive loses volatile content as in a power failure. All requests of
     /// the current mount fail, even after the drive has [returned](Self::reinsert).
     pub fn remove(&self) {
@@ -687,31 +694,43 @@ impl State {
 
     /// Loses volatile content and all requests in progress.
     fn lose_volatile(&mut self, survivors: Survivors) {
-        while let Some(request) = self.take_in_flight() {
-            if let SubmittedOp::Write { first, pages } = request.op {
-                self.write(first, pages);
+        let (image, lost) = self.survived(survivors);
+        self.counts.lost_sectors += lost;
+        self.cache = image.clone();
+        self.durable = image;
+        self.volatile.clear();
+        self.in_flight.clear();
+    }
+
+    /// Returns the content after a power failure, and the number of lost sectors.
+    fn survived(&mut self, survivors: Survivors) -> (Image, u64) {
+        let (mut image, mut lost) = (self.durable.clone(), 0);
+        let mut writes: Vec<Vec<(usize, SimPage)>> = Vec::new();
+        for VolatileWrite { first, pages, .. } in self.volatile.values() {
+            writes.push((*first..).zip(pages).filter_map(|(n, page)| Some((n, page.clone()?))).collect());
+        }
+        for request in self.in_flight.values() {
+            if let SubmittedOp::Write { first, pages } = &request.op {
+                writes.push((*first..).zip(pages.iter().cloned()).collect());
             }
         }
-        for (_, write) in std::mem::take(&mut self.volatile) {
+        for write in writes {
             let whole = match survivors {
                 Survivors::Nothing => Some(false),
                 Survivors::Everything => Some(true),
                 Survivors::Writes => Some(self.rng.random_bool(0.5)),
                 Survivors::Sectors => None,
             };
-            for (number, page) in (write.first..).zip(write.pages) {
-                let Some(page) = page else { continue };
-                let mut lost = 0;
-                let mixed = image::mix(self.durable.page(number), &page, || {
+            for (number, page) in write {
+                let mixed = image::mix(image.page(number), &page, || {
                     let survives = whole.unwrap_or_else(|| self.rng.random_bool(0.5));
                     lost += u64::from(!survives);
                     survives
                 });
-                self.counts.lost_sectors += lost;
-                self.durable.set(number, mixed);
+                image.set(number, mixed);
             }
         }
-        self.cache = self.durable.clone();
+        (image, lost)
     }
 
     fn remove(&mut self) {
