@@ -611,6 +611,34 @@ fn a_mounted_target_injects_the_faults_of_its_options() {
     });
 }
 
+/// Prints the real time that new targets and mounts take.
+#[test]
+#[expect(clippy::print_stdout, reason = "the test measures and asserts nothing about time")]
+fn many_large_targets_can_be_created_and_mounted() {
+    for round in 0..3 {
+        simulate(round, async || {
+            #[expect(clippy::disallowed_methods, reason = "measures the real time of the simulation")]
+            let started = std::time::Instant::now();
+            let mut drives = Vec::new();
+            for seed in 0..5 {
+                let drive = SimDrive::new(256 << 20, StdRng::seed_from_u64(seed), DriveTimes::default());
+                let (log_bytes, index_bytes) = (Some(1 << 20), Some(4 << 20));
+                drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+                drives.push(drive);
+            }
+            let created = started.elapsed();
+            for drive in &drives {
+                let store = mount(drive).await;
+                assert!(store.space().await.unwrap().free > 240 << 20);
+            }
+            println!(
+                "round {round}: 5 targets created in {created:?}, mounted after {:?}",
+                started.elapsed()
+            );
+        });
+    }
+}
+
 /// Prints the speed of the simulation.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test measures and asserts nothing about time")]
