@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::task::LocalSet;
 
-use super::sim_drive::{DriveFault, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors};
+use super::sim_drive::{DriveFault, DriveImage, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors};
 use super::store::{BlockStore, MkfsOptions, MountOptions};
 use crate::conformance::{self, Workload, cid, compare, oid, pattern, random_operations, write};
 use crate::{MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction};
@@ -403,13 +403,70 @@ fn a_failed_write_or_flush_poisons_the_target_until_a_remount() {
             assert!(matches!(lost, Err(StoreError::Poisoned(_))), "{lost:?}");
             let counts = target.drive.counts();
             assert_eq!(counts.write_errors + counts.flush_errors, 1);
-            let target = target.remount().await;
+            assert!(matches!(target.put("new", 1).await, Err(StoreError::Poisoned(_))));
+            assert!(matches!(target.store.umount().await, Err(StoreError::Poisoned(_))));
+            let after = target.read("old").await;
+            assert!(matches!(after, Err(StoreError::Poisoned(_))), "the failure is still known: {after:?}");
+            let target = target.mount_again().await;
             target.put("new", 60_000).await.unwrap();
             let target = target.fail_power().await;
             target.assert_has("old", 100_000).await;
             target.assert_has("new", 60_000).await;
         });
     }
+}
+
+/// Mounts the target of `image` on a drive that fails one write or flush after `after` successes.
+/// Returns the content of the drive after the end of the mount, and whether the fault has fired.
+async fn mount_with_fault(image: &DriveImage, kind: FaultKind, after: u64) -> (DriveImage, bool) {
+    let rng = StdRng::seed_from_u64(base::entropy::random());
+    let drive = SimDrive::with_image(image, rng, DriveTimes::default());
+    drive.inject(DriveFault { after, ..DriveFault::once(kind) });
+    let mounted = BlockStore::mount_simulated(&drive, &options()).await;
+    let counts = drive.counts();
+    let fired = counts.write_errors + counts.flush_errors > 0;
+    assert!(mounted.is_ok() || fired, "request {after}: {mounted:?}");
+    drop(mounted);
+    drive.sever();
+    (drive.image(), fired)
+}
+
+#[test]
+fn a_target_can_be_mounted_after_any_two_failed_mounts_with_torn_writes() {
+    let mut pairs = 0;
+    simulate(conformance::seed(), async || {
+        let target = SmallTarget::new().await;
+        for n in 1..6 {
+            target.put(&format!("o{n}"), n * 3000).await.unwrap();
+        }
+        let start = target.drive.image_after_power_failure(Survivors::Nothing);
+        for kinds in [FaultKind::WriteError, FaultKind::FlushError]
+            .into_iter()
+            .flat_map(|first| [(first, FaultKind::WriteError), (first, FaultKind::FlushError)])
+        {
+            for first in 0.. {
+                let (image, fired) = mount_with_fault(&start, kinds.0, first).await;
+                if !fired {
+                    break;
+                }
+                for second in 0.. {
+                    let (image, fired) = mount_with_fault(&image, kinds.1, second).await;
+                    let rng = StdRng::seed_from_u64(base::entropy::random());
+                    let drive = SimDrive::with_image(&image, rng, DriveTimes::default());
+                    let store = mount(&drive).await;
+                    let target = SmallTarget { drive, store };
+                    for n in 1..6 {
+                        target.assert_has(&format!("o{n}"), n * 3000).await;
+                    }
+                    pairs += 1;
+                    if !fired {
+                        break;
+                    }
+                }
+            }
+        }
+    });
+    assert!(pairs > 100, "{pairs} pairs of faults");
 }
 
 #[test]

@@ -22,6 +22,7 @@ mod image;
 mod mount;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -102,19 +103,29 @@ pub enum DrivePart {
 }
 
 /// A copy of a drive's content. Copies share memory with the drive.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct DriveImage(Image);
+
+impl fmt::Debug for DriveImage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DriveImage").field("size", &self.0.size()).finish_non_exhaustive()
+    }
+}
 
 /// A simulated drive. It outlives the mounts of its target, as a real drive does.
 ///
 /// All random decisions come from the generator that the creator supplies. A drive is used by one
 /// thread, inside a Tokio runtime with time enabled.
-#[derive(Debug)]
 pub struct SimDrive {
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+impl fmt::Debug for SimDrive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimDrive").finish_non_exhaustive()
+    }
+}
+
 struct State {
     rng: StdRng,
     times: DriveTimes,
