@@ -21,10 +21,10 @@ mod block;
 pub mod conformance;
 mod error;
 mod found;
-/// A store on a simulated drive, for tests of power failures.
+/// A store on a drive that records its history, for tests of power failures.
 #[cfg(any(test, feature = "conformance"))]
 pub mod simulation {
-    pub use crate::block::sim::{Crashes, SimDrive, SimStore};
+    pub use crate::block::sim::{Crashes, RecordedDrive, SimStore};
 }
 /// A target on a simulated drive, which runs in simulated time and without threads.
 #[cfg(feature = "sim")]

@@ -12,7 +12,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use client::{Client, Options};
 use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message, UseAs};
 use osd::OsdConfig;
-use store::simulation::{SimDrive, SimStore};
+use store::simulation::{RecordedDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::{
@@ -628,7 +628,7 @@ mod tcp_only {
     #[tokio::test]
     async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
         let image = SimStore::format(vec![0; 16 << 20], Uuid::from_u128(1)).unwrap();
-        let store = SimStore::mount(&SimDrive::new(image), 1).unwrap();
+        let store = SimStore::mount(&RecordedDrive::new(image), 1).unwrap();
         let commits = Arc::new(AtomicU64::new(0));
         let watch: Watch = {
             let commits = Arc::clone(&commits);

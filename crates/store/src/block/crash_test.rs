@@ -12,7 +12,7 @@ use super::drive::Drive;
 use super::fsck::check;
 use super::index::ALWAYS_IN_STEPS;
 use super::recovery::{TargetSizes, mkfs};
-use super::sim::{Crashes, SimDrive, SimStore};
+use super::sim::{Crashes, RecordedDrive, SimStore};
 use super::superblock::Superblock;
 use crate::conformance::{self, Workload, random_operations, seed};
 use crate::{CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
@@ -24,7 +24,7 @@ fn sizes() -> TargetSizes {
 }
 
 fn fresh() -> Vec<u8> {
-    let drive = SimDrive::new(vec![0xa5; SIZE]);
+    let drive = RecordedDrive::new(vec![0xa5; SIZE]);
     let shared: Arc<dyn Drive> = drive.clone();
     mkfs(&shared, &sizes(), &mut |_, _| {}).unwrap();
     drive.image()
@@ -70,7 +70,7 @@ pub(super) async fn digest_of(
 #[test]
 fn a_store_on_a_simulated_drive_passes_the_conformance_suite() {
     let big = || {
-        let drive = SimDrive::new(vec![0; 48 << 20]);
+        let drive = RecordedDrive::new(vec![0; 48 << 20]);
         let shared: Arc<dyn Drive> = drive.clone();
         let sizes = TargetSizes { uuid: None, log_bytes: Some(9 << 20), index_bytes: Some(16 << 20) };
         mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
@@ -87,7 +87,7 @@ fn a_store_on_a_simulated_drive_passes_the_conformance_suite() {
 /// A workload that has run: the states of the target, and the positions in the drive's history at
 /// which transactions were acknowledged.
 struct Story {
-    drive: Arc<SimDrive>,
+    drive: Arc<RecordedDrive>,
     start: Vec<u8>,
     /// Digest of the target's content before the workload and after each applied transaction.
     states: Vec<u64>,
@@ -112,7 +112,7 @@ enum End {
 }
 
 fn tell(start: Vec<u8>, seed: u64, transactions: usize, end: End) -> Story {
-    let drive = SimDrive::new(start.clone());
+    let drive = RecordedDrive::new(start.clone());
     let store = SimStore::mount(&drive, seed).unwrap();
     let model = MemStore::new();
     let mut workload = Workload::new(seed);
@@ -229,7 +229,7 @@ fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let least =
         story.acknowledged.iter().filter(|(_, at)| *at <= position).map(|(n, _)| *n).max().unwrap_or(0);
     let most = story.applied.iter().filter(|(at, _)| *at <= position).map(|(_, n)| *n).max().unwrap_or(0);
-    let drive = SimDrive::new(image);
+    let drive = RecordedDrive::new(image);
     let shared: Arc<dyn Drive> = drive.clone();
     let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
     assert!(report.is_clean(), "fsck after a crash at {position}: {report:#?}");
@@ -257,7 +257,7 @@ fn flip(image: Vec<u8>, rng: &mut StdRng) -> (usize, Result<u64, StoreError>) {
             }
         },
     };
-    let drive = SimDrive::new(image);
+    let drive = RecordedDrive::new(image);
     drive.flip_bit(8 * byte + rng.random_range(0..8));
     (byte, SimStore::mount(&drive, 1).and_then(|store| run(digest(&store))))
 }
@@ -268,7 +268,7 @@ fn a_flipped_bit_after_a_crash_loses_only_data_not_recorded_as_flushed() {
     let mut rng = StdRng::seed_from_u64(seed);
     let story = tell(fresh(), seed, 80, End::Cut);
     let image = Crashes::new(&story.drive, story.start.clone()).image(story.drive.position(), &mut rng);
-    let data = Superblock::read(SimDrive::new(image.clone()).as_ref()).unwrap().data.offset as usize;
+    let data = Superblock::read(RecordedDrive::new(image.clone()).as_ref()).unwrap().data.offset as usize;
     let least = story.acknowledged.iter().map(|(n, _)| *n).max().unwrap_or(0);
     let (mut reported, mut harmless) = (0, 0);
     for i in 0..125 * factor() {
@@ -326,7 +326,7 @@ fn a_flipped_bit_in_flushed_data_is_reported_or_harmless() {
 fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
     let seed = seed();
     for round in 0..20 {
-        let drive = SimDrive::new(fresh());
+        let drive = RecordedDrive::new(fresh());
         let store = SimStore::mount(&drive, seed).unwrap();
         let model = MemStore::new();
         let mut workload = Workload::new(seed.wrapping_add(round));
@@ -354,7 +354,7 @@ fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
         let refused = run(store.queue_transaction(crate::Transaction::new(conformance::cid("c0"))));
         assert!(matches!(refused, Err(StoreError::Poisoned(_))), "{refused:?}");
         assert!(matches!(run(store.umount()), Err(StoreError::Poisoned(_))));
-        let again = SimStore::mount(&SimDrive::new(drive.image()), seed).unwrap();
+        let again = SimStore::mount(&RecordedDrive::new(drive.image()), seed).unwrap();
         let found = run(digest(&again)).unwrap();
         let prefix = states.iter().rposition(|s| *s == found);
         assert!(
@@ -366,8 +366,8 @@ fn a_failing_drive_poisons_the_target_and_loses_no_acknowledged_change() {
 }
 
 /// Mounts a target and creates collections `c` and `d`, each with an empty object `o1`.
-fn small_target(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
-    let drive = SimDrive::new(image);
+fn small_target(image: Vec<u8>) -> (Arc<RecordedDrive>, SimStore) {
+    let drive = RecordedDrive::new(image);
     let store = SimStore::mount(&drive, seed()).unwrap();
     for c in ["c", "d"] {
         let made = Transaction::new(conformance::cid(c)).with(Op::CreateCollection);
@@ -414,8 +414,8 @@ fn one_failed_write_or_flush_of_a_checkpoint_poisons_the_target() {
 /// writes and flushes. Returns the drive and whether the fault was injected. A mount that makes at
 /// most `after` such requests does not meet the fault. A mount succeeds despite the fault if only
 /// the closing of the index fails.
-fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<SimDrive>, bool) {
-    let drive = SimDrive::new(image);
+fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<RecordedDrive>, bool) {
+    let drive = RecordedDrive::new(image);
     drive.fail_once_after(after);
     let failed = SimStore::mount(&drive, 1).err();
     let fired = drive.failures() > 0;
@@ -436,7 +436,7 @@ fn a_target_can_be_mounted_after_any_two_failed_mounts() {
         }
         for second in 0.. {
             let (drive, fired) = mount_with_fault(drive.image(), second);
-            let store = SimStore::mount(&SimDrive::new(drive.image()), 1)
+            let store = SimStore::mount(&RecordedDrive::new(drive.image()), 1)
                 .unwrap_or_else(|e| panic!("requests {first} and {second} failed: {e}"));
             assert_eq!(run(digest(&store)).unwrap(), expected, "requests {first} and {second}");
             pairs += 1;
@@ -461,7 +461,7 @@ fn a_failed_target_still_reports_its_failure_after_an_unmount() {
 
 #[test]
 fn transactions_continue_after_the_log_filled_up_during_a_checkpoint() {
-    let drive = SimDrive::new(vec![0; 32 << 20]);
+    let drive = RecordedDrive::new(vec![0; 32 << 20]);
     let shared: Arc<dyn Drive> = drive.clone();
     let sizes = TargetSizes { index_bytes: Some(16 << 20), ..sizes() };
     mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
@@ -479,7 +479,7 @@ fn transactions_continue_after_the_log_filled_up_during_a_checkpoint() {
 #[test]
 fn a_repair_corrects_the_bitmap_and_the_reference_counts() {
     let story = tell(fresh(), seed(), 80, End::Unmounted);
-    let drive = SimDrive::new(story.drive.image());
+    let drive = RecordedDrive::new(story.drive.image());
     let shared: Arc<dyn Drive> = drive.clone();
     super::recovery::spoil_for_test(&shared);
     let found = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();

@@ -68,7 +68,8 @@ impl Driver {
     /// end, the task waits for outstanding drive requests, and then for a running checkpoint and
     /// the closing of the index. The wait for drive requests blocks the thread. The wait for the
     /// checkpoint and the index does not block the thread, because closing the index of a failed
-    /// drive may take as long as the drive's timeouts.
+    /// drive may take as long as the drive's timeouts. On a simulated drive, the task never blocks
+    /// and needs no I/O of the runtime.
     pub async fn run(self) {
         match self.0 {
             Kind::Hardware(driver) => driver.run().await,

@@ -2,37 +2,87 @@
 //! nothing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use rand::Rng;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tokio::runtime::Runtime;
+use tokio::task::LocalSet;
 
 use super::crash_test::digest_of;
 use super::drive::Drive;
-use super::fsck::check;
 use super::recovery::{TargetSizes, mkfs};
-use super::sim::{Crashes, SimDrive, SimStore};
+use super::sim::{RecordedDrive, SimStore};
+use super::sim_drive::{DriveImage, DriveTimes, SimDrive, Survivors};
+use super::store::{BlockStore, MkfsOptions, MountOptions};
 use crate::conformance::{Workload, cid, oid, pattern, seed, write};
 use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
 const BLOCK: usize = 4096;
 
+thread_local! {
+    /// The runtime and the tasks of the test that runs on this thread, in simulated time.
+    static SIMULATION: &'static (Runtime, LocalSet) = {
+        // The thread ends with the test, so its random numbers need not be restored.
+        std::mem::forget(base::entropy::seed_this_thread(seed()));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+        Box::leak(Box::new((runtime.unwrap(), LocalSet::new())))
+    };
+}
+
+/// Runs the simulation until `future` is complete. Simulated time stands still between two calls.
 fn run<T>(future: impl Future<Output = T>) -> T {
-    futures::executor::block_on(future)
+    SIMULATION.with(|(runtime, tasks)| tasks.block_on(runtime, future))
 }
 
 /// Returns the content of a drive of `size` bytes with a new target.
-fn fresh(size: usize) -> Vec<u8> {
-    let drive = SimDrive::new(vec![0; size]);
+fn fresh(size: u64) -> DriveImage {
+    run(async {
+        let drive = SimDrive::new(size, StdRng::seed_from_u64(0), DriveTimes::default());
+        let (log_bytes, index_bytes) = (Some(1 << 20), Some(4 << 20));
+        drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+        drive.image()
+    })
+}
+
+fn mount(image: &DriveImage) -> (Arc<SimDrive>, Arc<BlockStore>) {
+    run(async {
+        let rng = StdRng::seed_from_u64(base::entropy::random());
+        let drive = SimDrive::with_image(image, rng, DriveTimes::default());
+        let options = MountOptions {
+            index_cache_bytes: 1 << 20,
+            metadata_cache_bytes: 1 << 20,
+            buffer_bytes: 1 << 20,
+            ..MountOptions::default()
+        };
+        let (store, driver) = BlockStore::mount_simulated(&drive, &options).await.unwrap();
+        base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
+        (drive, store)
+    })
+}
+
+/// Returns the content of a drive that has just lost its power.
+fn after_power_failure(drive: &SimDrive) -> DriveImage {
+    let survivors = [Survivors::Nothing, Survivors::Everything, Survivors::Writes, Survivors::Sectors];
+    let choice = base::entropy::random::<u64>() as usize % survivors.len();
+    run(async { drive.image_after_power_failure(survivors[choice]) })
+}
+
+fn is_sound(image: &DriveImage) -> bool {
+    run(async {
+        let drive = SimDrive::with_image(image, StdRng::seed_from_u64(0), DriveTimes::default());
+        drive.fsck(&|_, _, _| None).unwrap().is_clean()
+    })
+}
+
+/// Mounts a new target of `size` bytes whose events the test controls one by one.
+fn mount_stepwise(size: usize) -> SimStore {
+    let drive = RecordedDrive::new(vec![0; size]);
     let shared: Arc<dyn Drive> = drive.clone();
     let sizes = TargetSizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
     mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
-    drive.image()
-}
-
-fn mount(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
-    let drive = SimDrive::new(image);
-    let store = SimStore::mount(&drive, seed()).unwrap();
-    (drive, store)
+    SimStore::mount(&drive, seed()).unwrap()
 }
 
 fn create(store: &dyn ObjectStore, collections: &[&str]) {
@@ -67,11 +117,11 @@ fn fill(store: &dyn ObjectStore, left: u64) {
 
 #[test]
 fn a_transaction_whose_writes_do_not_all_fit_is_refused_and_later_calls_run() {
-    let (_, store) = mount(fresh(12 << 20));
-    create(&store, &["c"]);
+    let (_, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c"]);
     let c = cid("c");
     run(store.queue_transaction(put(&c, "old", 1))).unwrap();
-    fill(&store, 10);
+    fill(&*store, 10);
     let pieces = Transaction::new(c.clone()).with(write(&oid("a"), 0, pattern(1, 7 * BLOCK))).with(write(
         &oid("b"),
         0,
@@ -97,11 +147,11 @@ fn a_transaction_whose_writes_do_not_all_fit_is_refused_and_later_calls_run() {
 
 #[test]
 fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
-    let (_, store) = mount(fresh(12 << 20));
-    create(&store, &["c", "d"]);
+    let (_, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c", "d"]);
     let (c, d) = (cid("c"), cid("d"));
     run(store.queue_transaction(put(&d, "large", 8))).unwrap();
-    fill(&store, 10);
+    fill(&*store, 10);
     let removed = store.queue_transaction(remove(&d, "large"));
     let pieces = Transaction::new(c.clone()).with(write(&oid("a"), 0, pattern(1, 9 * BLOCK))).with(write(
         &oid("b"),
@@ -116,11 +166,11 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_writes() {
 
 #[test]
 fn only_one_of_three_calls_that_compete_for_space_succeeds_and_all_get_replies() {
-    let (_, store) = mount(fresh(12 << 20));
-    create(&store, &["c", "d", "e"]);
+    let (_, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c", "d", "e"]);
     let (c, d, e) = (cid("c"), cid("d"), cid("e"));
     run(store.queue_transaction(put(&e, "large", 8))).unwrap();
-    fill(&store, 10);
+    fill(&*store, 10);
     let removed = store.queue_transaction(remove(&e, "large"));
     let one = store.queue_transaction(put(&c, "one", 15));
     let staged = store.stage(15 * BLOCK as u64);
@@ -149,16 +199,16 @@ fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() 
         );
         let seed = first.wrapping_add(round);
         let start = {
-            let (drive, store) = mount(fresh(8 << 20));
-            fill(&store, 150);
+            let (drive, store) = mount(&fresh(8 << 20));
+            fill(&*store, 150);
             run(store.umount()).unwrap();
-            drive.image()
+            run(async { drive.image() })
         };
-        let (drive, store) = mount(start.clone());
+        let (drive, store) = mount(&start);
         let model = MemStore::new();
         let mut workload = Workload::new(seed);
         let mut durable = Vec::new();
-        for _ in 0..60 {
+        for step in 0..60 {
             let many = workload.rng().random_range(1..6);
             let queued: Vec<_> = (0..many)
                 .map(|_| {
@@ -179,16 +229,15 @@ fn a_nearly_full_target_behaves_like_the_reference_model_and_survives_crashes() 
                     }
                 }
             }
-            durable.push((drive.position(), contents(&model)));
+            if step % 5 == 4 {
+                durable.push((step, after_power_failure(&drive), contents(&model)));
+            }
         }
-        assert_eq!(contents(&store), contents(&model));
-        let mut crashes = Crashes::new(&drive, start);
-        for (position, expected) in durable.into_iter().skip(5).step_by(11) {
-            let (drive, store) = mount(crashes.image(position, workload.rng()));
-            assert_eq!(contents(&store), expected, "round {round}, after a crash at {position}");
-            let shared: Arc<dyn Drive> = SimDrive::new(drive.image());
-            let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
-            assert!(report.is_clean(), "{report:#?}");
+        assert_eq!(contents(&*store), contents(&model));
+        for (step, image, expected) in durable {
+            assert!(is_sound(&image), "round {round}, after a power failure at step {step}");
+            let (_, store) = mount(&image);
+            assert_eq!(contents(&*store), expected, "round {round}, after a power failure at step {step}");
         }
         round += 1;
     }
@@ -204,12 +253,12 @@ fn contents(store: &dyn ObjectStore) -> u64 {
 #[test]
 fn a_full_target_accepts_reads_omap_entries_and_removals() {
     let image = {
-        let (drive, store) = mount(fresh(8 << 20));
-        fill(&store, 0);
+        let (drive, store) = mount(&fresh(8 << 20));
+        fill(&*store, 0);
         run(store.umount()).unwrap();
-        drive.image()
+        run(async { drive.image() })
     };
-    let (_, store) = mount(image);
+    let (_, store) = mount(&image);
     let c = cid("full");
     let (objects, more) = run(store.list(&c, None, 10_000)).unwrap();
     assert!(!more && objects.len() > 5);
@@ -246,11 +295,11 @@ fn is_full(result: &Result<(), StoreError>, full: Area) -> bool {
 
 #[test]
 fn transactions_can_use_the_reserve_of_a_full_target_even_after_a_restart() {
-    let (drive, store) = mount(fresh(12 << 20));
-    create(&store, &["c"]);
+    let (drive, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c"]);
     let c = cid("c");
     run(store.queue_transaction(put(&c, "old", 3))).unwrap();
-    fill(&store, 0);
+    fill(&*store, 0);
     let (mut drive, mut store) = (drive, store);
     for round in 0..3u64 {
         let refused = run(store.queue_transaction(put(&c, "new", 1)));
@@ -271,24 +320,23 @@ fn transactions_can_use_the_reserve_of_a_full_target_even_after_a_restart() {
         if round == 0 {
             run(store.umount()).unwrap();
         }
-        let image = drive.image();
-        let shared: Arc<dyn Drive> = SimDrive::new(image.clone());
-        assert!(check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap().is_clean());
-        (drive, store) = mount(image);
+        let image = after_power_failure(&drive);
+        assert!(is_sound(&image));
+        (drive, store) = mount(&image);
     }
 }
 
 #[test]
 fn a_target_without_any_free_block_can_be_mounted_read_and_emptied() {
     let image = {
-        let (drive, store) = mount(fresh(12 << 20));
-        create(&store, &["c"]);
+        let (drive, store) = mount(&fresh(12 << 20));
+        create(&*store, &["c"]);
         run(store.queue_transaction(put(&cid("c"), "o", 3))).unwrap();
-        fill_without_reserve(&store);
+        fill_without_reserve(&*store);
         run(store.umount()).unwrap();
-        drive.image()
+        run(async { drive.image() })
     };
-    let (_, store) = mount(image);
+    let (_, store) = mount(&image);
     let c = cid("c");
     assert_eq!(run(store.space()).unwrap().free, 0);
     // Placement groups undo changes with ops that need no free block. Such ops share whole blocks
@@ -323,12 +371,12 @@ fn a_target_without_any_free_block_can_be_mounted_read_and_emptied() {
 
 #[test]
 fn a_write_that_changes_nothing_needs_no_free_block() {
-    let (_, store) = mount(fresh(12 << 20));
-    create(&store, &["c"]);
+    let (_, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c"]);
     let c = cid("c");
     run(store.queue_transaction(put(&c, "o", 2))).unwrap();
     run(store.queue_transaction(cut(&c, "o", 5000))).unwrap();
-    fill_without_reserve(&store);
+    fill_without_reserve(&*store);
     let longer = Op::Truncate { oid: oid("o"), size: 2 * BLOCK as u64 };
     run(store.queue_transaction(Transaction::new(c.clone()).with(longer))).unwrap();
     run(store.queue_transaction(cut(&c, "o", 5000))).unwrap();
@@ -339,8 +387,8 @@ fn a_write_that_changes_nothing_needs_no_free_block() {
 
 #[test]
 fn a_target_with_a_full_index_accepts_changes_that_use_the_reserve() {
-    let (drive, store) = mount(fresh(12 << 20));
-    create(&store, &["c"]);
+    let (drive, store) = mount(&fresh(12 << 20));
+    create(&*store, &["c"]);
     let c = cid("c");
     let make = |n: u32| {
         let oid = oid(&format!("{:08x}", n.wrapping_mul(0x9e37_79b1)));
@@ -363,7 +411,7 @@ fn a_target_with_a_full_index_accepts_changes_that_use_the_reserve() {
         }
         let refused = run(store.queue_transaction(make(made)));
         assert!(is_full(&refused, Area::Index), "{refused:?}");
-        (drive, store) = mount(drive.image());
+        (drive, store) = mount(&after_power_failure(&drive));
     }
     let mut removed = 0;
     loop {
@@ -385,7 +433,7 @@ fn a_target_with_a_full_index_accepts_changes_that_use_the_reserve() {
 #[test]
 fn a_call_fails_if_repeated_checkpoints_make_no_room_in_the_index() {
     const KEYS: usize = 4000;
-    let (_, store) = mount(fresh(12 << 20));
+    let store = mount_stepwise(12 << 20);
     create(&store, &["c", "d"]);
     let (c, d) = (cid("c"), cid("d"));
     let key = |n: usize| Bytes::from(format!("k{n:04}"));
@@ -422,15 +470,15 @@ fn a_call_fails_if_repeated_checkpoints_make_no_room_in_the_index() {
 
 #[test]
 fn the_blocks_of_a_stage_are_freed_if_its_caller_stops_waiting() {
-    let (_, store) = mount(fresh(12 << 20));
-    create(&store, &["e"]);
+    let (_, store) = mount(&fresh(12 << 20));
+    create(&*store, &["e"]);
     let e = cid("e");
     run(store.queue_transaction(put(&e, "large", 8))).unwrap();
-    fill(&store, 10);
+    fill(&*store, 10);
     let removed = store.queue_transaction(remove(&e, "large"));
     drop(store.stage(15 * BLOCK as u64));
     run(removed).unwrap();
-    while store.lock().step() {}
+    run(async { tokio::time::sleep(Duration::from_secs(1)).await });
     let space = run(store.space()).unwrap();
     assert_eq!((space.free, space.staged), (18 * BLOCK as u64, 0));
 }

@@ -2,6 +2,8 @@
 //!
 //! - [`store`] is the handle of a target, and [`driver`] runs the target. [`mailbox`] passes
 //!   commands from the handle to the driver.
+//! - [`backend`] is the interface between the driver and its I/O ring and workers. [`hardware`]
+//!   implements it with io_uring and threads, and `sim_drive` in simulated time.
 //! - [`core`] is the state of a target, without any I/O. [`messages`] defines the core's inputs and
 //!   outputs.
 //! - [`calls`] executes calls: [`apply`] turns transactions into changes, [`stages`] handles staged

@@ -1,5 +1,5 @@
-//! A simulated drive, and a target on it that runs in the test's own thread. A seed determines the
-//! order of events.
+//! A drive that records its history, and a target on it that runs in the test's own thread. A seed
+//! determines the order of events. There is no time: an event happens when the test asks for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -37,7 +37,7 @@ enum Entry {
 
 /// A drive in memory that records its complete history.
 #[derive(Debug)]
-pub struct SimDrive {
+pub struct RecordedDrive {
     state: Mutex<State>,
 }
 
@@ -55,12 +55,12 @@ struct State {
     failed: u64,
 }
 
-impl SimDrive {
+impl RecordedDrive {
     /// Creates a drive with the given content.
     #[must_use]
-    pub fn new(image: Vec<u8>) -> Arc<SimDrive> {
+    pub fn new(image: Vec<u8>) -> Arc<RecordedDrive> {
         let state = State { image, history: Vec::new(), next: 0, fail_after: None, fail_count: 0, failed: 0 };
-        Arc::new(SimDrive { state: Mutex::new(state) })
+        Arc::new(RecordedDrive { state: Mutex::new(state) })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -135,7 +135,7 @@ impl State {
     }
 }
 
-impl Drive for SimDrive {
+impl Drive for RecordedDrive {
     fn size(&self) -> u64 {
         self.lock().image.len() as u64
     }
@@ -178,7 +178,7 @@ pub struct Crashes {
 impl Crashes {
     /// Starts before the first event in the history of `drive`. `base` is the content of the drive
     /// at that time.
-    pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
+    pub fn new(drive: &RecordedDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
         Crashes { history, base, at: 0, submitted, completed, covered }
@@ -229,14 +229,14 @@ impl Crashes {
 pub(crate) struct SimTarget {
     core: Core,
     index: Arc<Index>,
-    drive: Arc<SimDrive>,
+    drive: Arc<RecordedDrive>,
     rng: StdRng,
     requests: Vec<(IoRequest, u64)>,
     work: Vec<BlockingWork>,
 }
 
 impl SimTarget {
-    pub(crate) fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimTarget> {
+    pub(crate) fn mount(drive: &Arc<RecordedDrive>, seed: u64) -> Result<SimTarget> {
         let limits = MemoryLimits { cache_bytes: 1 << 20, buffer_bytes: 1 << 20 };
         let shared: Arc<dyn Drive> = Arc::clone(drive) as Arc<dyn Drive>;
         let (core, index) = mount(&shared, None, 1 << 20, &limits)?;
@@ -358,7 +358,7 @@ impl SimStore {
     /// # Errors
     /// If the image is too small.
     pub fn format(image: Vec<u8>, uuid: Uuid) -> Result<Vec<u8>> {
-        let drive = SimDrive::new(image);
+        let drive = RecordedDrive::new(image);
         let shared: Arc<dyn Drive> = drive.clone();
         let sizes = TargetSizes { uuid: Some(uuid), log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
         mkfs(&shared, &sizes, &mut |_, _| {})?;
@@ -369,7 +369,7 @@ impl SimStore {
     ///
     /// # Errors
     /// Those of [`BlockStore::mount`](crate::BlockStore::mount).
-    pub fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimStore> {
+    pub fn mount(drive: &Arc<RecordedDrive>, seed: u64) -> Result<SimStore> {
         Ok(SimStore { target: Arc::new(Mutex::new(SimTarget::mount(drive, seed)?)) })
     }
 

@@ -55,16 +55,16 @@ impl Core {
         let mut requests = Vec::with_capacity(1);
         let mut at = start;
         for from in (0..data.len()).step_by(MAX_WRITE) {
-            let part = data.slice(from..data.len().min(from + MAX_WRITE));
-            let len = part.len().div_ceil(BLOCK_SIZE) as u64;
-            let whole = if aligned { part.len() - part.len() % BLOCK_SIZE } else { 0 };
+            let end = data.len().min(from + MAX_WRITE);
+            let split = if aligned { end - (end - from) % BLOCK_SIZE } else { from };
             let mut pieces = Vec::with_capacity(1);
-            if whole > 0 {
-                pieces.push(part.slice(..whole));
+            if from < split {
+                pieces.push(data.slice(from..split));
             }
-            if whole < part.len() {
-                pieces.push(self.bounce(&part[whole..]));
+            if split < end {
+                pieces.push(self.bounce(&data[split..end]));
             }
+            let len = (end - from).div_ceil(BLOCK_SIZE) as u64;
             requests.push((Extent { start: at, len }, pieces));
             at += len;
         }

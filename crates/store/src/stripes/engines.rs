@@ -42,15 +42,15 @@ impl Default for EngineOptions {
 /// one, the DPU's accelerator. Any thread may use them.
 #[derive(Debug)]
 pub struct Engines {
-    host: HostEngine,
-    accelerator: Option<Worker>,
+    host: CodingEngine,
+    accelerator: Option<CodingEngine>,
     cpus: Vec<usize>,
     codes: Mutex<HashMap<Geometry, Code>>,
 }
 
-/// The engine that uses the host's processor.
+/// An engine that computes parity.
 #[derive(Debug)]
-enum HostEngine {
+enum CodingEngine {
     Threads(Worker),
     Inline(InlineEngine),
 }
@@ -59,6 +59,7 @@ enum HostEngine {
 /// processor would need, on the clock of the Tokio runtime.
 #[derive(Debug)]
 struct InlineEngine {
+    name: &'static str,
     started: Instant,
     faults: Faults,
     counts: Arc<InlineCounts>,
@@ -75,6 +76,10 @@ struct InlineCounts {
 const INLINE_NS_PER_KIB: u64 = 100;
 
 impl InlineEngine {
+    fn new(name: &'static str, faults: Faults) -> InlineEngine {
+        InlineEngine { name, started: Instant::now(), faults, counts: Arc::default() }
+    }
+
     /// Computes a task when the returned future is polled.
     fn submit(
         &self,
@@ -104,7 +109,7 @@ impl InlineEngine {
         let tasks = count(&self.counts.tasks);
         let cpu_ns = count(&self.counts.bytes).div_ceil(1024) * INLINE_NS_PER_KIB;
         WorkerStats {
-            name: "inline".to_owned(),
+            name: self.name.to_owned(),
             queued: 0,
             tasks,
             bytes: count(&self.counts.bytes),
@@ -122,11 +127,11 @@ impl InlineEngine {
     }
 }
 
-impl HostEngine {
+impl CodingEngine {
     fn stats(&self) -> WorkerStats {
         match self {
-            HostEngine::Threads(worker) => worker.stats(),
-            HostEngine::Inline(engine) => engine.stats(),
+            CodingEngine::Threads(worker) => worker.stats(),
+            CodingEngine::Inline(engine) => engine.stats(),
         }
     }
 }
@@ -144,23 +149,25 @@ impl Engines {
     pub fn start(options: EngineOptions, accelerator: Option<Worker>) -> io::Result<Engines> {
         let EngineOptions { threads, cpus, faults } = options;
         let host = SoftwareOptions { threads, faults, ..SoftwareOptions::new(Processor::Host) };
-        let host = HostEngine::Threads(software::start(host)?);
+        let host = CodingEngine::Threads(software::start(host)?);
+        let accelerator = accelerator.map(CodingEngine::Threads);
         Ok(Engines { host, accelerator, cpus, codes: Mutex::default() })
     }
 
-    /// Creates an engine that has no thread and computes parity on the thread of the caller, for a
-    /// simulation. The futures of its tasks need a Tokio runtime with time enabled.
+    /// Creates engines that have no threads and compute parity on the thread of the caller, for a
+    /// simulation. With `accelerator`, one of them takes the place of the DPU's accelerator. The
+    /// futures of their tasks need a Tokio runtime with time enabled.
     #[must_use]
-    pub fn inline(faults: Faults) -> Engines {
-        let engine = InlineEngine { started: Instant::now(), faults, counts: Arc::default() };
-        let host = HostEngine::Inline(engine);
-        Engines { host, accelerator: None, cpus: Vec::new(), codes: Mutex::default() }
+    pub fn inline(faults: Faults, accelerator: bool) -> Engines {
+        let engine = |name| CodingEngine::Inline(InlineEngine::new(name, faults.clone()));
+        let accelerator = accelerator.then(|| engine("inline accelerator"));
+        Engines { host: engine("inline"), accelerator, cpus: Vec::new(), codes: Mutex::default() }
     }
 
     /// Returns the statistics of each engine.
     #[must_use]
     pub fn stats(&self) -> Vec<WorkerStats> {
-        std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(Worker::stats)).collect()
+        std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(CodingEngine::stats)).collect()
     }
 
     /// Computes the parity of the data fragments `data` into the buffers `parity`.
@@ -188,18 +195,20 @@ impl Engines {
         let code = self.code(data.len(), parity.len())?;
         let bytes = data.iter().map(|fragment| fragment.len() as u64).sum();
         let work = CodingWork { bytes, computed_fragments: parity.len() as u32 };
-        let worker = match (coder, &self.host) {
-            (ParityDevice::Host, HostEngine::Threads(worker)) => worker,
-            (ParityDevice::Host, HostEngine::Inline(engine)) => {
-                let compute = Box::new(move || encode(&code, &data, parity));
-                return Ok(Either::Right(engine.submit(work, compute)));
-            }
-            (ParityDevice::Accelerator, _) => self.accelerator.as_ref().ok_or_else(none)?,
+        let engine = match coder {
+            ParityDevice::Host => &self.host,
+            ParityDevice::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
         };
-        Ok(Either::Left(worker.submit(work, move || {
-            let started = Instant::now();
-            (encode(&code, &data, parity), Some(started.elapsed()))
-        })))
+        Ok(match engine {
+            CodingEngine::Threads(worker) => Either::Left(worker.submit(work, move || {
+                let started = Instant::now();
+                (encode(&code, &data, parity), Some(started.elapsed()))
+            })),
+            CodingEngine::Inline(engine) => {
+                let compute = Box::new(move || encode(&code, &data, parity));
+                Either::Right(engine.submit(work, compute))
+            }
+        })
     }
 
     fn code(&self, k: usize, m: usize) -> Result<Code, StripeError> {
@@ -220,18 +229,15 @@ impl Engines {
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
-        let host = match &self.host {
-            HostEngine::Threads(worker) => worker,
-            HostEngine::Inline(engine) => {
-                return Ok(HostReading { reading: engine.reading(), cpus: self.cpus.clone() });
-            }
-        };
-        let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
+        if let CodingEngine::Inline(engine) = &self.host {
+            return Ok(HostReading { reading: engine.reading(), cpus: self.cpus.clone() });
+        }
+        let used = |engine: &CodingEngine| Duration::from_nanos(engine.stats().cpu_ns);
         // If the host's CPUs are limited to a list, emulated devices run on other CPUs. The
         // counters then do not include the work of these devices, so it need not be subtracted.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
         let devices = device.map_or(Duration::ZERO, used);
-        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(host));
+        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));
         let reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
         Ok(HostReading { reading, cpus: self.cpus.clone() })
     }

@@ -131,23 +131,48 @@ async fn write_all(
 
 #[cfg(test)]
 mod tests {
+    use base::fault::{Faults, Site};
     use ec::offload::accelerator::{self, AcceleratorOptions};
     use ec::offload::batch::EngineRate;
 
-    use super::super::EngineOptions;
+    use super::super::{EngineOptions, ParityDevice};
     use super::*;
     use crate::MemStore;
     use crate::conformance::{Striped, seed};
 
-    #[tokio::test]
-    async fn local_stripes_pass_the_conformance_suite() {
-        let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
-        let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
+    async fn passes_the_conformance_suite(engines: Engines) {
+        let engines = Arc::new(engines);
         let store = |uuid| (Uuid::from_u128(uuid), Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
         let stores: Vec<(Uuid, Arc<dyn ObjectStore>)> = (1..=6).map(store).collect();
         let stripes = Arc::new(LocalStripes::new(stores.clone(), Arc::clone(&engines)));
         Striped { stripes, stores }.run(seed()).await;
         let stats = engines.stats();
         assert!(stats.iter().all(|engine| engine.tasks > 0 && engine.failed == 0), "{stats:?}");
+    }
+
+    #[tokio::test]
+    async fn local_stripes_pass_the_conformance_suite() {
+        let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
+        let engines = Engines::start(EngineOptions::default(), Some(accelerator)).unwrap();
+        passes_the_conformance_suite(engines).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn local_stripes_without_threads_pass_the_conformance_suite() {
+        passes_the_conformance_suite(Engines::inline(Faults::default(), true)).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_inline_engine_injects_faults() {
+        let faults = Faults::default();
+        faults.arm("ec.offload=fail,count=1".parse().unwrap()).unwrap();
+        let engines = Engines::inline(faults.clone(), false);
+        let encode = || {
+            let (data, parity) = (Bytes::from(vec![7; 4096]), FragmentBuf::heap(4096));
+            engines.encode(ParityDevice::Host, vec![data.clone(), data], vec![parity])
+        };
+        assert!(encode().await.is_err());
+        assert_eq!((faults.fired(Site::EcOffload), engines.stats()[0].failed), (1, 1));
+        assert!(encode().await.is_ok());
     }
 }

@@ -9,7 +9,7 @@ use client::{Client, Options};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
-use store::simulation::{Crashes, SimDrive, SimStore};
+use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
@@ -30,7 +30,7 @@ struct Cut {
 /// History of a run without a power loss, from which power losses at any moment are derived.
 struct Story {
     images: Vec<Vec<u8>>,
-    drives: Vec<Arc<SimDrive>>,
+    drives: Vec<Arc<RecordedDrive>>,
     /// Content of each object after each of its changes; `None` if the object did not exist.
     versions: Vec<Vec<Option<Bytes>>>,
     cuts: Vec<Cut>,
@@ -42,12 +42,12 @@ fn images(count: usize) -> Vec<Vec<u8>> {
     (0..count).map(format).collect()
 }
 
-fn drives(images: &[Vec<u8>]) -> Vec<Arc<SimDrive>> {
-    images.iter().map(|image| SimDrive::new(image.clone())).collect()
+fn drives(images: &[Vec<u8>]) -> Vec<Arc<RecordedDrive>> {
+    images.iter().map(|image| RecordedDrive::new(image.clone())).collect()
 }
 
 /// Starts a node on drives. The `lost` drives fail before the node starts.
-fn start(drives: &[Arc<SimDrive>], lost: &[usize], seed: u64, watch: Option<Watch>) -> Node {
+fn start(drives: &[Arc<RecordedDrive>], lost: &[usize], seed: u64, watch: Option<Watch>) -> Node {
     let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
     let stores: Vec<_> = drives.iter().map(|drive| FaultStore::over(mount(drive), watch.clone())).collect();
     lost.iter().for_each(|&drive| stores[drive].set_down(true));
@@ -178,7 +178,7 @@ async fn crash(text: &str, checks: usize) {
         checked += 1;
         let cut = story.cuts.iter().choose(&mut rng).unwrap();
         let both = story.drives.iter().zip(&story.images).zip(&cut.positions);
-        let image = |((drive, image), position): ((&Arc<SimDrive>, &Vec<u8>), &usize)| {
+        let image = |((drive, image), position): ((&Arc<RecordedDrive>, &Vec<u8>), &usize)| {
             Crashes::new(drive, image.clone()).image(*position, &mut rng)
         };
         let images: Vec<Vec<u8>> = both.map(image).collect();

@@ -7,7 +7,7 @@ use base::block::Payload;
 use client::{Error, NodeError, Pool, Redundancy};
 use futures::future::{join_all, try_join_all};
 use osd::OsdConfig;
-use store::simulation::{SimDrive, SimStore};
+use store::simulation::{RecordedDrive, SimStore};
 use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use uuid::Uuid;
 
@@ -18,7 +18,7 @@ use crate::raw::{Raw, append, head, mutate};
 fn node(targets: usize, mib: usize) -> Node {
     let store = |number: usize| {
         let image = SimStore::format(vec![0; mib << 20], Uuid::from_u128(number as u128)).unwrap();
-        FaultStore::over(Arc::new(SimStore::mount(&SimDrive::new(image), 7).unwrap()), None)
+        FaultStore::over(Arc::new(SimStore::mount(&RecordedDrive::new(image), 7).unwrap()), None)
     };
     let config = OsdConfig { upkeep_interval: std::time::Duration::from_millis(50), ..OsdConfig::default() };
     let mut node = Node::over((1..=targets).map(store).collect(), config);

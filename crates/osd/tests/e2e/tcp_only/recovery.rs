@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use osd::OsdConfig;
-use store::simulation::{SimDrive, SimStore};
+use store::simulation::{RecordedDrive, SimStore};
 use store::{ObjectId, Op, StoreCalls, Transaction};
 use uuid::Uuid;
 
@@ -614,7 +614,7 @@ async fn a_rebuild_processes_many_dirty_notes_about_objects_with_long_names() {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let store = |number| {
             let image = SimStore::format(vec![0; 64 << 20], Uuid::from_u128(number)).unwrap();
-            FaultStore::over(Arc::new(SimStore::mount(&SimDrive::new(image), seed()).unwrap()), None)
+            FaultStore::over(Arc::new(SimStore::mount(&RecordedDrive::new(image), seed()).unwrap()), None)
         };
         let mut node = Node::over(vec![store(1), store(2)], config);
         node.restart();

@@ -146,6 +146,7 @@ pub(in crate::block) struct SimBackend {
 impl SimBackend {
     /// Creates the backend of a mounted target. Must be called inside a Tokio runtime.
     pub(super) fn new(mount: Arc<SimMount>, index: Arc<Index>, mailbox: Mailbox) -> SimBackend {
+        let executed = mount.drive.lock().queue.executed;
         SimBackend {
             mount,
             index,
@@ -156,7 +157,7 @@ impl SimBackend {
             jobs: BTreeMap::new(),
             next_job: 0,
             written: None,
-            executed: 0,
+            executed,
             timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         }
     }

@@ -14,9 +14,13 @@ pub enum FaultKind {
     ReadError,
     /// A write fails. The drive may have stored any of its sectors.
     WriteError,
-    /// A flush fails. The writes that it covers may still be lost in a power failure, even after a
-    /// later flush.
+    /// A flush fails. The drive may drop any of the writes that it covers; then reads return the
+    /// older content.
     FlushError,
+    /// A flush fails. The writes that it covers stay visible but are volatile forever, as in a page
+    /// cache that marks pages as clean after a failed flush. A store that is mounted again before
+    /// the next power failure cannot keep its promises on this drive.
+    LostFlush,
     /// A read, write or flush takes this much longer. The blocking reads of recovery and of index
     /// lookups are not affected.
     Stall(Duration),
@@ -71,11 +75,11 @@ pub struct DriveCounts {
     pub writes: u64,
     /// Submitted flushes.
     pub flushes: u64,
-    /// Failed reads, writes and flushes.
+    /// Failed reads, without the reads of a removed drive.
     pub read_errors: u64,
-    /// See `read_errors`.
+    /// Failed writes.
     pub write_errors: u64,
-    /// See `read_errors`.
+    /// Failed flushes.
     pub flush_errors: u64,
     /// Delayed requests.
     pub stalls: u64,
@@ -116,6 +120,7 @@ pub(super) enum DriveRequestKind {
 pub(super) struct FaultVerdict {
     pub(super) fails: bool,
     pub(super) flips: bool,
+    pub(super) orphans: bool,
     pub(super) lies: bool,
     pub(super) stall: Duration,
 }
@@ -157,8 +162,12 @@ impl DriveFaults {
                 continue;
             }
             let count = match armed.fault.kind {
-                FaultKind::ReadError | FaultKind::WriteError | FaultKind::FlushError => {
+                FaultKind::ReadError
+                | FaultKind::WriteError
+                | FaultKind::FlushError
+                | FaultKind::LostFlush => {
                     verdict.fails = true;
+                    verdict.orphans |= armed.fault.kind == FaultKind::LostFlush;
                     match kind {
                         DriveRequestKind::Read | DriveRequestKind::InstantRead => &mut counts.read_errors,
                         DriveRequestKind::Write => &mut counts.write_errors,
@@ -195,7 +204,9 @@ impl ArmedDriveFault {
                 matches!(kind, DriveRequestKind::Read | DriveRequestKind::InstantRead)
             }
             FaultKind::WriteError | FaultKind::FlipInWrite => kind == DriveRequestKind::Write,
-            FaultKind::FlushError | FaultKind::LyingFlush => kind == DriveRequestKind::Flush,
+            FaultKind::FlushError | FaultKind::LostFlush | FaultKind::LyingFlush => {
+                kind == DriveRequestKind::Flush
+            }
             FaultKind::Stall(_) => kind != DriveRequestKind::InstantRead,
         };
         let touches = |only: &Range<u64>| range.start < only.end && only.start < range.end;

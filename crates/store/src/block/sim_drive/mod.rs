@@ -21,7 +21,8 @@ mod faults;
 mod image;
 mod mount;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -102,19 +103,29 @@ pub enum DrivePart {
 }
 
 /// A copy of a drive's content. Copies share memory with the drive.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct DriveImage(Image);
+
+impl fmt::Debug for DriveImage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DriveImage").field("size", &self.0.size()).finish_non_exhaustive()
+    }
+}
 
 /// A simulated drive. It outlives the mounts of its target, as a real drive does.
 ///
 /// All random decisions come from the generator that the creator supplies. A drive is used by one
 /// thread, inside a Tokio runtime with time enabled.
-#[derive(Debug)]
 pub struct SimDrive {
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+impl fmt::Debug for SimDrive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimDrive").finish_non_exhaustive()
+    }
+}
+
 struct State {
     rng: StdRng,
     times: DriveTimes,
@@ -156,6 +167,13 @@ struct VolatileWrite {
     pages: Vec<Option<SimPage>>,
     /// Whether a flush that covered the write has failed. Later flushes do not cover it.
     orphaned: bool,
+}
+
+impl VolatileWrite {
+    /// Returns the content of block `number` if the write has it.
+    fn page(&self, number: usize) -> Option<&SimPage> {
+        self.pages.get(number.checked_sub(self.first)?)?.as_ref()
+    }
 }
 
 /// A submitted request.
@@ -330,6 +348,13 @@ impl SimDrive {
     /// Like [`power_failure`](Self::power_failure), with a given choice of volatile content.
     pub fn power_failure_with(&self, survivors: Survivors) {
         self.now().power_failure(survivors);
+    }
+
+    /// Returns the content that the drive could have after a power failure at this time. The drive
+    /// does not change, except for the state of its random numbers.
+    #[must_use]
+    pub fn image_after_power_failure(&self, survivors: Survivors) -> DriveImage {
+        DriveImage(self.now().survived(survivors).0)
     }
 
     /// Removes the drive. The drive loses volatile content as in a power failure. All requests of
@@ -543,9 +568,10 @@ impl State {
             }
             SubmittedOp::Write { first, pages } if verdict.fails => self.write_partly(first, pages),
             SubmittedOp::Write { first, pages } => self.write(first, pages),
-            SubmittedOp::Flush(covered) if verdict.fails => {
+            SubmittedOp::Flush(covered) if verdict.orphans => {
                 self.volatile.range_mut(..=covered).for_each(|(_, write)| write.orphaned = true);
             }
+            SubmittedOp::Flush(covered) if verdict.fails => self.drop_writes(covered),
             SubmittedOp::Flush(_) if verdict.lies => {}
             SubmittedOp::Flush(covered) => self.persist(covered),
         }
@@ -581,6 +607,26 @@ impl State {
         });
         let mixed = mixed.collect();
         self.write(first, mixed);
+    }
+
+    /// Drops any of the first `covered` writes, because a flush has failed. Reads return the older
+    /// content of their blocks.
+    fn drop_writes(&mut self, covered: u64) {
+        let chance = [0.0, 0.3, 1.0][self.rng.random_range(0..3)];
+        let numbers: Vec<u64> = self.volatile.range(..=covered).map(|(number, _)| *number).collect();
+        let mut blocks = BTreeSet::new();
+        for number in numbers {
+            if self.rng.random_bool(chance)
+                && let Some(write) = self.volatile.remove(&number)
+            {
+                blocks.extend(write.first..write.first + write.pages.len());
+            }
+        }
+        for block in blocks {
+            let newest = self.volatile.values().rev().find_map(|write| write.page(block));
+            let page = newest.unwrap_or(self.durable.page(block)).clone();
+            self.cache.set(block, page);
+        }
     }
 
     /// Makes the first `covered` writes durable.
@@ -659,31 +705,43 @@ impl State {
 
     /// Loses volatile content and all requests in progress.
     fn lose_volatile(&mut self, survivors: Survivors) {
-        while let Some(request) = self.take_in_flight() {
-            if let SubmittedOp::Write { first, pages } = request.op {
-                self.write(first, pages);
+        let (image, lost) = self.survived(survivors);
+        self.counts.lost_sectors += lost;
+        self.cache = image.clone();
+        self.durable = image;
+        self.volatile.clear();
+        self.in_flight.clear();
+    }
+
+    /// Returns the content after a power failure, and the number of lost sectors.
+    fn survived(&mut self, survivors: Survivors) -> (Image, u64) {
+        let (mut image, mut lost) = (self.durable.clone(), 0);
+        let mut writes: Vec<Vec<(usize, SimPage)>> = Vec::new();
+        for VolatileWrite { first, pages, .. } in self.volatile.values() {
+            writes.push((*first..).zip(pages).filter_map(|(n, page)| Some((n, page.clone()?))).collect());
+        }
+        for request in self.in_flight.values() {
+            if let SubmittedOp::Write { first, pages } = &request.op {
+                writes.push((*first..).zip(pages.iter().cloned()).collect());
             }
         }
-        for (_, write) in std::mem::take(&mut self.volatile) {
+        for write in writes {
             let whole = match survivors {
                 Survivors::Nothing => Some(false),
                 Survivors::Everything => Some(true),
                 Survivors::Writes => Some(self.rng.random_bool(0.5)),
                 Survivors::Sectors => None,
             };
-            for (number, page) in (write.first..).zip(write.pages) {
-                let Some(page) = page else { continue };
-                let mut lost = 0;
-                let mixed = image::mix(self.durable.page(number), &page, || {
+            for (number, page) in write {
+                let mixed = image::mix(image.page(number), &page, || {
                     let survives = whole.unwrap_or_else(|| self.rng.random_bool(0.5));
                     lost += u64::from(!survives);
                     survives
                 });
-                self.counts.lost_sectors += lost;
-                self.durable.set(number, mixed);
+                image.set(number, mixed);
             }
         }
-        self.cache = self.durable.clone();
+        (image, lost)
     }
 
     fn remove(&mut self) {
