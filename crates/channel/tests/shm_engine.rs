@@ -11,7 +11,8 @@ use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
     Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
-    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, Ringer, ShmEngine, ShmOptions, Transfer, URGENT,
+    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, Ringer, ShmEngine, ShmOptions, Transfer,
+    URGENT,
 };
 
 /// The queue on which the tests post payload.

@@ -72,8 +72,9 @@ impl Bell for SimBell {
             let mut rung = lock(&self.rung);
             let now = Instant::now();
             let mut sum = 0u64;
-            while let Some((_, count)) = rung.rings.pop_front_if(|(at, _)| *at <= now) {
+            while let Some((_, count)) = rung.rings.front().copied().filter(|(at, _)| *at <= now) {
                 sum = sum.saturating_add(count);
+                rung.rings.pop_front();
             }
             if sum > 0 {
                 return Poll::Ready(Ok(sum));

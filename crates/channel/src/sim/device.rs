@@ -108,13 +108,8 @@ enum Event {
 impl SimDevice {
     pub(super) fn new(options: SimEngineOptions) -> SimDevice {
         let now = Instant::now();
-        let queue = |_| SimQueue {
-            items: VecDeque::new(),
-            head: None,
-            posted: 0,
-            was_full: false,
-            free_at: now,
-        };
+        let queue =
+            |_| SimQueue { items: VecDeque::new(), head: None, posted: 0, was_full: false, free_at: now };
         SimDevice {
             max_transfer: options.max_transfer,
             counters: Counters::default(),

@@ -81,8 +81,7 @@ impl Reached {
         memory: &HostMemory,
     ) -> channel::Result<OpenedMemory> {
         let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&outside_access(memory))?;
-        let (host_doorbell, offer) =
-            (Doorbell::new(grant.host_doorbell.try_clone()?)?, grant.offer.clone());
+        let (host_doorbell, offer) = (Doorbell::new(grant.host_doorbell.try_clone()?)?, grant.offer.clone());
         let (offers, provider) = (Rc::clone(offers), provider.to_owned());
         let ours = (Reached::Offer { offers, provider, grant: Some(grant) }, host_doorbell);
         Ok((ours, MemoryAnswer::Offer(offer), None))

@@ -1,0 +1,223 @@
+//! Tasks of an osd that write and read objects, and the model that says which content is correct.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::Payload;
+use base::entropy::random;
+use bytes::Bytes;
+use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
+
+use crate::world::{TARGETS, World};
+
+/// Number of tasks.
+const TASKS: usize = 5;
+/// Number of objects of each task.
+const OBJECTS: usize = 3;
+/// Lengths of objects, in bytes.
+const LENGTHS: [usize; 7] = [10, 3000, 8192, 40_000, 70_000, 200_000, (1 << 20) + 5];
+/// Maximum pause of a task between two operations.
+const PAUSE: Duration = Duration::from_millis(800);
+
+/// The versions of an object that a read may return: the last acknowledged version, and the later
+/// versions whose writes have an unknown outcome or are in progress.
+#[derive(Debug, Clone, Copy, Default)]
+struct Versions {
+    acknowledged: u64,
+    attempted: u64,
+}
+
+/// The load of an osd. It survives the osd's death.
+pub struct Load {
+    versions: RefCell<Vec<Versions>>,
+    acknowledged: Cell<u64>,
+    unknown: Cell<u64>,
+    read: Cell<u64>,
+    is_stopping: Cell<bool>,
+    running: Cell<usize>,
+}
+
+fn cid() -> CollectionId {
+    CollectionId::new("collection".to_owned()).unwrap()
+}
+
+fn oid(object: usize) -> ObjectId {
+    ObjectId::new(format!("object {object}")).unwrap()
+}
+
+fn target_of(object: usize) -> usize {
+    object % TARGETS
+}
+
+/// The content of a version of an object.
+fn content(object: usize, version: u64) -> Bytes {
+    let mut x =
+        (object as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ version.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    let len = LENGTHS[(x >> 32) as usize % LENGTHS.len()];
+    let mut step = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x.to_le_bytes()
+    };
+    let mut bytes: Vec<u8> = std::iter::repeat_with(&mut step).take(len.div_ceil(8)).flatten().collect();
+    bytes.truncate(len);
+    bytes.into()
+}
+
+async fn write(store: &Arc<dyn ObjectStore>, object: usize, version: u64) -> store::Result<()> {
+    let data = content(object, version);
+    let (size, payload) = (data.len() as u64, Payload::compute(0, data));
+    let transaction = |source| {
+        let write = Op::Write { oid: oid(object), offset: 0, source };
+        Transaction::new(cid()).with(Op::Truncate { oid: oid(object), size }).with(write)
+    };
+    if size < 50_000 {
+        return store.queue_transaction(transaction(WriteSource::Inline(payload))).await;
+    }
+    let stage = store.stage(size).await?;
+    let written = store.stage_write(stage, 0, payload).await;
+    let queued = match written {
+        Ok(()) => {
+            store.queue_transaction(transaction(WriteSource::Staged { stage, offset: 0, len: size })).await
+        }
+        Err(e) => Err(e),
+    };
+    store.stage_release(stage);
+    queued
+}
+
+/// Reads an object. Returns `None` if it does not exist.
+async fn read(store: &Arc<dyn ObjectStore>, object: usize) -> store::Result<Option<Bytes>> {
+    let read = match store.read(&cid(), &oid(object), 0, 2 << 20, None).await {
+        Ok(read) => read,
+        Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => return Ok(None),
+        Err(e) => return Err(e),
+    };
+    read.verify().expect("the checksums of an object match its data");
+    Ok(Some(read.contiguous()))
+}
+
+fn is_disconnected(error: &StoreError) -> bool {
+    matches!(error, StoreError::Disconnected(_) | StoreError::NoSuchStage(_))
+}
+
+impl Load {
+    pub fn new() -> Rc<Load> {
+        Rc::new(Load {
+            versions: RefCell::new(vec![Versions::default(); TASKS * OBJECTS]),
+            acknowledged: Cell::new(0),
+            unknown: Cell::new(0),
+            read: Cell::new(0),
+            is_stopping: Cell::new(false),
+            running: Cell::new(0),
+        })
+    }
+
+    /// Number of acknowledged writes.
+    pub fn acknowledged(&self) -> u64 {
+        self.acknowledged.get()
+    }
+
+    /// Number of writes whose outcome is unknown.
+    pub fn unknown(&self) -> u64 {
+        self.unknown.get()
+    }
+
+    /// Number of successful reads.
+    pub fn read(&self) -> u64 {
+        self.read.get()
+    }
+
+    /// Starts an osd with the load's tasks.
+    pub fn start(self: &Rc<Self>, world: &Rc<World>) {
+        let load = Rc::clone(self);
+        world.start_osd(async move |attachment| {
+            let stores: Vec<Arc<dyn ObjectStore>> =
+                (0..TARGETS).map(|target| attachment.store(target) as Arc<dyn ObjectStore>).collect();
+            for store in &stores {
+                let create = || Transaction::new(cid()).with(Op::CreateCollection);
+                while let Err(e) = store.queue_transaction(create()).await
+                    && is_disconnected(&e)
+                {}
+            }
+            for task in 0..TASKS {
+                let (load, stores) = (Rc::clone(&load), stores.clone());
+                load.running.update(|running| running + 1);
+                base::task::spawn_local(base::thread::ThreadClass::Osd, async move {
+                    load.work(task, &stores).await;
+                    load.running.update(|running| running - 1);
+                });
+            }
+        });
+    }
+
+    /// The osd was killed.
+    pub fn abandon(&self) {
+        self.running.set(0);
+    }
+
+    async fn work(&self, task: usize, stores: &[Arc<dyn ObjectStore>]) {
+        while !self.is_stopping.get() {
+            let object = task * OBJECTS + random::<u32>() as usize % OBJECTS;
+            let store = &stores[target_of(object)];
+            if random::<u32>().is_multiple_of(3) {
+                self.read_and_check(store, object).await;
+            } else {
+                self.write(store, object).await;
+            }
+            tokio::time::sleep(PAUSE.mul_f64(random())).await;
+        }
+    }
+
+    async fn write(&self, store: &Arc<dyn ObjectStore>, object: usize) {
+        self.versions.borrow_mut()[object].attempted += 1;
+        let version = self.versions.borrow()[object].attempted;
+        match write(store, object, version).await {
+            Ok(()) => {
+                self.versions.borrow_mut()[object].acknowledged = version;
+                self.acknowledged.update(|count| count + 1);
+            }
+            Err(e) if is_disconnected(&e) => self.unknown.update(|count| count + 1),
+            Err(e) => panic!("version {version} of object {object} cannot be written: {e}"),
+        }
+    }
+
+    async fn read_and_check(&self, store: &Arc<dyn ObjectStore>, object: usize) {
+        let Versions { acknowledged, attempted } = self.versions.borrow()[object];
+        match read(store, object).await {
+            Ok(found) => {
+                self.read.update(|count| count + 1);
+                let is_right = (acknowledged..=attempted).any(|version| match &found {
+                    Some(found) => version > 0 && *found == content(object, version),
+                    None => version == 0,
+                });
+                assert!(
+                    is_right,
+                    "object {object} has {:?} bytes, which are no version from {acknowledged} to {attempted}",
+                    found.map(|found| found.len())
+                );
+            }
+            Err(e) if is_disconnected(&e) => {}
+            Err(e) => panic!("object {object} cannot be read: {e}"),
+        }
+    }
+
+    /// Stops the tasks and waits for their end.
+    pub async fn stop(&self) {
+        self.is_stopping.set(true);
+        while self.running.get() > 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Checks the content of all objects in the store.
+    pub async fn check(&self, world: &World) {
+        for object in 0..TASKS * OBJECTS {
+            let disk = Arc::clone(&world.disks.borrow()[target_of(object)]) as Arc<dyn ObjectStore>;
+            self.read_and_check(&disk, object).await;
+        }
+    }
+}
