@@ -8,7 +8,10 @@ use std::time::Duration;
 use base::block::Payload;
 use base::entropy::random;
 use bytes::Bytes;
-use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
+use store::stripes::{Parity, StripeError, StripeStores, StripeWrite};
+use store::{
+    CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
+};
 
 use crate::world::{TARGETS, World};
 
@@ -17,7 +20,7 @@ const TASKS: usize = 5;
 /// Number of objects of each task.
 const OBJECTS: usize = 3;
 /// Lengths of objects, in bytes.
-const LENGTHS: [usize; 7] = [10, 3000, 8192, 40_000, 70_000, 200_000, (1 << 20) + 5];
+const LENGTHS: [usize; 8] = [10, 3000, 8192, 40_000, 70_000, 200_000, 256 << 10, (1 << 20) + 5];
 /// Maximum pause of a task between two operations.
 const PAUSE: Duration = Duration::from_millis(800);
 
@@ -67,7 +70,30 @@ fn content(object: usize, version: u64) -> Bytes {
     bytes.into()
 }
 
-async fn write(store: &Arc<dyn ObjectStore>, object: usize, version: u64) -> store::Result<()> {
+/// The stores of an attachment.
+#[derive(Clone)]
+struct Stores {
+    targets: Vec<Arc<dyn ObjectStore>>,
+    stripes: Arc<dyn StripeStores>,
+}
+
+/// Writes data to a stage: whole blocks by a call for several targets, other data by a call for one
+/// target.
+async fn stage(stores: &Stores, target: usize, stage: StageId, payload: Payload) -> store::Result<()> {
+    if payload.len() % 4096 > 0 {
+        return stores.targets[target].stage_write(stage, 0, payload).await;
+    }
+    let parts = vec![Some((World::uuid(target), stage)), None];
+    let write = StripeWrite { parts, offset: 0, data: vec![payload.into()], parity: Parity::Copies };
+    stores.stripes.stage_stripes(write, None).await.map_err(|e| match e {
+        StripeError::Part(_, e) | StripeError::Store(e) => e,
+        StripeError::Coding(why) => panic!("copies need no coding: {why}"),
+    })
+}
+
+async fn write(stores: &Stores, object: usize, version: u64) -> store::Result<()> {
+    let target = target_of(object);
+    let store = &stores.targets[target];
     let data = content(object, version);
     let (size, payload) = (data.len() as u64, Payload::compute(0, data));
     let transaction = |source| {
@@ -77,15 +103,13 @@ async fn write(store: &Arc<dyn ObjectStore>, object: usize, version: u64) -> sto
     if size < 50_000 {
         return store.queue_transaction(transaction(WriteSource::Inline(payload))).await;
     }
-    let stage = store.stage(size).await?;
-    let written = store.stage_write(stage, 0, payload).await;
-    let queued = match written {
-        Ok(()) => {
-            store.queue_transaction(transaction(WriteSource::Staged { stage, offset: 0, len: size })).await
-        }
+    let id = store.stage(size).await?;
+    let source = WriteSource::Staged { stage: id, offset: 0, len: size };
+    let queued = match stage(stores, target, id, payload).await {
+        Ok(()) => store.queue_transaction(transaction(source)).await,
         Err(e) => Err(e),
     };
-    store.stage_release(stage);
+    store.stage_release(id);
     queued
 }
 
@@ -135,9 +159,9 @@ impl Load {
     pub fn start(self: &Rc<Self>, world: &Rc<World>) {
         let load = Rc::clone(self);
         world.start_osd(async move |attachment| {
-            let stores: Vec<Arc<dyn ObjectStore>> =
-                (0..TARGETS).map(|target| attachment.store(target) as Arc<dyn ObjectStore>).collect();
-            for store in &stores {
+            let targets = (0..TARGETS).map(|target| attachment.store(target) as Arc<dyn ObjectStore>);
+            let stores = Stores { targets: targets.collect(), stripes: attachment.stripes() };
+            for store in &stores.targets {
                 let create = || Transaction::new(cid()).with(Op::CreateCollection);
                 while let Err(e) = store.queue_transaction(create()).await
                     && is_disconnected(&e)
@@ -159,23 +183,22 @@ impl Load {
         self.running.set(0);
     }
 
-    async fn work(&self, task: usize, stores: &[Arc<dyn ObjectStore>]) {
+    async fn work(&self, task: usize, stores: &Stores) {
         while !self.is_stopping.get() {
             let object = task * OBJECTS + random::<u32>() as usize % OBJECTS;
-            let store = &stores[target_of(object)];
             if random::<u32>().is_multiple_of(3) {
-                self.read_and_check(store, object).await;
+                self.read_and_check(&stores.targets[target_of(object)], object).await;
             } else {
-                self.write(store, object).await;
+                self.write(stores, object).await;
             }
             tokio::time::sleep(PAUSE.mul_f64(random())).await;
         }
     }
 
-    async fn write(&self, store: &Arc<dyn ObjectStore>, object: usize) {
+    async fn write(&self, stores: &Stores, object: usize) {
         self.versions.borrow_mut()[object].attempted += 1;
         let version = self.versions.borrow()[object].attempted;
-        match write(store, object, version).await {
+        match write(stores, object, version).await {
             Ok(()) => {
                 self.versions.borrow_mut()[object].acknowledged = version;
                 self.acknowledged.update(|count| count + 1);

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::clock::Instant;
+use base::fault::Site;
 use channel::sim::{DeviceFailure, EngineFaults, SimEngineStats, WireStats};
 use load::Load;
 use rand::rngs::StdRng;
@@ -86,6 +87,7 @@ struct Outcome {
     unknown: u64,
     read: u64,
     recoveries: u64,
+    dropped_osd_doorbells: u64,
     ended: Duration,
 }
 
@@ -170,6 +172,8 @@ fn with_faults(seed: u64) -> Outcome {
         answer_max: Duration::from_millis(rng.random_range(0..30)),
         setup_cost: if rng.random_bool(0.2) { Duration::from_millis(3) } else { Duration::ZERO },
         socket_only: false,
+        poll: if rng.random_bool(0.5) { Duration::from_micros(100) } else { Duration::ZERO },
+        drop_osd_doorbell: if rng.random_bool(0.5) { 0.02 } else { 0.0 },
     };
     simulate(seed, settings, async move |world| {
         let began = Instant::now();
@@ -184,6 +188,8 @@ fn with_faults(seed: u64) -> Outcome {
             inject(&world, &load, event, &mut rng).await;
         }
         world.engine().set_faults(EngineFaults::default());
+        let dropped_osd_doorbells = world.store_faults.fired(Site::StoreDoorbell);
+        world.store_faults.clear();
         let healed = Instant::now();
         let (before, is_back) = (load.acknowledged(), |world: &World| {
             let attachment = world.attachment.borrow();
@@ -215,6 +221,7 @@ fn with_faults(seed: u64) -> Outcome {
             unknown: load.unknown(),
             read: load.read(),
             recoveries: recoveries.unwrap_or(0),
+            dropped_osd_doorbells,
             ended: began.elapsed(),
         }
     })
@@ -248,6 +255,8 @@ fn nothing_acknowledged_is_lost_and_the_service_comes_back() {
         sum.wire.refused += outcome.wire.refused;
         sum.wire.cut += outcome.wire.cut;
         sum.wire.severed += outcome.wire.severed;
+        sum.wire.held += outcome.wire.held;
+        sum.dropped_osd_doorbells += outcome.dropped_osd_doorbells;
         sum.acknowledged += outcome.acknowledged;
         sum.unknown += outcome.unknown;
         sum.read += outcome.read;
@@ -259,6 +268,7 @@ fn nothing_acknowledged_is_lost_and_the_service_comes_back() {
     let SimEngineStats { dropped_doorbells, device_failures, device_hangs, resets, .. } = sum.engine;
     assert!(dropped_doorbells > 0 && device_failures > 0 && device_hangs > 0 && resets > 0);
     assert!(sum.wire.refused > 0 && sum.wire.cut > 0 && sum.wire.severed > 0);
+    assert!(sum.wire.held > 0 && sum.dropped_osd_doorbells > 0);
     assert!(EVENTS.iter().all(|event| sum.events.get(event).is_some_and(|count| *count > 0)));
     assert!(sum.acknowledged > 10 * SEEDS && sum.unknown > 0 && sum.read > 0 && sum.recoveries > 0);
 }

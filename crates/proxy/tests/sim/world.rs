@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use base::clock::Instant;
 use base::entropy::{random, seed_this_thread};
+use base::fault::{Action, Fault, Faults, Site};
 use base::task::in_role;
 use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, SimEngineStats, WireOptions};
 use channel::{MemoryLayout, MemoryOptions};
 use outboard_proxy::{
-    Attachment, AttachmentOptions, LocalServer, ServedTarget, ServerOptions, StoreEndpoint, StoreListener,
+    Attachment, AttachmentOptions, DmaTuning, LocalServer, ServedTarget, ServerOptions, StoreEndpoint,
+    StoreListener,
 };
 use store::stripes::{EngineOptions, Engines};
 use store::{MemStore, ObjectStore, StoreFuture, StoreRequest, Submit};
@@ -102,6 +104,10 @@ pub struct Settings {
     /// Fixed time of a payload chain.
     pub setup_cost: Duration,
     pub socket_only: bool,
+    /// How long the osd's side polls.
+    pub poll: Duration,
+    /// Probability that the store does not ring the osd's doorbell.
+    pub drop_osd_doorbell: f64,
 }
 
 /// An osd, a store, and the parts of a node between and below them.
@@ -115,6 +121,8 @@ pub struct World {
     devices: RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>,
     pub attachment: RefCell<Option<Attachment>>,
     pub server: RefCell<Option<LocalServer>>,
+    /// Faults of the store's process.
+    pub store_faults: Faults,
 }
 
 /// The engines that compute parity. No test here uses them, so all simulations share them.
@@ -130,7 +138,15 @@ fn empty_disks() -> Vec<Arc<MemStore>> {
 
 impl World {
     fn new(settings: Settings) -> World {
+        let store_faults = Faults::default();
+        if settings.drop_osd_doorbell > 0.0 {
+            let (site, action, probability) = (Site::StoreDoorbell, Action::Drop, settings.drop_osd_doorbell);
+            store_faults
+                .arm(Fault { site, action, after: 0, count: None, probability, seed: random() })
+                .unwrap();
+        }
         World {
+            store_faults,
             settings,
             wire: ControlWire::new(WireOptions { seed: random(), ..WireOptions::default() }),
             osd: Role::default(),
@@ -166,7 +182,8 @@ impl World {
     /// Starts the store's process.
     pub fn start_store(&self) {
         let target = |number| ServedTarget { uuid: World::uuid(number), store: self.slow_store(number) };
-        let options = ServerOptions { engines: Some(parity_engines()), ..ServerOptions::default() };
+        let (engines, faults) = (Some(parity_engines()), self.store_faults.clone());
+        let options = ServerOptions { engines, faults, ..ServerOptions::default() };
         let listener = StoreListener::Sim(self.wire.listen());
         let (server, serving) =
             LocalServer::new(listener, (0..TARGETS).map(target).collect(), options).unwrap();
@@ -201,6 +218,7 @@ impl World {
             overdue: Duration::from_millis(500),
             cool_down: Duration::from_secs(1),
             verify_every: 1,
+            tuning: DmaTuning { poll: self.settings.poll, ..DmaTuning::default() },
             ..AttachmentOptions::default()
         };
         let world = Rc::clone(self);
@@ -217,11 +235,13 @@ impl World {
         });
     }
 
+    /// Kills the osd. Afterwards, nothing of it is left in memory.
     pub fn kill_osd(&self) {
+        let memory = self.attachment.take().map(|attachment| Arc::downgrade(attachment.pool().arena()));
         self.engine().sever();
         self.wire.sever_osd();
         self.osd.kill();
-        self.attachment.take();
+        assert!(memory.is_none_or(|memory| memory.strong_count() == 0), "the osd's memory is leaked");
     }
 
     /// The engine of the current osd.
