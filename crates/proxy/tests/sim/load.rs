@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use base::block::Payload;
 use base::entropy::random;
+use base::pool::BufferPool;
 use bytes::Bytes;
 use store::stripes::{Parity, StripeError, StripeStores, StripeWrite};
 use store::{
@@ -16,13 +17,13 @@ use store::{
 use crate::world::{TARGETS, World};
 
 /// Number of tasks.
-const TASKS: usize = 5;
+const TASKS: usize = 8;
 /// Number of objects of each task.
-const OBJECTS: usize = 3;
+const OBJECTS: usize = 2;
 /// Lengths of objects, in bytes.
 const LENGTHS: [usize; 8] = [10, 3000, 8192, 40_000, 70_000, 200_000, 256 << 10, (1 << 20) + 5];
-/// Maximum pause of a task between two operations.
-const PAUSE: Duration = Duration::from_millis(800);
+/// Maximum time for which a task holds the data of a read.
+const HOLD: Duration = Duration::from_millis(1500);
 
 /// The versions of an object that a read may return: the last acknowledged version, and the later
 /// versions whose writes have an unknown outcome or are in progress.
@@ -40,6 +41,8 @@ pub struct Load {
     read: Cell<u64>,
     is_stopping: Cell<bool>,
     running: Cell<usize>,
+    /// Maximum pause of a task between two operations.
+    pause: Duration,
 }
 
 fn cid() -> CollectionId {
@@ -75,6 +78,14 @@ fn content(object: usize, version: u64) -> Bytes {
 struct Stores {
     targets: Vec<Arc<dyn ObjectStore>>,
     stripes: Arc<dyn StripeStores>,
+    pool: BufferPool,
+}
+
+/// Copies data into a staging buffer, if one is free.
+fn staging(stores: &Stores, data: Bytes) -> Bytes {
+    let Ok(Some(mut buffer)) = stores.pool.try_alloc(data.len()) else { return data };
+    buffer.copy_from_slice(&data);
+    buffer.freeze()
 }
 
 /// Writes data to a stage: whole blocks by a call for several targets, other data by a call for one
@@ -95,7 +106,7 @@ async fn write(stores: &Stores, object: usize, version: u64) -> store::Result<()
     let target = target_of(object);
     let store = &stores.targets[target];
     let data = content(object, version);
-    let (size, payload) = (data.len() as u64, Payload::compute(0, data));
+    let (size, payload) = (data.len() as u64, Payload::compute(0, staging(stores, data)));
     let transaction = |source| {
         let write = Op::Write { oid: oid(object), offset: 0, source };
         Transaction::new(cid()).with(Op::Truncate { oid: oid(object), size }).with(write)
@@ -113,15 +124,15 @@ async fn write(stores: &Stores, object: usize, version: u64) -> store::Result<()
     queued
 }
 
-/// Reads an object. Returns `None` if it does not exist.
-async fn read(store: &Arc<dyn ObjectStore>, object: usize) -> store::Result<Option<Bytes>> {
+/// Reads an object. Returns the pieces of its data, or `None` if it does not exist.
+async fn read(store: &Arc<dyn ObjectStore>, object: usize) -> store::Result<Option<Vec<Bytes>>> {
     let read = match store.read(&cid(), &oid(object), 0, 2 << 20, None).await {
         Ok(read) => read,
         Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => return Ok(None),
         Err(e) => return Err(e),
     };
     read.verify().expect("the checksums of an object match its data");
-    Ok(Some(read.contiguous()))
+    Ok(Some(read.data))
 }
 
 fn is_disconnected(error: &StoreError) -> bool {
@@ -129,7 +140,7 @@ fn is_disconnected(error: &StoreError) -> bool {
 }
 
 impl Load {
-    pub fn new() -> Rc<Load> {
+    pub fn new(pause: Duration) -> Rc<Load> {
         Rc::new(Load {
             versions: RefCell::new(vec![Versions::default(); TASKS * OBJECTS]),
             acknowledged: Cell::new(0),
@@ -137,6 +148,7 @@ impl Load {
             read: Cell::new(0),
             is_stopping: Cell::new(false),
             running: Cell::new(0),
+            pause,
         })
     }
 
@@ -160,7 +172,8 @@ impl Load {
         let load = Rc::clone(self);
         world.start_osd(async move |attachment| {
             let targets = (0..TARGETS).map(|target| attachment.store(target) as Arc<dyn ObjectStore>);
-            let stores = Stores { targets: targets.collect(), stripes: attachment.stripes() };
+            let pool = attachment.pool().clone();
+            let stores = Stores { targets: targets.collect(), stripes: attachment.stripes(), pool };
             for store in &stores.targets {
                 let create = || Transaction::new(cid()).with(Op::CreateCollection);
                 while let Err(e) = store.queue_transaction(create()).await
@@ -191,7 +204,7 @@ impl Load {
             } else {
                 self.write(stores, object).await;
             }
-            tokio::time::sleep(PAUSE.mul_f64(random())).await;
+            tokio::time::sleep(self.pause.mul_f64(random())).await;
         }
     }
 
@@ -213,14 +226,16 @@ impl Load {
         match read(store, object).await {
             Ok(found) => {
                 self.read.update(|count| count + 1);
+                // No late transfer changes the data while the task holds it.
+                tokio::time::sleep(HOLD.mul_f64(random::<f64>().powi(3))).await;
                 let is_right = (acknowledged..=attempted).any(|version| match &found {
-                    Some(found) => version > 0 && *found == content(object, version),
+                    Some(found) => version > 0 && found.concat() == content(object, version),
                     None => version == 0,
                 });
                 assert!(
                     is_right,
                     "object {object} has {:?} bytes, which are no version from {acknowledged} to {attempted}",
-                    found.map(|found| found.len())
+                    found.map(|found| found.concat().len())
                 );
             }
             Err(e) if is_disconnected(&e) => {}

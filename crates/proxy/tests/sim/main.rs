@@ -110,11 +110,12 @@ fn faults(rng: &mut StdRng) -> EngineFaults {
     let mut rate = |most: f64| if rng.random_bool(0.5) { rng.random_range(0.0..most) } else { 0.0 };
     EngineFaults {
         fail: rate(0.02),
-        stall: rate(0.02),
-        stall_max: Duration::from_secs_f64(rate(10.0)),
+        stall: rate(0.2),
+        stall_max: Duration::from_secs_f64(0.5 + rate(10.0)),
         corrupt: rate(0.02),
         drop_doorbell: rate(0.02),
         device: rate(0.002),
+        min_len: if rng.random_bool(0.3) { 32 << 10 } else { 0 },
     }
 }
 
@@ -168,8 +169,12 @@ async fn inject(world: &Rc<World>, load: &Rc<Load>, event: &'static str, rng: &m
 fn with_faults(seed: u64) -> Outcome {
     let mut rng = StdRng::seed_from_u64(seed);
     let settings = Settings {
+        overdue: Duration::from_millis(500),
         faults: faults(&mut rng),
-        answer_max: Duration::from_millis(rng.random_range(0..30)),
+        answer_max: Duration::from_millis(rng.random_range(0..200)),
+        reads_late: true,
+        // A long cool-down gives late transfers time to hit memory that was given up.
+        cool_down: Duration::from_secs_f64(rng.random_range(0.1..10.0)),
         setup_cost: if rng.random_bool(0.2) { Duration::from_millis(3) } else { Duration::ZERO },
         socket_only: false,
         poll: if rng.random_bool(0.5) { Duration::from_micros(100) } else { Duration::ZERO },
@@ -177,7 +182,7 @@ fn with_faults(seed: u64) -> Outcome {
     };
     simulate(seed, settings, async move |world| {
         let began = Instant::now();
-        let load = Load::new();
+        let load = Load::new(Duration::from_millis(600));
         world.start_store();
         load.start(&world);
         let mut events = BTreeMap::new();
@@ -225,6 +230,42 @@ fn with_faults(seed: u64) -> Outcome {
             ended: began.elapsed(),
         }
     })
+}
+
+/// Late transfers hit only memory that is in quarantine: neither ranges of host memory nor staging
+/// buffers with a new owner.
+#[test]
+fn late_transfers_hit_no_memory_with_a_new_owner() {
+    let (mut late, mut quarantined) = (0, 0);
+    for seed in 0..10 {
+        // Only payload is late, so several payload transfers are late together.
+        let (stall, stall_max, min_len) = (0.5, Duration::from_secs(10), 32 << 10);
+        let faults = EngineFaults { stall, stall_max, min_len, ..EngineFaults::default() };
+        let settings = Settings {
+            faults,
+            answer_max: Duration::from_millis(300),
+            reads_late: true,
+            // Many transfers wait behind a late transfer before it is overdue.
+            overdue: Duration::from_secs(2),
+            cool_down: Duration::from_secs(8),
+            ..Settings::default()
+        };
+        simulate(seed, settings, async |world| {
+            world.start_store();
+            let load = Load::new(Duration::from_millis(20));
+            load.start(&world);
+            for _ in 0..400 {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                let attachment = world.attachment.borrow();
+                let status = attachment.as_ref().map(outboard_proxy::Attachment::status);
+                quarantined += status.map_or(0, |status| status.offload.quarantined_bytes);
+            }
+            late += world.engine_stats().moved_late;
+            load.stop().await;
+            load.check(&world).await;
+        });
+    }
+    assert!(late > 20 && quarantined > 0, "{late} transfers were late");
 }
 
 /// The test prints its seeds, so that a failure can be repeated.

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -26,19 +26,28 @@ use uuid::Uuid;
 /// Number of targets of the store.
 pub const TARGETS: usize = 2;
 
-/// A store whose answers take a random time. It has the content of another store, which outlives the
-/// store's role as a drive would.
+/// A store whose answers take a random time. If it reads late, it also reads the payload of a stage
+/// write only after a random time, so a caller must await the write before it uses the stage. It has the content of another store, which outlives the store's role as a drive
+/// would.
 struct SlowStore {
     behind: Arc<MemStore>,
     answer_max: Duration,
+    reads_late: bool,
 }
 
 impl Submit for SlowStore {
     type Reply = StoreFuture;
 
     fn submit(&self, request: StoreRequest) -> StoreFuture {
-        let reply = self.behind.submit(request);
         let late = self.answer_max.mul_f64(random());
+        if self.reads_late && matches!(request, StoreRequest::StageWrite { .. }) {
+            let behind = Arc::clone(&self.behind);
+            return Box::pin(async move {
+                tokio::time::sleep(late).await;
+                behind.submit(request).await
+            });
+        }
+        let reply = self.behind.submit(request);
         Box::pin(async move {
             tokio::time::sleep(late).await;
             reply.await
@@ -96,11 +105,17 @@ impl<T> TakeIf<T> for RefCell<Option<T>> {
 }
 
 /// Settings of a simulation.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Settings {
+    /// When a transfer is overdue.
+    pub overdue: Duration,
+    /// How long DMA is not used after a failure.
+    pub cool_down: Duration,
     pub faults: EngineFaults,
     /// Maximum time of the store's answers.
     pub answer_max: Duration,
+    /// Whether the store reads the payload of a stage write only after a random time.
+    pub reads_late: bool,
     /// Fixed time of a payload chain.
     pub setup_cost: Duration,
     pub socket_only: bool,
@@ -108,6 +123,22 @@ pub struct Settings {
     pub poll: Duration,
     /// Probability that the store does not ring the osd's doorbell.
     pub drop_osd_doorbell: f64,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            overdue: Duration::from_millis(500),
+            cool_down: Duration::from_secs(1),
+            faults: EngineFaults::default(),
+            answer_max: Duration::ZERO,
+            reads_late: false,
+            setup_cost: Duration::ZERO,
+            socket_only: false,
+            poll: Duration::ZERO,
+            drop_osd_doorbell: 0.0,
+        }
+    }
 }
 
 /// An osd, a store, and the parts of a node between and below them.
@@ -166,8 +197,9 @@ impl World {
     }
 
     pub fn slow_store(&self, target: usize) -> Arc<dyn ObjectStore> {
-        let (behind, answer_max) = (Arc::clone(&self.disks.borrow()[target]), self.settings.answer_max);
-        Arc::new(SlowStore { behind, answer_max })
+        let behind = Arc::clone(&self.disks.borrow()[target]);
+        let Settings { answer_max, reads_late, .. } = self.settings;
+        Arc::new(SlowStore { behind, answer_max, reads_late })
     }
 
     /// Replaces the drives by empty ones. The store must not be running.
@@ -209,14 +241,14 @@ impl World {
         self.devices.borrow_mut().push(Box::pin(device));
         let options = AttachmentOptions {
             memory: MemoryOptions {
-                layout: MemoryLayout { ring_len: 64 << 10, data_len: 4 << 20 },
-                pool_len: 4 << 20,
+                layout: MemoryLayout { ring_len: 64 << 10, data_len: 2 << 20 },
+                pool_len: 2 << 20,
                 largest_buffer: 1 << 20,
             },
             engine: Some(engine),
             socket_only: self.settings.socket_only,
-            overdue: Duration::from_millis(500),
-            cool_down: Duration::from_secs(1),
+            overdue: self.settings.overdue,
+            cool_down: self.settings.cool_down,
             verify_every: 1,
             tuning: DmaTuning { poll: self.settings.poll, ..DmaTuning::default() },
             ..AttachmentOptions::default()
@@ -270,10 +302,29 @@ impl World {
     }
 }
 
+thread_local! {
+    static PANICS: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Counts the panics of each thread. The runtime catches a panic of a task, which would otherwise go
+/// unnoticed.
+fn count_panics() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let report = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            PANICS.set(PANICS.get() + 1);
+            report(panic);
+        }));
+    });
+}
+
 /// Runs a scenario on this thread in simulated time. `seed` determines everything that happens.
 pub fn simulate<T>(seed: u64, settings: Settings, scenario: impl AsyncFnOnce(Rc<World>) -> T) -> T {
     // The engines are shared with other simulations, so they must not use this seed.
     drop(parity_engines());
+    count_panics();
+    let panics = PANICS.get();
     let _seeded = seed_this_thread(seed);
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_time().start_paused(true).build().unwrap();
@@ -285,6 +336,7 @@ pub fn simulate<T>(seed: u64, settings: Settings, scenario: impl AsyncFnOnce(Rc<
                 return Poll::Ready(result);
             }
             world.poll(cx);
+            assert_eq!(PANICS.get(), panics, "a task has panicked");
             Poll::Pending
         })
         .await;
