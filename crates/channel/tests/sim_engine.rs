@@ -272,6 +272,7 @@ fn a_seed_repeats_all_operations_with_their_times() {
                 corrupt: 0.05,
                 drop_doorbell: 0.1,
                 device: 0.01,
+                ..EngineFaults::default()
             };
             let rig = rig(SimEngineOptions { seed, faults, ..SimEngineOptions::default() }).await;
             for tag in 1..=200 {

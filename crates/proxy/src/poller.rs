@@ -13,6 +13,8 @@ pub(crate) struct Poller {
     /// occasionally.
     credit: u32,
     skipped: u32,
+    /// Time of the last turn that rescheduled the task.
+    rescheduled: Option<Instant>,
 }
 
 /// Polling stops after it has found no event this many times in a row.
@@ -22,7 +24,7 @@ const RETRY: u32 = 32;
 
 impl Default for Poller {
     fn default() -> Poller {
-        Poller { until: None, credit: CREDIT_MAX, skipped: 0 }
+        Poller { until: None, credit: CREDIT_MAX, skipped: 0, rescheduled: None }
     }
 }
 
@@ -42,8 +44,13 @@ impl Poller {
             let tries = self.credit > 0 || self.skipped.is_multiple_of(RETRY);
             self.until = tries.then(|| now + poll);
         }
+        // In a simulation, time stands still until all tasks wait. Polling would then never end.
+        let is_still = self.rescheduled == Some(now);
         match self.until {
-            Some(until) if now < until => cx.waker().wake_by_ref(),
+            Some(until) if now < until && !is_still => {
+                self.rescheduled = Some(now);
+                cx.waker().wake_by_ref();
+            }
             Some(_) => {
                 self.credit = self.credit.saturating_sub(1);
                 self.until = None;
@@ -105,6 +112,15 @@ mod tests {
             "after the polling time, the task sleeps"
         );
         assert!(!turn(&mut poller, true, Duration::ZERO), "polling is switched off");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn polling_ends_while_time_stands_still() {
+        let mut poller = Poller::default();
+        assert!(turn(&mut poller, true, LONG), "the task polls once");
+        assert!(!turn(&mut poller, false, LONG), "the clock has not advanced, so the task sleeps");
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert!(turn(&mut poller, true, LONG));
     }
 
     #[test]

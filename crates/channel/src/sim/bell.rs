@@ -18,7 +18,7 @@ use crate::Bell;
 /// The waiting end of a simulated doorbell.
 #[derive(Debug)]
 pub struct SimBell {
-    rung: Arc<Mutex<Rung>>,
+    rung: Arc<Mutex<PendingRings>>,
     /// Fires when the earliest ring arrives.
     timer: Mutex<Option<Pin<Box<Sleep>>>>,
 }
@@ -26,13 +26,13 @@ pub struct SimBell {
 /// The ringing end of a simulated doorbell.
 #[derive(Debug, Clone)]
 pub struct SimRinger {
-    rung: Arc<Mutex<Rung>>,
+    rung: Arc<Mutex<PendingRings>>,
     /// The role that rings.
     life: Life,
 }
 
 #[derive(Debug)]
-struct Rung {
+struct PendingRings {
     /// Rings that the waiting end has not taken: when each arrives, and its count.
     rings: VecDeque<(Instant, u64)>,
     waker: Option<Waker>,
@@ -44,7 +44,7 @@ struct Rung {
 /// at most `delay_max`. Rings arrive in order.
 pub(super) fn doorbell(life: Life, delay_max: Duration, seed: u64) -> (SimRinger, SimBell) {
     let rng = SmallRng::seed_from_u64(seed);
-    let rung = Arc::new(Mutex::new(Rung { rings: VecDeque::new(), waker: None, delay_max, rng }));
+    let rung = Arc::new(Mutex::new(PendingRings { rings: VecDeque::new(), waker: None, delay_max, rng }));
     (SimRinger { rung: Arc::clone(&rung), life }, SimBell { rung, timer: Mutex::new(None) })
 }
 
@@ -72,8 +72,9 @@ impl Bell for SimBell {
             let mut rung = lock(&self.rung);
             let now = Instant::now();
             let mut sum = 0u64;
-            while let Some((_, count)) = rung.rings.pop_front_if(|(at, _)| *at <= now) {
+            while let Some((_, count)) = rung.rings.front().copied().filter(|(at, _)| *at <= now) {
                 sum = sum.saturating_add(count);
+                rung.rings.pop_front();
             }
             if sum > 0 {
                 return Poll::Ready(Ok(sum));

@@ -14,7 +14,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::bell::SimRinger;
-use super::engine::{DeviceFailure, SimEngineOptions, SimEngineStats};
+use super::engine::{DeviceFailure, EngineFaults, SimEngineOptions, SimEngineStats};
 use super::trace::Trace;
 use crate::{
     Chain, ChainCompletion, ChainFailure, ChannelError, Counters, PeerId, QueueId, RegionId, RejectedChain,
@@ -309,6 +309,7 @@ impl SimDevice {
             (head.moves_at, head.ends_at, head.fault) = (None, at + jitter, None);
             return;
         };
+        let faults = if transfer.len < faults.min_len { EngineFaults::default() } else { faults };
         let kib = u32::try_from(transfer.len.div_ceil(1024)).unwrap_or(u32::MAX);
         let setup = options.setup + if head.done == 0 { options.setup_cost } else { Duration::ZERO };
         let usual = at + setup + options.per_kib * kib + jitter;

@@ -35,6 +35,8 @@ pub enum DeviceFailure {
 /// How often a simulated engine injects each fault. Each probability is from 0 to 1.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EngineFaults {
+    /// Minimum length of the transfers that faults hit, in bytes. Ring entries have up to 20 KiB.
+    pub min_len: usize,
     /// Probability that a transfer fails. Part of its bytes may have arrived.
     pub fail: f64,
     /// Probability that a transfer completes late. Half of these transfers move their bytes at the
@@ -129,7 +131,10 @@ pub struct SimEngine {
 impl SimEngine {
     /// Creates an engine, and the future that performs its transfers. The simulation polls the
     /// future outside of the roles. It completes when the engine was severed or dropped.
+<<<<<<< HEAD
     #[must_use]
+=======
+>>>>>>> sim-channel
     pub fn new(options: SimEngineOptions) -> (Arc<SimEngine>, impl Future<Output = ()> + Send + 'static) {
         let device = Arc::new(Mutex::new(SimDevice::new(options.clone())));
         let running = run(Arc::clone(&device));

@@ -50,16 +50,16 @@ impl Pipe {
 
 /// A connection. Direction 0 leads from the osd to the store.
 #[derive(Debug, Default)]
-pub(super) struct Connection {
+pub(super) struct ControlConnection {
     pipes: [Pipe; 2],
     /// Whether the connection was cut: both ends fail at once.
     is_reset: bool,
     lives: [Life; 2],
 }
 
-impl Connection {
-    pub(super) fn new(lives: [Life; 2]) -> Connection {
-        Connection { lives, ..Connection::default() }
+impl ControlConnection {
+    pub(super) fn new(lives: [Life; 2]) -> ControlConnection {
+        ControlConnection { lives, ..ControlConnection::default() }
     }
 
     /// Cuts the connection. Bytes on their way are lost.
@@ -97,7 +97,7 @@ impl Connection {
 /// One end of a simulated control connection.
 #[derive(Debug)]
 pub struct SimStream {
-    connection: Arc<Mutex<Connection>>,
+    connection: Arc<Mutex<ControlConnection>>,
     wire: ControlWire,
     side: usize,
     life: Life,
@@ -106,7 +106,11 @@ pub struct SimStream {
 }
 
 impl SimStream {
-    pub(super) fn new(connection: &Arc<Mutex<Connection>>, wire: &ControlWire, side: usize) -> SimStream {
+    pub(super) fn new(
+        connection: &Arc<Mutex<ControlConnection>>,
+        wire: &ControlWire,
+        side: usize,
+    ) -> SimStream {
         let life = lock(connection).lives[side].clone();
         let (connection, wire) = (Arc::clone(connection), wire.clone());
         SimStream { connection, wire, side, life, timer: None }
@@ -174,7 +178,8 @@ impl AsyncRead for SimStream {
                 return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
             }
             let pipe = &mut connection.pipes[1 - this.side];
-            if !this.wire.is_held() {
+            let is_held = this.wire.holds(pipe.len);
+            if !is_held {
                 let now = Instant::now();
                 let before = buf.filled().len();
                 while buf.remaining() > 0
@@ -199,7 +204,7 @@ impl AsyncRead for SimStream {
             pipe.reader = Some(cx.waker().clone());
             let next = pipe.segments.front().map(|(at, _)| *at).or(pipe.closed);
             drop(connection);
-            let Some(at) = next.filter(|_| !this.wire.is_held()) else { return Poll::Pending };
+            let Some(at) = next.filter(|_| !is_held) else { return Poll::Pending };
             let mut sleep = Box::pin(tokio::time::sleep_until(at));
             let is_due = sleep.as_mut().poll(cx).is_ready();
             this.timer = Some(sleep);

@@ -13,7 +13,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::bell::{self, SimBell, SimRinger};
-use super::stream::{Connection, SimStream};
+use super::stream::{ControlConnection, SimStream};
 use super::{Life, lock};
 use crate::{HostDoorbells, Socket};
 
@@ -54,6 +54,8 @@ pub struct WireStats {
     pub cut: u64,
     /// Connections that ended because a role was severed.
     pub severed: u64,
+    /// Reads that found bytes which the wire held back.
+    pub held: u64,
 }
 
 /// Simulated control connections between osds and one store. Clones share the wire.
@@ -81,9 +83,9 @@ struct WireState {
     options: WireOptions,
     rng: SmallRng,
     /// The connections that wait for the store to accept them, if a store listens.
-    backlog: Option<Backlog>,
+    backlog: Option<WaitingOsds>,
     listeners: u64,
-    connections: Vec<Weak<Mutex<Connection>>>,
+    connections: Vec<Weak<Mutex<ControlConnection>>>,
     /// The current life of each role.
     lives: [Life; 2],
     is_refusing: bool,
@@ -92,7 +94,7 @@ struct WireState {
 }
 
 #[derive(Debug)]
-struct Backlog {
+struct WaitingOsds {
     listener: u64,
     waiting: VecDeque<SimStream>,
     waker: Option<Waker>,
@@ -150,7 +152,7 @@ impl ControlWire {
         let mut state = lock(&self.0);
         state.listeners += 1;
         let (listener, life) = (state.listeners, state.lives[STORE].clone());
-        let fresh = Backlog { listener, waiting: VecDeque::new(), waker: None };
+        let fresh = WaitingOsds { listener, waiting: VecDeque::new(), waker: None };
         let old = state.backlog.replace(fresh);
         drop(state);
         drop(old);
@@ -167,7 +169,7 @@ impl ControlWire {
             tokio::time::sleep(delay).await;
         }
         let lives = lock(&self.0).lives.clone();
-        let connection = Arc::new(Mutex::new(Connection::new(lives)));
+        let connection = Arc::new(Mutex::new(ControlConnection::new(lives)));
         let [osd, store] = [OSD, STORE].map(|side| SimStream::new(&connection, self, side));
         let mut state = lock(&self.0);
         if state.is_refusing || state.backlog.is_none() {
@@ -255,7 +257,7 @@ impl ControlWire {
 
     /// Calls `change` for each connection that an end still uses. Returns how often it returned
     /// true.
-    fn for_each(&self, mut change: impl FnMut(&mut Connection) -> bool) -> u64 {
+    fn for_each(&self, mut change: impl FnMut(&mut ControlConnection) -> bool) -> u64 {
         let connections: Vec<_> = lock(&self.0).connections.iter().filter_map(Weak::upgrade).collect();
         connections.iter().map(|connection| u64::from(change(&mut lock(connection)))).sum()
     }
@@ -266,8 +268,11 @@ impl ControlWire {
         state.options.latency + state.rng.random_range(Duration::ZERO..=state.options.jitter)
     }
 
-    pub(super) fn is_held(&self) -> bool {
-        lock(&self.0).is_held
+    /// Whether the wire holds bytes back. Counts a read that finds `waiting` bytes.
+    pub(super) fn holds(&self, waiting: usize) -> bool {
+        let mut state = lock(&self.0);
+        state.stats.held += u64::from(state.is_held && waiting > 0);
+        state.is_held
     }
 
     fn doorbell(&self, life: Life) -> (SimRinger, SimBell) {

@@ -141,7 +141,7 @@ struct Counts {
 }
 
 /// What the server's owner shares with the server's tasks.
-struct Controls {
+struct ServerControls {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
     /// The served targets. A change ends the attachment, and the next attachment gets the new
@@ -149,13 +149,13 @@ struct Controls {
     targets: watch::Sender<Arc<[ServedTarget]>>,
 }
 
-impl Controls {
+impl ServerControls {
     /// Creates a server's controls, and the context in which its tasks serve. The receiver is closed
     /// when no task serves any more.
     fn new(
         targets: Vec<ServedTarget>,
         options: ServerOptions,
-    ) -> std::io::Result<(Controls, ServingContext, mpsc::Receiver<Infallible>)> {
+    ) -> std::io::Result<(ServerControls, ServingContext, mpsc::Receiver<Infallible>)> {
         let counts = Arc::new(Counts::default());
         let (stop, stopped) = watch::channel(false);
         let (serves, ended) = mpsc::channel();
@@ -167,7 +167,7 @@ impl Controls {
         let counts_of = Arc::clone(&counts);
         let serving =
             ServingContext { targets: offered, engines, options, counts: counts_of, serves, stopped };
-        Ok((Controls { counts, stop, targets }, serving, ended))
+        Ok((ServerControls { counts, stop, targets }, serving, ended))
     }
 
     fn replace(&self, uuid: Uuid, store: &Arc<dyn ObjectStore>) {
@@ -194,7 +194,7 @@ impl Controls {
 /// Serves stores to one osd at a time, on a thread of its own. Dropping the server ends its
 /// attachment.
 pub struct Server {
-    controls: Controls,
+    controls: ServerControls,
     drivers: UnboundedSender<Driver>,
     /// Closed when the last serving task has ended.
     ended: Mutex<mpsc::Receiver<Infallible>>,
@@ -235,7 +235,7 @@ impl Server {
             let _entered = runtime.enter();
             AsyncListener::new(listener)?
         };
-        let (controls, serving, ended) = Controls::new(targets, options)?;
+        let (controls, serving, ended) = ServerControls::new(targets, options)?;
         let (drive, more_drivers) = unbounded_channel();
         let mut stopped = controls.stop.subscribe();
         // The thread ends by itself when nothing is left to do.
@@ -292,7 +292,7 @@ impl Drop for Server {
 /// A server whose tasks run in the caller's `LocalSet`. Simulations and programs with their own
 /// event loop use it. The caller runs the drivers of the stores in the same `LocalSet`, with
 /// [`base::task::spawn_local`]. Dropping the value ends the attachment.
-pub struct LocalServer(Controls);
+pub struct LocalServer(ServerControls);
 
 impl LocalServer {
     /// Creates a server, and the future that serves `targets`. The future must be polled in a
@@ -306,7 +306,7 @@ impl LocalServer {
         options: ServerOptions,
     ) -> std::io::Result<(LocalServer, impl Future<Output = ()> + use<>)> {
         let listener = AsyncListener::new(listener)?;
-        let (controls, serving, _) = Controls::new(targets, options)?;
+        let (controls, serving, _) = ServerControls::new(targets, options)?;
         Ok((LocalServer(controls), serving.run(listener)))
     }
 

@@ -248,7 +248,7 @@ impl ChannelDriver {
         let next = state.next_tick(now);
         state.watched = next.is_some();
         drop(state);
-        self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at.into())));
+        self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at)));
         if let Some(timer) = &mut self.timer {
             // Registers the waker. If the timer has expired meanwhile, the next turn handles it.
             if timer.as_mut().poll(cx).is_ready() {

@@ -377,7 +377,10 @@ impl State {
     fn probe_moved(&mut self, completion: &ChainCompletion) {
         let DmaState::Probing { step, .. } = self.mode else { return };
         match (&completion.result, step) {
-            (Err(failed), _) => self.probe_failed(&failed.to_string()),
+            (Err(failed), _) => {
+                self.reset_failed_device();
+                self.probe_failed(&failed.to_string());
+            }
             (Ok(()), ProbeStep::There) => self.ask_for_echo(),
             (Ok(()), ProbeStep::Back) => {
                 let Some(ring) = &self.ring else { return };
@@ -390,6 +393,16 @@ impl State {
                 self.bell_during_probe();
             }
             _ => {}
+        }
+    }
+
+    /// Resets the engine after a transfer of a probe has failed, because a device may fail all
+    /// transfers until it is reset. An engine that attaches again for each probe needs no reset.
+    fn reset_failed_device(&self) {
+        if let Some(ring) = self.ring.as_ref().filter(|ring| !ring.engine().attaches_anew()) {
+            tracing::warn!("a transfer of a probe has failed: the engine is reset");
+            metrics::counter!("outboard_channel_engine_resets").increment(1);
+            ring.engine().reset();
         }
     }
 
