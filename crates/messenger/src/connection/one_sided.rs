@@ -18,7 +18,7 @@ use super::range::OfferRange;
 use super::reader::ReadFailure;
 use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
-use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
+use crate::transport::packets::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
 /// Maximum length of one read, in bytes. While the data of one read is verified, the next reads are

@@ -13,8 +13,8 @@ use super::reader::ReadFailure;
 use crate::Message;
 use crate::MessengerError;
 use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};
-use crate::transport::ofi::packet::ROOM_BYTES;
-use crate::transport::ofi::{Link, LinkFailed};
+use crate::transport::packets::packet::ROOM_BYTES;
+use crate::transport::packets::{Link, LinkFailed};
 
 /// Number of packets after which the reader yields to other tasks.
 const TURN: usize = 64;

@@ -15,7 +15,7 @@ use super::reader::{FrameReader, ReadFailure};
 use super::slot::ConnectionSlot;
 use super::{ConnectionState, Shared};
 use crate::handshake::{self, Dialer, HandshakeError};
-use crate::transport::ofi::Link;
+use crate::transport::packets::Link;
 use crate::transport::{ConnectClaim, Road, Wire};
 use crate::{ConnectionEvent, MessengerError};
 

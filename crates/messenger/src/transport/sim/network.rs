@@ -136,9 +136,11 @@ impl SimNetworkInner {
         let result = call(&mut state);
         let after = state.next_event();
         let wakers = std::mem::take(&mut state.wakers);
+        let trash = std::mem::take(&mut state.trash);
         let starts = state.needs_task && !state.has_task;
         state.has_task |= starts;
         drop(state);
+        drop(trash);
         wakers.into_iter().for_each(Waker::wake);
         if starts {
             #[expect(clippy::disallowed_methods, reason = "the task belongs to the network, not to a role")]
