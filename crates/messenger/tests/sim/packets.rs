@@ -157,6 +157,18 @@ fn damaged_one_sided_writes_are_sent_again() {
     }
 }
 
+/// Damage ends a connection only if it occurs on several transports in a row. Data that was pulled
+/// between the damaged frames counts as a success.
+#[test]
+fn damage_between_successful_pulls_does_not_end_the_connection() {
+    let faults = SimFaults { flip_one_in: 400, ..SLOW };
+    let check: AsyncCheck = |rig| Box::pin(conformance::cancelled_pulls_never_write_to_reused_buffers(rig));
+    for seed in 0..4 {
+        let (_, counts) = run(Kind::Packets, faults, seed, check);
+        assert!(counts.iter().any(|(name, count)| *name == "flips" && *count > 5), "seed {seed}: {counts:?}");
+    }
+}
+
 /// Two runs with the same seed deliver the same data at the same times.
 #[test]
 fn the_same_seed_replays_the_same_run_over_packets() {
