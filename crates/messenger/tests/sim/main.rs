@@ -4,6 +4,7 @@
 
 #![expect(clippy::print_stdout, reason = "the report of a failed test needs the seeds")]
 
+mod chaos;
 mod hosts;
 mod packets;
 

@@ -101,7 +101,7 @@ const HARSH: SimFaults = SimFaults {
 };
 
 /// The faults of [`HARSH`], so rarely that transfers with a deadline can end in time.
-const MODERATE: SimFaults = SimFaults {
+pub(crate) const MODERATE: SimFaults = SimFaults {
     break_after_bytes: 20_000_000,
     stall: Duration::from_secs(1),
     flip_one_in: 3000,

@@ -60,6 +60,8 @@ pub struct Link {
     /// Wakes a task that waits for room in the provider's queue when an operation has completed.
     /// The task also tries again after [`RETRY`].
     room: Notify,
+    /// Wakes the task that sends packets when an abandoned read has ended.
+    pub(super) abandoned: Notify,
     /// Whether a packet or a completion arrived since the last [`take_heard`](Link::take_heard).
     heard: AtomicBool,
 }
@@ -149,6 +151,7 @@ impl Link {
             state: Mutex::new(state),
             credits: Notify::new(),
             room: Notify::new(),
+            abandoned: Notify::new(),
             heard: AtomicBool::new(false),
         });
         link.endpoint.enter(own_token, &link);
@@ -337,7 +340,12 @@ impl Link {
         if completion.operation == Operation::Read {
             let read = self.state().reads.take(completion.token);
             match (read, &completion.result) {
-                (Some(read), Ok(())) => read.finish(),
+                (Some(read), Ok(())) => {
+                    if read.is_abandoned() {
+                        self.abandoned.notify_one();
+                    }
+                    read.finish();
+                }
                 // Keep the failed read: the end of the link reports the failure, after the last
                 // write to the read's memory.
                 (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),

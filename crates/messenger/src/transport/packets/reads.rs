@@ -28,6 +28,11 @@ pub(super) struct RmaRead {
 }
 
 impl RmaRead {
+    /// Whether the caller no longer waits for the end of the read.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.done.is_closed()
+    }
+
     pub(super) fn finish(self) {
         drop(self.landing);
         // The caller may have been cancelled; ignore the error.
@@ -60,6 +65,11 @@ impl RmaReads {
     pub(super) fn is_overdue(&self) -> bool {
         let now = Instant::now();
         self.active.values().any(|read| read.deadline <= now)
+    }
+
+    /// Whether a read is in progress whose caller no longer waits for its end.
+    pub(super) fn has_abandoned(&self) -> bool {
+        self.active.values().any(RmaRead::is_abandoned)
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -83,6 +83,17 @@ impl Link {
         self.reads(|reads| reads.is_overdue())
     }
 
+    /// Whether a read is in progress whose future was dropped. The peer must not learn meanwhile
+    /// that this side no longer uses the memory.
+    pub(crate) fn has_abandoned_reads(&self) -> bool {
+        self.reads(|reads| reads.has_abandoned())
+    }
+
+    /// Waits until a read has ended whose future was dropped.
+    pub(crate) async fn abandoned_read_ended(&self) {
+        self.abandoned.notified().await;
+    }
+
     /// Whether a read is in progress.
     pub(crate) fn is_reading(&self) -> bool {
         self.reads(|reads| !reads.is_empty())

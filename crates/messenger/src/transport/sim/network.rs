@@ -91,6 +91,25 @@ impl SimNetwork {
         self.0.with(State::break_all)
     }
 
+    /// Breaks all links, and refuses new ones as long as `is_down`. Streams are not affected, so
+    /// connections fall back to them.
+    pub fn links_down(&self, is_down: bool) {
+        self.0.with(|state| state.set_links_down(is_down));
+    }
+
+    /// Number of memory regions that peers may still access, or that are kept because a peer might
+    /// be accessing them.
+    #[must_use]
+    pub fn exposed_regions(&self) -> usize {
+        self.0.with(|state| state.regions.len() + state.kept.len())
+    }
+
+    /// Number of transports that at least one process still uses.
+    #[must_use]
+    pub fn transports(&self) -> usize {
+        self.0.with(|state| state.transports.len())
+    }
+
     /// Freezes or unfreezes the network. While it is frozen, no data arrives and no transport
     /// breaks.
     pub fn freeze(&self, is_frozen: bool) {

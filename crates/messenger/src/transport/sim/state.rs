@@ -120,6 +120,7 @@ pub(super) struct State {
     pub(super) counts: Arc<SimCounts>,
     pub(super) is_calm: bool,
     pub(super) is_frozen: bool,
+    are_links_down: bool,
     /// Whether the network needs its task.
     pub(super) needs_task: bool,
     pub(super) has_task: bool,
@@ -153,6 +154,7 @@ impl State {
             counts,
             is_calm: false,
             is_frozen: false,
+            are_links_down: false,
             needs_task: false,
             has_task: false,
             wakers: Vec::new(),
@@ -313,6 +315,13 @@ impl State {
         }
     }
 
+    pub(super) fn set_links_down(&mut self, is_down: bool) {
+        self.are_links_down = is_down;
+        if is_down {
+            self.break_where(|t| t.link.is_some());
+        }
+    }
+
     pub(super) fn break_all(&mut self) -> usize {
         self.break_where(|_| true)
     }
@@ -459,7 +468,10 @@ impl State {
             count(&self.counts.held);
             return self.schedule(Instant::now() + CONNECT_RETRY, SimEvent::Request(id));
         }
-        let refused = obstacle.is_some() || self.one_in(self.faults.refuse_one_in, |counts| &counts.refusals);
+        let is_down = is_link && self.are_links_down;
+        let refused = is_down
+            || obstacle.is_some()
+            || self.one_in(self.faults.refuse_one_in, |counts| &counts.refusals);
         match self.listeners.get_mut(&to).filter(|listener| !refused && listener.accepts_links == is_link) {
             None => self.settle(id, DialState::Refused),
             Some(listener) if listener.waiting.len() == BACKLOG => {
