@@ -71,7 +71,7 @@ macro_rules! over_packets {
     };
 }
 
-mod packets {
+mod only_packets {
     outboard_messenger::for_each_conformance_check!(over_packets);
 }
 

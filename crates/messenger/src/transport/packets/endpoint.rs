@@ -13,6 +13,7 @@ use crate::transport::sim::SimEndpoint;
 
 /// An endpoint that is connected to a peer. The functions that post an operation return `None` if
 /// the endpoint is closed.
+#[expect(clippy::large_enum_variant, reason = "a box would cost an indirection per operation of libfabric")]
 pub(crate) enum LinkEndpoint {
     Ofi(OfiEndpoint),
     Sim(SimEndpoint),
