@@ -34,7 +34,7 @@ pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 
 use crate::config::{BULK_SLOTS, ConnectionConfig, MAX_PULLS};
 use crate::metrics::ConnectionMetrics;
-use crate::transport::ofi::Link;
+use crate::transport::packets::Link;
 use crate::transport::{Road, Wire};
 use crate::{ConnectionEvent, Limits, MessengerError, PeerInfo};
 use inbound::Inbound;

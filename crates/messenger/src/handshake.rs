@@ -16,7 +16,7 @@ use crate::frame::{
 };
 use crate::home::Home;
 use crate::paths::{CommonPath, MAX_PATH_NAME, MAX_PATHS, PATH_TIMEOUT, Path};
-use crate::transport::ofi::PacketContent;
+use crate::transport::packets::PacketContent;
 use crate::transport::{ConnectClaim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
 

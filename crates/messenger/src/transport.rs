@@ -1,12 +1,14 @@
 //! Transports carry the bytes of a connection, reliably and in order. A transport may break at any
 //! byte.
 //!
-//! [`tcp`] carries a byte stream between machines. [`ofi`] has no byte stream: it carries packets
-//! and one-sided transfers. [`sim`] is a simulated network with faults, within a process. A
+//! [`tcp`] carries a byte stream between machines. [`ofi`] has no byte stream: it carries
+//! [`packets`] and one-sided transfers. [`sim`] is a simulated network with faults, within a
+//! process, for both. A
 //! transport does not interpret the bytes. One connection may use several transports in turn, even
 //! of different kinds.
 
 pub mod ofi;
+pub mod packets;
 pub mod sim;
 pub mod tcp;
 
@@ -43,7 +45,7 @@ pub enum Road {
     /// A stream of bytes in each direction.
     Stream(TransportReader, TransportWriter),
     /// Packets, and one-sided transfers.
-    Packets(Arc<ofi::Link>),
+    Packets(Arc<packets::Link>),
 }
 
 impl Wire {
@@ -74,6 +76,13 @@ pub struct ConnectClaim {
 impl ConnectClaim {
     /// Maximum length of a tenant's name, in bytes.
     pub const MAX_TENANT: usize = 32;
+
+    /// The packet token of the dialling side, and the number of the transport.
+    fn packet_numbers(&self) -> (u64, u64) {
+        let (token, transport_number) = self.nonce.split_at(8);
+        let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        (number(token), number(transport_number))
+    }
 }
 
 /// Creates [`Wire`]s: dials peers and accepts them.

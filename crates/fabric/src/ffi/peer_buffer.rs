@@ -54,6 +54,22 @@ impl PeerBuffer {
         unsafe { std::slice::from_raw_parts(self.start().add(range.start), range.len()) }
     }
 
+    /// Copies `data` to offset `at`, as the device of a simulated peer does.
+    ///
+    /// # Safety
+    /// The caller has the rights of an operation in progress: no other operation accesses the range
+    /// during the copy, and no slice of [`bytes`](Self::bytes) covers it.
+    ///
+    /// # Panics
+    /// If the range is not inside the buffer.
+    pub unsafe fn copy_in(&self, at: usize, data: &[u8]) {
+        assert!(at.checked_add(data.len()).is_some_and(|end| end <= self.len()), "range outside the buffer");
+        // SAFETY: the range is inside the buffer, which stays allocated as long as `self`. `data` is
+        // borrowed, so it is not part of the buffer. By the caller's promise, no code accesses the
+        // range meanwhile.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.start().add(at), data.len()) };
+    }
+
     /// Address of the first byte.
     pub(super) fn start(&self) -> *mut u8 {
         let (start, _) = self.0.arena().as_raw();

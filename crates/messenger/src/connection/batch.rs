@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use crate::Message;
 use crate::frame::{self, Body, Close, FrameKind, Push, Wrote};
-use crate::transport::ofi::{Link, PacketContent};
+use crate::transport::packets::{Link, PacketContent};
 
 /// Payloads of up to this many bytes are copied behind their headers, because a separate slice
 /// would cost more than the copy.

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use base::block::{BLOCK, ChecksumMismatch, Payload, piece_count, verify_pieces};
-use fabric::{MemoryRegion, PeerBuffer};
+use fabric::PeerBuffer;
 use wire::{BulkSegment, RemoteMemory};
 
 use super::range::check_range;
 use crate::frame::Wrote;
-use crate::transport::ofi::Link;
+use crate::transport::packets::{Link, Registration};
 use crate::{BulkSink, BulkSource};
 
 /// The source or sink that a user offers to the peer. The number is the block_offset of the sink:
@@ -21,7 +21,7 @@ pub(super) enum Offered {
 /// The memory of an offer that the peer can access by one-sided transfers.
 pub(super) struct ExposedOffer {
     /// The registered memory. `None` once the peer's access has ended.
-    region: Option<MemoryRegion>,
+    region: Option<Registration>,
     remote: RemoteMemory,
     /// For a sink: the memory that the peer writes to.
     room: Option<PeerBuffer>,
@@ -72,7 +72,7 @@ impl ExposedOffer {
 
     /// Removes the registration of the memory from the offer, and returns it. The peer's access
     /// ends when the caller drops the registration.
-    pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
+    pub(super) fn hide(&mut self) -> Option<Registration> {
         self.region.take()
     }
 
@@ -80,7 +80,7 @@ impl ExposedOffer {
     /// ended: the transport on which the memory was exposed has ended, or the offer was
     /// [finished](crate::BulkRegion::finish), whose documentation states whom it trusts.
     #[allow(unsafe_code)]
-    pub(super) fn hide_settled(&mut self) -> Option<MemoryRegion> {
+    pub(super) fn hide_settled(&mut self) -> Option<Registration> {
         let region = self.region.take()?;
         // SAFETY: only the peer on that transport has the key, and it has ended its accesses. For a
         // finished offer, this is the peer's own statement (see the limitation at `finish`).

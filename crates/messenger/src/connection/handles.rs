@@ -21,7 +21,7 @@ use super::pulls::PullWaiter;
 use super::range::{OfferRange, chunk_len, locate};
 use super::{ConnectionState, Shared};
 use crate::frame::{Body, Push};
-use crate::transport::ofi::packet::EAGER_BYTES;
+use crate::transport::packets::packet::EAGER_BYTES;
 use crate::{
     BulkRegion, BulkSink, BulkSource, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError,
     PeerInfo, Pulled, Result,

@@ -16,7 +16,7 @@ use super::slot::ConnectionSlot;
 use super::task::TransportEnd;
 use super::{Shared, State};
 use crate::config::{ConnectionConfig, REST_MAX};
-use crate::transport::ofi::Link;
+use crate::transport::packets::Link;
 
 impl State {
     /// Whether no message, pull, offer or one-sided read is outstanding.

@@ -81,16 +81,25 @@ impl Inbound {
     /// # Errors
     /// If an earlier frame is missing.
     pub(super) fn on_sequenced(&mut self, seq: u64, len: usize) -> Result<Arrival, MessengerError> {
-        if seq <= self.received {
-            return Ok(Arrival::Repeated);
+        let order = self.order(seq)?;
+        if matches!(order, Arrival::Next) {
+            self.received = seq;
+            self.unreported_bytes += len as u64 + MESSAGE_OVERHEAD;
         }
-        if seq != self.received + 1 {
-            let expected = self.received + 1;
-            return Err(MessengerError::Protocol(format!("frame {seq} arrived instead of frame {expected}")));
+        Ok(order)
+    }
+
+    /// Whether sequenced frame `seq` is new. Does not record its arrival.
+    ///
+    /// # Errors
+    /// If an earlier frame is missing.
+    pub(super) fn order(&self, seq: u64) -> Result<Arrival, MessengerError> {
+        let expected = self.received + 1;
+        match seq {
+            _ if seq < expected => Ok(Arrival::Repeated),
+            _ if seq == expected => Ok(Arrival::Next),
+            _ => Err(MessengerError::Protocol(format!("frame {seq} arrived instead of frame {expected}"))),
         }
-        self.received = seq;
-        self.unreported_bytes += len as u64 + MESSAGE_OVERHEAD;
-        Ok(Arrival::Next)
     }
 
     /// Queues a message for the user. Returns whether to send new credit to the peer at once.

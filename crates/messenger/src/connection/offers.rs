@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use base::block::{BLOCK, Payload};
 use base::collections::HashMap;
-use fabric::MemoryRegion;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
@@ -18,6 +17,7 @@ use super::range::{check_range, chunk_len};
 use super::{ConnectionSide, ConnectionState, Shared};
 use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
+use crate::transport::packets::Registration;
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
 
 /// Maximum number of the peer's offers that this side remembers because the peer refused a push to
@@ -62,12 +62,12 @@ impl Offers {
     /// Ends the peer's access to memory that was exposed on a transport that has ended. The memory
     /// may be reused at once, because only the peer on that transport had the keys. Data that the
     /// peer wrote stays valid.
-    pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
+    pub(super) fn hide(&mut self) -> Vec<Registration> {
         self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide_settled()).collect()
     }
 
     /// Ends the peer's access to the memory of expired offers.
-    pub(super) fn hide_expired(&mut self) -> Vec<MemoryRegion> {
+    pub(super) fn hide_expired(&mut self) -> Vec<Registration> {
         let now = Instant::now();
         let expired = self.active.values_mut().filter(|offer| offer.expires <= now);
         expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()

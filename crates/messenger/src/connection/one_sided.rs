@@ -18,7 +18,7 @@ use super::range::OfferRange;
 use super::reader::ReadFailure;
 use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
-use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
+use crate::transport::packets::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
 /// Maximum length of one read, in bytes. While the data of one read is verified, the next reads are
@@ -207,7 +207,10 @@ impl PullReads<'_> {
         let first = if at == 0 { 0 } else { piece_count(self.at.block_offset, at as u64) as usize };
         let count = piece_count(block_offset, len as u64) as usize;
         let bytes = self.landing.bytes(at..at + len);
-        verify_pieces(block_offset, bytes, &self.checksums[first..first + count]).map_err(|e| e.to_string())
+        verify_pieces(block_offset, bytes, &self.checksums[first..first + count])
+            .map_err(|e| e.to_string())?;
+        self.shared.lock().pulls.on_pulled(len);
+        Ok(())
     }
 }
 

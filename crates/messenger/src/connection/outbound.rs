@@ -190,8 +190,8 @@ impl Outbound {
     }
 
     /// Fills `batch` with the next frames: all control frames, messages up to a size limit, and one
-    /// chunk of bulk data.
-    pub(super) fn gather(&mut self, batch: &mut Batch, piggyback: &Piggyback) {
+    /// chunk of bulk data. If `holds_messages` is true, only with control frames.
+    pub(super) fn gather(&mut self, batch: &mut Batch, piggyback: &Piggyback, holds_messages: bool) {
         let ack = piggyback.received;
         if std::mem::take(&mut self.window_wanted) {
             batch.push_control(
@@ -201,6 +201,9 @@ impl Outbound {
         }
         while let Some(body) = self.control.pop_front() {
             batch.push_control(&body, ack);
+        }
+        if holds_messages {
+            return;
         }
         while batch.bytes() < BATCH_BYTES && batch.frames() < BATCH_FRAMES {
             if let Some(again) = self.unacked.get(self.written) {
@@ -259,7 +262,7 @@ mod tests {
 
     fn gathered(outbound: &mut Outbound) -> Vec<Frame> {
         let mut batch = Batch::default();
-        outbound.gather(&mut batch, &HERE);
+        outbound.gather(&mut batch, &HERE, false);
         let mut bytes = batch.to_bytes();
         let limits = crate::ConnectionConfig::default().limits;
         let mut frames = Vec::new();

@@ -13,8 +13,8 @@ use super::reader::ReadFailure;
 use crate::Message;
 use crate::MessengerError;
 use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};
-use crate::transport::ofi::packet::ROOM_BYTES;
-use crate::transport::ofi::{Link, LinkFailed};
+use crate::transport::packets::packet::ROOM_BYTES;
+use crate::transport::packets::{Link, LinkFailed};
 
 /// Number of packets after which the reader yields to other tasks.
 const TURN: usize = 64;
@@ -151,12 +151,20 @@ impl Shared {
     pub(super) async fn send_packets(&self, link: &Arc<Link>) -> Result<(), LinkFailed> {
         let mut batch = Batch::over(link);
         loop {
-            let closing = self.gather(&mut batch);
+            // A message may tell the peer that its memory is no longer used. So messages wait for
+            // the end of reads that their callers have abandoned, for example at a deadline.
+            let holds_messages = link.has_abandoned_reads();
+            let closing = self.gather(&mut batch, holds_messages);
             if batch.frames() == 0 {
-                if closing {
+                if closing && !holds_messages {
                     return self.send_batch(link, &Batch::closing(self.close_reason())).await;
                 }
-                self.wake_writer.notified().await;
+                // Either event leads to another look at the queue, so neither starves the other.
+                tokio::select! {
+                    biased;
+                    () = self.wake_writer.notified() => {}
+                    () = link.abandoned_read_ended() => {}
+                }
                 continue;
             }
             let slots = self.on_gathered(&mut batch);

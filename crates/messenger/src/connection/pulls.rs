@@ -44,6 +44,8 @@ struct Pull {
 pub(super) struct Pulls {
     last: u64,
     active: BTreeMap<u64, Pull>,
+    /// Number of bytes that were pulled and verified since the connection began.
+    pulled_bytes: u64,
 }
 
 /// The part of a pull that a data frame fills.
@@ -57,6 +59,16 @@ pub(super) struct Filling {
 impl Pulls {
     pub(super) fn is_empty(&self) -> bool {
         self.active.is_empty()
+    }
+
+    /// Number of bytes that were pulled and verified since the connection began.
+    pub(super) fn pulled_bytes(&self) -> u64 {
+        self.pulled_bytes
+    }
+
+    /// Records that bytes were pulled and verified.
+    pub(super) fn on_pulled(&mut self, len: usize) {
+        self.pulled_bytes += len as u64;
     }
 
     /// Registers a pull and returns the request to send.
@@ -213,6 +225,7 @@ impl PullBuffer<'_> {
     /// Records that the part was filled with correct data, whose pieces have the given checksums.
     pub(super) fn finish(mut self, checksums: &[u32]) {
         let mut state = self.shared.lock();
+        state.pulls.on_pulled(self.filling.len);
         let Some(pull) = state.pulls.active.get_mut(&self.filling.pull) else { return drop(state) };
         pull.checksums.extend_from_slice(checksums);
         pull.filled += self.filling.len;

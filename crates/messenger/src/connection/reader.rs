@@ -327,10 +327,14 @@ impl Shared {
     }
 
     pub(super) fn on_wrote(&self, seq: u64, wrote: &Wrote) -> Result<(), ReadFailure> {
-        match self.on_sequenced(seq, wrote.len as usize)? {
-            Arrival::Next => self.on_landed(wrote),
-            Arrival::Repeated => Ok(()),
+        let order = self.lock().inbound.order(seq)?;
+        if matches!(order, Arrival::Next) {
+            // The frame counts as received only once the written data is verified. Otherwise the
+            // peer would not send damaged data again.
+            self.on_landed(wrote)?;
+            self.on_sequenced(seq, wrote.len as usize)?;
         }
+        Ok(())
     }
 
     fn on_sequenced(&self, seq: u64, len: usize) -> Result<Arrival, MessengerError> {

@@ -15,7 +15,7 @@ use super::reader::{FrameReader, ReadFailure};
 use super::slot::ConnectionSlot;
 use super::{ConnectionState, Shared};
 use crate::handshake::{self, Dialer, HandshakeError};
-use crate::transport::ofi::Link;
+use crate::transport::packets::Link;
 use crate::transport::{ConnectClaim, Road, Wire};
 use crate::{ConnectionEvent, MessengerError};
 
@@ -296,11 +296,11 @@ impl Shared {
         sleep(if self.is_reclaimed() { RECLAIM_TIME } else { CLOSE_TIME }).await;
     }
 
-    /// Number of the last sequenced frame that this side received, and of the last sequenced frame
-    /// that the peer acknowledged.
-    pub(super) fn progress(&self) -> (u64, u64) {
+    /// Number of the last sequenced frame that this side received, of the last sequenced frame that
+    /// the peer acknowledged, and of the bytes that this side has pulled.
+    pub(super) fn progress(&self) -> (u64, u64, u64) {
         let state = self.lock();
-        (state.inbound.received(), state.outbound.acked())
+        (state.inbound.received(), state.outbound.acked(), state.pulls.pulled_bytes())
     }
 
     /// Stops everything that depends on the transport that has ended.

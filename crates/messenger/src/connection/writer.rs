@@ -18,13 +18,14 @@ impl Drop for SlotGuard<'_> {
 }
 
 impl Shared {
-    /// Fills `batch` with queued frames. Returns whether the connection is being closed.
-    pub(super) fn gather(&self, batch: &mut Batch) -> bool {
+    /// Fills `batch` with queued frames, or only with control frames if `holds_messages` is true.
+    /// Returns whether the connection is being closed.
+    pub(super) fn gather(&self, batch: &mut Batch, holds_messages: bool) -> bool {
         batch.clear();
         let mut state = self.lock();
         let state = &mut *state;
         let piggyback = Piggyback { received: state.inbound.received(), granted: state.inbound.granted() };
-        state.outbound.gather(batch, &piggyback);
+        state.outbound.gather(batch, &piggyback, holds_messages);
         if batch.frames() > 0 {
             state.inbound.on_reported();
             self.stir_if_busy(state);
@@ -37,7 +38,7 @@ impl Shared {
     pub(super) async fn write_loop(&self, writer: &mut (dyn AsyncWrite + Send + Unpin)) -> io::Result<()> {
         let mut batch = Batch::default();
         loop {
-            let closing = self.gather(&mut batch);
+            let closing = self.gather(&mut batch, false);
             if batch.frames() == 0 {
                 if closing {
                     return self.write_close(writer, self.close_reason()).await;

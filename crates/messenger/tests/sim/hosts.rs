@@ -127,3 +127,72 @@ async fn destructors_of_a_severed_process_do_not_affect_its_successor() {
     // The second process does not know the connection.
     assert_eq!(event(&mut *from_server).await, "lost");
 }
+
+/// A connection uses packets while links work, streams while they do not, and packets again after
+/// the cool-down of the path.
+#[tokio::test(start_paused = true)]
+async fn a_connection_falls_back_to_streams_while_links_are_down() {
+    let _seeded = seed_this_thread(1);
+    let network = SimNetwork::new(1, SimFaults::NONE);
+    let cool_down = Duration::from_secs(10);
+    let stack = |name| network.host(name).stack_with_packets(ConnectionConfig::default(), cool_down, true);
+    let (osd, client) = (stack("osd"), stack("client"));
+    let mut listener = osd.listen("osd:7700").await.expect("listens");
+    let connecting = client.connect("osd:7700", ConnectOptions::default());
+    let (client, server) = tokio::join!(biased; connecting, listener.accept());
+    let ((client, mut from_server), (_server, mut from_client)) =
+        (client.expect("connects"), server.expect("accepts"));
+    assert!(client.limits().one_sided, "the connection begins over packets");
+    network.links_down(true);
+    client.send(message("over a stream")).await.expect("sent");
+    for expected in ["interrupted", "resumed"] {
+        assert_eq!(event(&mut *from_server).await, expected);
+    }
+    assert!(!client.limits().one_sided, "the connection fell back to a stream");
+    network.links_down(false);
+    sleep(cool_down * 2).await;
+    assert!(client.limits().one_sided, "the connection moved to packets again");
+    client.send(message("over packets")).await.expect("sent");
+    let mut messages = Vec::new();
+    while messages.len() < 2 {
+        match event(&mut *from_client).await.as_str() {
+            "interrupted" | "resumed" => {}
+            text => messages.push(text.to_owned()),
+        }
+    }
+    assert_eq!(messages, ["over a stream", "over packets"]);
+    assert!(network.counts().cuts.load(Ordering::Relaxed) > 0);
+}
+
+/// When a process ends, its peers can no longer access its memory, and its own operations have no
+/// effect, although its tasks are dropped only later.
+#[tokio::test(start_paused = true)]
+async fn a_severed_process_loses_its_links() {
+    let _seeded = seed_this_thread(1);
+    let network = SimNetwork::new(1, SimFaults::NONE);
+    let stack = |name| {
+        let config = ConnectionConfig::default();
+        network.host(name).stack_with_packets(config, Duration::from_secs(10), true)
+    };
+    let (osd, client_stack) = (stack("osd"), stack("client"));
+    let mut listener = osd.listen("osd:7700").await.expect("listens");
+    let connecting = client_stack.connect("osd:7700", ConnectOptions::default());
+    let (client, server) = tokio::join!(biased; connecting, listener.accept());
+    let ((client, _from_server), (server, mut from_client)) =
+        (client.expect("connects"), server.expect("accepts"));
+    let pool = outboard_messenger::conformance::pool();
+    let data = vec![3; 1 << 20];
+    let buffer = outboard_messenger::conformance::Buffer::in_memory(0, &data);
+    let source = client.offer_source(buffer).expect("offered");
+    assert!(source.descriptor.remote.is_some(), "the source is exposed");
+    network.sever("client");
+    client.send(message("from a dead process")).await.expect("queued");
+    let dest = pool.alloc(data.len()).await.expect("a buffer");
+    let pulled = server.bulk_read(&source.descriptor, 0, dest, Duration::from_secs(1)).await;
+    assert!(matches!(pulled, Err(MessengerError::TimedOut(_))), "{pulled:?}");
+    drop((client, client_stack, source));
+    // The first two events are the move from the stream to packets.
+    for expected in ["interrupted", "resumed", "interrupted", "nothing"] {
+        assert_eq!(event(&mut *from_client).await, expected);
+    }
+}

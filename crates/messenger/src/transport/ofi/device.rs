@@ -15,8 +15,10 @@ use tokio::sync::{Notify, mpsc, oneshot};
 
 use super::Common;
 use super::descriptor::{Descriptor, is_readable};
-use super::link::{Link, Watcher};
+use super::endpoint::{OfiEndpoint, Watcher};
+use super::endpoint_of;
 use super::port::Port;
+use crate::transport::packets::{Link, LinkEndpoint};
 use crate::transport::{ConnectClaim, Road, Wire};
 
 /// Maximum number of links that are being accepted at a time. At this limit, a new link replaces
@@ -177,7 +179,8 @@ impl Device {
         let id = self.next_id();
         let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
-        let link = Link::new(self.watcher(), &port, endpoint, parts_of(&claim.nonce));
+        let endpoint = LinkEndpoint::Ofi(OfiEndpoint::new(self.watcher(), &port, endpoint));
+        let link = Link::new(endpoint, claim.packet_numbers());
         link.post_first().map_err(io::Error::other)?;
         let (done, connected) = oneshot::channel();
         let guard = SettlingGuard { device: self, id };
@@ -185,7 +188,7 @@ impl Device {
             id,
             Settling { link: Arc::clone(&link), since: Instant::now(), role: SettlingOrigin::Dialed(done) },
         );
-        link.establish(&encode_claim(claim)).map_err(io::Error::other)?;
+        establish(&link, &encode_claim(claim)).map_err(io::Error::other)?;
         let answer = connected.await.map_err(|_| io::Error::from(io::ErrorKind::ConnectionAborted))?;
         let answer = answer.map_err(io::Error::other)?;
         drop(guard);
@@ -235,16 +238,17 @@ impl Device {
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
-        let (peer_token, transport_number) = parts_of(&claim.nonce);
+        let (peer_token, transport_number) = claim.packet_numbers();
         let own_token: u64 = base::entropy::random();
-        let link = Link::new(self.watcher(), &port, endpoint, (own_token, transport_number));
+        let endpoint = LinkEndpoint::Ofi(OfiEndpoint::new(self.watcher(), &port, endpoint));
+        let link = Link::new(endpoint, (own_token, transport_number));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
         let now = Instant::now();
         let role = SettlingOrigin::Accepted(claim, peer);
         let settling = Settling { link: Arc::clone(&link), since: now, role };
         self.admit(id, peer, settling)?;
-        link.establish(&own_token.to_le_bytes()).map_err(|why| {
+        establish(&link, &own_token.to_le_bytes()).map_err(|why| {
             drop(self.lock().take_settling(id));
             io::Error::other(why)
         })
@@ -370,11 +374,9 @@ impl Drop for SettlingGuard<'_> {
     }
 }
 
-/// Divides a nonce into the packet token of the dialling side and the number of the transport.
-fn parts_of(nonce: &[u8; 16]) -> (u64, u64) {
-    let (token, transport_number) = nonce.split_at(8);
-    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-    (number(token), number(transport_number))
+/// Sends or answers the connect request of a link.
+fn establish(link: &Link, data: &[u8]) -> Result<(), String> {
+    endpoint_of(link).ok_or("the link is not one of libfabric")?.establish(data)
 }
 
 fn encode_claim(claim: &ConnectClaim) -> Vec<u8> {

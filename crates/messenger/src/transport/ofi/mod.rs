@@ -15,10 +15,6 @@
 //! is readable. A packet arrives in a buffer of the pool, and the connection receives it without a
 //! copy. Another buffer replaces the used buffer at once.
 //!
-//! **Credits.** A side sends a packet only if the peer has posted a buffer for it. Every packet
-//! grants further credits. The last credit is reserved for packets that only grant credits, so the
-//! two sides never deadlock.
-//!
 //! **Trust.** The connect request names the tenant, so that the server creates the endpoint in the
 //! tenant's own protection domain. Packets carry a random token of the connection. A server's
 //! memory is registered for its own use only. Memory that a client exposes is registered for one
@@ -27,16 +23,11 @@
 //! **Threads.** All tasks run on the thread that calls [`Transport::bind`] and [`Transport::dial`].
 //! Over `tcp`, bytes move only while these tasks run, so blocking this thread stalls the peers.
 
-mod buffers;
 mod descriptor;
 mod device;
-mod landings;
-mod link;
-pub(crate) mod packet;
+mod endpoint;
 mod poller;
 mod port;
-mod reads;
-mod rma;
 
 use std::io;
 use std::net::SocketAddr;
@@ -51,15 +42,12 @@ use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, Provid
 use serde::Deserialize;
 use tokio::sync::{mpsc, watch};
 
-pub use link::Link;
-pub(crate) use link::{LinkFailed, PacketContent};
-pub(crate) use reads::LandingBuffer;
+pub(crate) use endpoint::OfiEndpoint;
 
+use super::packets::{Buffers, Landings, Link, LinkEndpoint};
 use super::{Acceptor, ConnectClaim, Road, Transport, Wire};
-use buffers::Buffers;
 use device::Device;
-use landings::Landings;
-use link::Watcher;
+use endpoint::Watcher;
 
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 256;
@@ -181,6 +169,14 @@ impl OfiControl {
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         devices.retain(|device| device.strong_count() > 0);
         devices.push(Arc::downgrade(device));
+    }
+}
+
+/// The endpoint of a link, if it is an endpoint of libfabric.
+fn endpoint_of(link: &Link) -> Option<&OfiEndpoint> {
+    match &link.endpoint {
+        LinkEndpoint::Ofi(endpoint) => Some(endpoint),
+        LinkEndpoint::Sim(_) => None,
     }
 }
 

@@ -4,16 +4,15 @@
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 
-use base::mem::ArenaBuf;
 use base::spinner::Spinner;
-use bytes::Bytes;
 use fabric::{Completion, CompletionQueue, Operation, Waitable};
 use tokio::io::unix::AsyncFd;
 
 use super::descriptor::{Descriptor, is_readable};
-use super::link::Link;
-use super::packet::{HEADER_BYTES, PacketHeader};
+use super::endpoint_of;
 use super::port::{Port, SHARED_QUEUE};
+use crate::transport::packets::Link;
+use crate::transport::packets::packet::PacketHeader;
 
 /// Number of times that the poller yields after it found completions. Meanwhile, a message can pass
 /// through the connection's task and its user's task, and the connection's task can send the
@@ -72,7 +71,7 @@ impl Port<Link> {
     fn on_receive(&self, completion: Completion) {
         let own = (completion.endpoint != SHARED_QUEUE).then(|| self.link(completion.endpoint)).flatten();
         let buf = match &own {
-            Some(link) => link.take_posted(completion.token),
+            Some(link) => endpoint_of(link).and_then(|endpoint| endpoint.take_posted(completion.token)),
             None => self.take_posted(completion.token),
         };
         let Some(mut buf) = buf else { return };
@@ -104,7 +103,7 @@ impl Port<Link> {
             }
             return;
         };
-        self.take_packet(&link, header, buf);
+        link.take_packet(header, buf);
     }
 
     /// Posts another buffer after a stray packet (with an unknown token) has used one up, because a
@@ -113,39 +112,9 @@ impl Port<Link> {
         // Without a link, no peer has credit.
         let Some(link) = self.any_link() else { return };
         if let Some(fresh) = self.common.buffers.take()
-            && let Err(why) = link.post_receive(fresh)
+            && let Err(why) = link.endpoint.post_receive(fresh)
         {
             tracing::warn!(why, "cannot replace a receive buffer");
-        }
-    }
-
-    /// Passes a packet to its link in the buffer in which it arrived, and posts another buffer. If
-    /// no buffer is free, the link gets a copy of the packet. So a user that keeps received packets
-    /// does not block the senders.
-    fn take_packet(&self, link: &Arc<Link>, header: PacketHeader, buf: ArenaBuf) {
-        let fresh = self.common.buffers.take();
-        let content = match &fresh {
-            Some(_) => buf.freeze().slice(HEADER_BYTES..),
-            None => {
-                metrics::counter!("outboard_messenger_copied_packets").increment(1);
-                let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
-                // The buffer returns to the pool, and is taken from the pool and posted again
-                // below. Otherwise the link would have one posted buffer less from now on.
-                drop(buf);
-                copy
-            }
-        };
-        let wanted = link.on_packet(header, content);
-        // If the link may not have more posted buffers, post only one, in place of the packet's own
-        // buffer.
-        let wanted = if wanted > 1 && !self.may_grow(wanted) { 1 } else { wanted };
-        let more = std::iter::from_fn(|| self.common.buffers.take());
-        for buf in fresh.into_iter().chain(more).take(wanted as usize) {
-            if let Err(why) = link.post_receive(buf) {
-                link.fail(&why);
-                return;
-            }
-            link.on_posted();
         }
     }
 

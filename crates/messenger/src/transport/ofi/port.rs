@@ -12,7 +12,8 @@ use fabric::{
 use tokio::sync::Notify;
 
 use super::Common;
-use super::packet::FIRST_GRANT;
+use crate::transport::packets::NotRegistered;
+use crate::transport::packets::packet::FIRST_GRANT;
 
 /// Fraction of a shared queue's receives up to which existing links may enlarge their windows, as
 /// numerator and denominator. The rest is reserved for new links.
@@ -297,9 +298,6 @@ impl<L> Port<L> {
         }
     }
 }
-
-/// Error: the bytes are in memory that cannot be registered.
-pub(super) struct NotRegistered;
 
 /// Opens a completion queue. Also returns the number of operations for which it was opened.
 fn open_queue(domain: &Domain) -> fabric::Result<(CompletionQueue, usize)> {

@@ -22,9 +22,9 @@ pub struct SimFaults {
     pub route: SimRoute,
     /// Maximum number of bytes of a stream that travel together.
     pub piece_max: usize,
-    /// Average number of bytes after which a stream breaks, in each direction.
+    /// Average number of bytes after which a transport breaks, in each direction.
     pub break_after_bytes: u64,
-    /// On average, one in this many pieces of a stream or packets of a link stalls.
+    /// On average, one in this many pieces of data stalls.
     pub stall_one_in: u32,
     /// Maximum duration of a stall.
     pub stall: Duration,
@@ -34,6 +34,13 @@ pub struct SimFaults {
     pub refuse_one_in: u32,
     /// On average, one in this many attempts to connect is never answered.
     pub ignore_one_in: u32,
+    /// On average, one in this many operations of a link is lost and sent again. If it is lost too
+    /// often, the link fails.
+    pub lose_one_in: u32,
+    /// On average, one in this many completions of a link is reported late.
+    pub report_late_one_in: u32,
+    /// On average, one in this many offers cannot be exposed to one-sided transfers.
+    pub refuse_memory_one_in: u32,
 }
 
 impl SimFaults {
@@ -47,6 +54,9 @@ impl SimFaults {
         flip_one_in: 0,
         refuse_one_in: 0,
         ignore_one_in: 0,
+        lose_one_in: 0,
+        report_late_one_in: 0,
+        refuse_memory_one_in: 0,
     };
 }
 
@@ -89,6 +99,26 @@ counts! {
     ignored,
     /// Pieces of data that arrived after the receiver had closed the transport.
     late,
+    /// Operations of links that were lost and sent again.
+    losses,
+    /// Completions of links that were reported late.
+    late_reports,
+    /// Links that failed because they could not reach the peer for too long.
+    given_up,
+    /// Offers that could not be exposed.
+    refused_memory,
+    /// Operations that were refused because the queue of a link was full.
+    full_queues,
+    /// One-sided accesses to memory whose registration had ended while they were in progress.
+    withdrawn_accesses,
+    /// One-sided accesses to memory that the owner had released although they were in progress. An
+    /// error of the owner or of the peer.
+    released_accesses,
+    /// Packets for which the receiver had posted no buffer. An error of the sender or of the
+    /// receiver, unless credits were damaged in flight.
+    not_ready,
+    /// Operations that the peer's endpoint refused. The link then fails.
+    refused_operations,
 }
 
 /// Adds one to a counter.

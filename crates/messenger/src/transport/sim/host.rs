@@ -6,15 +6,19 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use base::BoxFuture;
 use base::budget::PeerAddress;
+use rand::Rng;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::SimNetwork;
+use super::endpoint::{LinkMemory, SimEndpoint};
 use super::state::{Address, DialState, EndIndex, ProcessId, State, TransportId};
-use crate::transport::{Acceptor, ConnectClaim, Transport, Wire};
-use crate::{ConnectionConfig, SimStack, StreamStack};
+use crate::transport::packets::{Link, LinkEndpoint};
+use crate::transport::{Acceptor, ConnectClaim, Road, Transport, Wire};
+use crate::{ConnectionConfig, Path, SimStack, StreamStack};
 
 /// A process on a host of a simulated network.
 #[derive(Clone)]
@@ -44,6 +48,30 @@ impl SimHost {
         StreamStack::over(self.streams(), config)
     }
 
+    /// The transport over which this process connects and listens with packets and one-sided
+    /// transfers.
+    #[must_use]
+    pub fn packets(&self) -> SimPackets {
+        SimPackets { host: self.clone(), memory: Arc::default() }
+    }
+
+    /// A stack of this process over byte streams, with a path over packets. A failed path is not
+    /// used for the time `cool_down`. If `is_required`, a connection fails if it cannot begin over
+    /// packets.
+    ///
+    /// # Panics
+    /// If `config` is inconsistent.
+    #[must_use]
+    pub fn stack_with_packets(
+        &self,
+        config: ConnectionConfig,
+        cool_down: Duration,
+        is_required: bool,
+    ) -> SimStack {
+        let path = Path::new("sim:packets", Arc::new(self.packets()), cool_down);
+        self.stack(config).with_path(path.required(is_required))
+    }
+
     /// The IP address of the host.
     #[must_use]
     pub fn ip(&self) -> std::net::IpAddr {
@@ -59,23 +87,35 @@ impl SimHost {
     }
 
     /// Begins to listen at `address`.
-    fn listen(&self, address: &str) -> io::Result<Address> {
+    fn listen(&self, address: &str, accepts_links: bool) -> io::Result<Address> {
         let port = match address.rsplit_once(':') {
             None => 0,
             Some((_, port)) => port.parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
         };
-        self.with(|state| state.listen(self.process, port)).ok_or_else(|| io::ErrorKind::AddrInUse.into())
+        self.with(|state| state.listen(self.process, port, accepts_links))
+            .ok_or_else(|| io::ErrorKind::AddrInUse.into())
     }
 
-    /// Connects to `endpoint`. Returns the number of the transport.
+    /// Connects to `endpoint`.
     async fn dial(&self, endpoint: &str) -> io::Result<StreamEnd> {
+        let id = self.request(endpoint, None).await?;
+        // If this future is dropped, the end closes the transport.
+        let end = StreamEnd { host: self.clone(), id, end: 0 };
+        self.answered(id).await?;
+        Ok(end)
+    }
+
+    /// Sends a connect request to `endpoint`: with a claim for a link, without for a stream.
+    async fn request(&self, endpoint: &str, claim: Option<&ConnectClaim>) -> io::Result<TransportId> {
         if !self.is_alive() {
             return std::future::pending().await;
         }
         let to = self.with(|state| state.resolve(endpoint)).ok_or(io::ErrorKind::AddrNotAvailable)?;
-        let id = self.with(|state| state.dial(self.process, to));
-        // If this future is dropped, the end closes the transport.
-        let end = StreamEnd { host: self.clone(), id, end: 0 };
+        Ok(self.with(|state| state.dial(self.process, to, claim.cloned())))
+    }
+
+    /// Waits for the answer to a connect request.
+    async fn answered(&self, id: TransportId) -> io::Result<()> {
         let dialing = poll_fn(|cx| {
             self.with(|state| match state.transports.get_mut(&id) {
                 Some(transport) if transport.dialing == DialState::Pending => {
@@ -87,7 +127,7 @@ impl SimHost {
             })
         });
         match dialing.await {
-            DialState::Connected => Ok(end),
+            DialState::Connected => Ok(()),
             _ => Err(io::ErrorKind::ConnectionRefused.into()),
         }
     }
@@ -107,7 +147,7 @@ pub struct SimStreams(SimHost);
 impl Transport for SimStreams {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
-            let address = self.0.listen(address)?;
+            let address = self.0.listen(address, false)?;
             Ok(Box::new(SimAcceptor { host: self.0.clone(), address }) as Box<dyn Acceptor>)
         })
     }
@@ -147,6 +187,97 @@ impl Acceptor for SimAcceptor {
 impl Drop for SimAcceptor {
     fn drop(&mut self) {
         let Self { host, address } = self;
+        host.with(|state| state.unlisten_of(host.process, *address));
+    }
+}
+
+/// The packets and one-sided transfers of a process on a simulated network.
+#[derive(Clone)]
+pub struct SimPackets {
+    host: SimHost,
+    memory: Arc<LinkMemory>,
+}
+
+impl SimPackets {
+    /// Creates the link at one end of a transport.
+    fn link(&self, id: TransportId, end: EndIndex, numbers: (u64, u64)) -> io::Result<Arc<Link>> {
+        let needs_arena = self.host.with(|state| state.random.random_bool(0.5));
+        let endpoint = SimEndpoint::new(self.host.clone(), id, end, Arc::clone(&self.memory), needs_arena);
+        let link = Link::new(LinkEndpoint::Sim(endpoint), numbers);
+        link.post_first().map_err(io::Error::other)?;
+        Ok(link)
+    }
+}
+
+impl fmt::Debug for SimPackets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SimPackets").field(&self.host).finish()
+    }
+}
+
+impl Transport for SimPackets {
+    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+        Box::pin(async move {
+            let address = self.host.listen(address, true)?;
+            Ok(Box::new(LinkAcceptor { packets: self.clone(), address }) as Box<dyn Acceptor>)
+        })
+    }
+
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
+        Box::pin(async move {
+            let id = self.host.request(endpoint, Some(claim)).await?;
+            let link = self.link(id, 0, claim.packet_numbers())?;
+            self.host.answered(id).await?;
+            let token = self.host.with(|state| Some(state.transports.get(&id)?.link.as_ref()?.accept_token));
+            link.set_peer_token(token.ok_or(io::ErrorKind::ConnectionReset)?);
+            let (road, address) = (Road::Packets(link), endpoint.to_owned());
+            Ok(Wire { road, address, peer: PeerAddress::Local, claim: None })
+        })
+    }
+}
+
+/// Accepts links at one address.
+struct LinkAcceptor {
+    packets: SimPackets,
+    address: Address,
+}
+
+impl Acceptor for LinkAcceptor {
+    fn endpoint(&self) -> String {
+        State::endpoint(self.address)
+    }
+
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
+        Box::pin(async {
+            let LinkAcceptor { packets, address } = self;
+            let host = &packets.host;
+            let accepted = poll_fn(|cx| {
+                host.with(|state| {
+                    while let Some(id) = state.accept(host.process, *address, cx.waker()) {
+                        // A transport that has ended meanwhile is skipped.
+                        let Some(transport) = state.transports.get(&id) else { continue };
+                        let Some(link) = &transport.link else { continue };
+                        let (peer, claim) = (transport.ends[0].host, link.claim.clone());
+                        return Poll::Ready((id, peer, claim, link.accept_token));
+                    }
+                    Poll::Pending
+                })
+            });
+            let (id, peer, claim, own_token) = accepted.await;
+            let (peer_token, transport_number) = claim.packet_numbers();
+            let link = packets.link(id, 1, (own_token, transport_number))?;
+            link.set_peer_token(peer_token);
+            host.with(|state| state.answer(id));
+            let address = format!("{} over {}", claim.tenant, link.provider());
+            let (road, peer) = (Road::Packets(link), State::ip(peer).into());
+            Ok(Wire { road, address, peer, claim: Some(claim) })
+        })
+    }
+}
+
+impl Drop for LinkAcceptor {
+    fn drop(&mut self) {
+        let Self { packets: SimPackets { host, .. }, address } = self;
         host.with(|state| state.unlisten_of(host.process, *address));
     }
 }

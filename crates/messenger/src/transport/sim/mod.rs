@@ -1,7 +1,8 @@
 //! A simulated network of named hosts, with faults from a seed.
 //!
-//! The network carries byte streams between the hosts of one process. It delays, stalls, damages
-//! and breaks them at random, and cuts hosts off on request.
+//! The network carries byte streams between the hosts of one process, and packets with one-sided
+//! transfers ([`super::packets`]). It delays, stalls, damages and breaks them at random, and cuts
+//! hosts off on request.
 //!
 //! ```
 //! use std::time::Duration;
@@ -35,14 +36,17 @@
 //! [`SimNetwork::sever`], the process is dead: its calls and its destructors have no effect on the
 //! network. The next call of [`SimNetwork::host`] stands for the next process on the host.
 
+mod endpoint;
 mod faults;
 mod host;
+mod link;
 mod network;
 mod state;
 mod stream;
 
+pub(crate) use endpoint::{SimEndpoint, SimRegion};
 pub use faults::{SimCounts, SimFaults, SimRoute};
-pub use host::{SimHost, SimStreams};
+pub use host::{SimHost, SimPackets, SimStreams};
 pub use network::SimNetwork;
 
 /// How a cut affects the data between two hosts.

@@ -91,6 +91,25 @@ impl SimNetwork {
         self.0.with(State::break_all)
     }
 
+    /// Breaks all links, and refuses new ones as long as `is_down`. Streams are not affected, so
+    /// connections fall back to them.
+    pub fn links_down(&self, is_down: bool) {
+        self.0.with(|state| state.set_links_down(is_down));
+    }
+
+    /// Number of memory regions that peers may still access, or that are kept because a peer might
+    /// be accessing them.
+    #[must_use]
+    pub fn exposed_regions(&self) -> usize {
+        self.0.with(|state| state.regions.len() + state.kept.len())
+    }
+
+    /// Number of transports that at least one process still uses.
+    #[must_use]
+    pub fn transports(&self) -> usize {
+        self.0.with(|state| state.transports.len())
+    }
+
     /// Freezes or unfreezes the network. While it is frozen, no data arrives and no transport
     /// breaks.
     pub fn freeze(&self, is_frozen: bool) {
@@ -136,9 +155,11 @@ impl SimNetworkInner {
         let result = call(&mut state);
         let after = state.next_event();
         let wakers = std::mem::take(&mut state.wakers);
+        let trash = std::mem::take(&mut state.trash);
         let starts = state.needs_task && !state.has_task;
         state.has_task |= starts;
         drop(state);
+        drop(trash);
         wakers.into_iter().for_each(Waker::wake);
         if starts {
             #[expect(clippy::disallowed_methods, reason = "the task belongs to the network, not to a role")]

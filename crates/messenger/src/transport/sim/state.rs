@@ -9,12 +9,15 @@ use std::task::Waker;
 use std::time::Duration;
 
 use base::clock::Instant;
+use fabric::ExposedMemory;
 use rand::Rng;
 use rand::rngs::StdRng;
 
 use super::CutKind;
 use super::faults::{SimCounts, SimFaults, SimRoute, count};
+use super::link::{ExposedRegion, KeptMemory, SimLink};
 use super::stream::SimStream;
+use crate::transport::ConnectClaim;
 
 /// Maximum number of transports that wait to be accepted.
 const BACKLOG: usize = 128;
@@ -52,6 +55,12 @@ pub(super) enum SimEvent {
     Arrive(TransportId, EndIndex),
     /// An end learns that the transport is broken.
     Reset(TransportId, EndIndex),
+    /// A completion of a link becomes visible.
+    Report(TransportId, EndIndex),
+    /// An end of a link answers a read of its peer.
+    Respond(TransportId, EndIndex),
+    /// An end of a link gives up if its peer is still unreachable.
+    GiveUp(TransportId, EndIndex),
 }
 
 pub(super) struct SimProcess {
@@ -64,6 +73,7 @@ pub(super) type Address = (HostId, u16);
 
 pub(super) struct SimListener {
     process: ProcessId,
+    accepts_links: bool,
     waiting: VecDeque<TransportId>,
     waker: Option<Waker>,
 }
@@ -81,7 +91,10 @@ pub(super) struct SimTransport {
     pub(super) ends: [SimEnd; 2],
     pub(super) dialing: DialState,
     to: Address,
+    /// Data on its way, and what arrived over a stream.
     pub(super) stream: SimStream,
+    /// `None` for a stream.
+    pub(super) link: Option<SimLink>,
 }
 
 /// What a transport knows about one of its ends.
@@ -97,6 +110,8 @@ pub(super) struct SimEnd {
     pub(super) reader: Option<Waker>,
     /// Waits for room for more data.
     pub(super) writer: Option<Waker>,
+    /// Waits for completions of a link.
+    pub(super) completions: Option<Waker>,
 }
 
 pub(super) struct State {
@@ -105,6 +120,7 @@ pub(super) struct State {
     pub(super) counts: Arc<SimCounts>,
     pub(super) is_calm: bool,
     pub(super) is_frozen: bool,
+    are_links_down: bool,
     /// Whether the network needs its task.
     pub(super) needs_task: bool,
     pub(super) has_task: bool,
@@ -113,6 +129,11 @@ pub(super) struct State {
     pub(super) routes: BTreeMap<(HostId, HostId), SimRoute>,
     pub(super) cuts: BTreeMap<(HostId, HostId), CutKind>,
     pub(super) transports: BTreeMap<TransportId, SimTransport>,
+    /// Memory that peers may access, by key.
+    pub(super) regions: BTreeMap<u64, ExposedRegion>,
+    pub(super) kept: Vec<KeptMemory>,
+    /// Memory to drop once the mutex is released.
+    pub(super) trash: Vec<ExposedMemory>,
     names: Vec<String>,
     processes: Vec<SimProcess>,
     listeners: BTreeMap<Address, SimListener>,
@@ -133,12 +154,16 @@ impl State {
             counts,
             is_calm: false,
             is_frozen: false,
+            are_links_down: false,
             needs_task: false,
             has_task: false,
             wakers: Vec::new(),
             routes: BTreeMap::new(),
             cuts: BTreeMap::new(),
             transports: BTreeMap::new(),
+            regions: BTreeMap::new(),
+            kept: Vec::new(),
+            trash: Vec::new(),
             names: Vec::new(),
             processes: Vec::new(),
             listeners: BTreeMap::new(),
@@ -218,6 +243,9 @@ impl State {
                 SimEvent::Answer(id) => self.on_answer(id),
                 SimEvent::Arrive(id, from) => self.on_arrive(id, from),
                 SimEvent::Reset(id, end) => self.on_reset(id, end),
+                SimEvent::Report(id, end) => self.on_report(id, end),
+                SimEvent::Respond(id, end) => self.on_respond(id, end),
+                SimEvent::GiveUp(id, end) => self.on_give_up(id, end),
             }
         }
     }
@@ -287,6 +315,13 @@ impl State {
         }
     }
 
+    pub(super) fn set_links_down(&mut self, is_down: bool) {
+        self.are_links_down = is_down;
+        if is_down {
+            self.break_where(|t| t.link.is_some());
+        }
+    }
+
     pub(super) fn break_all(&mut self) -> usize {
         self.break_where(|_| true)
     }
@@ -343,7 +378,7 @@ impl State {
             // The system may still send data that it took from the process before its end.
             let sends_rest = self.random.random_bool(0.5);
             if !sends_rest && let Some(transport) = self.transports.get_mut(&id) {
-                transport.stream.drop_in_flight(end);
+                transport.stream.drop_some_in_flight(end, &mut self.random);
             }
             self.close(id, end, !sends_rest);
         }
@@ -352,7 +387,7 @@ impl State {
     // Connecting.
 
     /// Begins to listen. A port of 0 chooses a free port.
-    pub(super) fn listen(&mut self, process: ProcessId, port: u16) -> Option<Address> {
+    pub(super) fn listen(&mut self, process: ProcessId, port: u16, accepts_links: bool) -> Option<Address> {
         let host = self.processes[process].host;
         let port = match port {
             0 => {
@@ -365,7 +400,10 @@ impl State {
             return None;
         }
         self.needs_task = true;
-        self.listeners.insert((host, port), SimListener { process, waiting: VecDeque::new(), waker: None });
+        self.listeners.insert(
+            (host, port),
+            SimListener { process, accepts_links, waiting: VecDeque::new(), waker: None },
+        );
         Some((host, port))
     }
 
@@ -395,8 +433,13 @@ impl State {
         next
     }
 
-    /// Sends a connect request.
-    pub(super) fn dial(&mut self, process: ProcessId, to: Address) -> TransportId {
+    /// Sends a connect request: with a claim for a link, without for a stream.
+    pub(super) fn dial(
+        &mut self,
+        process: ProcessId,
+        to: Address,
+        claim: Option<ConnectClaim>,
+    ) -> TransportId {
         self.last_transport += 1;
         let id = self.last_transport;
         let from = self.processes[process].host;
@@ -404,9 +447,12 @@ impl State {
         // The accepting process is known when the listener answers.
         let accepting = SimEnd { process: usize::MAX, host: to.0, ..SimEnd::default() };
         let stream = SimStream::new(self);
+        let link = claim.map(|claim| self.new_link(claim));
         let dialing_state = DialState::Pending;
-        self.transports
-            .insert(id, SimTransport { ends: [dialing, accepting], dialing: dialing_state, to, stream });
+        self.transports.insert(
+            id,
+            SimTransport { ends: [dialing, accepting], dialing: dialing_state, to, stream, link },
+        );
         if !self.one_in(self.faults.ignore_one_in, |counts| &counts.ignored) {
             let at = Instant::now() + self.travel(from, to.0);
             self.schedule(at, SimEvent::Request(id));
@@ -416,14 +462,17 @@ impl State {
 
     fn on_request(&mut self, id: TransportId) {
         let Some(transport) = self.transports.get(&id) else { return };
-        let (to, from) = (transport.to, transport.ends[0].host);
+        let (to, from, is_link) = (transport.to, transport.ends[0].host, transport.link.is_some());
         let obstacle = self.obstacle(from, to.0).or(self.obstacle(to.0, from));
         if obstacle == Some(CutKind::Silent) {
             count(&self.counts.held);
             return self.schedule(Instant::now() + CONNECT_RETRY, SimEvent::Request(id));
         }
-        let refused = obstacle.is_some() || self.one_in(self.faults.refuse_one_in, |counts| &counts.refusals);
-        match self.listeners.get_mut(&to).filter(|_| !refused) {
+        let is_down = is_link && self.are_links_down;
+        let refused = is_down
+            || obstacle.is_some()
+            || self.one_in(self.faults.refuse_one_in, |counts| &counts.refusals);
+        match self.listeners.get_mut(&to).filter(|listener| !refused && listener.accepts_links == is_link) {
             None => self.settle(id, DialState::Refused),
             Some(listener) if listener.waiting.len() == BACKLOG => {
                 self.schedule(Instant::now() + CONNECT_RETRY, SimEvent::Request(id));
@@ -432,14 +481,25 @@ impl State {
                 listener.waiting.push_back(id);
                 self.wakers.extend(listener.waker.take());
                 let process = listener.process;
-                let at = Instant::now() + self.travel(to.0, from);
-                let Some(transport) = self.transports.get_mut(&id) else { return };
-                transport.ends[1].process = process;
-                // No data arrives before the answer.
-                transport.stream.directions[1].last_arrival = at;
-                self.schedule(at, SimEvent::Answer(id));
+                if let Some(transport) = self.transports.get_mut(&id) {
+                    transport.ends[1].process = process;
+                }
+                // A link is answered when the process has posted buffers for packets.
+                if !is_link {
+                    self.answer(id);
+                }
             }
         }
+    }
+
+    /// Answers a connect request.
+    pub(super) fn answer(&mut self, id: TransportId) {
+        let Some(transport) = self.transports.get(&id) else { return };
+        let at = Instant::now() + self.travel(transport.to.0, transport.ends[0].host);
+        let Some(transport) = self.transports.get_mut(&id) else { return };
+        // No data arrives before the answer.
+        transport.stream.directions[1].last_arrival = at;
+        self.schedule(at, SimEvent::Answer(id));
     }
 
     fn on_answer(&mut self, id: TransportId) {
@@ -469,8 +529,9 @@ impl State {
         }
         self.wakers.extend(this.reader.take());
         self.wakers.extend(this.writer.take());
-        transport.stream.drop_in_flight(end);
+        transport.stream.drop_some_in_flight(end, &mut self.random);
         self.record(id, end, b"reset");
+        self.on_link_failure(id, end, "the link is broken");
         self.forget_if_over(id);
     }
 
@@ -490,9 +551,19 @@ impl State {
         if std::mem::replace(&mut transport.ends[end].is_closed, true) {
             return;
         }
-        if transport.ends[end].is_reset {
+        self.wakers.extend(transport.ends[end].completions.take());
+        let (was_reset, is_link) = (transport.ends[end].is_reset, transport.link.is_some());
+        if is_link {
+            self.release(id, end);
+        }
+        if was_reset {
+            // The device of a link still tries to tell the peer that the link ends.
+            if is_link && self.random.random_bool(0.5) {
+                self.send_reset(id, 1 - end);
+            }
             return self.forget_if_over(id);
         }
+        let Some(transport) = self.transports.get_mut(&id) else { return };
         let is_connected = transport.dialing == DialState::Connected || end == 1;
         if !is_connected {
             // The listener may already have the transport.
@@ -502,6 +573,9 @@ impl State {
             }
             self.send_reset(id, 1);
         } else if is_abrupt || transport.stream.has_unread(end) {
+            if is_link {
+                transport.stream.drop_some_in_flight(end, &mut self.random);
+            }
             self.send_reset(id, 1 - end);
         } else {
             self.finish(id, end);

@@ -1,14 +1,17 @@
-//! The bytes of a simulated stream.
+//! The data on its way between the two ends of a transport, and the bytes of a simulated stream.
 
 use std::collections::VecDeque;
 use std::io;
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use base::clock::Instant;
 use bytes::{Buf, Bytes, BytesMut};
 use rand::Rng;
+use rand::rngs::StdRng;
 
 use super::faults::count;
+use super::link::LinkOperation;
 use super::state::{EndIndex, SimEvent, State, TransportId};
 
 /// Maximum number of bytes in one direction that the receiver has not read.
@@ -28,7 +31,7 @@ pub(super) struct StreamDirection {
     /// Arrival of the last piece that was sent.
     pub(super) last_arrival: Instant,
     /// When the link is free for the next piece.
-    free_at: Instant,
+    pub(super) free_at: Instant,
     received: BytesMut,
     /// Number of bytes that were sent and not read.
     unread: usize,
@@ -37,11 +40,14 @@ pub(super) struct StreamDirection {
     /// Whether the receiver knows that the stream has ended.
     has_ended: bool,
     /// Number of bytes after which the stream breaks.
-    life: u64,
+    pub(super) life: u64,
 }
 
-enum StreamPiece {
+pub(super) enum StreamPiece {
+    /// Bytes of a stream.
     Data(Bytes),
+    /// An operation of a link.
+    Operation(LinkOperation),
     End,
     Break,
 }
@@ -67,14 +73,29 @@ impl SimStream {
         SimStream { directions: [direction(), direction()] }
     }
 
+    /// Drops a random part of the data that `end` has sent and that has not arrived. The rest still
+    /// arrives.
+    pub(super) fn drop_some_in_flight(&mut self, end: EndIndex, random: &mut StdRng) {
+        let in_flight = &mut self.directions[end].in_flight;
+        in_flight.truncate(random.random_range(0..=in_flight.len()));
+    }
+
     /// Whether `end` has data that its process has not read.
     pub(super) fn has_unread(&self, end: EndIndex) -> bool {
         !self.directions[1 - end].received.is_empty()
     }
+}
 
-    /// Drops the data that `end` has sent and that has not arrived.
-    pub(super) fn drop_in_flight(&mut self, end: EndIndex) {
-        self.directions[end].in_flight.clear();
+impl StreamDirection {
+    /// Number of pieces that have not arrived.
+    pub(super) fn pieces(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Whether the receiver waits for the answer to one of its operations.
+    pub(super) fn has_answers(&self) -> bool {
+        let answer = |piece: &StreamPiece| matches!(piece, StreamPiece::Operation(o) if o.is_answer());
+        self.in_flight.iter().any(|(_, piece)| answer(piece))
     }
 }
 
@@ -123,9 +144,9 @@ impl State {
             let bit = self.random.random_range(0..data.len() * 8);
             data[bit / 8] ^= 1 << (bit % 8);
         }
-        self.send_piece(id, end, StreamPiece::Data(data.freeze()));
+        self.send_piece(id, end, StreamPiece::Data(data.freeze()), Duration::ZERO);
         if breaks {
-            self.send_piece(id, end, StreamPiece::Break);
+            self.send_piece(id, end, StreamPiece::Break, Duration::ZERO);
         }
         Poll::Ready(Ok(len))
     }
@@ -134,7 +155,7 @@ impl State {
     pub(super) fn finish(&mut self, id: TransportId, end: EndIndex) {
         let Some(transport) = self.transports.get_mut(&id) else { return };
         if !std::mem::replace(&mut transport.stream.directions[end].is_finished, true) {
-            self.send_piece(id, end, StreamPiece::End);
+            self.send_piece(id, end, StreamPiece::End, Duration::ZERO);
         }
     }
 
@@ -168,23 +189,27 @@ impl State {
     }
 
     /// The hosts of a transport on which `end` can send: its own host and the peer's host.
-    fn usable(&self, id: TransportId, end: EndIndex) -> Option<(usize, usize)> {
+    pub(super) fn usable(&self, id: TransportId, end: EndIndex) -> Option<(usize, usize)> {
         let ends = &self.transports.get(&id)?.ends;
         let is_usable = !ends[end].is_reset && !ends[end].is_closed;
         is_usable.then_some((ends[end].host, ends[1 - end].host))
     }
 
-    fn send_piece(&mut self, id: TransportId, end: EndIndex, piece: StreamPiece) {
+    /// Sends a piece of data, which needs the time `extra` in addition to the usual time.
+    pub(super) fn send_piece(&mut self, id: TransportId, end: EndIndex, piece: StreamPiece, extra: Duration) {
         let Some(transport) = self.transports.get(&id) else { return };
         let (from, to) = (transport.ends[end].host, transport.ends[1 - end].host);
         let (travel, bandwidth) = (self.travel(from, to), self.route(from, to).bandwidth);
         let Some(transport) = self.transports.get_mut(&id) else { return };
         let direction = &mut transport.stream.directions[end];
-        let len = if let StreamPiece::Data(data) = &piece { data.len() } else { 0 };
+        let len = match &piece {
+            StreamPiece::Data(data) => data.len(),
+            StreamPiece::Operation(operation) => operation.len(),
+            StreamPiece::End | StreamPiece::Break => 0,
+        };
         let sending = bandwidth.map_or(0.0, |bandwidth| len as f64 / bandwidth as f64);
-        direction.free_at =
-            direction.free_at.max(Instant::now()) + std::time::Duration::from_secs_f64(sending);
-        let at = direction.last_arrival.max(direction.free_at + travel);
+        direction.free_at = direction.free_at.max(Instant::now()) + Duration::from_secs_f64(sending);
+        let at = direction.last_arrival.max(direction.free_at + travel + extra);
         direction.last_arrival = at;
         direction.in_flight.push_back((at, piece));
         if direction.in_flight.len() == 1 && !direction.is_held {
@@ -200,7 +225,8 @@ impl State {
             if let Some(transport) = self.transports.get_mut(&id) {
                 transport.stream.directions[from].is_held = true;
             }
-            return count(&self.counts.held);
+            count(&self.counts.held);
+            return self.give_up_later(id, from);
         }
         let Some(transport) = self.transports.get_mut(&id) else { return };
         let direction = &mut transport.stream.directions[from];
@@ -235,6 +261,7 @@ impl State {
                 self.wakers.extend(receiver.reader.take());
                 self.record(id, to, b"end");
             }
+            StreamPiece::Operation(operation) => self.execute(id, to, operation),
             StreamPiece::Break => self.break_at_random(id),
         }
     }

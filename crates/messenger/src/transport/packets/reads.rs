@@ -6,8 +6,10 @@ use std::sync::Arc;
 use base::clock::Instant;
 use base::collections::HashMap;
 use base::mem::ArenaBuf;
-use fabric::{MemoryRegion, PeerBuffer, Slice};
+use fabric::{FabricError, PeerBuffer, PostError, Slice};
 use tokio::sync::oneshot;
+
+use super::Registration;
 
 /// The destination of one-sided reads. The buffer has no other owner while a read may write to it.
 #[derive(Debug)]
@@ -15,7 +17,7 @@ pub(crate) struct LandingBuffer {
     /// `None` once this destination is no longer used.
     buf: Option<PeerBuffer>,
     /// The registration of the buffer. `None` once this destination is no longer used.
-    region: Option<MemoryRegion>,
+    region: Option<Registration>,
 }
 
 /// A one-sided read in progress.
@@ -26,6 +28,11 @@ pub(super) struct RmaRead {
 }
 
 impl RmaRead {
+    /// Whether the caller no longer waits for the end of the read.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.done.is_closed()
+    }
+
     pub(super) fn finish(self) {
         drop(self.landing);
         // The caller may have been cancelled; ignore the error.
@@ -60,6 +67,11 @@ impl RmaReads {
         self.active.values().any(|read| read.deadline <= now)
     }
 
+    /// Whether a read is in progress whose caller no longer waits for its end.
+    pub(super) fn has_abandoned(&self) -> bool {
+        self.active.values().any(RmaRead::is_abandoned)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.active.is_empty()
     }
@@ -75,14 +87,24 @@ impl RmaReads {
 
 impl LandingBuffer {
     /// Creates a destination from `buf`, which is inside `region`.
-    pub(super) fn new(buf: PeerBuffer, region: MemoryRegion) -> Arc<LandingBuffer> {
+    pub(super) fn new(buf: PeerBuffer, region: Registration) -> Arc<LandingBuffer> {
         Arc::new(LandingBuffer { buf: Some(buf), region: Some(region) })
     }
 
-    /// The destination of a read into the `len` bytes at `at` of the buffer. Returns `None` if this
-    /// destination is no longer used.
-    pub(super) fn slice(&self, at: usize, len: usize) -> Option<fabric::Result<Slice<'_>>> {
-        Some(self.region.as_ref()?.slice_of(self.buf.as_ref()?, at, len))
+    /// The destination of a read over libfabric into the `len` bytes at `at` of the buffer.
+    ///
+    /// # Errors
+    /// If the range is outside the buffer, or this destination is no longer used.
+    pub(in crate::transport) fn slice(&self, at: usize, len: usize) -> Result<Slice<'_>, PostError> {
+        match (&self.buf, &self.region) {
+            (Some(buf), Some(Registration::Ofi(region))) => Ok(region.slice_of(buf, at, len)?),
+            _ => Err(FabricError::Unregistered { len }.into()),
+        }
+    }
+
+    /// The buffer, unless this destination is no longer used.
+    pub(in crate::transport) fn buffer(&self) -> Option<&PeerBuffer> {
+        self.buf.as_ref()
     }
 
     /// Returns the buffer, or `None` if a read still uses it.

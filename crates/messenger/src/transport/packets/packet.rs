@@ -16,7 +16,7 @@
 pub const PACKET_BYTES: usize = 16 << 10;
 
 /// Length of a packet's header, in bytes.
-pub(super) const HEADER_BYTES: usize = 16;
+pub(in crate::transport) const HEADER_BYTES: usize = 16;
 
 /// Maximum length of a packet's content, in bytes.
 pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
@@ -28,16 +28,16 @@ pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
 /// Number of packets that each side may send before it receives a grant. A side whose peer sends
 /// few packets grants no more than this number in advance.
-pub(super) const FIRST_GRANT: u32 = 3;
+pub(in crate::transport) const FIRST_GRANT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PacketHeader {
-    pub(super) token: u64,
-    pub(super) granted: u32,
+pub(in crate::transport) struct PacketHeader {
+    pub(in crate::transport) token: u64,
+    pub(in crate::transport) granted: u32,
 }
 
 impl PacketHeader {
-    pub(super) fn encode(self) -> [u8; HEADER_BYTES] {
+    pub(in crate::transport) fn encode(self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         out[..8].copy_from_slice(&self.token.to_le_bytes());
         out[8..12].copy_from_slice(&self.granted.to_le_bytes());
@@ -45,7 +45,7 @@ impl PacketHeader {
     }
 
     /// Decodes a packet's header. Returns `None` if the packet is too short.
-    pub(super) fn decode(packet: &[u8]) -> Option<PacketHeader> {
+    pub(in crate::transport) fn decode(packet: &[u8]) -> Option<PacketHeader> {
         let fixed = packet.first_chunk::<HEADER_BYTES>()?;
         let token = u64::from_le_bytes(fixed[..8].try_into().ok()?);
         let granted = u32::from_le_bytes(fixed[8..12].try_into().ok()?);
@@ -55,25 +55,25 @@ impl PacketHeader {
 
 /// Packet credits of one direction, counted modulo 2³² since the transport was established.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PacketCredits {
-    pub(super) used: u32,
-    pub(super) granted: u32,
+pub(in crate::transport) struct PacketCredits {
+    pub(in crate::transport) used: u32,
+    pub(in crate::transport) granted: u32,
 }
 
 /// Maximum number of unused credits that a peer may have granted.
 const MOST: u32 = 1 << 16;
 
 impl PacketCredits {
-    pub(super) fn new() -> PacketCredits {
+    pub(in crate::transport) fn new() -> PacketCredits {
         PacketCredits { used: 0, granted: FIRST_GRANT }
     }
 
-    pub(super) fn left(self) -> u32 {
+    pub(in crate::transport) fn left(self) -> u32 {
         self.granted.wrapping_sub(self.used)
     }
 
     /// Takes one credit. Returns `false` if none is left.
-    pub(super) fn take(&mut self) -> bool {
+    pub(in crate::transport) fn take(&mut self) -> bool {
         let has = self.left() > 0;
         if has {
             self.used = self.used.wrapping_add(1);
@@ -83,7 +83,7 @@ impl PacketCredits {
 
     /// Records the peer's grant. Packets are ordered, so the grant never decreases. Returns `false`
     /// if the grant is invalid.
-    pub(super) fn on_granted(&mut self, granted: u32) -> bool {
+    pub(in crate::transport) fn on_granted(&mut self, granted: u32) -> bool {
         let sane = granted.wrapping_sub(self.used) <= MOST;
         if sane {
             self.granted = granted;

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use base::clock::Instant;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Access, ExposedMemory, GatherBytes, MemoryRegion, PeerBuffer, RemoteRegion};
+use fabric::{ExposedMemory, GatherBytes, PeerBuffer, RemoteRegion};
 use tokio::sync::oneshot;
 
 use super::link::{Link, LinkFailed};
 use super::reads::LandingBuffer;
+use super::{Registration, RemoteRange};
 
 impl Link {
     /// Registers `buf` as a destination of one-sided reads. If the registration fails, returns
@@ -17,12 +18,7 @@ impl Link {
     pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<LandingBuffer>, (ArenaBuf, String)> {
         let arena = Arc::clone(buf.arena());
         let buf = PeerBuffer::new(buf);
-        let region = if self.port.domain.info().exposes_local_memory() {
-            self.exposed(ExposedMemory::Buffer(buf.clone()), Access::ReadSink)
-        } else {
-            self.port.region(&arena, Access::Local)
-        };
-        match region {
+        match self.endpoint.land(&buf, &arena) {
             Ok(region) => Ok(LandingBuffer::new(buf, region)),
             Err(e) => match buf.into_inner() {
                 Some(buf) => Err((buf, e)),
@@ -44,16 +40,14 @@ impl Link {
         deadline: Instant,
     ) -> Result<(), LinkFailed> {
         let bad = |e: fabric::FabricError| LinkFailed(e.to_string());
-        let remote = from.slice(offset, len).map_err(bad)?;
-        let into = landing.slice(at, len);
-        let into =
-            into.ok_or_else(|| LinkFailed("the destination is no longer used".into()))?.map_err(bad)?;
+        from.slice(offset, len).map_err(bad)?;
+        let remote = RemoteRange { region: from, offset, len };
         let (done, finished) = oneshot::channel();
         let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
         // The guard removes the read if it was not posted, for example because this future was
         // dropped while it waited for room in the provider's queue.
         let mut unposted = UnpostedRead { link: Some(self), token };
-        self.post(|endpoint| endpoint.read(into, remote, token)).await?;
+        self.post(|endpoint| endpoint.read(landing, at, remote, token)).await?;
         unposted.link = None;
         finished.await.map_err(|_| self.failure().unwrap_or(LinkFailed("the connection is closed".into())))
     }
@@ -67,19 +61,20 @@ impl Link {
         to: RemoteRegion,
         offset: usize,
     ) -> Result<(), LinkFailed> {
-        let remote = to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
+        to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
+        let remote = RemoteRange { region: to, offset, len: bytes.len() };
         let region = self
-            .port
+            .endpoint
             .region_of(bytes)
             .map_err(|_| LinkFailed("the data is not in registered memory".into()))?;
         let mut parts = vec![GatherBytes { bytes: bytes.clone(), region }];
         let notify = self.wants_completion(&parts);
-        self.post(|endpoint| endpoint.write_parts(&mut parts, remote, 0, notify)).await
+        self.post(|endpoint| endpoint.write_parts(&mut parts, remote, notify)).await
     }
 
     /// Whether `bytes` can be written to a peer's memory without a copy.
     pub(crate) fn can_write(&self, bytes: &Bytes) -> bool {
-        self.port.region_of(bytes).is_ok()
+        self.endpoint.region_of(bytes).is_ok()
     }
 
     /// Whether a read has exceeded its deadline. Only closing the link releases the memory of such
@@ -88,35 +83,37 @@ impl Link {
         self.reads(|reads| reads.is_overdue())
     }
 
+    /// Whether a read is in progress whose future was dropped. The peer must not learn meanwhile
+    /// that this side no longer uses the memory.
+    pub(crate) fn has_abandoned_reads(&self) -> bool {
+        self.reads(|reads| reads.has_abandoned())
+    }
+
+    /// Waits until a read has ended whose future was dropped.
+    pub(crate) async fn abandoned_read_ended(&self) {
+        self.abandoned.notified().await;
+    }
+
     /// Whether a read is in progress.
     pub(crate) fn is_reading(&self) -> bool {
         self.reads(|reads| !reads.is_empty())
     }
 
     /// Exposes memory to the peer: bytes for reading, or a buffer for writing.
-    pub(crate) fn expose(&self, memory: ExposedMemory) -> Result<MemoryRegion, String> {
-        let access = match memory {
-            ExposedMemory::Bytes(_) => Access::RemoteRead,
-            ExposedMemory::Buffer(_) => Access::RemoteWrite,
-        };
-        self.exposed(memory, access)
-    }
-
-    fn exposed(&self, memory: ExposedMemory, access: Access) -> Result<MemoryRegion, String> {
-        self.port.common.control.check_memory()?;
-        MemoryRegion::expose(&self.port.domain, memory, access).map_err(|e| e.to_string())
+    pub(crate) fn expose(&self, memory: ExposedMemory) -> Result<Registration, String> {
+        self.endpoint.expose(memory)
     }
 
     /// Amount of memory that was withdrawn while a peer might still use it, in bytes. The memory is
     /// kept until the peer's link is closed.
     pub(crate) fn quarantined_bytes(&self) -> usize {
-        self.port.domain.quarantined_bytes()
+        self.endpoint.quarantined_bytes()
     }
 
     /// Takes a buffer of `len` bytes that can be exposed for writing. Returns `None` if the system
     /// lacks this much memory.
     pub(crate) fn room(&self, len: usize) -> Option<ArenaBuf> {
-        self.port.common.landings.take(len)
+        self.endpoint.landings().take(len)
     }
 }
 

@@ -12,7 +12,7 @@ use super::packet::PACKET_BYTES;
 const CHUNK_BYTES: usize = 2 << 20;
 
 /// A pool of buffers of [`PACKET_BYTES`] each.
-pub(super) struct Buffers {
+pub(crate) struct Buffers {
     state: Mutex<State>,
     max_chunks: usize,
 }
@@ -26,13 +26,13 @@ struct State {
 
 impl Buffers {
     /// Creates a pool of at most `max_bytes`, rounded up to whole chunks.
-    pub(super) fn new(max_bytes: usize) -> Buffers {
+    pub(in crate::transport) fn new(max_bytes: usize) -> Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
     /// Takes a buffer. Returns `None` if all buffers are in use and the pool cannot grow, because
     /// it has reached its maximum size or the system lacks memory.
-    pub(super) fn take(&self) -> Option<ArenaBuf> {
+    pub(in crate::transport) fn take(&self) -> Option<ArenaBuf> {
         let mut state = self.lock();
         let State { chunks, last } = &mut *state;
         for at in (*last..chunks.len()).chain(0..*last) {
@@ -55,14 +55,14 @@ impl Buffers {
     }
 
     /// Whether more than half of the pool's maximum size is free.
-    pub(super) fn are_plenty(&self) -> bool {
+    pub(in crate::transport) fn are_plenty(&self) -> bool {
         let chunks = &self.lock().chunks;
         let free: usize = chunks.iter().map(|chunk| chunk.free_bytes().0).sum();
         free + (self.max_chunks - chunks.len()) * CHUNK_BYTES > self.max_chunks * CHUNK_BYTES / 2
     }
 
     /// Whether `arena` is part of the pool.
-    pub(super) fn own(&self, arena: &Arc<Arena>) -> bool {
+    pub(in crate::transport) fn own(&self, arena: &Arc<Arena>) -> bool {
         self.lock().chunks.iter().any(|chunk| Arc::ptr_eq(chunk.arena(), arena))
     }
 

@@ -13,7 +13,7 @@ const POOL_BYTES: usize = 64 << 20;
 const LARGEST_BYTES: usize = 16 << 20;
 
 #[derive(Default)]
-pub(super) struct Landings {
+pub(crate) struct Landings {
     /// Created at the first request, because a server exposes no memory and needs no pool. The
     /// inner value is `None` if the system had no memory for the pool.
     pool: OnceLock<Option<BufferPool>>,
@@ -21,7 +21,7 @@ pub(super) struct Landings {
 
 impl Landings {
     /// Takes a buffer of `len` bytes. Returns `None` if the system lacks this much memory.
-    pub(super) fn take(&self, len: usize) -> Option<ArenaBuf> {
+    pub(in crate::transport) fn take(&self, len: usize) -> Option<ArenaBuf> {
         let pool = self.pool.get_or_init(|| {
             let arena = Arena::anonymous(POOL_BYTES).ok()?;
             Some(BufferPool::new(arena, 0, LARGEST_BYTES))

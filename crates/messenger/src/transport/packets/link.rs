@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use base::collections::HashMap;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Access, Completion, Endpoint, GatherBytes, MemoryRegion, Operation, PostError};
+use fabric::{Completion, GatherBytes, MemoryRegion, Operation, PostError};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
+use super::LinkEndpoint;
+use super::endpoint::Posted;
 use super::packet::{FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketCredits, PacketHeader};
-use super::port::Port;
 use super::reads::RmaReads;
 
 /// Number of credits that are reserved for packets without content. Such a packet only grants
@@ -45,30 +45,23 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Parts of a packet up to this length, in bytes, are copied into the packet's own buffer.
 const COPY_MAX_BYTES: usize = 512;
 
-/// The device that handles a link's connection events. The link keeps the device alive.
-pub(super) trait Watcher: Send + Sync {
-    /// Reports that a link has ended.
-    fn is_less_used(&self);
-}
-
 /// One connected endpoint. The peer may send only as many packets as it has credits. A peer that
 /// sends more packets loses the link.
 pub struct Link {
-    id: u64,
     /// The token that packets to this side must carry.
     own_token: u64,
     /// Random number that identifies this transport within its connection. Both sides know the
     /// number.
     transport_number: u64,
-    pub(super) port: Arc<Port<Link>>,
-    watcher: Arc<dyn Watcher>,
-    endpoint: Mutex<Option<Endpoint>>,
+    pub(in crate::transport) endpoint: LinkEndpoint,
     state: Mutex<State>,
     /// Wakes the task that sends packets when the peer has granted credits.
     credits: Notify,
     /// Wakes a task that waits for room in the provider's queue when an operation has completed.
     /// The task also tries again after [`RETRY`].
     room: Notify,
+    /// Wakes the task that sends packets when an abandoned read has ended.
+    pub(super) abandoned: Notify,
     /// Whether a packet or a completion arrived since the last [`take_heard`](Link::take_heard).
     heard: AtomicBool,
 }
@@ -90,9 +83,6 @@ struct State {
     told: u32,
     /// Whether the port will call [`grant`](Link::grant).
     is_due: bool,
-    /// Receive buffers in the link's own receive queue, by token.
-    posted: HashMap<u64, ArenaBuf>,
-    next_token: u64,
     quiet_operations: u32,
     quiet_bytes: usize,
     reads: RmaReads,
@@ -134,10 +124,8 @@ impl PacketContent<'_> {
 pub(crate) struct LinkFailed(pub(crate) String);
 
 impl Link {
-    pub(super) fn new(
-        watcher: Arc<dyn Watcher>,
-        port: &Arc<Port<Link>>,
-        endpoint: Endpoint,
+    pub(in crate::transport) fn new(
+        endpoint: LinkEndpoint,
         (own_token, transport_number): (u64, u64),
     ) -> Arc<Link> {
         let state = State {
@@ -152,48 +140,37 @@ impl Link {
             was_content: false,
             told: FIRST_GRANT,
             is_due: false,
-            posted: HashMap::default(),
-            next_token: 0,
             quiet_operations: 0,
             quiet_bytes: 0,
             reads: RmaReads::default(),
         };
         let link = Arc::new(Link {
-            id: endpoint.token(),
             own_token,
             transport_number,
-            port: Arc::clone(port),
-            watcher,
-            endpoint: Mutex::new(Some(endpoint)),
+            endpoint,
             state: Mutex::new(state),
             credits: Notify::new(),
             room: Notify::new(),
+            abandoned: Notify::new(),
             heard: AtomicBool::new(false),
         });
-        port.enter(link.id, own_token, &link);
+        link.endpoint.enter(own_token, &link);
         link
     }
 
     /// Posts the buffers for the packets that the peer may send before the first grant.
-    pub(super) fn post_first(self: &Arc<Self>) -> Result<(), String> {
+    pub(in crate::transport) fn post_first(self: &Arc<Self>) -> Result<(), String> {
         for _ in 0..FIRST_GRANT {
-            let buf = self.port.common.buffers.take().ok_or("no receive buffers are left")?;
-            self.post_receive(buf)?;
+            let buf = self.endpoint.buffers().take().ok_or("no receive buffers are left")?;
+            self.endpoint.post_receive(buf)?;
             self.on_posted();
         }
         Ok(())
     }
 
-    pub(super) fn establish(&self, data: &[u8]) -> Result<(), String> {
-        match &*self.endpoint() {
-            Some(endpoint) => endpoint.establish(data).map_err(|e| e.to_string()),
-            None => Err("the link is closed".into()),
-        }
-    }
-
     /// Sets the token that packets to the peer must carry. The peer states the token when the
     /// endpoints connect.
-    pub(super) fn set_peer_token(&self, token: u64) {
+    pub(in crate::transport) fn set_peer_token(&self, token: u64) {
         self.state().peer_token = token;
     }
 
@@ -203,12 +180,8 @@ impl Link {
         self.transport_number
     }
 
-    pub(super) fn endpoint(&self) -> MutexGuard<'_, Option<Endpoint>> {
-        // No code panics while it holds the mutex, here and below.
-        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the mutex.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -217,8 +190,8 @@ impl Link {
     }
 
     /// Name of the provider.
-    pub(super) fn provider(&self) -> &str {
-        &self.port.common.config.provider
+    pub(in crate::transport) fn provider(&self) -> &str {
+        self.endpoint.provider()
     }
 
     /// Whether a packet or a completion arrived since the last call.
@@ -238,22 +211,19 @@ impl Link {
     /// Closes the endpoint, so that all operations in progress fail. When this returns, the
     /// endpoint no longer accesses memory of this side.
     pub(crate) fn fail(&self, why: &str) {
-        let endpoint = self.endpoint().take();
-        let mut state = self.state();
-        state.why_failed.get_or_insert_with(|| why.to_owned());
-        drop(state);
-        let Some(endpoint) = endpoint else { return };
-        drop(endpoint);
+        self.state().why_failed.get_or_insert_with(|| why.to_owned());
+        if !self.endpoint.close() {
+            return;
+        }
         // The memory may be released only after the endpoint is closed.
         let mut state = self.state();
-        let posted = std::mem::take(&mut state.posted);
         let reads = std::mem::take(&mut state.reads);
         let inbox = std::mem::take(&mut state.inbox);
         let waker = state.reader.take();
         let outstanding = state.receiving.left();
         drop(state);
-        drop((posted, reads, inbox));
-        self.port.leave(self.id, self.own_token, outstanding);
+        drop((reads, inbox));
+        self.endpoint.leave(self.own_token, outstanding);
         self.room.notify_waiters();
         self.credits.notify_one();
         if let Some(waker) = waker {
@@ -279,8 +249,44 @@ impl Link {
         .await
     }
 
+    /// Handles a packet from the peer in the buffer in which it arrived, and posts another buffer.
+    /// If no buffer is free, the packet is copied. So a user that keeps received packets does not
+    /// block the senders.
+    pub(in crate::transport) fn take_packet(self: &Arc<Self>, header: PacketHeader, buf: ArenaBuf) {
+        let buffers = self.endpoint.buffers();
+        let fresh = buffers.take();
+        let content = match &fresh {
+            Some(_) => buf.freeze().slice(HEADER_BYTES..),
+            None => {
+                metrics::counter!("outboard_messenger_copied_packets").increment(1);
+                let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
+                // The buffer returns to the pool, and is taken from the pool and posted again
+                // below. Otherwise the link would have one posted buffer less from now on.
+                drop(buf);
+                copy
+            }
+        };
+        let wanted = self.on_packet(header, content);
+        // If the link may not have more posted buffers, post only one, in place of the packet's own
+        // buffer.
+        let wanted = if wanted > 1 && !self.endpoint.may_grow(wanted) { 1 } else { wanted };
+        let more = std::iter::from_fn(|| buffers.take());
+        for buf in fresh.into_iter().chain(more).take(wanted as usize) {
+            if let Err(why) = self.endpoint.post_receive(buf) {
+                self.fail(&why);
+                return;
+            }
+            self.on_posted();
+        }
+    }
+
+    /// Whether `token` is the token that packets to this side must carry.
+    pub(in crate::transport) fn is_own_token(&self, token: u64) -> bool {
+        token == self.own_token
+    }
+
     /// Handles a packet from the peer. Returns the number of receive buffers to post.
-    pub(super) fn on_packet(self: &Arc<Self>, header: PacketHeader, content: Bytes) -> u32 {
+    fn on_packet(self: &Arc<Self>, header: PacketHeader, content: Bytes) -> u32 {
         self.heard.store(true, Ordering::Relaxed);
         let mut state = self.state();
         let used_up = state.receiving.left() <= RESERVE + 1;
@@ -291,10 +297,7 @@ impl Link {
         }
         state.was_content = !content.is_empty();
         state.busy = state.busy.saturating_add(u32::from(state.was_content));
-        if used_up
-            && state.busy > LITTLE
-            && state.window < WINDOW_MAX
-            && self.port.common.buffers.are_plenty()
+        if used_up && state.busy > LITTLE && state.window < WINDOW_MAX && self.endpoint.buffers().are_plenty()
         {
             state.window = (state.window * 2).min(WINDOW_MAX);
         }
@@ -321,54 +324,28 @@ impl Link {
     }
 
     /// Records that a buffer was posted for the peer's packets.
-    pub(super) fn on_posted(self: &Arc<Self>) {
+    fn on_posted(self: &Arc<Self>) {
         let mut state = self.state();
         state.receiving.granted = state.receiving.granted.wrapping_add(1);
         let becomes_due = state.owes_credits() && !std::mem::replace(&mut state.is_due, true);
         drop(state);
         if becomes_due {
-            self.port.is_due(self);
+            self.endpoint.is_due(self);
         }
-    }
-
-    /// Posts one receive buffer: to the shared queue of the port if the port has one, and otherwise
-    /// to the link's own queue.
-    pub(super) fn post_receive(&self, buf: ArenaBuf) -> Result<(), String> {
-        let region = self.port.region(buf.arena(), Access::Messages)?;
-        match self.port.shared_receives() {
-            Some(queue) => self.port.post_shared(queue, buf, &region),
-            None => self.post_own(buf, &region),
-        }
-    }
-
-    #[allow(unsafe_code)]
-    fn post_own(&self, buf: ArenaBuf, region: &MemoryRegion) -> Result<(), String> {
-        let endpoint = self.endpoint();
-        let Some(endpoint) = &*endpoint else { return Ok(()) };
-        let mut state = self.state();
-        state.next_token += 1;
-        let token = state.next_token;
-        // SAFETY: the buffer is in `posted`, where no code accesses its bytes, until its receive has
-        // completed or `fail` has closed the endpoint.
-        let into = unsafe { region.slice_of_lent(&buf) }.map_err(|e| e.to_string())?;
-        state.posted.insert(token, buf);
-        endpoint.receive(into, token).map_err(|e| {
-            state.posted.remove(&token);
-            e.to_string()
-        })
-    }
-
-    pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
-        self.state().posted.remove(&token)
     }
 
     /// Handles the completion of an operation of the endpoint.
-    pub(super) fn on_completion(&self, completion: Completion) {
+    pub(in crate::transport) fn on_completion(&self, completion: Completion) {
         self.heard.store(true, Ordering::Relaxed);
         if completion.operation == Operation::Read {
             let read = self.state().reads.take(completion.token);
             match (read, &completion.result) {
-                (Some(read), Ok(())) => read.finish(),
+                (Some(read), Ok(())) => {
+                    if read.is_abandoned() {
+                        self.abandoned.notify_one();
+                    }
+                    read.finish();
+                }
                 // Keep the failed read: the end of the link reports the failure, after the last
                 // write to the read's memory.
                 (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),
@@ -383,7 +360,7 @@ impl Link {
 
     /// Sends the peer its new credits in a packet without content, unless another packet has
     /// already done so.
-    pub(super) fn grant(self: &Arc<Self>) {
+    pub(in crate::transport) fn grant(self: &Arc<Self>) {
         let mut state = self.state();
         state.is_due = false;
         let told = state.told;
@@ -394,39 +371,36 @@ impl Link {
         drop(state);
         let parts = if self.can_inject(HEADER_BYTES) { Ok(Vec::new()) } else { self.alone(header) };
         let notify = parts.as_ref().is_ok_and(|parts| self.wants_completion(parts));
-        let endpoint = self.endpoint();
-        let Some(open) = &*endpoint else { return };
         let result = match parts {
-            Ok(parts) if parts.is_empty() => open.inject(&header.encode()),
-            Ok(mut parts) => open.send_parts(&mut parts, 0, notify),
+            Ok(parts) if parts.is_empty() => self.endpoint.inject(&header.encode()),
+            Ok(mut parts) => self.endpoint.send_parts(&mut parts, notify),
             // No buffer is free now: handle this like a full queue.
-            Err(()) => Err(PostError::Full),
+            Err(()) => Some(Err(PostError::Full)),
         };
-        drop(endpoint);
         match result {
-            Ok(()) => {}
-            Err(PostError::Full) => {
+            None | Some(Ok(())) => {}
+            Some(Err(PostError::Full)) => {
                 // The next packet or the next attempt grants these credits.
                 let mut state = self.state();
                 state.sending.used = state.sending.used.wrapping_sub(1);
                 state.told = told;
                 state.is_due = true;
                 drop(state);
-                self.port.is_due(self);
+                self.endpoint.is_due(self);
             }
-            Err(e) => self.fail(&e.to_string()),
+            Some(Err(e)) => self.fail(&e.to_string()),
         }
     }
 
     /// Whether a packet of `len` bytes can be sent without a buffer of the pool. Some devices
     /// support no such packets.
     fn can_inject(&self, len: usize) -> bool {
-        len <= self.port.domain.info().inject_size().min(COPY_MAX_BYTES)
+        len <= self.endpoint.inject_max().min(COPY_MAX_BYTES)
     }
 
     /// Assembles a packet without content.
     fn alone(&self, header: PacketHeader) -> Result<Vec<GatherBytes>, ()> {
-        let mut buf = self.port.common.buffers.take().ok_or(())?;
+        let mut buf = self.endpoint.buffers().take().ok_or(())?;
         buf.truncate(HEADER_BYTES);
         buf.copy_from_slice(&header.encode());
         let region = self.own_region(&buf).map_err(|_| ())?;
@@ -435,10 +409,7 @@ impl Link {
 
     /// The registration of a buffer of the pool, if the provider needs one.
     fn own_region(&self, buf: &ArenaBuf) -> Result<Option<MemoryRegion>, LinkFailed> {
-        if !self.port.domain.info().mr_mode().local {
-            return Ok(None);
-        }
-        self.port.region(buf.arena(), Access::Messages).map(Some).map_err(LinkFailed)
+        self.endpoint.packet_region(buf.arena()).map_err(LinkFailed)
     }
 
     fn header(state: &mut State) -> PacketHeader {
@@ -449,7 +420,7 @@ impl Link {
     /// Maximum number of memory areas from which a packet can be sent. The first area is the
     /// packet's own buffer.
     pub(crate) fn parts_max(&self) -> usize {
-        self.port.domain.info().send_parts_max()
+        self.endpoint.parts_max()
     }
 
     /// Sends one packet with a content of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES). Waits
@@ -466,7 +437,7 @@ impl Link {
         }
         let mut parts = self.assemble(header, pieces).await?;
         let notify = self.wants_completion(&parts);
-        self.post(|endpoint| endpoint.send_parts(&mut parts, 0, notify)).await
+        self.post(|endpoint| endpoint.send_parts(&mut parts, notify)).await
     }
 
     /// Waits until a packet with content may be sent.
@@ -504,7 +475,7 @@ impl Link {
             if let PacketContent::Shared(bytes) = piece
                 && bytes.len() > COPY_MAX_BYTES
                 && plan.len() + 1 + follow <= most
-                && let Ok(region) = self.port.region_of(bytes)
+                && let Ok(region) = self.endpoint.region_of(bytes)
             {
                 plan.push(Planned::There(GatherBytes { bytes: bytes.clone(), region }));
                 continue;
@@ -531,7 +502,7 @@ impl Link {
 
     async fn send_buffer(&self) -> Result<ArenaBuf, LinkFailed> {
         loop {
-            if let Some(buf) = self.port.common.buffers.take() {
+            if let Some(buf) = self.endpoint.buffers().take() {
                 return Ok(buf);
             }
             // The release of a buffer is not signalled, so try again after a pause.
@@ -558,20 +529,17 @@ impl Link {
     /// Posts an operation. Retries while the provider's queue is full.
     pub(super) async fn post(
         &self,
-        mut operation: impl FnMut(&Endpoint) -> Result<(), PostError>,
+        mut operation: impl FnMut(&LinkEndpoint) -> Posted,
     ) -> Result<(), LinkFailed> {
         loop {
-            let posted = match &*self.endpoint() {
-                Some(endpoint) => operation(endpoint),
+            match operation(&self.endpoint) {
                 None => return Err(self.broken()),
-            };
-            match posted {
-                Ok(()) => return Ok(()),
-                Err(PostError::Full) => {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(PostError::Full)) => {
                     // Try again after a completion, or after the pause.
                     let _ = timeout(RETRY, self.room.notified()).await;
                 }
-                Err(e) => {
+                Some(Err(e)) => {
                     self.fail(&e.to_string());
                     return Err(self.broken());
                 }
@@ -590,13 +558,12 @@ enum Planned {
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("Link").field("id", &self.endpoint.id()).finish_non_exhaustive()
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
         self.fail("the link is no longer used");
-        self.watcher.is_less_used();
     }
 }

@@ -1,0 +1,179 @@
+//! The conformance suite over simulated packets and one-sided transfers, and faults of links.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::entropy::{SeededThread, seed_this_thread};
+use futures::future::LocalBoxFuture;
+use outboard_messenger::conformance::{self, Rig};
+use outboard_messenger::transport::sim::{SimFaults, SimNetwork};
+use outboard_messenger::{ConnectionConfig, NetworkStack, StreamStack};
+
+use super::{GRACE, HOSTILE, SLOW};
+
+/// Which transports a stack uses.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// Only packets.
+    Packets,
+    /// Streams, with a path over packets.
+    Both,
+}
+
+fn rig(kind: Kind, faults: SimFaults, seed: u64) -> (Rig, SimNetwork, SeededThread) {
+    let seeded = seed_this_thread(seed);
+    let config = ConnectionConfig { grace: GRACE, ..ConnectionConfig::default() };
+    let network = SimNetwork::new(seed, faults);
+    let host = network.host("host");
+    let stack: Arc<dyn NetworkStack> = match kind {
+        Kind::Packets => Arc::new(StreamStack::over(host.packets(), config)),
+        Kind::Both => Arc::new(host.stack_with_packets(config, Duration::from_secs(2), false)),
+    };
+    let (cut, freeze) = (network.clone(), network.clone());
+    let rig = Rig {
+        stack,
+        address: "*".into(),
+        cut: Box::new(move || cut.break_all()),
+        freeze: Box::new(move |frozen| freeze.freeze(frozen)),
+        grace: GRACE,
+        slow: false,
+        seed,
+    };
+    (rig, network, seeded)
+}
+
+/// Runs a check on a runtime with simulated time. Returns the trace and the counters.
+fn run(kind: Kind, faults: SimFaults, seed: u64, check: AsyncCheck) -> (u64, Vec<(&'static str, u64)>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime");
+    runtime.block_on(async {
+        let (rig, network, _seeded) = rig(kind, faults, seed);
+        let check = check(&rig);
+        tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
+        (network.trace(), network.counts().all())
+    })
+}
+
+type AsyncCheck = for<'a> fn(&'a Rig) -> LocalBoxFuture<'a, ()>;
+
+macro_rules! over_packets {
+    ($check:ident) => {
+        #[test]
+        fn $check() {
+            super::run(super::Kind::Packets, super::SLOW, super::conformance::seed(), |rig| {
+                Box::pin(super::conformance::$check(rig))
+            });
+        }
+    };
+}
+
+mod only_packets {
+    outboard_messenger::for_each_conformance_check!(over_packets);
+}
+
+macro_rules! over_both {
+    ($check:ident) => {
+        #[test]
+        fn $check() {
+            super::run(super::Kind::Both, super::SLOW, super::conformance::seed(), |rig| {
+                Box::pin(super::conformance::$check(rig))
+            });
+        }
+    };
+}
+
+mod both {
+    outboard_messenger::for_each_conformance_check!(over_both);
+}
+
+/// All kinds of faults of links together.
+const HARSH: SimFaults = SimFaults {
+    break_after_bytes: 2_000_000,
+    lose_one_in: 200,
+    report_late_one_in: 100,
+    refuse_memory_one_in: 5,
+    flip_one_in: 1000,
+    ..HOSTILE
+};
+
+/// The faults of [`HARSH`], so rarely that transfers with a deadline can end in time.
+pub(crate) const MODERATE: SimFaults = SimFaults {
+    break_after_bytes: 20_000_000,
+    stall: Duration::from_secs(1),
+    flip_one_in: 3000,
+    ignore_one_in: 0,
+    ..HARSH
+};
+
+/// The checks with the most transfers and broken transports.
+const CHECKS: [(SimFaults, AsyncCheck); 4] = [
+    (HARSH, |rig| Box::pin(conformance::messages_arrive_exactly_once_across_broken_transports(rig))),
+    (HARSH, |rig| Box::pin(conformance::pushes_survive_broken_transports(rig))),
+    (MODERATE, |rig| Box::pin(conformance::concurrent_transfers_and_messages_all_complete(rig))),
+    (MODERATE, |rig| Box::pin(conformance::cancelled_pulls_never_write_to_reused_buffers(rig))),
+];
+
+/// Runs the checks on a network with all faults, for several seeds (`OUTBOARD_SEEDS`). Every kind
+/// of fault must have occurred.
+#[test]
+fn data_survives_all_faults_of_links() {
+    let seeds: u64 = std::env::var("OUTBOARD_SEEDS").map_or(4, |n| n.parse().expect("a number"));
+    let first = conformance::seed();
+    let mut fired = BTreeMap::new();
+    for seed in first..first + seeds {
+        for kind in [Kind::Packets, Kind::Both] {
+            for (at, (faults, check)) in CHECKS.into_iter().enumerate() {
+                println!("seed {seed}, {kind:?}, check {at}");
+                for (name, count) in run(kind, faults, seed, check).1 {
+                    *fired.entry(name).or_insert(0) += count;
+                }
+            }
+        }
+    }
+    println!("{fired:?}");
+    let errors = fired.remove("released_accesses");
+    assert_eq!(errors, Some(0), "memory was released during an access: {fired:?}");
+    for rare in ["held", "given_up", "full_queues", "withdrawn_accesses", "not_ready"] {
+        fired.remove(rare);
+    }
+    if seeds < 4 {
+        return;
+    }
+    assert!(fired.values().all(|n| *n > 0), "a kind of fault never occurred: {fired:?}");
+}
+
+/// Written data that arrives damaged is sent again, although its announcement arrived intact.
+#[test]
+fn damaged_one_sided_writes_are_sent_again() {
+    let faults = SimFaults { flip_one_in: 100, ..SLOW };
+    let check: AsyncCheck = |rig| Box::pin(conformance::pushes_survive_broken_transports(rig));
+    for seed in 0..10 {
+        let (_, counts) = run(Kind::Packets, faults, seed, check);
+        assert!(counts.iter().any(|(name, count)| *name == "flips" && *count > 0), "seed {seed}");
+    }
+}
+
+/// Damage ends a connection only if it occurs on several transports in a row. Data that was pulled
+/// between the damaged frames counts as a success.
+#[test]
+fn damage_between_successful_pulls_does_not_end_the_connection() {
+    let faults = SimFaults { flip_one_in: 400, ..SLOW };
+    let check: AsyncCheck = |rig| Box::pin(conformance::cancelled_pulls_never_write_to_reused_buffers(rig));
+    for seed in 0..4 {
+        let (_, counts) = run(Kind::Packets, faults, seed, check);
+        assert!(counts.iter().any(|(name, count)| *name == "flips" && *count > 5), "seed {seed}: {counts:?}");
+    }
+}
+
+/// Two runs with the same seed deliver the same data at the same times.
+#[test]
+fn the_same_seed_replays_the_same_run_over_packets() {
+    for kind in [Kind::Packets, Kind::Both] {
+        let (faults, check) = CHECKS[0];
+        assert_eq!(run(kind, faults, 42, check), run(kind, faults, 42, check));
+    }
+}
