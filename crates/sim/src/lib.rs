@@ -8,12 +8,9 @@
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
 pub mod history;
-<<<<<<< HEAD
 pub mod node;
 pub mod plan;
 pub mod role;
 pub mod simulation;
 pub mod trace;
-=======
->>>>>>> sim-checker
 pub mod workload;

@@ -131,10 +131,6 @@ pub struct SimEngine {
 impl SimEngine {
     /// Creates an engine, and the future that performs its transfers. The simulation polls the
     /// future outside of the roles. It completes when the engine was severed or dropped.
-<<<<<<< HEAD
-    #[must_use]
-=======
->>>>>>> sim-channel
     pub fn new(options: SimEngineOptions) -> (Arc<SimEngine>, impl Future<Output = ()> + Send + 'static) {
         let device = Arc::new(Mutex::new(SimDevice::new(options.clone())));
         let running = run(Arc::clone(&device));
