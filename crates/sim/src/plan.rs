@@ -382,6 +382,9 @@ fn network(rng: &mut StdRng) -> SimFaults {
         flip_one_in: one_in(rng, 5000),
         refuse_one_in: one_in(rng, 40),
         ignore_one_in: one_in(rng, 40),
+        lose_one_in: one_in(rng, 2000),
+        refuse_memory_one_in: one_in(rng, 200),
+        report_late_one_in: one_in(rng, 500),
     }
 }
 
