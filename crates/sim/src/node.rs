@@ -14,8 +14,8 @@ use base::task::spawn_local;
 use base::thread::ThreadClass;
 use channel::TargetInfo;
 use channel::sim::{ControlWire, EngineFaults, SimEngine, SimEngineOptions, WireOptions};
-use messenger::ConnectionConfig;
 use messenger::transport::sim::SimNetwork;
+use messenger::{ConnectionConfig, SimStack};
 use node::remount;
 use node::targets::Mounted;
 use osd::{OsdConfig, OsdServer};
@@ -46,6 +46,8 @@ const STAGING: usize = 32 << 20;
 const LARGEST_BUFFER: usize = 4 << 20;
 /// Size of the data region of host memory, in bytes.
 const WINDOW: u64 = 16 << 20;
+/// Time for which a failed path for packets is not used.
+const PATH_COOL_DOWN: Duration = Duration::from_secs(10);
 /// Time after which a role that has ended by itself is started again.
 const RESTART: Duration = Duration::from_secs(1);
 /// Time of day at the start of a simulation, since 1970.
@@ -230,6 +232,12 @@ impl Node {
         &self.drives[target].1
     }
 
+    /// The UUID of the target with this number.
+    #[must_use]
+    pub fn uuid(&self, target: usize) -> Uuid {
+        self.drives[target].0
+    }
+
     /// The DMA engine of the running osd, if the node has one.
     #[must_use]
     pub fn engine(&self) -> Option<Arc<SimEngine>> {
@@ -264,6 +272,7 @@ impl Node {
         self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
         self.wire.refuse(false);
         self.wire.hold(false);
+        self.network.links_down(false);
     }
 
     /// Changes the time of day of a role.
@@ -410,7 +419,7 @@ impl Node {
             Ok(endpoint) => self.trace.event(format_args!("the osd serves {endpoint}")),
             Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
         };
-        let stack = Arc::new(self.network.host(HOST).stack(ConnectionConfig::default()));
+        let stack = Arc::new(stack(&self.plan, &self.network, HOST));
         let superseded = async {
             match &parts.attachment {
                 Some(attachment) => attachment.superseded().await,
@@ -419,6 +428,13 @@ impl Node {
         };
         OsdServer::serve(config, parts.targets, parts.staging, stack, ENDPOINT, ready, superseded).await;
     }
+}
+
+/// Creates the network stack of a process on a host.
+#[must_use]
+pub fn stack(plan: &Plan, network: &SimNetwork, host: &str) -> SimStack {
+    let (host, config) = (network.host(host), ConnectionConfig::default());
+    if plan.packets { host.stack_with_packets(config, PATH_COOL_DOWN, false) } else { host.stack(config) }
 }
 
 /// Creates coding engines that compute on the calling thread.

@@ -72,6 +72,20 @@ kinds! {
     StaleDrive, "stale-drive", 1;
     /// The clock of a role steps.
     ClockStep, "clock-step", 2;
+    /// The network between the node and a client is cut.
+    Cut, "cut", 6;
+    /// All transports of the network break.
+    BreakTransports, "break-transports", 4;
+    /// Links for packets and one-sided transfers break, and no new ones can be opened for a while.
+    LinksDown, "links-down", 3;
+    /// Transfers of the DMA engine fail, are late or damage data; doorbells get lost.
+    DmaTrouble, "dma-trouble", 8;
+    /// The DMA engine fails until it is reset.
+    DmaFailure, "dma-failure", 3;
+    /// The control connection between osd and store is cut, held or refused.
+    Control, "control", 4;
+    /// The operator starts a scrub, changes a setting or asks for the status.
+    Command, "command", 5;
 }
 
 impl FaultKind {
@@ -133,6 +147,12 @@ pub enum Victim {
     Client(usize),
     /// The drive of the target with this number.
     Drive(usize),
+    /// The network.
+    Network,
+    /// The connection between osd and store.
+    Channel,
+    /// No object: the operator gives a command.
+    Operator,
 }
 
 impl fmt::Display for Victim {
@@ -142,6 +162,9 @@ impl fmt::Display for Victim {
             Victim::Role(role) => write!(f, "the {role}"),
             Victim::Client(number) => write!(f, "client {number}"),
             Victim::Drive(number) => write!(f, "drive {number}"),
+            Victim::Network => f.write_str("the network"),
+            Victim::Channel => f.write_str("the channel"),
+            Victim::Operator => f.write_str("the operator"),
         }
     }
 }
@@ -193,6 +216,8 @@ pub struct Plan {
     pub drive_size: u64,
     /// The pools.
     pub pools: Vec<PlannedPool>,
+    /// Whether connections use packets and one-sided transfers.
+    pub packets: bool,
     /// Routes and random faults of the network.
     pub network: SimFaults,
     /// Maximum size of the data of one write, in bytes.
@@ -269,6 +294,7 @@ impl Plan {
         let lanes = rng.random_range(1..=3);
         let think = Duration::from_millis(rng.random_range(20..600) * u64::from(lanes));
         let clients = rng.random_range(1..=4);
+        let packets = rng.random_bool(0.5);
         let network = network(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
         let mut plan = Plan {
@@ -277,6 +303,7 @@ impl Plan {
             targets,
             drive_size,
             pools,
+            packets,
             network,
             write_max,
             lanes,
@@ -285,7 +312,7 @@ impl Plan {
             workload,
             faults: Vec::new(),
         };
-        let count = rng.random_range(0..=12);
+        let count = rng.random_range(0..=14);
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
         plan.faults.retain(|planned| !off.contains(&planned.kind));
@@ -297,6 +324,12 @@ impl Plan {
     #[must_use]
     pub fn tolerance(&self) -> usize {
         self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0)
+    }
+
+    /// Whether a fault destroys data of a target's drive.
+    #[must_use]
+    pub fn is_lossy(&self, target: usize) -> bool {
+        self.faults.iter().any(|fault| fault.victim == Victim::Drive(target) && fault.kind.is_lossy())
     }
 
     /// Number of drives that are hit by at least one fault.
@@ -345,7 +378,10 @@ impl Plan {
         };
         let victim = match kind {
             FaultKind::PowerFailure => Victim::Node,
-            FaultKind::KillClient => Victim::Client(rng.random_range(0..self.clients)),
+            FaultKind::KillClient | FaultKind::Cut => Victim::Client(rng.random_range(0..self.clients)),
+            FaultKind::BreakTransports | FaultKind::LinksDown => Victim::Network,
+            FaultKind::DmaTrouble | FaultKind::DmaFailure | FaultKind::Control => Victim::Channel,
+            FaultKind::Command => Victim::Operator,
             kind if kind.concerns_drive() => Victim::Drive(rng.random_range(0..self.targets)),
             _ => Victim::Role(role),
         };

@@ -9,10 +9,10 @@ use base::clock::Instant;
 use base::task::spawn_local;
 use base::thread::ThreadClass;
 use bytes::Bytes;
+use channel::sim::{DeviceFailure, EngineFaults};
 use client::engine::{ReadRequest, Sink};
 use client::{Client, Options};
-use messenger::ConnectionConfig;
-use messenger::transport::sim::SimNetwork;
+use messenger::transport::sim::{CutKind, SimNetwork};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
@@ -21,7 +21,7 @@ use tokio::time::sleep;
 use wire::{ObjectName, PoolName};
 
 use crate::history::{CheckOptions, ClientId, History, List, Outcome, Query, Read, Request, Violation};
-use crate::node::{ENDPOINT, Node};
+use crate::node::{ENDPOINT, HOST, Node, stack};
 use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
 use crate::role::Role;
 use crate::trace::Trace;
@@ -31,6 +31,8 @@ use crate::workload::{ClientWorkload, Workload, WorkloadOptions};
 const HEALING: Duration = Duration::from_secs(30);
 /// Time for which clients continue to work after [`HEALING`].
 const AFTER: Duration = Duration::from_secs(5);
+/// Time after the end of all faults after which the operator takes lost targets out of use.
+const REACTION: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that one read asks for.
 const READ_MAX: u64 = 32 << 20;
 
@@ -143,7 +145,13 @@ impl Simulation {
         self.trace.event(format_args!("all faults are over"));
         let now = self.now();
         self.history.borrow_mut().healed(now);
+        let this = Rc::clone(&self);
+        let operator = spawn_local(ThreadClass::Admin, async move {
+            sleep(REACTION).await;
+            this.take_out_lost().await;
+        });
         sleep(HEALING + AFTER).await;
+        operator.abort();
         self.is_over.set(true);
         let clients = self.clients.borrow().clone();
         for (client, _) in clients {
@@ -163,7 +171,7 @@ impl Simulation {
     }
 
     async fn connect(&self, host: &str) -> Client {
-        let stack = Arc::new(self.network.host(host).stack(ConnectionConfig::default()));
+        let stack = Arc::new(stack(&self.plan, &self.network, host));
         loop {
             match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, Options::default()).await {
                 Ok(client) => return client,
@@ -263,6 +271,17 @@ impl Simulation {
                 self.node.roles().for_each(|role| self.node.release(role));
             }
             Victim::Role(role) => self.trouble_role(&planned, role).await,
+            Victim::Network => match planned.kind {
+                FaultKind::LinksDown => {
+                    self.network.links_down(true);
+                    sleep(planned.lasts).await;
+                    self.network.links_down(false);
+                }
+                _ => drop(self.network.break_all()),
+            },
+            Victim::Channel => self.trouble_channel(&planned).await,
+            Victim::Operator => self.command(planned.detail).await,
+            Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
             Victim::Client(number) => {
                 let (killed, id) = self.clients.borrow()[number].clone();
                 self.network.sever(&client_host(number));
@@ -276,6 +295,109 @@ impl Simulation {
             Victim::Drive(target) => self.trouble_drive(&planned, target).await,
         }
         self.note(&format!("end of fault: {planned}"));
+    }
+
+    /// Cuts a client off from the node, in one or both directions.
+    async fn cut_off(&self, planned: &PlannedFault, number: usize) {
+        let (client, mut detail) = (client_host(number), StdRng::seed_from_u64(planned.detail));
+        let kind = if detail.random_bool(0.7) { CutKind::Silent } else { CutKind::Reset };
+        match detail.random_range(0..3) {
+            0 => self.network.cut_one_way(HOST, &client, kind),
+            1 => self.network.cut_one_way(&client, HOST, kind),
+            _ => self.network.cut(HOST, &client, kind),
+        }
+        sleep(planned.lasts).await;
+        self.network.heal(HOST, &client);
+    }
+
+    async fn trouble_channel(&self, planned: &PlannedFault) {
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let wire = self.node.wire();
+        match planned.kind {
+            FaultKind::Control => match detail.random_range(0..3) {
+                0 => wire.cut(),
+                1 => {
+                    wire.hold(true);
+                    sleep(planned.lasts).await;
+                    wire.hold(false);
+                }
+                _ => {
+                    wire.refuse(true);
+                    wire.cut();
+                    sleep(planned.lasts).await;
+                    wire.refuse(false);
+                }
+            },
+            FaultKind::DmaFailure => {
+                let failure =
+                    if detail.random_bool(0.5) { DeviceFailure::Fails } else { DeviceFailure::Hangs };
+                self.node.engine().iter().for_each(|engine| engine.fail_device(failure));
+            }
+            _ => {
+                let mut rate = |most: f64| match detail.random_bool(0.5) {
+                    true => 0.0,
+                    false => detail.random_range(0.0..most),
+                };
+                let faults = EngineFaults {
+                    fail: rate(0.2),
+                    stall: rate(0.2),
+                    corrupt: rate(0.1),
+                    drop_doorbell: rate(0.2),
+                    stall_max: Duration::from_millis(detail.random_range(1..20_000)),
+                    ..EngineFaults::default()
+                };
+                self.node.engine().iter().for_each(|engine| engine.set_faults(faults));
+                sleep(planned.lasts).await;
+                let calm = EngineFaults::default();
+                self.node.engine().iter().for_each(|engine| engine.set_faults(calm));
+            }
+        }
+    }
+
+    /// Gives a command of an operator, and records it.
+    async fn command(&self, detail: u64) {
+        let mut detail = StdRng::seed_from_u64(detail);
+        let client = self.connect("operator").await;
+        let pool = &self.plan.pools[detail.random_range(0..self.plan.pools.len())].name;
+        let (text, outcome) = match detail.random_range(0..4) {
+            0 => ("status", Outcome::of_command(&client.status().await)),
+            1 => ("scrub", Outcome::of_command(&client.start_scrub(pool, detail.random_bool(0.3)).await)),
+            2 => {
+                let rate = [0, 100 << 10, 10 << 20][detail.random_range(0..3)];
+                ("rebuild rate", Outcome::of_command(&client.set_rebuild_rate(rate).await))
+            }
+            _ => ("collect orphans", Outcome::of_command(&client.collect_orphans(Duration::ZERO).await)),
+        };
+        self.trace.event(format_args!("the operator's command {text} ends: {}", brief(&outcome)));
+        client.close().await;
+    }
+
+    /// Takes each target out of use whose drive is lost or damaged and that the node does not use.
+    async fn take_out_lost(&self) {
+        let client = self.connect("operator").await;
+        loop {
+            let Ok(status) = client.status().await else { continue };
+            let lost = (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target));
+            let mut is_done = true;
+            for target in lost {
+                let uuid = self.node.uuid(target);
+                let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else {
+                    continue;
+                };
+                let known = &status.targets[index];
+                if known.state == client::TargetState::Up || known.out {
+                    continue;
+                }
+                let outcome = client.set_target_out(index as u32, true).await;
+                self.trace.event(format_args!("the operator takes target {target} out: {outcome:?}"));
+                is_done &= outcome.is_ok();
+            }
+            if is_done {
+                break;
+            }
+            sleep(Duration::from_secs(1)).await;
+        }
+        client.close().await;
     }
 
     async fn trouble_role(&self, planned: &PlannedFault, role: NodeRole) {
