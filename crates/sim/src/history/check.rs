@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::time::Duration;
 
+use base::collections::HashSet;
 use bytes::Bytes;
 use client::engine::model::{self, BulkRule};
 use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes, RequestHead};
@@ -119,6 +120,14 @@ struct ObjectCalls<'a> {
     calls: Vec<(CallId, &'a Call)>,
 }
 
+/// A listing, with the names that it contains.
+struct Listing<'a> {
+    id: CallId,
+    call: &'a Call,
+    list: &'a List,
+    names: HashSet<(&'a str, &'a str)>,
+}
+
 /// A check in progress.
 struct Check<'a> {
     history: &'a History,
@@ -142,7 +151,15 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     for (id, call) in (0..).map(CallId).zip(&history.calls) {
         check.check_liveness(id, call);
         match &call.request {
-            Request::List(list) => listings.push((id, call, list)),
+            Request::List(list) => {
+                let names = match &call.end {
+                    Some((_, Outcome::Listed(names))) => {
+                        names.iter().map(|(namespace, name)| (&namespace[..], &name[..])).collect()
+                    }
+                    _ => HashSet::default(),
+                };
+                listings.push(Listing { id, call, list, names });
+            }
             request => {
                 if let Some(object) = request.object() {
                     objects.entry(object).or_default().calls.push((id, call));
@@ -150,7 +167,7 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
             }
         }
     }
-    for (id, call, list) in &listings {
+    for Listing { id, call, list, .. } in &listings {
         check.check_names(*id, call, list, &objects);
     }
     for (object, calls) in &objects {
@@ -322,24 +339,16 @@ impl<'a> Check<'a> {
         })
     }
 
-    fn check_object(
-        &mut self,
-        object: &ObjectName,
-        calls: &ObjectCalls<'a>,
-        listings: &[(CallId, &'a Call, &'a List)],
-    ) {
+    fn check_object(&mut self, object: &ObjectName, calls: &ObjectCalls<'a>, listings: &[Listing<'a>]) {
         let (mut sure, mut maybe) = (Vec::new(), Vec::new());
         for (id, call) in &calls.calls {
             self.add_call(*id, call, calls, &mut sure, &mut maybe);
         }
-        for (id, call, list) in listings.iter().filter(|(_, _, list)| list.covers(object)) {
-            if let Some((end, Outcome::Listed(names))) = &call.end
+        for Listing { id, call, names, .. } in listings.iter().filter(|listing| listing.list.covers(object)) {
+            if let Some((end, Outcome::Listed(_))) = &call.end
                 && !self.is_on_removed_pool(call)
-                && list.covers(object)
             {
-                let is_listed =
-                    names.iter().any(|(ns, name)| ns == object.namespace() && name == object.object());
-                let step = Step::Listed(is_listed);
+                let step = Step::Listed(names.contains(&(object.namespace(), object.object())));
                 sure.push(Sure { call: *id, start: call.start.order, end: end.order, step });
             }
         }

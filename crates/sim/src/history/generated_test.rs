@@ -792,19 +792,12 @@ fn the_check_of_two_thousand_calls_is_fast() {
 }
 
 #[test]
-fn hot() {
-    for seed in 0..20 {
-        for unknown in [10, 20, 30, 40] {
-            let mut world = World::new(seed, 8, (1, 0), unknown);
-            world.run(400);
-            world.read_all();
-            let start = std::time::Instant::now();
-            let violations = world.history.check(&CheckOptions::default());
-            println!(
-                "HOT {unknown} % {:?} {:?}",
-                start.elapsed(),
-                violations.iter().map(|v| v.rule).collect::<Vec<_>>()
-            );
-        }
+fn many_unknown_changes_of_one_object_are_explained() {
+    for seed in 0..10 {
+        let mut world = World::new(seed, 8, (1, 0), 10);
+        world.run(300);
+        world.read_all();
+        let violations = world.history.check(&CheckOptions::default());
+        assert!(violations.is_empty(), "seed {seed}: {}", show(&violations));
     }
 }

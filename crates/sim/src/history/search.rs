@@ -320,7 +320,8 @@ impl<'a> Search<'a> {
                         _ => None,
                     });
                     version.into_iter().for_each(&mut observe);
-                    for value in answers.iter().flat_map(values_of_answer) {
+                    let values = answers.iter().flat_map(values_of_answer);
+                    for value in values.filter(|_| !maybe.is_empty()) {
                         let version = version.unwrap_or(HIDDEN);
                         let lowest = shown_values.entry(value).or_insert(version);
                         *lowest = version.min(*lowest);
@@ -352,6 +353,9 @@ impl<'a> Search<'a> {
             _ => None,
         });
         for change in sure_changes.chain(maybe.iter().map(|call| &call.change)) {
+            if shown_values.is_empty() {
+                break;
+            }
             values_of_change(change).for_each(|value| *setters.entry(value).or_default() += 1);
         }
         let evidence = |call: &Maybe<'_>| {
