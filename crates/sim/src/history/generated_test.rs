@@ -785,9 +785,14 @@ fn the_check_of_two_thousand_calls_is_fast() {
     let mut world = World::new(1, 8, (4, 36), 10);
     world.run(2000);
     world.read_all();
-    let start = std::time::Instant::now();
-    let violations = world.history.check(&CheckOptions::default());
-    println!("{} calls on 40 objects: {:?}", world.history.len(), start.elapsed());
+    let mut times = Vec::new();
+    let mut violations = Vec::new();
+    for _ in 0..5 {
+        let start = std::time::Instant::now();
+        violations = world.history.check(&CheckOptions::default());
+        times.push(start.elapsed());
+    }
+    println!("{} calls on 40 objects: {:?}", world.history.len(), times.iter().min().unwrap());
     assert!(violations.is_empty(), "{}", show(&violations));
 }
 
