@@ -36,6 +36,8 @@ mod violation;
 
 #[cfg(test)]
 mod generated_test;
+#[cfg(test)]
+mod rules_test;
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -314,3 +314,78 @@ impl ClientWorkload {
         Query { object, conditions, ops }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    use super::*;
+    use crate::history::History;
+
+    fn requests(seed: u64, count: usize) -> Vec<Request> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let options = WorkloadOptions::new(vec!["p".parse().unwrap(), "q".parse().unwrap()]);
+        let mut client = Workload::new(options).client(0);
+        let mut history = History::new();
+        (0..count).map(|_| client.next(&mut rng, |len| history.new_fill(len))).collect()
+    }
+
+    #[test]
+    fn a_seed_determines_the_requests() {
+        let text = |seed| requests(seed, 200).iter().map(Request::to_string).collect::<Vec<_>>();
+        assert_eq!(text(1), text(1));
+        assert_ne!(text(1), text(2));
+    }
+
+    #[test]
+    fn the_requests_cover_all_sizes_and_ops() {
+        let requests = requests(1, 5000);
+        let changes = requests.iter().filter_map(|request| match request {
+            Request::Change(change) => Some(change),
+            _ => None,
+        });
+        let fills: Vec<Fill> = changes.clone().flat_map(Change::fills).collect();
+        for range in [
+            0..1,
+            1..4096,
+            4096..(64 << 10),
+            (64 << 10)..(2 << 20),
+            (2 << 20)..(4 << 20),
+            (4 << 20)..(9 << 20),
+        ] {
+            assert!(fills.iter().filter(|fill| range.contains(&fill.len)).count() > 20, "{range:?}");
+        }
+        let ops = changes.clone().flat_map(|change| change.to_request().ops);
+        let kinds: BTreeSet<String> =
+            ops.map(|op| format!("{op:?}").chars().take_while(|c| c.is_alphanumeric()).collect()).collect();
+        assert_eq!(kinds.len(), 14, "{kinds:?}");
+        let conditional = changes.clone().filter(|change| !change.to_request().conditions.is_empty());
+        assert!(conditional.count() > 300);
+        assert!(requests.iter().any(|request| matches!(request, Request::List(_))));
+        // Nearly all requests are within the limits.
+        let is_large =
+            |change: &&Change| change.to_request().payload.is_some_and(|payload| payload.len() > 9 << 20);
+        assert_eq!(changes.filter(is_large).count(), 0);
+    }
+
+    #[test]
+    fn a_client_uses_the_versions_that_it_has_seen() {
+        let mut rng = StdRng::seed_from_u64(1);
+        let options = WorkloadOptions { hot: 1, cold: 0, ..WorkloadOptions::new(vec!["p".parse().unwrap()]) };
+        let mut client = Workload::new(options).client(0);
+        let mut history = History::new();
+        let answer = Outcome::Changed(wire::Mutated { version: 42, size: 100, appended_at: 0 });
+        let requests: Vec<Request> = (0..300)
+            .map(|_| {
+                let request = client.next(&mut rng, |len| history.new_fill(len));
+                client.learn(&request, &answer);
+                request
+            })
+            .collect();
+        let uses = |request: &&Request| request.to_string().contains("if [Version(42)");
+        assert!(requests.iter().filter(uses).count() > 5);
+    }
+}

@@ -61,7 +61,10 @@ impl fmt::Display for Request {
         match self {
             Request::Change(change) => write!(f, "{change}"),
             Request::Read(Read { offset, len, if_version, .. }) => {
-                write!(f, "read {len} bytes at {offset}")?;
+                match len {
+                    &u64::MAX => write!(f, "read from byte {offset} to the end")?,
+                    len => write!(f, "read {len} bytes at {offset}")?,
+                }
                 if_version.map_or(Ok(()), |version| write!(f, " of version {version}"))
             }
             Request::Query(query) => {

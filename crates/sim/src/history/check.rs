@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::time::Duration;
 
+use base::collections::HashSet;
 use bytes::Bytes;
 use client::engine::model::{self, BulkRule};
 use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes, RequestHead};
@@ -119,6 +120,20 @@ struct ObjectCalls<'a> {
     calls: Vec<(CallId, &'a Call)>,
 }
 
+/// Place of a call in a sequence.
+enum Place<'a> {
+    Sure(Sure<'a>),
+    Maybe(Maybe<'a>),
+}
+
+/// A listing, with the names that it contains.
+struct Listing<'a> {
+    id: CallId,
+    call: &'a Call,
+    list: &'a List,
+    names: HashSet<(&'a str, &'a str)>,
+}
+
 /// A check in progress.
 struct Check<'a> {
     history: &'a History,
@@ -142,7 +157,15 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     for (id, call) in (0..).map(CallId).zip(&history.calls) {
         check.check_liveness(id, call);
         match &call.request {
-            Request::List(list) => listings.push((id, call, list)),
+            Request::List(list) => {
+                let names = match &call.end {
+                    Some((_, Outcome::Listed(names))) => {
+                        names.iter().map(|(namespace, name)| (&namespace[..], &name[..])).collect()
+                    }
+                    _ => HashSet::default(),
+                };
+                listings.push(Listing { id, call, list, names });
+            }
             request => {
                 if let Some(object) = request.object() {
                     objects.entry(object).or_default().calls.push((id, call));
@@ -150,7 +173,7 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
             }
         }
     }
-    for (id, call, list) in &listings {
+    for Listing { id, call, list, .. } in &listings {
         check.check_names(*id, call, list, &objects);
     }
     for (object, calls) in &objects {
@@ -322,34 +345,68 @@ impl<'a> Check<'a> {
         })
     }
 
-    fn check_object(
-        &mut self,
+    fn check_object(&mut self, object: &ObjectName, calls: &ObjectCalls<'a>, listings: &[Listing<'a>]) {
+        for (id, call) in &calls.calls {
+            if let Err((rule, text)) = self.place(*id, call, calls, u64::MAX) {
+                self.report_call(rule, *id, &text);
+            }
+        }
+        let places = |check: &Check<'a>, cut| check.places(object, calls, listings, cut);
+        let (sure, maybe) = places(self, u64::MAX);
+        let mut ends: Vec<u64> = sure.iter().map(|call| call.end).collect();
+        match Search::new(sure, maybe).run(self.options.steps_max) {
+            Found::Sequence => {}
+            Found::GaveUp(dead_end) => {
+                let (sure, maybe) = places(self, u64::MAX);
+                self.report_dead_end(Rule::SearchEnds, object, &Search::plain(sure, maybe), &dead_end);
+            }
+            Found::Nothing(dead_end) => {
+                // Show the shortest part of the history that has no sequence.
+                ends.sort_unstable();
+                let has_sequence = |end: &u64| {
+                    let (sure, maybe) = places(self, *end);
+                    matches!(Search::new(sure, maybe).run(self.options.steps_max), Found::Sequence)
+                };
+                let cut = ends.get(ends.partition_point(has_sequence)).copied().unwrap_or(u64::MAX);
+                let (sure, maybe) = places(self, cut);
+                let mut search = Search::plain(sure, maybe);
+                let dead_end = match search.run(self.options.steps_max / 10) {
+                    Found::Sequence => dead_end,
+                    Found::Nothing(dead_end) | Found::GaveUp(dead_end) => dead_end,
+                };
+                self.report_dead_end(Rule::Linearizable, object, &search, &dead_end);
+            }
+        }
+    }
+
+    /// Returns the calls on an object that a sequence must contain, and those that it may contain.
+    /// Events after event `cut` do not count.
+    fn places(
+        &self,
         object: &ObjectName,
         calls: &ObjectCalls<'a>,
-        listings: &[(CallId, &'a Call, &'a List)],
-    ) {
+        listings: &[Listing<'a>],
+        cut: u64,
+    ) -> (Vec<Sure<'a>>, Vec<Maybe<'a>>) {
         let (mut sure, mut maybe) = (Vec::new(), Vec::new());
         for (id, call) in &calls.calls {
-            self.add_call(*id, call, calls, &mut sure, &mut maybe);
+            match self.place(*id, call, calls, cut) {
+                Ok(Some(Place::Sure(call))) => sure.push(call),
+                Ok(Some(Place::Maybe(call))) => maybe.push(call),
+                // A call that breaks a rule by itself is already reported.
+                Ok(None) | Err(_) => {}
+            }
         }
-        for (id, call, list) in listings.iter().filter(|(_, _, list)| list.covers(object)) {
-            if let Some((end, Outcome::Listed(names))) = &call.end
+        for Listing { id, call, names, .. } in listings.iter().filter(|listing| listing.list.covers(object)) {
+            if let Some((end, Outcome::Listed(_))) = &call.end
+                && end.order <= cut
                 && !self.is_on_removed_pool(call)
-                && list.covers(object)
             {
-                let is_listed =
-                    names.iter().any(|(ns, name)| ns == object.namespace() && name == object.object());
-                let step = Step::Listed(is_listed);
+                let step = Step::Listed(names.contains(&(object.namespace(), object.object())));
                 sure.push(Sure { call: *id, start: call.start.order, end: end.order, step });
             }
         }
-        let mut search = Search::new(sure, maybe);
-        let (rule, dead_end) = match search.run(self.options.steps_max) {
-            Found::Sequence => return,
-            Found::Nothing(dead_end) => (Rule::Linearizable, dead_end),
-            Found::GaveUp(dead_end) => (Rule::SearchEnds, dead_end),
-        };
-        self.report_dead_end(rule, object, &search, &dead_end);
+        (sure, maybe)
     }
 
     fn report_dead_end(&mut self, rule: Rule, object: &ObjectName, search: &Search<'_>, dead_end: &DeadEnd) {
@@ -381,20 +438,17 @@ impl<'a> Check<'a> {
         });
         let shown: BTreeSet<u32> = shown.flatten().collect();
         for id in shown {
-            match fills.get(&id) {
-                Some(call) if before.contains(call) => {}
-                Some(call) => {
-                    let place = path.iter().position(|placed| placed == call);
-                    let state = match place {
-                        Some(place) => format!("change {} of the sequence", place + 1),
-                        None => "not in the sequence".into(),
-                    };
-                    let _ = writeln!(text, "fill {id} is the data of call #{} ({state}):", call.0);
-                    self.show_call(&mut text, *call);
-                }
-                None => {
-                    let _ = writeln!(text, "no call wrote fill {id}");
-                }
+            let Some(call) = fills.get(&id) else {
+                let _ = writeln!(text, "no call wrote fill {id}");
+                continue;
+            };
+            let place = match path.iter().position(|placed| placed == call) {
+                Some(place) => format!("change {} of the sequence", place + 1),
+                None => "not in the sequence".into(),
+            };
+            let _ = writeln!(text, "fill {id} is the data of call #{} ({place})", call.0);
+            if !before.contains(call) {
+                self.show_call(&mut text, *call);
             }
         }
         self.show_notes(&mut text, last.unwrap_or(u64::MAX));
@@ -402,70 +456,69 @@ impl<'a> Check<'a> {
         self.report(rule, Some(object), calls, text);
     }
 
-    /// Adds a call to the search, and checks the rules that concern only this call.
-    fn add_call(
-        &mut self,
+    /// Returns the place of a call in a sequence, as far as events up to event `cut` show it.
+    ///
+    /// # Errors
+    /// If the call breaks a rule by itself.
+    fn place(
+        &self,
         id: CallId,
         call: &'a Call,
         others: &ObjectCalls<'_>,
-        sure: &mut Vec<Sure<'a>>,
-        maybe: &mut Vec<Maybe<'a>>,
-    ) {
+        cut: u64,
+    ) -> Result<Option<Place<'a>>, (Rule, String)> {
         let start = call.start.order;
         let is_redundant = call.request.pool().is_some_and(|pool| self.pool(pool).redundant);
         let is_on_removed_pool = self.is_on_removed_pool(call);
         let prepared = |change| Prepared::new(change, bulk_rules(change, is_redundant));
+        let end = call.end.as_ref().filter(|(end, _)| end.order <= cut);
+        if start > cut {
+            return Ok(None);
+        }
         if let Request::Change(change) = &call.request
-            && (is_on_removed_pool || matches!(&call.end, None | Some((_, Outcome::Unknown(_)))))
+            && (is_on_removed_pool || matches!(end, None | Some((_, Outcome::Unknown(_)))))
         {
-            if static_error(change).is_none() && may_take_effect(call) {
-                let until = self.latest_effect(call);
-                maybe.push(Maybe { call: id, start, until, change: prepared(change) });
+            if static_error(change).is_some() || !may_take_effect(call) {
+                return Ok(None);
             }
-            return;
+            let until = self.latest_effect(call);
+            return Ok(Some(Place::Maybe(Maybe { call: id, start, until, change: prepared(change) })));
         }
-        let Some((end, outcome)) = &call.end else { return };
-        if is_on_removed_pool {
-            return;
-        }
+        let Some((end, outcome)) = end.filter(|_| !is_on_removed_pool) else { return Ok(None) };
+        let must_fail =
+            |kind: RefusalKind| Err((Rule::ExpectedError, format!("the call must fail with {kind:?}")));
         let step = match (&call.request, outcome) {
             (request, Outcome::Refused(refusal)) => {
                 let kind = refusal.kind;
                 if let Request::Change(change) = request
                     && let Some(expected) = static_error(change)
                 {
-                    if kind != expected && is_about_request(kind) {
-                        let text = format!("the call must fail with {expected:?}");
-                        self.report_call(Rule::ExpectedError, id, &text);
-                    }
-                    return;
+                    let is_wrong = kind != expected && is_about_request(kind);
+                    return if is_wrong { must_fail(expected) } else { Ok(None) };
                 }
                 if let Some(problem) = self.problem(call, kind, others) {
-                    return self.report_call(Rule::ExpectedError, id, problem);
+                    return Err((Rule::ExpectedError, problem.to_owned()));
                 }
                 if !depends_on_object(kind, request) {
-                    return;
+                    return Ok(None);
                 }
                 match request {
                     Request::Change(change) => Step::Refused(prepared(change), kind),
                     Request::Read(read) => Step::ReadRefused(read, kind),
                     Request::Query(query) => Step::QueryRefused(query, kind),
-                    Request::List(_) | Request::Admin(_) => return,
+                    Request::List(_) | Request::Admin(_) => return Ok(None),
                 }
             }
-            (Request::Change(change), Outcome::Changed(mutated)) => {
-                if let Some(expected) = static_error(change) {
-                    let text = format!("the call must fail with {expected:?}");
-                    return self.report_call(Rule::ExpectedError, id, &text);
-                }
-                Step::Changed(prepared(change), *mutated)
-            }
+            (Request::Change(change), Outcome::Changed(mutated)) => match static_error(change) {
+                Some(expected) => return must_fail(expected),
+                None => Step::Changed(prepared(change), *mutated),
+            },
             (Request::Read(read), Outcome::Read(answer)) => Step::Read(read, answer),
             (Request::Query(query), Outcome::Queried(answers)) => Step::Queried(query, answers),
-            (_, Outcome::Unknown(_)) => return,
-            _ => return self.report_call(Rule::ExpectedAnswer, id, "the answer is of the wrong kind"),
+            (_, Outcome::Unknown(_)) => return Ok(None),
+            _ => return Err((Rule::ExpectedAnswer, "the answer is of the wrong kind".into())),
         };
-        sure.push(Sure { call: id, start, end: end.order, step });
+        Ok(Some(Place::Sure(Sure { call: id, start, end: end.order, step })))
     }
 
     /// Returns the reason why a call cannot fail with an error, if the reason does not depend on

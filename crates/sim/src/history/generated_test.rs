@@ -785,26 +785,24 @@ fn the_check_of_two_thousand_calls_is_fast() {
     let mut world = World::new(1, 8, (4, 36), 10);
     world.run(2000);
     world.read_all();
-    let start = std::time::Instant::now();
-    let violations = world.history.check(&CheckOptions::default());
-    println!("{} calls on 40 objects: {:?}", world.history.len(), start.elapsed());
+    let mut times = Vec::new();
+    let mut violations = Vec::new();
+    for _ in 0..5 {
+        let start = std::time::Instant::now();
+        violations = world.history.check(&CheckOptions::default());
+        times.push(start.elapsed());
+    }
+    println!("{} calls on 40 objects: {:?}", world.history.len(), times.iter().min().unwrap());
     assert!(violations.is_empty(), "{}", show(&violations));
 }
 
 #[test]
-fn hot() {
-    for seed in 0..20 {
-        for unknown in [10, 20, 30, 40] {
-            let mut world = World::new(seed, 8, (1, 0), unknown);
-            world.run(400);
-            world.read_all();
-            let start = std::time::Instant::now();
-            let violations = world.history.check(&CheckOptions::default());
-            println!(
-                "HOT {unknown} % {:?} {:?}",
-                start.elapsed(),
-                violations.iter().map(|v| v.rule).collect::<Vec<_>>()
-            );
-        }
+fn many_unknown_changes_of_one_object_are_explained() {
+    for seed in 0..10 {
+        let mut world = World::new(seed, 8, (1, 0), 10);
+        world.run(300);
+        world.read_all();
+        let violations = world.history.check(&CheckOptions::default());
+        assert!(violations.is_empty(), "seed {seed}: {}", show(&violations));
     }
 }

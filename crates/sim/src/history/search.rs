@@ -237,8 +237,8 @@ struct Tree {
     /// Number of candidates that were taken.
     taken: u64,
     known: HashSet<[u64; 2]>,
-    /// The configuration with the highest horizon.
-    best: Option<(u64, usize, Rc<Config>)>,
+    /// The configuration with the highest horizon, and among these the most progress.
+    best: Option<((u64, i64), usize, Rc<Config>)>,
     empty: Rc<Config>,
     is_complete: bool,
 }
@@ -276,11 +276,18 @@ pub(super) struct Search<'a> {
     evidence: Vec<Option<Evidence>>,
     /// Ranges of each fill that answers show.
     traces: BTreeMap<u32, Vec<Trace>>,
+    looks_ahead: bool,
 }
 
 impl<'a> Search<'a> {
-    /// Creates a search. The calls are in any order.
-    pub(super) fn new(mut sure: Vec<Sure<'a>>, mut maybe: Vec<Maybe<'a>>) -> Search<'a> {
+    /// Creates a search that skips sequences as soon as they cannot explain a later answer.
+    pub(super) fn new(sure: Vec<Sure<'a>>, maybe: Vec<Maybe<'a>>) -> Search<'a> {
+        Search { looks_ahead: true, ..Search::plain(sure, maybe) }
+    }
+
+    /// Creates a search that follows each sequence until an answer does not fit. Such a search is
+    /// slower, but its dead end shows the contradiction. The calls are in any order.
+    pub(super) fn plain(mut sure: Vec<Sure<'a>>, mut maybe: Vec<Maybe<'a>>) -> Search<'a> {
         sure.sort_by_key(|call| call.start);
         maybe.sort_by_key(|call| call.start);
         let version_of = |call: &Sure<'_>| match &call.step {
@@ -320,7 +327,8 @@ impl<'a> Search<'a> {
                         _ => None,
                     });
                     version.into_iter().for_each(&mut observe);
-                    for value in answers.iter().flat_map(values_of_answer) {
+                    let values = answers.iter().flat_map(values_of_answer);
+                    for value in values.filter(|_| !maybe.is_empty()) {
                         let version = version.unwrap_or(HIDDEN);
                         let lowest = shown_values.entry(value).or_insert(version);
                         *lowest = version.min(*lowest);
@@ -352,6 +360,9 @@ impl<'a> Search<'a> {
             _ => None,
         });
         for change in sure_changes.chain(maybe.iter().map(|call| &call.change)) {
+            if shown_values.is_empty() {
+                break;
+            }
             values_of_change(change).for_each(|value| *setters.entry(value).or_default() += 1);
         }
         let evidence = |call: &Maybe<'_>| {
@@ -361,7 +372,18 @@ impl<'a> Search<'a> {
             versions.chain(values).min().map(|version| Evidence { version })
         };
         let evidence = maybe.iter().map(evidence).collect();
-        Search { sure, maybe, changes, mentioned, foreign, seen, observers, evidence, traces }
+        Search {
+            sure,
+            maybe,
+            changes,
+            mentioned,
+            foreign,
+            seen,
+            observers,
+            evidence,
+            traces,
+            looks_ahead: false,
+        }
     }
 
     pub(super) fn call_of(&self, choice: Choice) -> CallId {
@@ -425,8 +447,8 @@ impl<'a> Search<'a> {
             tree.candidates.push(Candidate { priority, order, node, choice: *choice, penalty: *penalty });
         }
         let config = Rc::new(config);
-        if tree.best.as_ref().is_none_or(|(best, _, _)| *best < horizon) {
-            tree.best = Some((horizon, node, Rc::clone(&config)));
+        if tree.best.as_ref().is_none_or(|(best, _, _)| *best < (horizon, progress)) {
+            tree.best = Some(((horizon, progress), node, Rc::clone(&config)));
         }
         tree.nodes.push(Node { config, parent, open: choices.len() });
         if choices.is_empty() {
@@ -436,7 +458,7 @@ impl<'a> Search<'a> {
 
     /// Describes the configuration that has its place for the most calls.
     fn dead_end(&self, tree: &Tree) -> Box<DeadEnd> {
-        let (horizon, node, config) = tree.best.as_ref().expect("the tree has a root");
+        let ((horizon, _), node, config) = tree.best.as_ref().expect("the tree has a root");
         let parents = std::iter::successors(tree.nodes[*node].parent, |(node, _)| tree.nodes[*node].parent);
         let mut path: Vec<Choice> = parents.map(|(_, choice)| choice).collect();
         path.reverse();
@@ -530,20 +552,22 @@ impl<'a> Search<'a> {
     fn choices(&self, config: &Config) -> Vec<(Choice, i64)> {
         // A later state does not have this version.
         let is_awaited = |observers: &Vec<usize>| observers.iter().any(|index| !config.done.has(*index));
-        if config.is_known && self.observers.get(&config.version).is_some_and(is_awaited) {
+        if self.looks_ahead && config.is_known && self.observers.get(&config.version).is_some_and(is_awaited)
+        {
             return Vec::new();
         }
         let horizon = self.horizon(config);
         let next = self.changes.get(config.changes).copied();
         let next_version = next.map_or(HIDDEN, |index| self.version_of(index));
         // The next version that a call saw must not be skipped.
-        let awaited =
-            self.seen[self.seen.partition_point(|version| *version <= config.version)..].first().copied();
+        let later = &self.seen[self.seen.partition_point(|version| *version <= config.version)..];
+        let awaited = later.first().copied().filter(|_| self.looks_ahead);
         let bound = |index: usize| self.evidence[index].map_or(HIDDEN, |evidence| evidence.version);
         let unused = |index: &usize| !config.used.has(*index);
         // A change whose effect is seen in a version has its place before the next version.
         let is_late = |version: u64, but: usize| {
-            (0..self.maybe.len()).filter(unused).any(|index| index != but && bound(index) <= version)
+            self.looks_ahead
+                && (0..self.maybe.len()).filter(unused).any(|index| index != but && bound(index) <= version)
         };
         let mut choices = Vec::new();
         if let Some(index) = next
@@ -638,7 +662,7 @@ impl<'a> Search<'a> {
 
     /// Returns whether a change to a version leaves all data in place that a later version shows.
     fn keeps_traces(&self, old: &State, new: &State, version: u64) -> bool {
-        let Some(old) = old else { return true };
+        let Some(old) = old.as_ref().filter(|_| self.looks_ahead) else { return true };
         let fill_runs = |state: &'_ ObjectState<Seen>| -> Vec<(u32, Range<u64>)> {
             let run = |(len, piece): &(u64, Piece)| match piece {
                 Piece::Fill { id, at } => Some((*id, *at..at + len)),
