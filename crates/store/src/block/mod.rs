@@ -51,6 +51,8 @@ pub mod sim;
 pub mod sim_drive;
 #[cfg(all(test, feature = "sim"))]
 mod sim_drive_test;
+#[cfg(all(test, feature = "sim"))]
+mod sim_fault_test;
 mod staged;
 mod stages;
 mod store;

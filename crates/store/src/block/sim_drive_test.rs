@@ -12,13 +12,13 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::task::LocalSet;
 
-use super::sim_drive::{DriveFault, DriveImage, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors};
+use super::sim_drive::{DriveFault, DriveTimes, FaultKind, SimDrive};
 use super::store::{BlockStore, MkfsOptions, MountOptions};
-use crate::conformance::{self, Workload, cid, compare, oid, pattern, random_operations, write};
+use crate::conformance::{self, Workload, cid, compare, oid, pattern, random_operations};
 use crate::{MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
 /// Runs a simulation, in a paused clock and with the given seed.
-fn simulate<T>(seed: u64, run: impl AsyncFnOnce() -> T) -> T {
+pub(super) fn simulate<T>(seed: u64, run: impl AsyncFnOnce() -> T) -> T {
     let _seeded = base::entropy::seed_this_thread(seed);
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -34,7 +34,7 @@ fn drive(size: u64, seed: u64) -> Arc<SimDrive> {
     drive
 }
 
-fn options() -> MountOptions {
+pub(super) fn options() -> MountOptions {
     MountOptions {
         index_cache_bytes: 1 << 20,
         metadata_cache_bytes: 1 << 20,
@@ -43,8 +43,16 @@ fn options() -> MountOptions {
     }
 }
 
+/// Returns a drive with a small target.
+pub(super) fn small_drive(seed: u64) -> Arc<SimDrive> {
+    let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(seed), DriveTimes::default());
+    let (log_bytes, index_bytes) = (Some(512 << 10), Some(4 << 20));
+    drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+    drive
+}
+
 /// Mounts the target of a drive and starts its driver.
-async fn mount(drive: &Arc<SimDrive>) -> Arc<BlockStore> {
+pub(super) async fn mount(drive: &Arc<SimDrive>) -> Arc<BlockStore> {
     let (store, driver) = BlockStore::mount_simulated(drive, &options()).await.unwrap();
     base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
     store
@@ -227,9 +235,7 @@ fn random_faults(rng: &mut StdRng) -> Vec<DriveFault> {
 fn crashes(seed: u64, faulty: bool, totals: &mut Totals) -> u64 {
     simulate(seed, async || {
         let mut rng = StdRng::seed_from_u64(seed);
-        let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(!seed), DriveTimes::default());
-        let (log_bytes, index_bytes) = (Some(512 << 10), Some(4 << 20));
-        drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+        let drive = small_drive(!seed);
         let mut history = History::new(seed);
         for _ in 0..5 {
             let fails = rng.random_bool(0.7);
@@ -315,357 +321,6 @@ fn the_events_of_a_drive_do_not_depend_on_the_process() {
     let here = format!("{:#x}", crashes(7, true, &mut Totals::default()));
     // The length of the environment moves the addresses of the other process.
     assert_eq!([run(""), run(&"x".repeat(5000))], [here.clone(), here]);
-}
-
-/// A target with one collection, whose objects have known contents.
-struct SmallTarget {
-    drive: Arc<SimDrive>,
-    store: Arc<BlockStore>,
-}
-
-fn small_drive(seed: u64) -> Arc<SimDrive> {
-    let drive = SimDrive::new(32 << 20, StdRng::seed_from_u64(seed), DriveTimes::default());
-    let (log_bytes, index_bytes) = (Some(512 << 10), Some(4 << 20));
-    drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
-    drive
-}
-
-fn put(name: &str, len: usize) -> Transaction {
-    Transaction::new(cid("c")).with(write(&oid(name), 0, pattern(len as u64, len)))
-}
-
-impl SmallTarget {
-    async fn new() -> SmallTarget {
-        let drive = small_drive(base::entropy::random());
-        let store = mount(&drive).await;
-        let made = Transaction::new(cid("c")).with(Op::CreateCollection);
-        store.queue_transaction(made).await.unwrap();
-        let target = SmallTarget { drive, store };
-        target.put("old", 100_000).await.unwrap();
-        target
-    }
-
-    async fn put(&self, name: &str, len: usize) -> Result<(), StoreError> {
-        self.store.queue_transaction(put(name, len)).await
-    }
-
-    /// Reads an object and compares its data with its checksums.
-    async fn read(&self, name: &str) -> Result<Bytes, StoreError> {
-        let read = self.store.read(&cid("c"), &oid(name), 0, 1 << 20, None).await?;
-        read.verify().map_err(|e| StoreError::Corrupt { what: name.to_owned(), detail: e.to_string() })?;
-        Ok(read.contiguous())
-    }
-
-    async fn assert_has(&self, name: &str, len: usize) {
-        assert_eq!(self.read(name).await.unwrap(), pattern(len as u64, len));
-    }
-
-    /// Ends the store by a power failure and mounts the target again.
-    async fn fail_power(self) -> SmallTarget {
-        self.drive.power_failure();
-        self.mount_again().await
-    }
-
-    /// Ends the store by an unmount and mounts the target again.
-    async fn remount(self) -> SmallTarget {
-        let _ = self.store.umount().await;
-        self.mount_again().await
-    }
-
-    async fn mount_again(self) -> SmallTarget {
-        let SmallTarget { drive, store } = self;
-        drop(store);
-        let store = mount(&drive).await;
-        SmallTarget { drive, store }
-    }
-}
-
-#[test]
-fn a_failed_read_is_reported_once_and_succeeds_later() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::ReadError) });
-        let read = target.read("old").await;
-        assert!(matches!(read, Err(StoreError::Io(_))), "{read:?}");
-        assert_eq!(target.drive.counts().read_errors, 1);
-        target.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_failed_write_or_flush_poisons_the_target_until_a_remount() {
-    for kind in [FaultKind::WriteError, FaultKind::FlushError] {
-        simulate(1, async || {
-            let target = SmallTarget::new().await;
-            target.drive.inject(DriveFault::once(kind));
-            let lost = target.put("new", 50_000).await;
-            assert!(matches!(lost, Err(StoreError::Poisoned(_))), "{lost:?}");
-            let counts = target.drive.counts();
-            assert_eq!(counts.write_errors + counts.flush_errors, 1);
-            assert!(matches!(target.put("new", 1).await, Err(StoreError::Poisoned(_))));
-            assert!(matches!(target.store.umount().await, Err(StoreError::Poisoned(_))));
-            let after = target.read("old").await;
-            assert!(matches!(after, Err(StoreError::Poisoned(_))), "the failure is still known: {after:?}");
-            let target = target.mount_again().await;
-            target.put("new", 60_000).await.unwrap();
-            let target = target.fail_power().await;
-            target.assert_has("old", 100_000).await;
-            target.assert_has("new", 60_000).await;
-        });
-    }
-}
-
-/// Mounts the target of `image` on a drive that fails one write or flush after `after` successes.
-/// Returns the content of the drive after the end of the mount, and whether the fault has fired.
-async fn mount_with_fault(image: &DriveImage, kind: FaultKind, after: u64) -> (DriveImage, bool) {
-    let rng = StdRng::seed_from_u64(base::entropy::random());
-    let drive = SimDrive::with_image(image, rng, DriveTimes::default());
-    drive.inject(DriveFault { after, ..DriveFault::once(kind) });
-    let mounted = BlockStore::mount_simulated(&drive, &options()).await;
-    let counts = drive.counts();
-    let fired = counts.write_errors + counts.flush_errors > 0;
-    assert!(mounted.is_ok() || fired, "request {after}: {mounted:?}");
-    drop(mounted);
-    drive.sever();
-    (drive.image(), fired)
-}
-
-#[test]
-fn a_target_can_be_mounted_after_any_two_failed_mounts_with_torn_writes() {
-    let mut pairs = 0;
-    simulate(conformance::seed(), async || {
-        let target = SmallTarget::new().await;
-        for n in 1..6 {
-            target.put(&format!("o{n}"), n * 3000).await.unwrap();
-        }
-        let start = target.drive.image_after_power_failure(Survivors::Nothing);
-        for kinds in [FaultKind::WriteError, FaultKind::FlushError]
-            .into_iter()
-            .flat_map(|first| [(first, FaultKind::WriteError), (first, FaultKind::FlushError)])
-        {
-            for first in 0.. {
-                let (image, fired) = mount_with_fault(&start, kinds.0, first).await;
-                if !fired {
-                    break;
-                }
-                for second in 0.. {
-                    let (image, fired) = mount_with_fault(&image, kinds.1, second).await;
-                    let rng = StdRng::seed_from_u64(base::entropy::random());
-                    let drive = SimDrive::with_image(&image, rng, DriveTimes::default());
-                    let store = mount(&drive).await;
-                    let target = SmallTarget { drive, store };
-                    for n in 1..6 {
-                        target.assert_has(&format!("o{n}"), n * 3000).await;
-                    }
-                    pairs += 1;
-                    if !fired {
-                        break;
-                    }
-                }
-            }
-        }
-    });
-    assert!(pairs > 100, "{pairs} pairs of faults");
-}
-
-#[test]
-fn a_drive_whose_flushes_fail_for_a_while_can_be_mounted_afterwards() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        let until = Some(Instant::now() + Duration::from_secs(5));
-        target.drive.inject(DriveFault { until, ..DriveFault::always(FaultKind::FlushError) });
-        assert!(target.put("new", 50_000).await.is_err());
-        drop(target.store);
-        let refused = BlockStore::mount_simulated(&target.drive, &options()).await;
-        assert!(refused.is_err() && target.drive.counts().flush_errors > 1, "{refused:?}");
-        tokio::time::sleep(Duration::from_secs(5)).await;
-        let store = mount(&target.drive).await;
-        SmallTarget { store, drive: target.drive }.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_stalled_request_delays_a_transaction_and_is_harmless() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::once(FaultKind::Stall(Duration::from_secs(7))));
-        let started = Instant::now();
-        target.put("new", 50_000).await.unwrap();
-        assert!(started.elapsed() >= Duration::from_secs(7));
-        assert_eq!(target.drive.counts().stalls, 1);
-        target.assert_has("new", 50_000).await;
-    });
-}
-
-#[test]
-fn a_bit_flipped_in_a_read_is_detected_and_the_drive_stays_correct() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::FlipInRead) });
-        let read = target.read("old").await;
-        assert!(matches!(read, Err(StoreError::Corrupt { .. })), "{read:?}");
-        assert_eq!(target.drive.counts().flips_in_reads, 1);
-        target.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_bit_flipped_in_a_write_or_at_rest_is_detected() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::FlipInWrite) });
-        target.put("new", 8 * 4096).await.unwrap();
-        assert_eq!(target.drive.counts().flips_in_writes, 1);
-        let read = target.read("new").await;
-        assert!(matches!(read, Err(StoreError::Corrupt { .. })), "{read:?}");
-        target.assert_has("old", 100_000).await;
-        target
-            .store
-            .queue_transaction(Transaction::new(cid("c")).with(Op::Remove { oid: oid("new") }))
-            .await
-            .unwrap();
-        let target = target.remount().await;
-        // The blocks of the removed object may be hit, too.
-        let mut damaged = false;
-        for _ in 0..100 {
-            assert!(target.drive.flip_bit_in(DrivePart::Data).is_some());
-            damaged |= matches!(target.read("old").await, Err(StoreError::Corrupt { .. }));
-        }
-        assert!(damaged && target.drive.counts().flips_at_rest == 100);
-    });
-}
-
-#[test]
-fn a_bit_flipped_in_the_index_or_in_one_superblock_is_detected_or_harmless() {
-    let (mut reported, mut harmless) = (0, 0);
-    for seed in 0..60 {
-        simulate(seed, async || {
-            let target = SmallTarget::new().await;
-            target.store.umount().await.unwrap();
-            let part = if seed % 2 == 0 { DrivePart::Index } else { DrivePart::Superblock };
-            assert!(target.drive.flip_bit_in(part).is_some());
-            let outcome = match BlockStore::mount_simulated(&target.drive, &options()).await {
-                Err(error) => Err(error),
-                Ok((store, driver)) => {
-                    base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
-                    SmallTarget { store, drive: Arc::clone(&target.drive) }.read("old").await
-                }
-            };
-            match outcome {
-                Ok(data) => {
-                    assert_eq!(data, pattern(100_000, 100_000), "seed {seed}");
-                    harmless += 1;
-                }
-                Err(StoreError::Corrupt { .. } | StoreError::NotATarget(_)) => reported += 1,
-                Err(error) => panic!("seed {seed}: {error}"),
-            }
-        });
-    }
-    assert!(reported > 0 && harmless > 10, "{reported} reported, {harmless} harmless");
-}
-
-#[test]
-fn a_lying_flush_loses_acknowledged_changes_in_a_power_failure() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::always(FaultKind::LyingFlush));
-        target.put("new", 50_000).await.unwrap();
-        assert!(target.drive.counts().lying_flushes > 0);
-        target.drive.clear_faults();
-        target.drive.power_failure_with(Survivors::Nothing);
-        let target = target.mount_again().await;
-        assert!(matches!(target.read("new").await, Err(StoreError::NoSuchObject(_))));
-        target.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_lost_flush_loses_visible_changes_in_a_later_power_failure() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::once(FaultKind::LostFlush));
-        assert!(matches!(target.put("new", 50_000).await, Err(StoreError::Poisoned(_))));
-        assert_eq!(target.drive.counts().flush_errors, 1);
-        let target = target.remount().await;
-        target.assert_has("new", 50_000).await;
-        target.drive.power_failure_with(Survivors::Nothing);
-        let target = target.mount_again().await;
-        assert!(matches!(target.read("new").await, Err(StoreError::Corrupt { .. })));
-        target.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_removed_drive_fails_all_requests_and_returns_with_its_durable_content() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        target.drive.remove();
-        assert!(matches!(target.put("new", 50_000).await, Err(StoreError::Poisoned(_))));
-        assert!(target.read("old").await.is_err());
-        let _ = target.store.umount().await;
-        drop(target.store);
-        assert!(BlockStore::mount_simulated(&target.drive, &options()).await.is_err());
-        assert!(target.drive.counts().absent_errors > 2, "{:?}", target.drive.counts());
-        target.drive.reinsert();
-        let store = mount(&target.drive).await;
-        SmallTarget { store, drive: target.drive }.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_drive_can_be_copied_and_can_return_with_older_content() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        target.store.umount().await.unwrap();
-        let older = target.drive.image();
-        let target = target.mount_again().await;
-        target.put("new", 50_000).await.unwrap();
-        let copy = target.drive.copy(StdRng::seed_from_u64(1));
-        target.drive.restore(&older);
-        let target = target.mount_again().await;
-        assert!(matches!(target.read("new").await, Err(StoreError::NoSuchObject(_))));
-        let store = mount(&copy).await;
-        SmallTarget { store, drive: copy }.assert_has("new", 50_000).await;
-    });
-}
-
-#[test]
-fn a_target_has_one_mount_at_a_time_and_a_severed_mount_cannot_change_it() {
-    simulate(1, async || {
-        let target = SmallTarget::new().await;
-        let second = BlockStore::mount_simulated(&target.drive, &options()).await;
-        assert!(matches!(second, Err(StoreError::InUse(_))), "{second:?}");
-        assert!(matches!(target.drive.mkfs(&MkfsOptions::default()), Err(StoreError::InUse(_))));
-        target.drive.sever();
-        let before = target.drive.trace();
-        assert!(target.put("new", 50_000).await.is_err());
-        let _ = target.store.umount().await;
-        assert_eq!(target.drive.trace(), before);
-        assert!(target.drive.counts().refused > 0);
-        let target = target.mount_again().await;
-        assert!(matches!(target.read("new").await, Err(StoreError::NoSuchObject(_))));
-        target.assert_has("old", 100_000).await;
-    });
-}
-
-#[test]
-fn a_mounted_target_injects_the_faults_of_its_options() {
-    simulate(1, async || {
-        let drive = small_drive(base::entropy::random());
-        let options = options();
-        options.faults.arm("drive.write=fail,after=1000,count=1".parse().unwrap()).unwrap();
-        let (store, driver) = BlockStore::mount_simulated(&drive, &options).await.unwrap();
-        base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
-        store.queue_transaction(Transaction::new(cid("c")).with(Op::CreateCollection)).await.unwrap();
-        options.faults.clear();
-        options.faults.arm("drive.write=fail,count=1".parse().unwrap()).unwrap();
-        let lost = store.queue_transaction(put("new", 5000)).await;
-        assert!(matches!(lost, Err(StoreError::Poisoned(_))), "{lost:?}");
-        assert_eq!(options.faults.fired(base::fault::Site::DriveWrite), 1);
-    });
 }
 
 /// Prints the real time that new targets and mounts take.

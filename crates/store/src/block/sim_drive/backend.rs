@@ -21,7 +21,8 @@ use super::super::index::Index;
 use super::super::io::{IoDone, IoOp, IoRequest, Segment};
 use super::super::mailbox::Mailbox;
 use super::super::messages::{BlockingWork, CoreEvent, load};
-use super::{Completed, SimDrive, State, image, io_error};
+use super::state::{Completed, State, io_error};
+use super::{SimDrive, image};
 use crate::{Result, StoreError};
 
 /// A mount's access to a simulated drive. Its access ends when the mount ends.
