@@ -123,6 +123,8 @@ pub struct Settings {
     pub poll: Duration,
     /// Probability that the store does not ring the osd's doorbell.
     pub drop_osd_doorbell: f64,
+    /// Probability that a doorbell is late.
+    pub late_doorbell: f64,
 }
 
 impl Default for Settings {
@@ -137,6 +139,7 @@ impl Default for Settings {
             socket_only: false,
             poll: Duration::ZERO,
             drop_osd_doorbell: 0.0,
+            late_doorbell: 0.0,
         }
     }
 }
@@ -178,10 +181,15 @@ impl World {
         }
         World {
             store_faults,
-            settings,
-            wire: ControlWire::new(WireOptions { seed: random(), ..WireOptions::default() }),
+            wire: ControlWire::new(WireOptions {
+                seed: random(),
+                late_doorbell: settings.late_doorbell,
+                late_doorbell_max: Duration::from_secs(4),
+                ..WireOptions::default()
+            }),
             osd: Role::default(),
             store: Role::default(),
+            settings,
             disks: RefCell::new(empty_disks()),
             engines: RefCell::default(),
             devices: RefCell::default(),
