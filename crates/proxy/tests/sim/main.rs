@@ -76,6 +76,18 @@ fn random_operations_match_the_model_in_simulated_time() {
     }
 }
 
+#[test]
+fn a_stopped_server_ends_its_attachment_and_its_future() {
+    simulate(1, Settings::default(), async |world| {
+        let _store = attached(&world).await;
+        let is_connected = || world.attachment.borrow().as_ref().is_some_and(|a| a.status().connected);
+        assert!(is_connected() && world.is_serving.get());
+        world.server.borrow().as_ref().expect("a server runs").stop();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(!is_connected() && !world.is_serving.get());
+    });
+}
+
 /// What happened in a simulation with random faults.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Outcome {

@@ -157,6 +157,8 @@ pub struct World {
     pub server: RefCell<Option<LocalServer>>,
     /// Faults of the store's process.
     pub store_faults: Faults,
+    /// Whether the server's future has not completed.
+    pub is_serving: Rc<Cell<bool>>,
 }
 
 /// The engines that compute parity. No test here uses them, so all simulations share them.
@@ -181,6 +183,7 @@ impl World {
         }
         World {
             store_faults,
+            is_serving: Rc::default(),
             wire: ControlWire::new(WireOptions {
                 seed: random(),
                 late_doorbell: settings.late_doorbell,
@@ -227,7 +230,12 @@ impl World {
         let listener = StoreListener::Sim(self.wire.listen());
         let (server, serving) =
             LocalServer::new(listener, (0..TARGETS).map(target).collect(), options).unwrap();
-        self.store.start(serving);
+        self.is_serving.set(true);
+        let is_serving = Rc::clone(&self.is_serving);
+        self.store.start(async move {
+            serving.await;
+            is_serving.set(false);
+        });
         self.server.replace(Some(server));
     }
 
