@@ -136,29 +136,32 @@ fn do_not_block(fd: &OwnedFd) -> io::Result<()> {
 
 impl Bell for Doorbell {
     fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
-        let fd = match &self.0 {
-            WaitingEnd::Fd(fd) => fd,
+        match &self.0 {
+            WaitingEnd::Fd(fd) => poll_eventfd(fd, cx),
             #[cfg(feature = "sim")]
-            WaitingEnd::Sim(bell) => return bell.poll_wait(cx),
-        };
-        loop {
-            let mut guard = ready!(fd.poll_read_ready(cx))?;
-            let mut count = [0; 8];
-            match rustix::io::read(fd.as_fd(), &mut count) {
-                Ok(8) => {
-                    // The read has emptied the eventfd, which also consumed its edge-triggered
-                    // readiness.
-                    guard.clear_ready();
-                    return Poll::Ready(Ok(u64::from_ne_bytes(count)));
-                }
-                Ok(n) => {
-                    return Poll::Ready(Err(io::Error::other(format!(
-                        "a read of a doorbell returned {n} of 8 bytes"
-                    ))));
-                }
-                Err(rustix::io::Errno::AGAIN) => guard.clear_ready(),
-                Err(e) => return Poll::Ready(Err(e.into())),
+            WaitingEnd::Sim(bell) => bell.poll_wait(cx),
+        }
+    }
+}
+
+/// Waits until the count of an eventfd is not zero, and takes the count.
+fn poll_eventfd(fd: &AsyncFd<OwnedFd>, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
+    loop {
+        let mut guard = ready!(fd.poll_read_ready(cx))?;
+        let mut count = [0; 8];
+        match rustix::io::read(fd.as_fd(), &mut count) {
+            Ok(8) => {
+                // The read has emptied the eventfd, which also consumed its edge-triggered
+                // readiness.
+                guard.clear_ready();
+                return Poll::Ready(Ok(u64::from_ne_bytes(count)));
             }
+            Ok(n) => {
+                let what = format!("a read of a doorbell returned {n} of 8 bytes");
+                return Poll::Ready(Err(io::Error::other(what)));
+            }
+            Err(rustix::io::Errno::AGAIN) => guard.clear_ready(),
+            Err(e) => return Poll::Ready(Err(e.into())),
         }
     }
 }

@@ -8,7 +8,6 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::task::spawn_local;
 use base::thread::ThreadClass;
-use bytes::Bytes;
 use channel::sim::{DeviceFailure, EngineFaults};
 use client::engine::{ReadRequest, Sink};
 use client::{Client, Options};
@@ -19,6 +18,7 @@ use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
 use tokio::task::LocalSet;
 use tokio::time::sleep;
 use wire::{ObjectName, PoolName};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::history::{CheckOptions, ClientId, History, List, Outcome, Query, Read, Request, Violation};
 use crate::node::{ENDPOINT, HOST, Node, stack};
@@ -520,8 +520,11 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Refused(refusal) => format!("refused, {}", refusal.text),
         Outcome::Unknown(why) => format!("unknown, {why}"),
         other => {
-            let text = Bytes::from(format!("{other:?}"));
-            format!("answered, {} bytes, {:016x}", text.len(), xxhash_rust::xxh3::xxh3_64(&text))
+            let text = format!("{other:?}");
+            match text.len() {
+                ..400 => text,
+                len => format!("answered, {len} characters, {:016x}", xxh3_64(text.as_bytes())),
+            }
         }
     }
 }

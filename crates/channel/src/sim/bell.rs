@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -36,15 +37,28 @@ struct PendingRings {
     /// Rings that the waiting end has not taken: when each arrives, and its count.
     rings: VecDeque<(Instant, u64)>,
     waker: Option<Waker>,
-    delay_max: Duration,
+    delays: BellDelays,
     rng: SmallRng,
 }
 
-/// Creates a doorbell that the role with this life rings. Each ring arrives after a random delay of
-/// at most `delay_max`. Rings arrive in order.
-pub(super) fn doorbell(life: Life, delay_max: Duration, seed: u64) -> (SimRinger, SimBell) {
+/// The delays of a doorbell.
+#[derive(Debug, Clone)]
+pub(super) struct BellDelays {
+    /// Maximum of the usual delay.
+    pub(super) usual_max: Duration,
+    /// Probability that a ring is late.
+    pub(super) late: f64,
+    /// Maximum delay of a late ring.
+    pub(super) late_max: Duration,
+    /// Counts the late rings.
+    pub(super) late_rings: Arc<AtomicU64>,
+}
+
+/// Creates a doorbell that the role with this life rings. Each ring arrives after a random delay.
+/// Rings arrive in order.
+pub(super) fn doorbell(life: Life, delays: BellDelays, seed: u64) -> (SimRinger, SimBell) {
     let rng = SmallRng::seed_from_u64(seed);
-    let rung = Arc::new(Mutex::new(PendingRings { rings: VecDeque::new(), waker: None, delay_max, rng }));
+    let rung = Arc::new(Mutex::new(PendingRings { rings: VecDeque::new(), waker: None, delays, rng }));
     (SimRinger { rung: Arc::clone(&rung), life }, SimBell { rung, timer: Mutex::new(None) })
 }
 
@@ -54,9 +68,11 @@ impl SimRinger {
         if self.life.is_severed() {
             return;
         }
-        let mut rung = lock(&self.rung);
-        let delay_max = rung.delay_max;
-        let at = Instant::now() + rung.rng.random_range(Duration::ZERO..=delay_max);
+        let rung = &mut *lock(&self.rung);
+        let is_late = rung.rng.random_bool(rung.delays.late);
+        rung.delays.late_rings.fetch_add(is_late.into(), Ordering::Relaxed);
+        let most = if is_late { rung.delays.late_max } else { rung.delays.usual_max };
+        let at = Instant::now() + rung.rng.random_range(Duration::ZERO..=most);
         let at = rung.rings.back().map_or(at, |(last, _)| at.max(*last));
         rung.rings.push_back((at, count));
         if let Some(waker) = rung.waker.take() {

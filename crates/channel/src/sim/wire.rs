@@ -5,6 +5,7 @@ use std::fmt;
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::task::{Poll, Waker};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use std::time::Duration;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use super::bell::{self, SimBell, SimRinger};
+use super::bell::{self, BellDelays, SimBell, SimRinger};
 use super::stream::{ControlConnection, SimStream};
 use super::{Life, lock};
 use crate::{HostDoorbells, Socket};
@@ -33,13 +34,24 @@ pub struct WireOptions {
     pub jitter: Duration,
     /// Maximum delay of a doorbell.
     pub doorbell: Duration,
+    /// Probability that a doorbell is late. Later rings of the same doorbell do not overtake it.
+    pub late_doorbell: f64,
+    /// Maximum delay of a late doorbell.
+    pub late_doorbell_max: Duration,
 }
 
 impl Default for WireOptions {
     /// Returns the options of a socket within a machine.
     fn default() -> Self {
         let micros = Duration::from_micros;
-        WireOptions { seed: 0, latency: micros(5), jitter: micros(50), doorbell: micros(20) }
+        WireOptions {
+            seed: 0,
+            latency: micros(5),
+            jitter: micros(50),
+            doorbell: micros(20),
+            late_doorbell: 0.0,
+            late_doorbell_max: Duration::ZERO,
+        }
     }
 }
 
@@ -56,6 +68,8 @@ pub struct WireStats {
     pub severed: u64,
     /// Reads that found bytes which the wire held back.
     pub held: u64,
+    /// Doorbells that were late.
+    pub late_doorbells: u64,
 }
 
 /// Simulated control connections between osds and one store. Clones share the wire.
@@ -91,6 +105,7 @@ struct WireState {
     is_refusing: bool,
     is_held: bool,
     stats: WireStats,
+    late_rings: Arc<AtomicU64>,
 }
 
 #[derive(Debug)]
@@ -143,6 +158,7 @@ impl ControlWire {
             is_refusing: false,
             is_held: false,
             stats: WireStats::default(),
+            late_rings: Arc::default(),
         })))
     }
 
@@ -252,7 +268,8 @@ impl ControlWire {
     /// What has happened on the wire so far.
     #[must_use]
     pub fn stats(&self) -> WireStats {
-        lock(&self.0).stats
+        let state = lock(&self.0);
+        WireStats { late_doorbells: state.late_rings.load(Ordering::Relaxed), ..state.stats }
     }
 
     /// Calls `change` for each connection that an end still uses. Returns how often it returned
@@ -277,7 +294,13 @@ impl ControlWire {
 
     fn doorbell(&self, life: Life) -> (SimRinger, SimBell) {
         let state = &mut *lock(&self.0);
-        bell::doorbell(life, state.options.doorbell, state.rng.random())
+        let delays = BellDelays {
+            usual_max: state.options.doorbell,
+            late: state.options.late_doorbell,
+            late_max: state.options.late_doorbell_max,
+            late_rings: Arc::clone(&state.late_rings),
+        };
+        bell::doorbell(life, delays, state.rng.random())
     }
 }
 

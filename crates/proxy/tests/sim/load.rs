@@ -91,7 +91,7 @@ fn staging(stores: &Stores, data: Bytes) -> Bytes {
 /// Writes data to a stage: whole blocks by a call for several targets, other data by a call for one
 /// target.
 async fn stage(stores: &Stores, target: usize, stage: StageId, payload: Payload) -> store::Result<()> {
-    if payload.len() % 4096 > 0 {
+    if !payload.len().is_multiple_of(4096) {
         return stores.targets[target].stage_write(stage, 0, payload).await;
     }
     let parts = vec![Some((World::uuid(target), stage)), None];

@@ -76,6 +76,18 @@ fn random_operations_match_the_model_in_simulated_time() {
     }
 }
 
+#[test]
+fn a_stopped_server_ends_its_attachment_and_its_future() {
+    simulate(1, Settings::default(), async |world| {
+        let _store = attached(&world).await;
+        let is_connected = || world.attachment.borrow().as_ref().is_some_and(|a| a.status().connected);
+        assert!(is_connected() && world.is_serving.get());
+        world.server.borrow().as_ref().expect("a server runs").stop();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(!is_connected() && !world.is_serving.get());
+    });
+}
+
 /// What happened in a simulation with random faults.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Outcome {
@@ -179,6 +191,7 @@ fn with_faults(seed: u64) -> Outcome {
         socket_only: false,
         poll: if rng.random_bool(0.5) { Duration::from_micros(100) } else { Duration::ZERO },
         drop_osd_doorbell: if rng.random_bool(0.5) { 0.02 } else { 0.0 },
+        late_doorbell: if rng.random_bool(0.3) { 0.03 } else { 0.0 },
     };
     simulate(seed, settings, async move |world| {
         let began = Instant::now();
@@ -254,7 +267,10 @@ fn late_transfers_hit_no_memory_with_a_new_owner() {
             world.start_store();
             let load = Load::new(Duration::from_millis(20));
             load.start(&world);
-            for _ in 0..400 {
+            for tenth in 0..400 {
+                if seed % 2 == 1 && tenth % 30 == 29 {
+                    world.wire.cut();
+                }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 let attachment = world.attachment.borrow();
                 let status = attachment.as_ref().map(outboard_proxy::Attachment::status);
@@ -297,6 +313,7 @@ fn nothing_acknowledged_is_lost_and_the_service_comes_back() {
         sum.wire.cut += outcome.wire.cut;
         sum.wire.severed += outcome.wire.severed;
         sum.wire.held += outcome.wire.held;
+        sum.wire.late_doorbells += outcome.wire.late_doorbells;
         sum.dropped_osd_doorbells += outcome.dropped_osd_doorbells;
         sum.acknowledged += outcome.acknowledged;
         sum.unknown += outcome.unknown;
@@ -309,7 +326,7 @@ fn nothing_acknowledged_is_lost_and_the_service_comes_back() {
     let SimEngineStats { dropped_doorbells, device_failures, device_hangs, resets, .. } = sum.engine;
     assert!(dropped_doorbells > 0 && device_failures > 0 && device_hangs > 0 && resets > 0);
     assert!(sum.wire.refused > 0 && sum.wire.cut > 0 && sum.wire.severed > 0);
-    assert!(sum.wire.held > 0 && sum.dropped_osd_doorbells > 0);
+    assert!(sum.wire.held > 0 && sum.wire.late_doorbells > 0 && sum.dropped_osd_doorbells > 0);
     assert!(EVENTS.iter().all(|event| sum.events.get(event).is_some_and(|count| *count > 0)));
     assert!(sum.acknowledged > 10 * SEEDS && sum.unknown > 0 && sum.read > 0 && sum.recoveries > 0);
 }

@@ -123,6 +123,8 @@ pub struct Settings {
     pub poll: Duration,
     /// Probability that the store does not ring the osd's doorbell.
     pub drop_osd_doorbell: f64,
+    /// Probability that a doorbell is late.
+    pub late_doorbell: f64,
 }
 
 impl Default for Settings {
@@ -137,6 +139,7 @@ impl Default for Settings {
             socket_only: false,
             poll: Duration::ZERO,
             drop_osd_doorbell: 0.0,
+            late_doorbell: 0.0,
         }
     }
 }
@@ -154,6 +157,8 @@ pub struct World {
     pub server: RefCell<Option<LocalServer>>,
     /// Faults of the store's process.
     pub store_faults: Faults,
+    /// Whether the server's future has not completed.
+    pub is_serving: Rc<Cell<bool>>,
 }
 
 /// The engines that compute parity. No test here uses them, so all simulations share them.
@@ -178,10 +183,16 @@ impl World {
         }
         World {
             store_faults,
-            settings,
-            wire: ControlWire::new(WireOptions { seed: random(), ..WireOptions::default() }),
+            is_serving: Rc::default(),
+            wire: ControlWire::new(WireOptions {
+                seed: random(),
+                late_doorbell: settings.late_doorbell,
+                late_doorbell_max: Duration::from_secs(4),
+                ..WireOptions::default()
+            }),
             osd: Role::default(),
             store: Role::default(),
+            settings,
             disks: RefCell::new(empty_disks()),
             engines: RefCell::default(),
             devices: RefCell::default(),
@@ -219,7 +230,12 @@ impl World {
         let listener = StoreListener::Sim(self.wire.listen());
         let (server, serving) =
             LocalServer::new(listener, (0..TARGETS).map(target).collect(), options).unwrap();
-        self.store.start(serving);
+        self.is_serving.set(true);
+        let is_serving = Rc::clone(&self.is_serving);
+        self.store.start(async move {
+            serving.await;
+            is_serving.set(false);
+        });
         self.server.replace(Some(server));
     }
 
