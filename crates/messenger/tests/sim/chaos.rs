@@ -237,7 +237,7 @@ fn requests_are_answered_once_with_the_right_data_while_the_network_is_disturbed
     println!("{fired:?}");
     assert_eq!(fired["released_accesses"], 0, "memory was released during an access: {fired:?}");
     if seeds >= 8 {
-        for name in ["cuts", "held", "given_up", "half_breaks", "flips", "losses", "withdrawn_accesses"] {
+        for name in ["cuts", "held", "late", "flips", "losses", "late_reports", "refused_memory"] {
             assert!(fired[name] > 0, "a kind of fault never occurred: {name}: {fired:?}");
         }
     }

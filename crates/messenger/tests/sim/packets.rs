@@ -137,7 +137,7 @@ fn data_survives_all_faults_of_links() {
     println!("{fired:?}");
     let errors = fired.remove("released_accesses");
     assert_eq!(errors, Some(0), "memory was released during an access: {fired:?}");
-    for rare in ["held", "given_up", "full_queues", "withdrawn_accesses", "not_ready"] {
+    for rare in ["held", "given_up", "full_queues", "withdrawn_accesses", "not_ready", "refused_operations"] {
         fired.remove(rare);
     }
     if seeds < 4 {
