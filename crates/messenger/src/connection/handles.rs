@@ -1,5 +1,6 @@
 //! The handles of a connection, through which users call it.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -20,6 +21,7 @@ use super::outbound::Chunk;
 use super::pulls::PullWaiter;
 use super::range::{OfferRange, chunk_len, locate};
 use super::{ConnectionState, Shared};
+use crate::config::BULK_SLOTS;
 use crate::frame::{Body, Push};
 use crate::transport::packets::packet::EAGER_BYTES;
 use crate::{
@@ -114,7 +116,8 @@ impl Shared {
     async fn push(&self, to: &BulkDescriptor, mut at: OfferRange, payload: Payload) -> Result<()> {
         let (data, checksums) = payload.into_parts();
         let (mut data, mut checksums) = (data, checksums.as_slice());
-        let mut placed = None;
+        // A dropped receiver tells the writer that this call no longer waits for the chunk.
+        let mut placed = VecDeque::new();
         let mut turn = self.turns.turn(at.key, data.len() as u64);
         while !data.is_empty() {
             let chunk = data.split_to(chunk_len(at.block_offset, data.len() as u64));
@@ -128,12 +131,16 @@ impl Shared {
             let (tell, told) = oneshot::channel();
             let target = self.target(to, at.offset, len);
             let push = Push { offer: at.key, offset: at.offset };
-            self.push_chunk(push, payload, target, data.is_empty().then_some(tell)).await?;
-            placed = Some(told);
+            placed.push_back(told);
+            self.push_chunk(push, payload, target, tell).await?;
+            if placed.len() > BULK_SLOTS {
+                // The queue has only `BULK_SLOTS` slots, so the earliest chunk has left it.
+                placed.pop_front();
+            }
             at.offset += len;
             at.block_offset = (at.block_offset + len) % BLOCK;
         }
-        match placed {
+        match placed.pop_back() {
             Some(placed) => placed.await.map_err(|_| self.loss()),
             None => Ok(()),
         }
@@ -144,7 +151,7 @@ impl Shared {
         push: Push,
         payload: Payload,
         target: Option<PushDestination>,
-        tell: Option<oneshot::Sender<()>>,
+        tell: oneshot::Sender<()>,
     ) -> Result<()> {
         let room = self.push_room.acquire_many(payload.len() as u32).await.map_err(|_| self.loss())?;
         let slot = self.bulk_slots.acquire().await.map_err(|_| self.loss())?;
@@ -153,7 +160,7 @@ impl Shared {
         if let Some(reason) = state.offers.refusal(push.offer) {
             return Err(MessengerError::BulkRefused(reason.to_owned()));
         }
-        state.outbound.push_chunk(Chunk::Push(push, payload, target, tell));
+        state.outbound.push_chunk(Chunk::Push(push, payload, target, Some(tell)));
         drop(state);
         room.forget();
         slot.forget();

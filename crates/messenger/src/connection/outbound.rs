@@ -27,7 +27,9 @@ const BATCH_FRAMES: usize = 128;
 /// returns.
 pub(super) enum Chunk {
     Data(PullData, Payload),
-    /// The channel notifies the caller when the position of the chunk in the send order is fixed.
+    /// The channel notifies the caller when the position of the chunk in the send order is fixed. If
+    /// the caller no longer waits, the chunk is sent in a frame: the peer may learn before the
+    /// chunk is sent that its memory is no longer used.
     Push(Push, Payload, Option<PushDestination>, Option<oneshot::Sender<()>>),
 }
 
@@ -226,6 +228,8 @@ impl Outbound {
                     batch.bulk_slots += 1;
                 }
                 Some(Chunk::Push(push, payload, target, placed)) => {
+                    let is_abandoned = placed.as_ref().is_some_and(oneshot::Sender::is_closed);
+                    let target = target.filter(|_| !is_abandoned);
                     self.push_new(batch, Sequenced::Push(push, payload, target), ack);
                     batch.bulk_slots += 1;
                     batch.placed.extend(placed);

@@ -137,13 +137,26 @@ fn data_survives_all_faults_of_links() {
     println!("{fired:?}");
     let errors = fired.remove("released_accesses");
     assert_eq!(errors, Some(0), "memory was released during an access: {fired:?}");
-    for rare in ["held", "given_up", "full_queues", "withdrawn_accesses", "not_ready"] {
+    for rare in ["held", "given_up", "withdrawn_accesses", "not_ready", "refused_operations"] {
         fired.remove(rare);
     }
     if seeds < 4 {
         return;
     }
     assert!(fired.values().all(|n| *n > 0), "a kind of fault never occurred: {fired:?}");
+}
+
+/// Credits prevent that a packet arrives before its receiver has posted a buffer, unless a packet
+/// that grants credits is damaged.
+#[test]
+fn every_intact_packet_finds_a_posted_buffer() {
+    let faults = SimFaults { flip_one_in: 0, ..HARSH };
+    for seed in 0..4 {
+        let (_, counts) = run(Kind::Packets, faults, seed, CHECKS[0].1);
+        let count = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|(_, count)| *count);
+        assert_eq!(count("not_ready"), Some(0), "seed {seed}");
+        assert!(count("breaks") > Some(0) && count("losses") > Some(0), "seed {seed}: {counts:?}");
+    }
 }
 
 /// Written data that arrives damaged is sent again, although its announcement arrived intact.

@@ -45,7 +45,10 @@ impl SimHost {
     /// If `config` is inconsistent.
     #[must_use]
     pub fn stack(&self, config: ConnectionConfig) -> SimStack {
-        StreamStack::over(self.streams(), config)
+        // Simulated transports use no file descriptors, and the limits of this machine must not
+        // affect a run.
+        let max_descriptors = config.max_descriptors.or(Some(usize::MAX));
+        StreamStack::over(self.streams(), ConnectionConfig { max_descriptors, ..config })
     }
 
     /// The transport over which this process connects and listens with packets and one-sided

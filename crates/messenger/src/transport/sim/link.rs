@@ -25,7 +25,7 @@ use crate::transport::packets::RemoteRange;
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Maximum number of operations that have not arrived. At this limit, the queue is full.
-const QUEUE_DEPTH: usize = 128;
+const QUEUE_DEPTH: usize = 16;
 
 /// Minimum and maximum time for which a link tries to reach its peer.
 const GIVE_UP: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
