@@ -35,6 +35,8 @@ mod search;
 mod violation;
 
 #[cfg(test)]
+mod engine_test;
+#[cfg(test)]
 mod generated_test;
 #[cfg(test)]
 mod rules_test;
