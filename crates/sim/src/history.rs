@@ -8,18 +8,18 @@
 //! ```
 //! use std::time::Duration;
 //! use sim::history::{CheckOptions, ClientId, History, Outcome, ReadAnswer, Request};
-//! use sim::history::{Change, Fill, Read, Seen};
+//! use sim::history::{ChangeCall, Fill, RangeRead, Seen};
 //!
 //! let mut history = History::new();
 //! history.add_pool("photos", true);
 //! let at = Duration::from_millis;
 //! let name: wire::ObjectName = "photos/beach".parse()?;
 //! let fill = history.new_fill(5000);
-//! let put = Change::new(name.clone()).write_full(fill);
+//! let put = ChangeCall::new(name.clone()).write_full(fill);
 //! let call = history.start(ClientId(0), at(1), None, put);
 //! let mutated = wire::Mutated { version: 1, size: 5000, appended_at: 0 };
 //! history.end(call, at(2), Outcome::Changed(mutated));
-//! let call = history.start(ClientId(1), at(3), None, Read::whole(name));
+//! let call = history.start(ClientId(1), at(3), None, RangeRead::whole(name));
 //! let answer = ReadAnswer { version: Some(1), object_size: None, data: Seen::recognise(&fill.bytes()) };
 //! history.end(call, at(4), Outcome::Read(answer));
 //! assert!(history.check(&CheckOptions::default()).is_empty());
@@ -35,6 +35,8 @@ mod search;
 mod violation;
 
 #[cfg(test)]
+mod engine_test;
+#[cfg(test)]
 mod generated_test;
 #[cfg(test)]
 mod rules_test;
@@ -42,10 +44,10 @@ mod rules_test;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-pub use calls::{Change, List, Query, Read, Request};
+pub use calls::{ChangeCall, ListCall, QueryCall, RangeRead, Request};
 pub use check::CheckOptions;
-pub use fill::{Fill, Piece, Seen};
-pub use outcome::{Outcome, ReadAnswer, Refusal, RefusalKind};
+pub use fill::{DataOrigin, Fill, Seen};
+pub use outcome::{Outcome, ReadAnswer, RefusalKind, RefusedCall};
 pub use violation::{Rule, Violation};
 
 /// A client of the simulation. A client that was killed does not come back; its successor has
@@ -68,7 +70,7 @@ pub(crate) struct Moment {
 
 /// One call of a client.
 #[derive(Debug, Clone)]
-pub(crate) struct Call {
+pub(crate) struct RecordedCall {
     pub(crate) client: ClientId,
     pub(crate) request: Request,
     pub(crate) start: Moment,
@@ -94,7 +96,7 @@ pub(crate) struct PoolRules {
 /// All calls of a simulation, and the events that the check must know.
 #[derive(Debug, Clone, Default)]
 pub struct History {
-    calls: Vec<Call>,
+    calls: Vec<RecordedCall>,
     events: u64,
     fills: u32,
     pools: BTreeMap<String, PoolRules>,
@@ -154,7 +156,14 @@ impl History {
     ) -> CallId {
         let start = self.moment(now);
         let id = CallId(self.calls.len() as u32);
-        self.calls.push(Call { client, request: request.into(), start, deadline, end: None, killed: None });
+        self.calls.push(RecordedCall {
+            client,
+            request: request.into(),
+            start,
+            deadline,
+            end: None,
+            killed: None,
+        });
         id
     }
 

@@ -1,6 +1,6 @@
 //! Random requests of clients.
 //!
-//! A [`Workload`] describes the objects that the clients share, and a [`ClientWorkload`] chooses the
+//! A [`SharedWorkload`] describes the objects that the clients share, and a [`ClientWorkload`] chooses the
 //! next request of one client. The choice depends only on the generator of random numbers and on
 //! what the client has learnt from earlier answers. The caller executes the requests.
 
@@ -10,7 +10,7 @@ use bytes::Bytes;
 use rand::Rng;
 use wire::{Condition, Mutation, ObjectName, PoolName, QueryAnswer, QueryOp};
 
-use crate::history::{Change, Fill, List, Outcome, Query, Read, Request};
+use crate::history::{ChangeCall, Fill, ListCall, Outcome, QueryCall, RangeRead, Request};
 
 /// Prefix of the names of hot objects.
 const HOT: &str = "hot-";
@@ -64,13 +64,13 @@ impl WorkloadOptions {
 
 /// The objects and request types of a workload.
 #[derive(Debug, Clone)]
-pub struct Workload {
+pub struct SharedWorkload {
     options: WorkloadOptions,
 }
 
 /// What a client knows about an object.
 #[derive(Debug, Clone, Copy, Default)]
-struct Known {
+struct LastSeen {
     version: u64,
     size: u64,
 }
@@ -78,25 +78,25 @@ struct Known {
 /// Chooses the requests of one client.
 #[derive(Debug, Clone)]
 pub struct ClientWorkload {
-    workload: Workload,
+    workload: SharedWorkload,
     /// Number of the client, for unique values.
     client: u32,
     /// Number of values chosen so far.
     values: u64,
-    known: BTreeMap<ObjectName, Known>,
+    known: BTreeMap<ObjectName, LastSeen>,
 }
 
-impl Workload {
+impl SharedWorkload {
     /// Creates a workload.
     ///
     /// # Panics
     /// If there is no pool, no object, or no request type.
     #[must_use]
-    pub fn new(options: WorkloadOptions) -> Workload {
+    pub fn new(options: WorkloadOptions) -> SharedWorkload {
         assert!(!options.pools.is_empty() && options.hot + options.cold > 0, "there are no objects");
         let weights = options.changes + options.reads + options.queries + options.listings;
         assert!(weights > 0, "there are no requests");
-        Workload { options }
+        SharedWorkload { options }
     }
 
     /// Returns the workload of a client. Each client has its own number.
@@ -162,7 +162,7 @@ impl ClientWorkload {
                 _ => None,
             };
             let prefix = ["", HOT, COLD, "cold/1"][rng.random_range(0..4)].to_owned();
-            List { pool: object.pool().to_owned(), namespace, prefix }.into()
+            ListCall { pool: object.pool().to_owned(), namespace, prefix }.into()
         }
     }
 
@@ -170,13 +170,13 @@ impl ClientWorkload {
     pub fn learn(&mut self, request: &Request, outcome: &Outcome) {
         let Some(object) = request.object() else { return };
         let known = match outcome {
-            Outcome::Changed(mutated) => Known { version: mutated.version, size: mutated.size },
+            Outcome::Changed(mutated) => LastSeen { version: mutated.version, size: mutated.size },
             Outcome::Read(answer) => match (answer.version, answer.object_size) {
-                (Some(version), Some(size)) => Known { version, size },
+                (Some(version), Some(size)) => LastSeen { version, size },
                 _ => return,
             },
             Outcome::Queried(answers) => match answers.first() {
-                Some(QueryAnswer::Stat(stat)) => Known { version: stat.version, size: stat.size },
+                Some(QueryAnswer::Stat(stat)) => LastSeen { version: stat.version, size: stat.size },
                 _ => return,
             },
             _ => return,
@@ -184,7 +184,7 @@ impl ClientWorkload {
         self.known.insert(object.clone(), known);
     }
 
-    fn known(&self, object: &ObjectName) -> Known {
+    fn known(&self, object: &ObjectName) -> LastSeen {
         self.known.get(object).copied().unwrap_or_default()
     }
 
@@ -217,9 +217,9 @@ impl ClientWorkload {
         rng: &mut impl Rng,
         object: ObjectName,
         new_fill: &mut impl FnMut(u64) -> Fill,
-    ) -> Change {
+    ) -> ChangeCall {
         let mut size = self.known(&object).size;
-        let mut change = Change::new(object.clone());
+        let mut change = ChangeCall::new(object.clone());
         if rng.random_range(0..100) < 20 {
             for _ in 0..rng.random_range(1..=3) {
                 let condition = self.condition(rng, &object);
@@ -281,19 +281,19 @@ impl ClientWorkload {
         change
     }
 
-    fn read(&mut self, rng: &mut impl Rng, object: ObjectName) -> Read {
-        let Known { version, size } = self.known(&object);
+    fn read(&mut self, rng: &mut impl Rng, object: ObjectName) -> RangeRead {
+        let LastSeen { version, size } = self.known(&object);
         let if_version = (version > 0 && rng.random_range(0..100) < 10).then_some(version);
         match rng.random_range(0..10) {
-            0..4 => Read { if_version, ..Read::whole(object) },
+            0..4 => RangeRead { if_version, ..RangeRead::whole(object) },
             _ => {
                 let (offset, len) = (offset(rng, size), write_size(rng, 9 << 20));
-                Read { object, offset, len, if_version }
+                RangeRead { object, offset, len, if_version }
             }
         }
     }
 
-    fn query(&mut self, rng: &mut impl Rng, object: ObjectName) -> Query {
+    fn query(&mut self, rng: &mut impl Rng, object: ObjectName) -> QueryCall {
         let conditions = match rng.random_range(0..100) {
             0..10 => vec![self.condition(rng, &object)],
             _ => Vec::new(),
@@ -311,7 +311,7 @@ impl ClientWorkload {
                 }
             });
         }
-        Query { object, conditions, ops }
+        QueryCall { object, conditions, ops }
     }
 }
 
@@ -328,7 +328,7 @@ mod tests {
     fn requests(seed: u64, count: usize) -> Vec<Request> {
         let mut rng = StdRng::seed_from_u64(seed);
         let options = WorkloadOptions::new(vec!["p".parse().unwrap(), "q".parse().unwrap()]);
-        let mut client = Workload::new(options).client(0);
+        let mut client = SharedWorkload::new(options).client(0);
         let mut history = History::new();
         (0..count).map(|_| client.next(&mut rng, |len| history.new_fill(len))).collect()
     }
@@ -347,7 +347,7 @@ mod tests {
             Request::Change(change) => Some(change),
             _ => None,
         });
-        let fills: Vec<Fill> = changes.clone().flat_map(Change::fills).collect();
+        let fills: Vec<Fill> = changes.clone().flat_map(ChangeCall::fills).collect();
         for range in [
             0..1,
             1..4096,
@@ -367,7 +367,7 @@ mod tests {
         assert!(requests.iter().any(|request| matches!(request, Request::List(_))));
         // Nearly all requests are within the limits.
         let is_large =
-            |change: &&Change| change.to_request().payload.is_some_and(|payload| payload.len() > 9 << 20);
+            |change: &&ChangeCall| change.to_request().payload.is_some_and(|payload| payload.len() > 9 << 20);
         assert_eq!(changes.filter(is_large).count(), 0);
     }
 
@@ -375,7 +375,7 @@ mod tests {
     fn a_client_uses_the_versions_that_it_has_seen() {
         let mut rng = StdRng::seed_from_u64(1);
         let options = WorkloadOptions { hot: 1, cold: 0, ..WorkloadOptions::new(vec!["p".parse().unwrap()]) };
-        let mut client = Workload::new(options).client(0);
+        let mut client = SharedWorkload::new(options).client(0);
         let mut history = History::new();
         let answer = Outcome::Changed(wire::Mutated { version: 42, size: 100, appended_at: 0 });
         let requests: Vec<Request> = (0..300)

@@ -21,7 +21,7 @@ use wire::{
     RequestHead, SessionId, UploadId, limits, placement,
 };
 
-use super::model::{self, BulkRule, Change, ObjectState, missing};
+use super::model::{self, BulkRule, ModelledObject, ObjectChange, missing};
 use super::{
     Administration, BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS,
     ReadReply, ReadRequest, Sink, Source,
@@ -230,7 +230,7 @@ struct Model {
 #[derive(Debug, Serialize, Deserialize)]
 struct ModelPool {
     info: PoolInfo,
-    objects: BTreeMap<ModelKey, ObjectState<Vec<u8>>>,
+    objects: BTreeMap<ModelKey, ModelledObject<Vec<u8>>>,
 }
 
 /// Name of a stored object within its pool.
@@ -287,7 +287,7 @@ impl Model {
             })
         };
         let pieces: Vec<Option<Bytes>> = ops.iter().map(piece).collect();
-        let change = Change { name, conditions, ops, pieces: &pieces, bulk_rule: BulkRule::Parts };
+        let change = ObjectChange { name, conditions, ops, pieces: &pieces, bulk_rule: BulkRule::Parts };
         let effect = change.apply(pool.objects.get(&key))?;
         let (size, appended_at) = (effect.size(), effect.appended_at);
         let old = match effect.object {

@@ -81,7 +81,7 @@ impl Content for Vec<u8> {
 
 /// State of an object that exists.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ObjectState<C> {
+pub struct ModelledObject<C> {
     /// Version of the last change.
     pub version: u64,
     /// Time of the last change, in milliseconds since 1970.
@@ -96,7 +96,7 @@ pub struct ObjectState<C> {
     pub omap: BTreeMap<Bytes, Bytes>,
 }
 
-impl<C: Content> ObjectState<C> {
+impl<C: Content> ModelledObject<C> {
     /// Returns the size that users see, in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
@@ -106,7 +106,7 @@ impl<C: Content> ObjectState<C> {
 
 /// A change of one object.
 #[derive(Debug, Clone, Copy)]
-pub struct Change<'a, P> {
+pub struct ObjectChange<'a, P> {
     /// The object, for errors.
     pub name: &'a ObjectName,
     /// Conditions on the object before the change.
@@ -124,7 +124,7 @@ pub struct Change<'a, P> {
 pub struct Effect<C> {
     /// The object after the change, still with the version and time of the object before the
     /// change; `None` if the object does not exist any more.
-    pub object: Option<ObjectState<C>>,
+    pub object: Option<ModelledObject<C>>,
     /// Offset at which the last append wrote its data; 0 if there was no append.
     pub appended_at: u64,
 }
@@ -133,18 +133,18 @@ impl<C: Content> Effect<C> {
     /// Returns the object's size after the change, in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.object.as_ref().map_or(0, ObjectState::size)
+        self.object.as_ref().map_or(0, ModelledObject::size)
     }
 }
 
-impl<P> Change<'_, P> {
+impl<P> ObjectChange<'_, P> {
     /// Returns the effect of the change on an object. The caller has already checked the change
     /// itself ([`check_payload`], `wire::Mutate::check`).
     ///
     /// # Errors
     /// The first error, in the order that `docs/semantics.md` specifies. The change then has no
     /// effect.
-    pub fn apply<C: Content<Piece = P>>(&self, object: Option<&ObjectState<C>>) -> Result<Effect<C>> {
+    pub fn apply<C: Content<Piece = P>>(&self, object: Option<&ModelledObject<C>>) -> Result<Effect<C>> {
         check_conditions(self.name, object, self.conditions)?;
         let bulk = BulkBlocks::new(self.bulk_rule);
         let mut state = ExecutionState { name: self.name, object: object.cloned(), appended_at: 0, bulk };
@@ -171,7 +171,7 @@ fn striped(name: &ObjectName, what: &str) -> Error {
 /// [`ConditionFailed`](E::ConditionFailed) for the first condition that does not hold.
 pub fn check_conditions<C: Content>(
     name: &ObjectName,
-    object: Option<&ObjectState<C>>,
+    object: Option<&ModelledObject<C>>,
     conditions: &[Condition],
 ) -> Result<()> {
     for (index, condition) in conditions.iter().enumerate() {
@@ -228,7 +228,7 @@ fn check_xattrs(xattrs: &BTreeMap<Bytes, Bytes>) -> Result<()> {
 struct ExecutionState<'a, C> {
     name: &'a ObjectName,
     /// `None` while the object does not exist.
-    object: Option<ObjectState<C>>,
+    object: Option<ModelledObject<C>>,
     appended_at: u64,
     bulk: BulkBlocks,
 }
@@ -350,7 +350,7 @@ fn checked(offset: u64, len: u64) -> Result<u64> {
 ///
 /// # Errors
 /// [`BadRequest`](E::BadRequest) if the model does not know the query.
-pub fn answer<C: Content>(object: &ObjectState<C>, op: &QueryOp) -> Result<QueryAnswer> {
+pub fn answer<C: Content>(object: &ModelledObject<C>, op: &QueryOp) -> Result<QueryAnswer> {
     let pair = |(key, value): (&Bytes, &Bytes)| (key.clone(), value.clone());
     Ok(match op {
         QueryOp::Stat => QueryAnswer::Stat(StatAnswer {

@@ -12,27 +12,27 @@ use super::Fill;
 #[derive(Debug, Clone)]
 pub enum Request {
     /// Changes one object.
-    Change(Change),
+    Change(ChangeCall),
     /// Reads a range of one object.
-    Read(Read),
+    Read(RangeRead),
     /// Queries the metadata of one object.
-    Query(Query),
+    Query(QueryCall),
     /// Lists objects, with as many pages as necessary.
-    List(List),
+    List(ListCall),
     /// An administrative command, or another command that must end. The text describes it.
     Admin(String),
 }
 
 macro_rules! into_request {
-    ($($kind:ident),*) => {$(
-        impl From<$kind> for Request {
-            fn from(request: $kind) -> Request {
+    ($($kind:ident $request:ident),*) => {$(
+        impl From<$request> for Request {
+            fn from(request: $request) -> Request {
                 Request::$kind(request)
             }
         }
     )*};
 }
-into_request!(Change, Read, Query, List);
+into_request!(Change ChangeCall, Read RangeRead, Query QueryCall, List ListCall);
 
 impl Request {
     /// Returns the object, if the request concerns one object.
@@ -60,7 +60,7 @@ impl fmt::Display for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Request::Change(change) => write!(f, "{change}"),
-            Request::Read(Read { offset, len, if_version, .. }) => {
+            Request::Read(RangeRead { offset, len, if_version, .. }) => {
                 match len {
                     &u64::MAX => write!(f, "read from byte {offset} to the end")?,
                     len => write!(f, "read {len} bytes at {offset}")?,
@@ -71,7 +71,7 @@ impl fmt::Display for Request {
                 write!(f, "query {:?}", query.ops)?;
                 write_conditions(f, &query.conditions)
             }
-            Request::List(List { pool, namespace, prefix }) => {
+            Request::List(ListCall { pool, namespace, prefix }) => {
                 write!(f, "list pool {pool}, namespace {namespace:?}, prefix {prefix:?}")
             }
             Request::Admin(text) => write!(f, "{text}"),
@@ -85,7 +85,7 @@ fn write_conditions(f: &mut fmt::Formatter<'_>, conditions: &[Condition]) -> fmt
 
 /// A change of one object. The methods that add ops are in the order of their execution.
 #[derive(Debug, Clone)]
-pub struct Change {
+pub struct ChangeCall {
     pub(crate) object: ObjectName,
     pub(crate) conditions: Vec<Condition>,
     /// The ops. Ops with data have an empty [`OpBytes::Embedded`] in place of the data.
@@ -94,11 +94,11 @@ pub struct Change {
     fills: Vec<Option<Fill>>,
 }
 
-impl Change {
+impl ChangeCall {
     /// Creates a change without ops.
     #[must_use]
-    pub fn new(object: ObjectName) -> Change {
-        Change { object, conditions: Vec::new(), ops: Vec::new(), fills: Vec::new() }
+    pub fn new(object: ObjectName) -> ChangeCall {
+        ChangeCall { object, conditions: Vec::new(), ops: Vec::new(), fills: Vec::new() }
     }
 
     /// Returns the object.
@@ -114,7 +114,7 @@ impl Change {
 
     /// Adds a condition.
     #[must_use]
-    pub fn when(mut self, condition: Condition) -> Change {
+    pub fn when(mut self, condition: Condition) -> ChangeCall {
         self.conditions.push(condition);
         self
     }
@@ -124,14 +124,14 @@ impl Change {
     /// # Panics
     /// If the op has data.
     #[must_use]
-    pub fn op(mut self, op: Mutation) -> Change {
+    pub fn op(mut self, op: Mutation) -> ChangeCall {
         assert!(op.source().is_none(), "the data of an op is a fill");
         self.ops.push(op);
         self.fills.push(None);
         self
     }
 
-    fn data_op(mut self, fill: Fill, op: impl FnOnce(OpBytes) -> Mutation) -> Change {
+    fn data_op(mut self, fill: Fill, op: impl FnOnce(OpBytes) -> Mutation) -> ChangeCall {
         self.ops.push(op(OpBytes::Embedded(Bytes::new())));
         self.fills.push(Some(fill));
         self
@@ -139,19 +139,19 @@ impl Change {
 
     /// Writes data at an offset.
     #[must_use]
-    pub fn write(self, offset: u64, fill: Fill) -> Change {
+    pub fn write(self, offset: u64, fill: Fill) -> ChangeCall {
         self.data_op(fill, |source| Mutation::Write { offset, source })
     }
 
     /// Replaces all data.
     #[must_use]
-    pub fn write_full(self, fill: Fill) -> Change {
+    pub fn write_full(self, fill: Fill) -> ChangeCall {
         self.data_op(fill, Mutation::WriteFull)
     }
 
     /// Appends data.
     #[must_use]
-    pub fn append(self, fill: Fill) -> Change {
+    pub fn append(self, fill: Fill) -> ChangeCall {
         self.data_op(fill, Mutation::Append)
     }
 
@@ -206,7 +206,7 @@ impl Change {
     }
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for ChangeCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (op, fill)) in self.ops.iter().zip(&self.fills).enumerate() {
             f.write_str(if index > 0 { "; " } else { "" })?;
@@ -223,7 +223,7 @@ impl fmt::Display for Change {
 
 /// A read of a range of one object.
 #[derive(Debug, Clone)]
-pub struct Read {
+pub struct RangeRead {
     /// The object.
     pub object: ObjectName,
     /// Offset of the first byte.
@@ -234,17 +234,17 @@ pub struct Read {
     pub if_version: Option<u64>,
 }
 
-impl Read {
+impl RangeRead {
     /// Reads a whole object.
     #[must_use]
-    pub fn whole(object: ObjectName) -> Read {
-        Read { object, offset: 0, len: u64::MAX, if_version: None }
+    pub fn whole(object: ObjectName) -> RangeRead {
+        RangeRead { object, offset: 0, len: u64::MAX, if_version: None }
     }
 }
 
 /// Queries about one object.
 #[derive(Debug, Clone)]
-pub struct Query {
+pub struct QueryCall {
     /// The object.
     pub object: ObjectName,
     /// Conditions that must all hold.
@@ -255,7 +255,7 @@ pub struct Query {
 
 /// A listing with all its pages.
 #[derive(Debug, Clone)]
-pub struct List {
+pub struct ListCall {
     /// The pool.
     pub pool: String,
     /// Lists only this namespace; `None` lists all namespaces.
@@ -264,7 +264,7 @@ pub struct List {
     pub prefix: String,
 }
 
-impl List {
+impl ListCall {
     /// Returns whether the listing must contain an object if the object exists.
     #[must_use]
     pub fn covers(&self, object: &ObjectName) -> bool {

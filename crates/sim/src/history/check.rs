@@ -9,9 +9,10 @@ use bytes::Bytes;
 use client::engine::model::{self, BulkRule};
 use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes, RequestHead};
 
-use super::search::{DeadEnd, Found, Maybe, Prepared, Search, Step, Sure};
+use super::search::{DeadEnd, Found, Maybe, PreparedChange, Search, Step, Sure};
 use super::{
-    Call, CallId, Change, History, List, Moment, Outcome, PoolRules, RefusalKind, Request, Rule, Violation,
+    CallId, ChangeCall, History, ListCall, Moment, Outcome, PoolRules, RecordedCall, RefusalKind, Request,
+    Rule, Violation,
 };
 
 /// Payloads of more than this size, in bytes, may reach the store before their transaction.
@@ -57,7 +58,7 @@ impl Default for CheckOptions {
 }
 
 /// The rules for bulk data that the node may follow for a change.
-pub(super) fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkRule] {
+pub(super) fn bulk_rules(change: &ChangeCall, is_redundant: bool) -> &'static [BulkRule] {
     let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
     match (payload, is_redundant) {
         (..=BULK_MIN, _) => &[BulkRule::Nothing],
@@ -69,7 +70,7 @@ pub(super) fn bulk_rules(change: &Change, is_redundant: bool) -> &'static [BulkR
 }
 
 /// Returns the error with which the node refuses a change in any state of the object.
-pub(super) fn static_error(change: &Change) -> Option<RefusalKind> {
+pub(super) fn static_error(change: &ChangeCall) -> Option<RefusalKind> {
     let placeholder = |len: u64| Bytes::from_static(&ZEROS[..ZEROS.len().min(len as usize)]);
     let ops = change.ops_with(|fill| placeholder(fill.len));
     let is_payload = |op: &Mutation| matches!(op.source(), Some(OpBytes::Payload));
@@ -117,7 +118,7 @@ fn bytes_in(mutate: &Mutate) -> usize {
 /// The calls that concern one object.
 #[derive(Default)]
 struct ObjectCalls<'a> {
-    calls: Vec<(CallId, &'a Call)>,
+    calls: Vec<(CallId, &'a RecordedCall)>,
 }
 
 /// Place of a call in a sequence.
@@ -127,15 +128,15 @@ enum Place<'a> {
 }
 
 /// A listing, with the names that it contains.
-struct Listing<'a> {
+struct CheckedListing<'a> {
     id: CallId,
-    call: &'a Call,
-    list: &'a List,
+    call: &'a RecordedCall,
+    list: &'a ListCall,
     names: HashSet<(&'a str, &'a str)>,
 }
 
 /// A check in progress.
-struct Check<'a> {
+struct HistoryCheck<'a> {
     history: &'a History,
     options: &'a CheckOptions,
     /// All moments of the history, in order.
@@ -145,13 +146,13 @@ struct Check<'a> {
 }
 
 pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation> {
-    let of_call = |call: &Call| {
+    let of_call = |call: &RecordedCall| {
         [Some(call.start), call.end.as_ref().map(|(moment, _)| *moment), call.killed].into_iter().flatten()
     };
     let mut moments: Vec<Moment> = history.calls.iter().flat_map(of_call).collect();
     moments.sort_unstable();
     let default_pool = PoolRules::default();
-    let mut check = Check { history, options, moments, default_pool, violations: Vec::new() };
+    let mut check = HistoryCheck { history, options, moments, default_pool, violations: Vec::new() };
     let mut objects: BTreeMap<&ObjectName, ObjectCalls<'_>> = BTreeMap::new();
     let mut listings = Vec::new();
     for (id, call) in (0..).map(CallId).zip(&history.calls) {
@@ -164,7 +165,7 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
                     }
                     _ => HashSet::default(),
                 };
-                listings.push(Listing { id, call, list, names });
+                listings.push(CheckedListing { id, call, list, names });
             }
             request => {
                 if let Some(object) = request.object() {
@@ -173,7 +174,7 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
             }
         }
     }
-    for Listing { id, call, list, .. } in &listings {
+    for CheckedListing { id, call, list, .. } in &listings {
         check.check_names(*id, call, list, &objects);
     }
     for (object, calls) in &objects {
@@ -182,7 +183,7 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     check.violations
 }
 
-impl<'a> Check<'a> {
+impl<'a> HistoryCheck<'a> {
     fn pool(&self, name: &str) -> &PoolRules {
         self.history.pools.get(name).unwrap_or(&self.default_pool)
     }
@@ -221,14 +222,14 @@ impl<'a> Check<'a> {
     }
 
     /// Returns whether too many faults were active at some time of a call.
-    fn is_beyond_tolerance(&self, call: &Call) -> bool {
+    fn is_beyond_tolerance(&self, call: &RecordedCall) -> bool {
         let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
         let intervals =
             call.request.pool().map(|pool| &self.pool(pool).beyond_tolerance[..]).unwrap_or_default();
         intervals.iter().any(|(from, to)| *from <= end && to.is_none_or(|to| to >= call.start.time))
     }
 
-    fn was_beyond_tolerance(&self, call: &Call) -> bool {
+    fn was_beyond_tolerance(&self, call: &RecordedCall) -> bool {
         let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
         let intervals =
             call.request.pool().map(|pool| &self.pool(pool).beyond_tolerance[..]).unwrap_or_default();
@@ -236,12 +237,12 @@ impl<'a> Check<'a> {
     }
 
     /// Returns whether the pool of a call was removed before the call ended.
-    fn is_on_removed_pool(&self, call: &Call) -> bool {
+    fn is_on_removed_pool(&self, call: &RecordedCall) -> bool {
         let removed = call.request.pool().and_then(|pool| self.pool(pool).removed);
         removed.is_some_and(|removed| call.end.as_ref().is_none_or(|(end, _)| *end >= removed))
     }
 
-    fn check_liveness(&mut self, id: CallId, call: &Call) {
+    fn check_liveness(&mut self, id: CallId, call: &RecordedCall) {
         let slack = self.options.slack;
         match (&call.end, call.killed) {
             (None, None) => self.report_call(Rule::Ends, id, "the call never ended"),
@@ -271,8 +272,8 @@ impl<'a> Check<'a> {
     fn check_names(
         &mut self,
         id: CallId,
-        call: &Call,
-        list: &List,
+        call: &RecordedCall,
+        list: &ListCall,
         objects: &BTreeMap<&'a ObjectName, ObjectCalls<'a>>,
     ) {
         let names = match &call.end {
@@ -315,7 +316,7 @@ impl<'a> Check<'a> {
     }
 
     /// Returns whether a removal of an object may take effect during a call.
-    fn may_be_removed_during(&self, during: &Call, calls: &ObjectCalls<'_>) -> bool {
+    fn may_be_removed_during(&self, during: &RecordedCall, calls: &ObjectCalls<'_>) -> bool {
         calls.calls.iter().any(|(_, call)| {
             matches!(&call.request, Request::Change(change) if change.has_removal())
                 && may_take_effect(call)
@@ -324,7 +325,7 @@ impl<'a> Check<'a> {
     }
 
     /// Returns whether a change may take effect during another call.
-    fn overlaps(&self, change: &Call, during: &Call) -> bool {
+    fn overlaps(&self, change: &RecordedCall, during: &RecordedCall) -> bool {
         let end = during.end.as_ref().map_or(u64::MAX, |(end, _)| end.order);
         let is_answered = matches!(&change.end, Some((_, Outcome::Changed(_))));
         let until = match &change.end {
@@ -336,7 +337,7 @@ impl<'a> Check<'a> {
 
     /// Returns the number of the first event at which a change of unknown outcome can no longer
     /// take effect.
-    fn latest_effect(&self, call: &Call) -> u64 {
+    fn latest_effect(&self, call: &RecordedCall) -> u64 {
         let bound = self.options.late_effect.zip(self.history.healed).zip(call.deadline);
         bound.map_or(u64::MAX, |((late, healed), deadline)| {
             let time = deadline.max(healed) + late;
@@ -345,13 +346,18 @@ impl<'a> Check<'a> {
         })
     }
 
-    fn check_object(&mut self, object: &ObjectName, calls: &ObjectCalls<'a>, listings: &[Listing<'a>]) {
+    fn check_object(
+        &mut self,
+        object: &ObjectName,
+        calls: &ObjectCalls<'a>,
+        listings: &[CheckedListing<'a>],
+    ) {
         for (id, call) in &calls.calls {
             if let Err((rule, text)) = self.place(*id, call, calls, u64::MAX) {
                 self.report_call(rule, *id, &text);
             }
         }
-        let places = |check: &Check<'a>, cut| check.places(object, calls, listings, cut);
+        let places = |check: &HistoryCheck<'a>, cut| check.places(object, calls, listings, cut);
         let (sure, maybe) = places(self, u64::MAX);
         let mut ends: Vec<u64> = sure.iter().map(|call| call.end).collect();
         match Search::new(sure, maybe).run(self.options.steps_max) {
@@ -385,7 +391,7 @@ impl<'a> Check<'a> {
         &self,
         object: &ObjectName,
         calls: &ObjectCalls<'a>,
-        listings: &[Listing<'a>],
+        listings: &[CheckedListing<'a>],
         cut: u64,
     ) -> (Vec<Sure<'a>>, Vec<Maybe<'a>>) {
         let (mut sure, mut maybe) = (Vec::new(), Vec::new());
@@ -397,7 +403,9 @@ impl<'a> Check<'a> {
                 Ok(None) | Err(_) => {}
             }
         }
-        for Listing { id, call, names, .. } in listings.iter().filter(|listing| listing.list.covers(object)) {
+        for CheckedListing { id, call, names, .. } in
+            listings.iter().filter(|listing| listing.list.covers(object))
+        {
             if let Some((end, Outcome::Listed(_))) = &call.end
                 && end.order <= cut
                 && !self.is_on_removed_pool(call)
@@ -463,14 +471,14 @@ impl<'a> Check<'a> {
     fn place(
         &self,
         id: CallId,
-        call: &'a Call,
+        call: &'a RecordedCall,
         others: &ObjectCalls<'_>,
         cut: u64,
     ) -> Result<Option<Place<'a>>, (Rule, String)> {
         let start = call.start.order;
         let is_redundant = call.request.pool().is_some_and(|pool| self.pool(pool).redundant);
         let is_on_removed_pool = self.is_on_removed_pool(call);
-        let prepared = |change| Prepared::new(change, bulk_rules(change, is_redundant));
+        let prepared = |change| PreparedChange::new(change, bulk_rules(change, is_redundant));
         let end = call.end.as_ref().filter(|(end, _)| end.order <= cut);
         if start > cut {
             return Ok(None);
@@ -523,7 +531,12 @@ impl<'a> Check<'a> {
 
     /// Returns the reason why a call cannot fail with an error, if the reason does not depend on
     /// the object's state.
-    fn problem(&self, call: &Call, kind: RefusalKind, others: &ObjectCalls<'_>) -> Option<&'static str> {
+    fn problem(
+        &self,
+        call: &RecordedCall,
+        kind: RefusalKind,
+        others: &ObjectCalls<'_>,
+    ) -> Option<&'static str> {
         let is_change = matches!(call.request, Request::Change(_));
         match kind {
             RefusalKind::Damaged if !self.was_beyond_tolerance(call) => {
@@ -558,7 +571,7 @@ impl<'a> Check<'a> {
 }
 
 /// Returns whether a call may have an effect.
-fn may_take_effect(call: &Call) -> bool {
+fn may_take_effect(call: &RecordedCall) -> bool {
     !matches!(&call.end, Some((_, Outcome::Refused(_))))
 }
 

@@ -15,7 +15,7 @@ const WORD: u64 = 8;
 const MARK: u64 = 0xA5;
 /// Number of bits of a word's place in its fill.
 const PLACE_BITS: u32 = 24;
-/// Maximum number of bytes of [`Piece::Raw`] in one run.
+/// Maximum number of bytes of [`DataOrigin::Raw`] in one run.
 const RAW_MAX: usize = 64;
 
 /// Data of one write.
@@ -98,7 +98,7 @@ pub(crate) fn bytes_of(id: u32, range: Range<u64>) -> Bytes {
 
 /// Origin of a run of bytes.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub enum Piece {
+pub enum DataOrigin {
     /// Zeros.
     Zeros,
     /// Bytes of fill `id`, from byte `at` on.
@@ -112,41 +112,41 @@ pub enum Piece {
     Raw(Bytes),
 }
 
-impl fmt::Debug for Piece {
+impl fmt::Debug for DataOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Piece::Zeros => write!(f, "zeros"),
-            Piece::Fill { id, at } => write!(f, "fill {id} from its byte {at}"),
-            Piece::Raw(bytes) => write!(f, "bytes of no fill ({:02x?}…)", &bytes[..bytes.len().min(16)]),
+            DataOrigin::Zeros => write!(f, "zeros"),
+            DataOrigin::Fill { id, at } => write!(f, "fill {id} from its byte {at}"),
+            DataOrigin::Raw(bytes) => write!(f, "bytes of no fill ({:02x?}…)", &bytes[..bytes.len().min(16)]),
         }
     }
 }
 
-impl Piece {
+impl DataOrigin {
     /// Returns the same piece without its first `len` bytes.
     #[must_use]
-    pub(crate) fn skip(&self, len: u64) -> Piece {
+    pub(crate) fn skip(&self, len: u64) -> DataOrigin {
         match self {
-            Piece::Zeros => Piece::Zeros,
-            Piece::Fill { id, at } => Piece::Fill { id: *id, at: at + len },
-            Piece::Raw(bytes) => Piece::Raw(bytes.slice((len as usize).min(bytes.len())..)),
+            DataOrigin::Zeros => DataOrigin::Zeros,
+            DataOrigin::Fill { id, at } => DataOrigin::Fill { id: *id, at: at + len },
+            DataOrigin::Raw(bytes) => DataOrigin::Raw(bytes.slice((len as usize).min(bytes.len())..)),
         }
     }
 
     /// Returns byte `at` of the piece.
     fn byte(&self, at: u64) -> u8 {
         match self {
-            Piece::Zeros => 0,
-            Piece::Fill { id, at: from } => byte_of(*id, from + at),
-            Piece::Raw(bytes) => bytes[at as usize],
+            DataOrigin::Zeros => 0,
+            DataOrigin::Fill { id, at: from } => byte_of(*id, from + at),
+            DataOrigin::Raw(bytes) => bytes[at as usize],
         }
     }
 
     /// Returns the number of equal bytes at the start of two pieces, at most `len`.
-    pub(crate) fn common(&self, other: &Piece, len: u64) -> u64 {
+    pub(crate) fn common(&self, other: &DataOrigin, len: u64) -> u64 {
         match (self, other) {
-            (Piece::Zeros, Piece::Zeros) => len,
-            (Piece::Fill { .. }, Piece::Fill { .. }) if self == other => len,
+            (DataOrigin::Zeros, DataOrigin::Zeros) => len,
+            (DataOrigin::Fill { .. }, DataOrigin::Fill { .. }) if self == other => len,
             // Two different origins have only a few equal bytes by chance.
             _ => (0..len).take_while(|at| self.byte(*at) == other.byte(*at)).count() as u64,
         }
@@ -156,7 +156,7 @@ impl Piece {
 /// Data that a read returned, as runs of known origin.
 #[derive(Clone, PartialEq, Eq, Hash, Default)]
 pub struct Seen {
-    runs: Vec<(u64, Piece)>,
+    runs: Vec<(u64, DataOrigin)>,
     len: u64,
 }
 
@@ -198,23 +198,23 @@ impl Seen {
     }
 
     /// Returns the run with which `bytes` continues the last run, if it does.
-    fn continued(&self, bytes: &[u8]) -> Option<(usize, Piece)> {
-        let (len, Piece::Fill { id, at }) = self.runs.last()? else { return None };
+    fn continued(&self, bytes: &[u8]) -> Option<(usize, DataOrigin)> {
+        let (len, DataOrigin::Fill { id, at }) = self.runs.last()? else { return None };
         let at = at + len;
         let len = fill_len(bytes, *id, at);
-        (len > 0).then_some((len, Piece::Fill { id: *id, at }))
+        (len > 0).then_some((len, DataOrigin::Fill { id: *id, at }))
     }
 
     /// Appends a run.
-    pub fn push(&mut self, len: u64, piece: Piece) {
+    pub fn push(&mut self, len: u64, piece: DataOrigin) {
         if len == 0 {
             return;
         }
         self.len += len;
         if let Some((last_len, last)) = self.runs.last_mut() {
             match (last, &piece) {
-                (Piece::Zeros, Piece::Zeros) => return *last_len += len,
-                (Piece::Fill { id, at }, Piece::Fill { id: next, at: from })
+                (DataOrigin::Zeros, DataOrigin::Zeros) => return *last_len += len,
+                (DataOrigin::Fill { id, at }, DataOrigin::Fill { id: next, at: from })
                     if id == next && *at + *last_len == *from =>
                 {
                     return *last_len += len;
@@ -239,21 +239,24 @@ impl Seen {
 
     /// Returns the runs: length in bytes, and origin.
     #[must_use]
-    pub fn runs(&self) -> &[(u64, Piece)] {
+    pub fn runs(&self) -> &[(u64, DataOrigin)] {
         &self.runs
     }
 
     /// Returns the numbers of the fills.
     pub fn fills(&self) -> impl Iterator<Item = u32> + '_ {
         self.runs.iter().filter_map(|(_, piece)| match piece {
-            Piece::Fill { id, .. } => Some(*id),
-            Piece::Zeros | Piece::Raw(_) => None,
+            DataOrigin::Fill { id, .. } => Some(*id),
+            DataOrigin::Zeros | DataOrigin::Raw(_) => None,
         })
     }
 
     /// Returns the offset of the first byte in which two sequences differ, and the origins of the
     /// rest of the run in both; `None` if they are equal.
-    pub(crate) fn first_difference(&self, other: &Seen) -> Option<(u64, Option<Piece>, Option<Piece>)> {
+    pub(crate) fn first_difference(
+        &self,
+        other: &Seen,
+    ) -> Option<(u64, Option<DataOrigin>, Option<DataOrigin>)> {
         let (mut ours, mut theirs) = (Runs::new(&self.runs), Runs::new(&other.runs));
         let mut at = 0;
         loop {
@@ -277,17 +280,17 @@ impl Seen {
 
 /// Iterates over parts of runs.
 struct Runs<'a> {
-    runs: &'a [(u64, Piece)],
+    runs: &'a [(u64, DataOrigin)],
     /// Bytes of the first run that are already consumed.
     used: u64,
 }
 
 impl<'a> Runs<'a> {
-    fn new(runs: &'a [(u64, Piece)]) -> Runs<'a> {
+    fn new(runs: &'a [(u64, DataOrigin)]) -> Runs<'a> {
         Runs { runs, used: 0 }
     }
 
-    fn peek(&self) -> Option<(u64, Piece)> {
+    fn peek(&self) -> Option<(u64, DataOrigin)> {
         self.runs.first().map(|(len, piece)| (len - self.used, piece.skip(self.used)))
     }
 
@@ -321,10 +324,10 @@ fn fill_len(bytes: &[u8], id: u32, at: u64) -> usize {
 }
 
 /// Recognises the run at the start of bytes, which are not empty.
-fn recognise_run(bytes: &[u8]) -> (usize, Piece) {
+fn recognise_run(bytes: &[u8]) -> (usize, DataOrigin) {
     let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
     if zeros >= WORD as usize || zeros == bytes.len() {
-        return (zeros, Piece::Zeros);
+        return (zeros, DataOrigin::Zeros);
     }
     if let Some(found) = fill_at(bytes) {
         return found;
@@ -333,18 +336,18 @@ fn recognise_run(bytes: &[u8]) -> (usize, Piece) {
     let is_known =
         |at: usize| bytes[at..].starts_with(&[0; WORD as usize]) || fill_at(&bytes[at..]).is_some();
     let len = (1..bytes.len().min(RAW_MAX)).find(|at| is_known(*at)).unwrap_or(bytes.len().min(RAW_MAX));
-    (len, Piece::Raw(Bytes::copy_from_slice(&bytes[..len])))
+    (len, DataOrigin::Raw(Bytes::copy_from_slice(&bytes[..len])))
 }
 
 /// Returns the run of a fill at the start of bytes, if there is a whole word soon enough to
 /// recognise it.
-fn fill_at(bytes: &[u8]) -> Option<(usize, Piece)> {
+fn fill_at(bytes: &[u8]) -> Option<(usize, DataOrigin)> {
     (0..WORD as usize).find_map(|shift| {
         let found = bytes.get(shift..)?.first_chunk::<{ WORD as usize }>()?;
         let (id, place) = parse_word(*found)?;
         let at = (place * WORD).checked_sub(shift as u64)?;
         let len = fill_len(bytes, id, at);
-        (len >= shift + WORD as usize).then_some((len, Piece::Fill { id, at }))
+        (len >= shift + WORD as usize).then_some((len, DataOrigin::Fill { id, at }))
     })
 }
 
@@ -366,7 +369,7 @@ mod tests {
             let cut = &whole[start..end];
             assert_eq!(bytes_of(77, start as u64..end as u64), cut);
             let seen = Seen::recognise(cut);
-            assert_eq!(seen.runs(), [((end - start) as u64, Piece::Fill { id: 77, at: start as u64 })]);
+            assert_eq!(seen.runs(), [((end - start) as u64, DataOrigin::Fill { id: 77, at: start as u64 })]);
         }
     }
 
@@ -378,11 +381,11 @@ mod tests {
         bytes.extend([9; 20]);
         bytes.extend(bytes_of(3, 0..64));
         let expected = [
-            (100, Piece::Fill { id: 1, at: 5 }),
-            (50, Piece::Zeros),
-            (100, Piece::Fill { id: 2, at: 3 }),
-            (20, Piece::Raw(Bytes::from(vec![9; 20]))),
-            (64, Piece::Fill { id: 3, at: 0 }),
+            (100, DataOrigin::Fill { id: 1, at: 5 }),
+            (50, DataOrigin::Zeros),
+            (100, DataOrigin::Fill { id: 2, at: 3 }),
+            (20, DataOrigin::Raw(Bytes::from(vec![9; 20]))),
+            (64, DataOrigin::Fill { id: 3, at: 0 }),
         ];
         assert_eq!(Seen::recognise(&bytes).runs(), expected);
         let chunks = Seen::recognise_chunks([&bytes[..77], &bytes[77..200], &bytes[200..]]);
@@ -391,15 +394,15 @@ mod tests {
 
     #[test]
     fn the_first_different_byte_is_found() {
-        let seen = |pieces: &[(u64, Piece)]| {
+        let seen = |pieces: &[(u64, DataOrigin)]| {
             let mut seen = Seen::default();
             pieces.iter().for_each(|(len, piece)| seen.push(*len, piece.clone()));
             seen
         };
-        let fill = |id, at| Piece::Fill { id, at };
+        let fill = |id, at| DataOrigin::Fill { id, at };
         let a = seen(&[(10, fill(1, 0)), (10, fill(2, 0))]);
         assert_eq!(a.first_difference(&a), None);
-        let raw = seen(&[(13, Piece::Raw(bytes_of(1, 0..13)))]);
+        let raw = seen(&[(13, DataOrigin::Raw(bytes_of(1, 0..13)))]);
         assert_eq!(seen(&[(13, fill(1, 0))]).first_difference(&raw), None, "raw bytes are compared");
         let b = seen(&[(10, fill(1, 0)), (5, fill(2, 0)), (5, fill(4, 5))]);
         assert_eq!(a.first_difference(&b), Some((15, Some(fill(2, 5)), Some(fill(4, 5)))));

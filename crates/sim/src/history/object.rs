@@ -4,9 +4,9 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 
 use bytes::Bytes;
-use client::engine::model::{Content, ObjectState};
+use client::engine::model::{Content, ModelledObject};
 
-use super::{Fill, Piece, Seen};
+use super::{DataOrigin, Fill, Seen};
 
 impl Seen {
     /// Appends the bytes of a range, which lies within `self`, to `out`.
@@ -31,7 +31,7 @@ impl Seen {
         out
     }
 
-    fn replace(&mut self, range: Range<u64>, piece: Piece) {
+    fn replace(&mut self, range: Range<u64>, piece: DataOrigin) {
         let mut out = Seen::default();
         self.copy_range(0..range.start, &mut out);
         out.push(range.end - range.start, piece);
@@ -55,28 +55,28 @@ impl Content for Seen {
         if size < self.len() {
             *self = self.read(0, size);
         } else {
-            self.push(size - self.len(), Piece::Zeros);
+            self.push(size - self.len(), DataOrigin::Zeros);
         }
     }
 
     fn write(&mut self, offset: u64, piece: &Fill) {
-        self.replace(offset..offset + piece.len, Piece::Fill { id: piece.id, at: 0 });
+        self.replace(offset..offset + piece.len, DataOrigin::Fill { id: piece.id, at: 0 });
     }
 
     fn zero(&mut self, range: Range<u64>) {
-        self.replace(range, Piece::Zeros);
+        self.replace(range, DataOrigin::Zeros);
     }
 
     fn has_bytes(&self, offset: u64, bytes: &[u8]) -> bool {
         // Like `Vec<u8>`, an object has zero bytes at any offset.
         let mut wanted = Seen::default();
-        wanted.push(bytes.len() as u64, Piece::Raw(Bytes::copy_from_slice(bytes)));
+        wanted.push(bytes.len() as u64, DataOrigin::Raw(Bytes::copy_from_slice(bytes)));
         self.read(offset, bytes.len() as u64).first_difference(&wanted).is_none()
     }
 }
 
 /// Adds the state of an object to a hash.
-pub(crate) fn hash_object(object: Option<&ObjectState<Seen>>, hasher: &mut impl Hasher) {
+pub(crate) fn hash_object(object: Option<&ModelledObject<Seen>>, hasher: &mut impl Hasher) {
     let fields = object.map(|o| (o.version, &o.data, &o.xattrs, &o.omap));
     fields.hash(hasher);
 }

@@ -20,7 +20,7 @@ pub enum Outcome {
     /// Answer to an administrative command.
     Done,
     /// The call failed and changed nothing.
-    Refused(Refusal),
+    Refused(RefusedCall),
     /// The call failed, and a change may have taken effect. The text is the error.
     Unknown(String),
 }
@@ -38,7 +38,7 @@ pub struct ReadAnswer {
 
 /// Reason why a call failed that changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct RefusedCall {
     /// The kind of the error.
     pub kind: RefusalKind,
     /// The error's message.
@@ -101,9 +101,9 @@ impl RefusalKind {
     }
 }
 
-impl From<&client::Error> for Refusal {
-    fn from(error: &client::Error) -> Refusal {
-        Refusal { kind: RefusalKind::of(error), text: error.to_string() }
+impl From<&client::Error> for RefusedCall {
+    fn from(error: &client::Error) -> RefusedCall {
+        RefusedCall { kind: RefusalKind::of(error), text: error.to_string() }
     }
 }
 
@@ -131,7 +131,7 @@ impl Outcome {
                 let data = Seen::recognise_chunks(chunks.iter().map(|chunk| &chunk[..]));
                 Outcome::Read(ReadAnswer { version: Some(*version), object_size: Some(*object_size), data })
             }
-            Ok(ReadReply::Striped { .. }) => Outcome::Refused(Refusal {
+            Ok(ReadReply::Striped { .. }) => Outcome::Refused(RefusedCall {
                 kind: RefusalKind::Damaged,
                 text: "the object is striped, but no call made it striped".into(),
             }),

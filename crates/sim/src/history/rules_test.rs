@@ -49,7 +49,7 @@ impl Story {
     /// Puts data with a version, and returns the data.
     fn put(&mut self, len: u64, version: u64) -> Fill {
         let fill = self.fill(len);
-        self.call(Change::new(object()).write_full(fill), changed(version, len));
+        self.call(ChangeCall::new(object()).write_full(fill), changed(version, len));
         fill
     }
 
@@ -80,26 +80,26 @@ fn unknown() -> Outcome {
 }
 
 fn refused(kind: RefusalKind) -> Outcome {
-    Outcome::Refused(Refusal { kind, text: String::new() })
+    Outcome::Refused(RefusedCall { kind, text: String::new() })
 }
 
 /// The answer to a read of fills that follow one another.
 fn data(version: u64, fills: &[Fill]) -> Outcome {
     let mut data = Seen::default();
-    fills.iter().for_each(|fill| data.push(fill.len, Piece::Fill { id: fill.id, at: 0 }));
+    fills.iter().for_each(|fill| data.push(fill.len, DataOrigin::Fill { id: fill.id, at: 0 }));
     Outcome::Read(ReadAnswer { version: Some(version), object_size: Some(data.len()), data })
 }
 
-fn read() -> Read {
-    Read::whole(object())
+fn read() -> RangeRead {
+    RangeRead::whole(object())
 }
 
 fn listed(names: &[&str]) -> Outcome {
     Outcome::Listed(names.iter().map(|name| (String::new(), (*name).to_owned())).collect())
 }
 
-fn list() -> List {
-    List { pool: "p".into(), namespace: None, prefix: String::new() }
+fn list() -> ListCall {
+    ListCall { pool: "p".into(), namespace: None, prefix: String::new() }
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn concurrent_changes_take_effect_in_either_order() {
     for is_swapped in [false, true] {
         let mut story = Story::new();
         let fills = [story.fill(10), story.fill(10)];
-        let calls = fills.map(|fill| story.start(fill.id, Change::new(object()).append(fill)));
+        let calls = fills.map(|fill| story.start(fill.id, ChangeCall::new(object()).append(fill)));
         let (first, last) = if is_swapped { (1, 0) } else { (0, 1) };
         story.end(
             calls[0],
@@ -139,7 +139,7 @@ fn a_change_of_unknown_outcome_takes_effect_once_after_its_start_or_never() {
             let mut story = Story::new();
             let first = story.put(10, 1);
             let second = story.fill(10);
-            let call = story.start(7, Change::new(object()).append(second));
+            let call = story.start(7, ChangeCall::new(object()).append(second));
             if is_killed {
                 let now = story.tick();
                 story.history.kill(ClientId(7), now);
@@ -157,7 +157,7 @@ fn a_change_of_unknown_outcome_takes_effect_once_after_its_start_or_never() {
     let first = early.put(10, 1);
     let second = early.fill(10);
     early.call(read(), data(2, &[first, second]));
-    early.call(Change::new(object()).append(second), unknown());
+    early.call(ChangeCall::new(object()).append(second), unknown());
     early.reject(Rule::Linearizable);
 }
 
@@ -165,14 +165,14 @@ fn a_change_of_unknown_outcome_takes_effect_once_after_its_start_or_never() {
 fn a_change_without_a_trace_explains_a_later_state() {
     let mut story = Story::new();
     story.put(10, 1);
-    story.call(Change::new(object()).op(Mutation::Remove), unknown());
-    story.call(Change::new(object()).op(Mutation::Create), changed(5, 0));
+    story.call(ChangeCall::new(object()).op(Mutation::Remove), unknown());
+    story.call(ChangeCall::new(object()).op(Mutation::Create), changed(5, 0));
     story.accept();
     // Between versions 1 and 2 is no room for the removal.
     let mut story = Story::new();
     story.put(10, 1);
-    story.call(Change::new(object()).op(Mutation::Remove), unknown());
-    story.call(Change::new(object()).op(Mutation::Create), changed(2, 0));
+    story.call(ChangeCall::new(object()).op(Mutation::Remove), unknown());
+    story.call(ChangeCall::new(object()).op(Mutation::Create), changed(2, 0));
     story.reject(Rule::Linearizable);
 }
 
@@ -181,14 +181,14 @@ fn each_change_increases_the_version_even_without_an_effect() {
     for (version, is_valid) in [(1, false), (2, true)] {
         let mut story = Story::new();
         story.put(10, 1);
-        story.call(Change::new(object()).op(Mutation::Touch), changed(version, 10));
+        story.call(ChangeCall::new(object()).op(Mutation::Touch), changed(version, 10));
         assert_eq!(story.rules().is_empty(), is_valid);
     }
     // An unseen change lets a condition on the version fail.
     let mut story = Story::new();
     let fill = story.put(10, 1);
-    story.call(Change::new(object()).op(Mutation::Touch), unknown());
-    let change = Change::new(object()).when(Condition::Version(1)).append(fill);
+    story.call(ChangeCall::new(object()).op(Mutation::Touch), unknown());
+    let change = ChangeCall::new(object()).when(Condition::Version(1)).append(fill);
     story.call(change, refused(RefusalKind::ConditionFailed(0)));
     story.accept();
 }
@@ -198,7 +198,7 @@ fn a_refused_change_has_no_effect_and_constrains_nothing_if_it_failed() {
     let mut story = Story::new();
     let first = story.put(10, 1);
     let second = story.fill(10);
-    story.call(Change::new(object()).append(second), refused(RefusalKind::Failed));
+    story.call(ChangeCall::new(object()).append(second), refused(RefusalKind::Failed));
     story.call(read(), data(1, &[first]));
     story.accept();
     story.call(read(), data(2, &[first, second]));
@@ -211,11 +211,11 @@ fn errors_are_reported_in_the_specified_order() {
     let name = |len: usize| Bytes::from(vec![b'n'; len]);
     let long_name = Mutation::RemoveXattr(name(wire::limits::MAX_XATTR_NAME + 1));
     // A limit comes before a condition, and a condition before an op.
-    let limit = Change::new(object()).when(Condition::Exists).op(Mutation::Remove).op(long_name);
-    let large = Change::new(object()).when(Condition::Exists).op(too_large);
+    let limit = ChangeCall::new(object()).when(Condition::Exists).op(Mutation::Remove).op(long_name);
+    let large = ChangeCall::new(object()).when(Condition::Exists).op(too_large);
     let condition =
-        Change::new(object()).when(Condition::Absent).when(Condition::Exists).op(Mutation::Remove);
-    let first_op = Change::new(object()).op(Mutation::Touch).op(Mutation::Create).op(Mutation::Remove);
+        ChangeCall::new(object()).when(Condition::Absent).when(Condition::Exists).op(Mutation::Remove);
+    let first_op = ChangeCall::new(object()).op(Mutation::Touch).op(Mutation::Create).op(Mutation::Remove);
     let kinds =
         [RefusalKind::Limit, RefusalKind::ConditionFailed(1), RefusalKind::NoSuchObject, RefusalKind::Exists];
     for (change, right) in [
@@ -223,7 +223,7 @@ fn errors_are_reported_in_the_specified_order() {
         (large, RefusalKind::Limit),
         (condition, RefusalKind::ConditionFailed(1)),
         (first_op, RefusalKind::Exists),
-        (Change::new(object()).op(Mutation::Remove), RefusalKind::NoSuchObject),
+        (ChangeCall::new(object()).op(Mutation::Remove), RefusalKind::NoSuchObject),
     ] {
         for kind in kinds {
             let mut story = Story::new();
@@ -242,7 +242,7 @@ fn ops_on_bulk_data_may_be_refused() {
         let mut story = Story::new();
         let object: ObjectName = format!("{pool}/a").parse().unwrap();
         let (large, small) = (story.fill(len), story.fill(4096));
-        story.call(Change::new(object).write_full(large).write(at, small), outcome);
+        story.call(ChangeCall::new(object).write_full(large).write(at, small), outcome);
         story.rules().is_empty()
     };
     let bad = || refused(RefusalKind::BadRequest);
@@ -263,9 +263,9 @@ fn only_a_long_read_during_a_change_fails_because_of_the_change() {
     {
         let mut story = Story::new();
         let fill = story.put(3 << 20, 1);
-        let call = story.start(1, Read { len, ..read() });
+        let call = story.start(1, RangeRead { len, ..read() });
         if has_change {
-            story.call(Change::new(object()).write_full(fill), changed(2, 3 << 20));
+            story.call(ChangeCall::new(object()).write_full(fill), changed(2, 3 << 20));
         }
         story.end(call, refused(RefusalKind::Changed { wanted: 1, found: 2 }));
         assert_eq!(story.rules().is_empty(), is_valid, "{len} {has_change}");
@@ -299,7 +299,7 @@ fn calls_are_answered_after_the_faults_are_healed() {
         story.call(request, outcome);
         story.rules()
     };
-    let change = || Change::new(object()).op(Mutation::Touch).into();
+    let change = || ChangeCall::new(object()).op(Mutation::Touch).into();
     assert!(story(10, change(), unknown()).is_empty());
     assert_eq!(story(30, change(), unknown()), [Rule::Answered]);
     assert_eq!(story(30, read().into(), refused(RefusalKind::Failed)), [Rule::Answered]);
@@ -333,7 +333,7 @@ fn beyond_the_tolerance_errors_are_allowed_but_not_wrong_data() {
 #[test]
 fn a_full_target_refuses_only_changes() {
     let mut story = Story::new();
-    story.call(Change::new(object()).op(Mutation::Touch), refused(RefusalKind::NoSpace));
+    story.call(ChangeCall::new(object()).op(Mutation::Touch), refused(RefusalKind::NoSpace));
     story.reject(Rule::ExpectedError);
     let options = CheckOptions { may_be_full: true, ..CheckOptions::default() };
     assert!(story.history.check(&options).is_empty());
@@ -357,7 +357,7 @@ fn calls_on_a_removed_pool_are_not_checked() {
 
 #[test]
 fn a_listing_contains_the_objects_that_exist_throughout() {
-    let create = || Change::new(object()).op(Mutation::Create);
+    let create = || ChangeCall::new(object()).op(Mutation::Create);
     for (names, during, after) in [(&["a"][..], true, true), (&[], true, false), (&["a", "a"], false, false)]
     {
         let mut story = Story::new();
@@ -373,7 +373,7 @@ fn a_listing_contains_the_objects_that_exist_throughout() {
     let mut twice = Story::new();
     twice.call(create(), changed(1, 0));
     let call = twice.start(1, list());
-    twice.call(Change::new(object()).op(Mutation::Remove), changed(2, 0));
+    twice.call(ChangeCall::new(object()).op(Mutation::Remove), changed(2, 0));
     twice.call(create(), changed(3, 0));
     twice.end(call, listed(&["a", "a"]));
     twice.accept();
@@ -392,9 +392,9 @@ fn a_page_of_an_omap_may_be_short_but_not_empty() {
     ] {
         let mut story = Story::new();
         let entries = ["a", "b", "c"].map(entry).to_vec();
-        story.call(Change::new(object()).op(Mutation::OmapSet(entries)), changed(1, 0));
+        story.call(ChangeCall::new(object()).op(Mutation::OmapSet(entries)), changed(1, 0));
         let range = QueryOp::OmapRange { from: Bytes::new(), to: None, limit: 3 };
-        let query = Query { object: object(), conditions: vec![Condition::Exists], ops: vec![range] };
+        let query = QueryCall { object: object(), conditions: vec![Condition::Exists], ops: vec![range] };
         let entries = keys.iter().map(|key| entry(key)).collect();
         story.call(query, Outcome::Queried(vec![QueryAnswer::Omap { entries, more }]));
         assert_eq!(story.rules().is_empty(), is_valid, "{keys:?} {more}");
@@ -415,13 +415,12 @@ fn the_report_names_the_calls_and_explains_the_bytes() {
     story.history.note(Duration::from_secs(3), "target 2 fails");
     let second = story.put(8192, 7);
     let mut mixed = Seen::default();
-    mixed.push(4096, Piece::Fill { id: second.id, at: 0 });
-    mixed.push(4096, Piece::Fill { id: first.id, at: 4096 });
+    mixed.push(4096, DataOrigin::Fill { id: second.id, at: 0 });
+    mixed.push(4096, DataOrigin::Fill { id: first.id, at: 4096 });
     let answer = ReadAnswer { version: Some(7), object_size: Some(8192), data: mixed };
     story.call(read(), Outcome::Read(answer));
     let violations = story.history.check(&CheckOptions::default());
     let report = violations[0].to_string();
-    println!("{report}");
     for part in [
         "object p/a",
         "put 8192 bytes of fill 2",

@@ -18,11 +18,11 @@ use std::rc::Rc;
 
 use base::collections::HashSet;
 use bytes::Bytes;
-use client::engine::model::{self, BulkRule, Effect, ObjectState};
+use client::engine::model::{self, BulkRule, Effect, ModelledObject};
 use wire::{Condition, Mutated, Mutation, QueryAnswer, QueryOp};
 
 use super::object::hash_object;
-use super::{CallId, Change, Fill, Piece, Query, Read, ReadAnswer, RefusalKind, Seen};
+use super::{CallId, ChangeCall, DataOrigin, Fill, QueryCall, RangeRead, ReadAnswer, RefusalKind, Seen};
 
 /// Version of a state whose version no call mentions.
 const HIDDEN: u64 = u64::MAX;
@@ -32,24 +32,24 @@ const HIDDEN: u64 = u64::MAX;
 const PENALTY: i64 = 8;
 
 /// State of an object; `None` if it does not exist.
-type State = Option<ObjectState<Seen>>;
+type State = Option<ModelledObject<Seen>>;
 
 /// A change, prepared for repeated execution.
 #[derive(Debug)]
-pub(super) struct Prepared<'a> {
-    change: &'a Change,
+pub(super) struct PreparedChange<'a> {
+    change: &'a ChangeCall,
     ops: Vec<Mutation>,
     /// Rules for bulk data that the node may follow.
     rules: &'static [BulkRule],
 }
 
-impl<'a> Prepared<'a> {
-    pub(super) fn new(change: &'a Change, rules: &'static [BulkRule]) -> Prepared<'a> {
-        Prepared { change, ops: change.ops_with(|_| Bytes::new()), rules }
+impl<'a> PreparedChange<'a> {
+    pub(super) fn new(change: &'a ChangeCall, rules: &'static [BulkRule]) -> PreparedChange<'a> {
+        PreparedChange { change, ops: change.ops_with(|_| Bytes::new()), rules }
     }
 
     pub(super) fn apply_under(&self, rule: BulkRule, state: &State) -> Result<Effect<Seen>, RefusalKind> {
-        let change = model::Change {
+        let change = model::ObjectChange {
             name: &self.change.object,
             conditions: &self.change.conditions,
             ops: &self.ops,
@@ -74,12 +74,12 @@ impl<'a> Prepared<'a> {
 /// Content of a call, with its outcome.
 #[derive(Debug)]
 pub(super) enum Step<'a> {
-    Changed(Prepared<'a>, Mutated),
-    Refused(Prepared<'a>, RefusalKind),
-    Read(&'a Read, &'a ReadAnswer),
-    ReadRefused(&'a Read, RefusalKind),
-    Queried(&'a Query, &'a [QueryAnswer]),
-    QueryRefused(&'a Query, RefusalKind),
+    Changed(PreparedChange<'a>, Mutated),
+    Refused(PreparedChange<'a>, RefusalKind),
+    Read(&'a RangeRead, &'a ReadAnswer),
+    ReadRefused(&'a RangeRead, RefusalKind),
+    Queried(&'a QueryCall, &'a [QueryAnswer]),
+    QueryRefused(&'a QueryCall, RefusalKind),
     /// Whether a listing contains the object.
     Listed(bool),
 }
@@ -101,7 +101,7 @@ pub(super) struct Maybe<'a> {
     pub(super) start: u64,
     /// Number of the first event at which the change can no longer take effect.
     pub(super) until: u64,
-    pub(super) change: Prepared<'a>,
+    pub(super) change: PreparedChange<'a>,
 }
 
 /// Effects of a change that answers show.
@@ -138,11 +138,11 @@ impl Trace {
 
 /// A set of small numbers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
-struct Bits(Vec<u64>);
+struct CallSet(Vec<u64>);
 
-impl Bits {
-    fn with_len(len: usize) -> Bits {
-        Bits(vec![0; len.div_ceil(64)])
+impl CallSet {
+    fn with_len(len: usize) -> CallSet {
+        CallSet(vec![0; len.div_ceil(64)])
     }
 
     fn has(&self, index: usize) -> bool {
@@ -156,14 +156,14 @@ impl Bits {
 
 /// A state of the search: the calls that have their place, and the object after them.
 #[derive(Debug, Clone, Default)]
-struct Config {
+struct Configuration {
     object: State,
     /// Version of the last change, or a lower bound of it.
     version: u64,
     /// Whether `version` is exact.
     is_known: bool,
-    done: Bits,
-    used: Bits,
+    done: CallSet,
+    used: CallSet,
     /// Lowest index of a sure call that is not done.
     first: usize,
     /// Number of sure calls that are done.
@@ -208,9 +208,9 @@ pub(super) enum Found {
 }
 
 /// A configuration that the search has reached.
-struct Node {
+struct VisitedState {
     /// The configuration; an empty one after all choices were followed.
-    config: Rc<Config>,
+    config: Rc<Configuration>,
     /// The configuration before, and the choice that led here.
     parent: Option<(usize, Choice)>,
     /// Number of choices that were not followed yet.
@@ -220,7 +220,7 @@ struct Node {
 /// A choice that was not followed yet. The search follows the one with the highest priority, and
 /// among these the latest.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct NextChoice {
     /// Number of calls that have a place, without penalties.
     priority: i64,
     order: u64,
@@ -231,20 +231,20 @@ struct Candidate {
 
 /// All configurations that the search has reached.
 #[derive(Default)]
-struct Tree {
-    nodes: Vec<Node>,
-    candidates: BinaryHeap<Candidate>,
+struct SearchTree {
+    nodes: Vec<VisitedState>,
+    candidates: BinaryHeap<NextChoice>,
     /// Number of candidates that were taken.
     taken: u64,
     known: HashSet<[u64; 2]>,
     /// The configuration with the highest horizon, and among these the most progress.
-    best: Option<((u64, i64), usize, Rc<Config>)>,
-    empty: Rc<Config>,
+    best: Option<((u64, i64), usize, Rc<Configuration>)>,
+    empty: Rc<Configuration>,
     is_complete: bool,
 }
 
-impl Tree {
-    fn take(&mut self) -> Option<Candidate> {
+impl SearchTree {
+    fn take(&mut self) -> Option<NextChoice> {
         self.taken += 1;
         self.candidates.pop()
     }
@@ -309,7 +309,7 @@ impl<'a> Search<'a> {
                 Step::Read(_, answer) => {
                     answer.version.into_iter().for_each(&mut observe);
                     for (len, piece) in answer.data.runs() {
-                        if let Piece::Fill { id, at } = piece {
+                        if let DataOrigin::Fill { id, at } = piece {
                             let version = answer.version.unwrap_or(HIDDEN);
                             let lowest = shown.entry(*id).or_insert(version);
                             *lowest = version.min(*lowest);
@@ -395,12 +395,12 @@ impl<'a> Search<'a> {
 
     /// Searches for a sequence, with at most `steps_max` changes of the configuration.
     pub(super) fn run(&mut self, steps_max: usize) -> Found {
-        let mut config = Config {
+        let mut config = Configuration {
             object: None,
             version: 0,
             is_known: true,
-            done: Bits::with_len(self.sure.len()),
-            used: Bits::with_len(self.maybe.len()),
+            done: CallSet::with_len(self.sure.len()),
+            used: CallSet::with_len(self.maybe.len()),
             first: 0,
             done_count: 0,
             changes: 0,
@@ -408,10 +408,10 @@ impl<'a> Search<'a> {
             penalty: 0,
         };
         self.settle(&mut config);
-        let mut tree = Tree::default();
+        let mut tree = SearchTree::default();
         self.grow(&mut tree, config, None);
         let mut steps = 0;
-        while let Some(Candidate { node, choice, penalty, .. }) = tree.take() {
+        while let Some(NextChoice { node, choice, penalty, .. }) = tree.take() {
             if tree.is_complete {
                 return Found::Sequence;
             }
@@ -430,7 +430,7 @@ impl<'a> Search<'a> {
     }
 
     /// Adds a configuration to the tree, with the choices that follow it.
-    fn grow(&self, tree: &mut Tree, config: Config, parent: Option<(usize, Choice)>) {
+    fn grow(&self, tree: &mut SearchTree, config: Configuration, parent: Option<(usize, Choice)>) {
         if config.first == self.sure.len() {
             tree.is_complete = true;
         }
@@ -444,20 +444,20 @@ impl<'a> Search<'a> {
         for (choice, penalty) in choices.iter().rev() {
             let order = tree.candidates.len() as u64 + tree.taken;
             let priority = progress - penalty;
-            tree.candidates.push(Candidate { priority, order, node, choice: *choice, penalty: *penalty });
+            tree.candidates.push(NextChoice { priority, order, node, choice: *choice, penalty: *penalty });
         }
         let config = Rc::new(config);
         if tree.best.as_ref().is_none_or(|(best, _, _)| *best < (horizon, progress)) {
             tree.best = Some(((horizon, progress), node, Rc::clone(&config)));
         }
-        tree.nodes.push(Node { config, parent, open: choices.len() });
+        tree.nodes.push(VisitedState { config, parent, open: choices.len() });
         if choices.is_empty() {
             tree.nodes[node].config = Rc::clone(&tree.empty);
         }
     }
 
     /// Describes the configuration that has its place for the most calls.
-    fn dead_end(&self, tree: &Tree) -> Box<DeadEnd> {
+    fn dead_end(&self, tree: &SearchTree) -> Box<DeadEnd> {
         let ((horizon, _), node, config) = tree.best.as_ref().expect("the tree has a root");
         let parents = std::iter::successors(tree.nodes[*node].parent, |(node, _)| tree.nodes[*node].parent);
         let mut path: Vec<Choice> = parents.map(|(_, choice)| choice).collect();
@@ -468,7 +468,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the earliest end of a call that is not done. Calls that start later must wait.
-    fn horizon(&self, config: &Config) -> u64 {
+    fn horizon(&self, config: &Configuration) -> u64 {
         let mut horizon = u64::MAX;
         for index in config.first..self.sure.len() {
             let call = &self.sure[index];
@@ -483,14 +483,14 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the calls that may come next.
-    fn open<'b>(&'b self, config: &'b Config, horizon: u64) -> impl Iterator<Item = usize> + 'b {
+    fn open<'b>(&'b self, config: &'b Configuration, horizon: u64) -> impl Iterator<Item = usize> + 'b {
         (config.first..self.sure.len())
             .take_while(move |index| self.sure[*index].start < horizon)
             .filter(|index| !config.done.has(*index))
     }
 
     /// Gives all calls their place that change nothing and whose answer fits.
-    fn settle(&self, config: &mut Config) {
+    fn settle(&self, config: &mut Configuration) {
         loop {
             let horizon = self.horizon(config);
             let mut is_settled = true;
@@ -516,7 +516,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns whether a call changes nothing and its answer fits.
-    fn fits(&self, index: usize, config: &Config) -> bool {
+    fn fits(&self, index: usize, config: &Configuration) -> bool {
         let object = config.object.as_ref();
         match &self.sure[index].step {
             Step::Changed(..) => false,
@@ -549,7 +549,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the changes that may come next, the most likely first, with their penalties.
-    fn choices(&self, config: &Config) -> Vec<(Choice, i64)> {
+    fn choices(&self, config: &Configuration) -> Vec<(Choice, i64)> {
         // A later state does not have this version.
         let is_awaited = |observers: &Vec<usize>| observers.iter().any(|index| !config.done.has(*index));
         if self.looks_ahead && config.is_known && self.observers.get(&config.version).is_some_and(is_awaited)
@@ -608,7 +608,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the configuration after a change, unless the change does not fit.
-    fn follow(&self, config: &Config, choice: Choice, penalty: i64) -> Option<Config> {
+    fn follow(&self, config: &Configuration, choice: Choice, penalty: i64) -> Option<Configuration> {
         match choice {
             Choice::Sure(index) => {
                 let call = &self.sure[index];
@@ -643,7 +643,7 @@ impl<'a> Search<'a> {
                 if !is_known {
                     // A change that no call sees does not matter, unless it has an effect or lets a
                     // condition on the version fail.
-                    let is_same = |old: &ObjectState<Seen>, new: &ObjectState<Seen>| {
+                    let is_same = |old: &ModelledObject<Seen>, new: &ModelledObject<Seen>| {
                         (&old.data, &old.xattrs, &old.omap) == (&new.data, &new.xattrs, &new.omap)
                     };
                     let matters = config.is_known && self.mentioned.binary_search(&config.version).is_ok();
@@ -663,10 +663,10 @@ impl<'a> Search<'a> {
     /// Returns whether a change to a version leaves all data in place that a later version shows.
     fn keeps_traces(&self, old: &State, new: &State, version: u64) -> bool {
         let Some(old) = old.as_ref().filter(|_| self.looks_ahead) else { return true };
-        let fill_runs = |state: &'_ ObjectState<Seen>| -> Vec<(u32, Range<u64>)> {
-            let run = |(len, piece): &(u64, Piece)| match piece {
-                Piece::Fill { id, at } => Some((*id, *at..at + len)),
-                Piece::Zeros | Piece::Raw(_) => None,
+        let fill_runs = |state: &'_ ModelledObject<Seen>| -> Vec<(u32, Range<u64>)> {
+            let run = |(len, piece): &(u64, DataOrigin)| match piece {
+                DataOrigin::Fill { id, at } => Some((*id, *at..at + len)),
+                DataOrigin::Zeros | DataOrigin::Raw(_) => None,
             };
             state.data.runs().iter().filter_map(run).collect()
         };
@@ -687,7 +687,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the reason why a call cannot come next.
-    fn reason(&self, index: usize, config: &Config) -> String {
+    fn reason(&self, index: usize, config: &Configuration) -> String {
         let object = config.object.as_ref();
         match &self.sure[index].step {
             Step::Changed(change, mutated) => match change.apply(&config.object) {
@@ -710,8 +710,9 @@ impl<'a> Search<'a> {
                 let expected = object.data.read(read.offset, read.len);
                 if let Some((at, ours, theirs)) = expected.first_difference(&answer.data) {
                     let at = read.offset + at;
-                    let show =
-                        |piece: Option<Piece>| piece.map_or("the end".into(), |piece| format!("{piece:?}"));
+                    let show = |piece: Option<DataOrigin>| {
+                        piece.map_or("the end".into(), |piece| format!("{piece:?}"))
+                    };
                     return format!("at byte {at}: expected {}, seen {}", show(ours), show(theirs));
                 }
                 let size = object.size();
@@ -750,14 +751,14 @@ impl<'a> Search<'a> {
     }
 }
 
-impl Config {
+impl Configuration {
     /// Returns the configuration after a change with an effect.
-    fn after(&self, mut object: State, version: u64, is_known: bool, start: u64) -> Config {
+    fn after(&self, mut object: State, version: u64, is_known: bool, start: u64) -> Configuration {
         if let Some(object) = &mut object {
             object.version = if is_known { version } else { HIDDEN };
         }
         let latest_start = self.latest_start.max(start);
-        Config {
+        Configuration {
             object,
             version,
             is_known,
@@ -781,7 +782,7 @@ fn values_of_answer(answer: &QueryAnswer) -> Vec<&Bytes> {
 }
 
 /// Returns the values of xattrs and omap entries that a change sets.
-fn values_of_change<'b>(change: &'b Prepared<'_>) -> impl Iterator<Item = &'b Bytes> {
+fn values_of_change<'b>(change: &'b PreparedChange<'_>) -> impl Iterator<Item = &'b Bytes> {
     change.ops.iter().flat_map(|op| match op {
         Mutation::SetXattr(_, value) => vec![value],
         Mutation::OmapSet(entries) => entries.iter().map(|(_, value)| value).collect(),
@@ -797,7 +798,7 @@ fn conditions_on_versions(conditions: &[Condition]) -> impl Iterator<Item = u64>
     })
 }
 
-fn key(config: &Config) -> [u64; 2] {
+fn key(config: &Configuration) -> [u64; 2] {
     let mut hasher = Mixer([0; 2]);
     config.done.hash(&mut hasher);
     config.used.hash(&mut hasher);
@@ -838,11 +839,11 @@ impl Hasher for Mixer {
     }
 }
 
-fn show_version(config: &Config) -> String {
+fn show_version(config: &Configuration) -> String {
     if config.is_known { config.version.to_string() } else { format!("{} or more", config.version) }
 }
 
-fn describe(config: &Config) -> String {
+fn describe(config: &Configuration) -> String {
     let version = show_version(config);
     match &config.object {
         None => format!("does not exist (version {version})"),
@@ -854,7 +855,7 @@ fn describe(config: &Config) -> String {
 }
 
 /// Returns the error that a query must get.
-fn query_error(query: &Query, object: &State) -> Option<RefusalKind> {
+fn query_error(query: &QueryCall, object: &State) -> Option<RefusalKind> {
     if let Err(e) = model::check_conditions(&query.object, object.as_ref(), &query.conditions) {
         return Some(RefusalKind::of(&e));
     }
@@ -862,7 +863,7 @@ fn query_error(query: &Query, object: &State) -> Option<RefusalKind> {
 }
 
 /// Returns whether an answer to a query fits.
-fn is_answer(object: &ObjectState<Seen>, op: &QueryOp, answer: &QueryAnswer) -> bool {
+fn is_answer(object: &ModelledObject<Seen>, op: &QueryOp, answer: &QueryAnswer) -> bool {
     match (op, answer) {
         (QueryOp::Stat, QueryAnswer::Stat(stat)) => {
             (stat.version, stat.size, stat.manifest) == (object.version, object.size(), object.manifest)
