@@ -20,12 +20,14 @@ use tokio::time::sleep;
 use wire::{ObjectName, PoolName};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::history::{CheckOptions, ClientId, History, List, Outcome, Query, Read, Request, Violation};
+use crate::history::{
+    CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Violation,
+};
 use crate::node::{ENDPOINT, HOST, Node, stack};
 use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
 use crate::role::Role;
 use crate::trace::Trace;
-use crate::workload::{ClientWorkload, Workload, WorkloadOptions};
+use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
 
 /// Time after the end of all faults within which the node must serve all requests again.
 const HEALING: Duration = Duration::from_secs(30);
@@ -82,7 +84,7 @@ struct Simulation {
     trace: Trace,
     node: Rc<Node>,
     network: SimNetwork,
-    workload: Workload,
+    workload: SharedWorkload,
     history: RefCell<History>,
     /// The running process of each client, and its id in the history.
     clients: RefCell<Vec<(Role, ClientId)>>,
@@ -106,7 +108,7 @@ impl Simulation {
             trace,
             node,
             network,
-            workload: Workload::new(options),
+            workload: SharedWorkload::new(options),
             history: RefCell::new(history),
             clients: RefCell::default(),
             clients_started: Cell::new(0),
@@ -200,7 +202,7 @@ impl Simulation {
         let client = self.connect("reader").await;
         let objects = self.history.borrow().objects();
         for object in objects {
-            self.call(&client, id, Read::whole(object).into()).await;
+            self.call(&client, id, RangeRead::whole(object).into()).await;
         }
         client.close().await;
     }
@@ -480,7 +482,7 @@ impl Simulation {
 async fn execute(client: &Client, request: &Request) -> Outcome {
     match request {
         Request::Change(change) => Outcome::of_change(&client.mutate(change.to_request()).await),
-        Request::Read(Read { object, offset, len, if_version }) => {
+        Request::Read(RangeRead { object, offset, len, if_version }) => {
             let request = ReadRequest {
                 name: object.clone(),
                 part: None,
@@ -491,7 +493,7 @@ async fn execute(client: &Client, request: &Request) -> Outcome {
             };
             Outcome::of_read(&client.read(request).await)
         }
-        Request::Query(Query { object, conditions, ops }) => {
+        Request::Query(QueryCall { object, conditions, ops }) => {
             let request =
                 wire::Query { name: object.to_wire(), conditions: conditions.clone(), ops: ops.clone() };
             Outcome::of_query(&client.query(request).await)
@@ -502,7 +504,7 @@ async fn execute(client: &Client, request: &Request) -> Outcome {
 }
 
 /// Lists objects, and returns their namespaces and names.
-async fn names(client: &Client, list: &List) -> client::Result<Vec<(String, String)>> {
+async fn names(client: &Client, list: &ListCall) -> client::Result<Vec<(String, String)>> {
     let pool = client.pool(&list.pool)?;
     let listing = match &list.namespace {
         None => pool.list_all_namespaces(&list.prefix),

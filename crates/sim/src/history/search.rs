@@ -104,6 +104,10 @@ pub(super) struct Maybe<'a> {
     pub(super) change: PreparedChange<'a>,
 }
 
+/// Maximum number of bytes by which data seems to continue the data before it by chance. More equal
+/// bytes are unlikely.
+const CHANCE: u64 = 8;
+
 /// Effects of a change that answers show.
 #[derive(Debug, Clone, Copy)]
 struct Evidence {
@@ -313,8 +317,10 @@ impl<'a> Search<'a> {
                             let version = answer.version.unwrap_or(HIDDEN);
                             let lowest = shown.entry(*id).or_insert(version);
                             *lowest = version.min(*lowest);
-                            if version < HIDDEN {
-                                let trace = Trace { range: *at..at + len, version };
+                            // The first bytes of the next run may continue this run by chance.
+                            let certain = len.saturating_sub(CHANCE);
+                            if version < HIDDEN && certain > 0 {
+                                let trace = Trace { range: *at..at + certain, version };
                                 trace.add_to(traces.entry(*id).or_default());
                             }
                         }
