@@ -234,6 +234,31 @@ pub struct Plan {
     pub faults: Vec<PlannedFault>,
 }
 
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plan { placement, targets, drive_size, clients, lanes, write_max, think, .. } = self;
+        write!(
+            f,
+            "plan of seed {}: placement {placement}, {targets} targets of {} MiB",
+            self.seed,
+            drive_size >> 20
+        )?;
+        for pool in &self.pools {
+            write!(f, ", pool {} ({}, {} groups)", pool.name, pool.redundancy, pool.pg_count)?;
+        }
+        let road = if self.packets { "packets" } else { "streams" };
+        writeln!(
+            f,
+            "; {clients} clients with {lanes} calls at a time of up to {write_max} bytes, {} ms apart, over {road}",
+            think.as_millis()
+        )?;
+        for (number, fault) in self.faults.iter().enumerate() {
+            writeln!(f, "  fault {number}: {fault}")?;
+        }
+        Ok(())
+    }
+}
+
 /// Purpose of a random number generator. Each purpose has its own sequence, so that removing a
 /// fault from a plan changes no other decision.
 #[derive(Debug, Clone, Copy)]
@@ -324,6 +349,13 @@ impl Plan {
     #[must_use]
     pub fn tolerance(&self) -> usize {
         self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0)
+    }
+
+    /// Returns the plan with only those faults whose positions in `faults` are in `only`.
+    #[must_use]
+    pub fn only(&self, only: &[usize]) -> Plan {
+        let chosen = self.faults.iter().enumerate().filter(|(number, _)| only.contains(number));
+        Plan { faults: chosen.map(|(_, fault)| fault.clone()).collect(), ..self.clone() }
     }
 
     /// Whether a fault destroys data of a target's drive.

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use base::clock::Instant;
@@ -51,8 +51,52 @@ pub struct Report {
     pub simulated: Duration,
     /// The promises that the node has broken.
     pub violations: Vec<Violation>,
+    /// Messages of panics of the code under test.
+    pub panics: Vec<String>,
     /// The most recent events.
     pub recent: Vec<String>,
+}
+
+impl Report {
+    /// Whether the node has broken a promise, or code has panicked.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.failure_kind().is_some()
+    }
+
+    /// Describes the kind of the failure in a way that does not depend on its time; `None` if the
+    /// simulation has not failed.
+    #[must_use]
+    pub fn failure_kind(&self) -> Option<String> {
+        let panic = self.panics.first().map(|panic| format!("panic: {panic}"));
+        panic.or_else(|| self.violations.first().map(|violation| format!("{:?}", violation.rule)))
+    }
+}
+
+thread_local! {
+    /// Messages of panics on this thread during a simulation; `None` outside of simulations.
+    static PANICS: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
+}
+
+/// Makes panics of simulations count as failures. The runtime catches the panics of tasks, but in
+/// the product a panic ends the process.
+fn count_panics() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            let counted = PANICS.with_borrow_mut(|panics| match panics {
+                Some(panics) => {
+                    panics.push(panic.to_string());
+                    true
+                }
+                None => false,
+            });
+            if !counted {
+                before(panic);
+            }
+        }));
+    });
 }
 
 /// Runs the simulation of a plan on this thread.
@@ -61,17 +105,21 @@ pub struct Report {
 /// If the thread runs a tokio runtime, or if the code under test panics.
 #[must_use]
 pub fn run(plan: &Plan, is_printed: bool) -> Report {
+    count_panics();
+    PANICS.set(Some(Vec::new()));
     let _seeded = base::entropy::seed_this_thread(rng(plan.seed, Stream::Entropy).random());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime without I/O always starts");
-    LocalSet::new().block_on(&runtime, async {
+    let mut report = LocalSet::new().block_on(&runtime, async {
         let trace = Trace::new(is_printed);
         let simulation = Simulation::new(plan.clone(), trace);
         simulation.run().await
-    })
+    });
+    report.panics = PANICS.take().unwrap_or_default();
+    report
 }
 
 /// Name of a client's host.
@@ -168,6 +216,7 @@ impl Simulation {
             calls: history.len(),
             simulated: self.now(),
             violations: history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() }),
+            panics: Vec::new(),
             recent: self.trace.recent(),
         }
     }

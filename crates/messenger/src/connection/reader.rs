@@ -356,8 +356,8 @@ impl Shared {
     pub(super) fn on_message(&self, seq: u64, message: Message) -> Result<(), ReadFailure> {
         let mut state = self.lock();
         match state.inbound.on_sequenced(seq, message.payload.len())? {
-            Arrival::Repeated => return Ok(()),
-            Arrival::Next => {}
+            Arrival::Repeated if !base::mutant!(DeliverTwice) => return Ok(()),
+            Arrival::Repeated | Arrival::Next => {}
         }
         if state.inbound.push_message(message)? {
             state.outbound.want_window();

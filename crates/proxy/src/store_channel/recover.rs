@@ -86,7 +86,8 @@ impl State {
 
     /// Quarantines the payload of requests on the ring, and posts fences.
     fn quarantine_everything(&mut self) {
-        for pending in self.pending.values().filter(|p| p.job.route == Route::Ring) {
+        let keeps = !base::mutant!(ReuseQuarantinedBuffer);
+        for pending in self.pending.values().filter(|p| keeps && p.job.route == Route::Ring) {
             let payload = pending.job.upload.clone();
             self.quarantine.kept.push(Box::new((payload, pending.job.region.clone())));
         }
@@ -172,7 +173,7 @@ impl State {
     /// quarantine.
     pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
         let Some(range) = range else { return };
-        if self.quarantine.fences > 0 {
+        if self.quarantine.fences > 0 && !base::mutant!(ReuseQuarantinedBuffer) {
             self.quarantine.ranges.push(range);
         } else {
             self.ranges.release(range.offset, range.order);
@@ -181,7 +182,7 @@ impl State {
 
     /// Keeps memory that a transfer may still access until the quarantine ends.
     pub(super) fn keep(&mut self, memory: impl Send + 'static) {
-        if self.quarantine.fences > 0 {
+        if self.quarantine.fences > 0 && !base::mutant!(ReuseQuarantinedBuffer) {
             self.quarantine.kept.push(Box::new(memory));
         }
     }

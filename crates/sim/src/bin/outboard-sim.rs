@@ -1,28 +1,73 @@
 //! `outboard-sim`: runs simulations of a node from seeds.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "this is a program for the command line")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the program measures real time and runs simulations in threads"
+)]
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
+use base::mutant::Mutant;
 use clap::Parser;
 use sim::plan::{FaultKind, Plan};
+use sim::simulation::{Report, run};
+
+/// Real time after which a simulation counts as stuck.
+const STUCK: Duration = Duration::from_secs(120);
+/// Number of the last events that a report of a failure shows.
+const SHOWN_EVENTS: usize = 40;
 
 /// Simulate a whole node in one process, from one seed.
+///
+/// Each seed determines a node, the requests of its clients, the faults and their times. A simulation
+/// with the same seed and the same options repeats exactly. At its end, the program checks that the
+/// node has kept the promises of docs/semantics.md.
+///
+/// Examples:
+///   outboard-sim --seed 7 --trace          print everything that happens in one simulation
+///   outboard-sim --seed 7 --minimize       find the faults that a failure needs
+///   outboard-sim --count 1000 --jobs 2     run many simulations
+///   outboard-sim --minutes 4               run as many simulations as fit, from a new seed
 #[derive(Parser)]
-#[command(version, about)]
+#[command(version, verbatim_doc_comment)]
 struct Arguments {
-    /// The seed of the first simulation.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    /// The first seed. By default, 0, or a new seed with --minutes.
+    #[arg(long)]
+    seed: Option<u64>,
     /// Number of simulations, with consecutive seeds.
     #[arg(long, default_value_t = 1)]
     count: u64,
-    /// Kinds of faults that do not occur.
-    #[arg(long, value_delimiter = ',')]
+    /// Run simulations for this time instead of a fixed number.
+    #[arg(long, conflicts_with = "count")]
+    minutes: Option<f64>,
+    /// Number of simulations that run at a time.
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
+    /// Kinds of faults that do not occur, separated by commas.
+    #[arg(long, value_delimiter = ',', value_name = "KIND")]
     off: Vec<FaultKind>,
+    /// Inject only the faults with these numbers, as --minimize prints them.
+    #[arg(long, value_delimiter = ',', value_name = "NUMBER")]
+    only: Option<Vec<usize>>,
+    /// Run no further simulation after the first failure.
+    #[arg(long)]
+    until_failure: bool,
+    /// Remove the faults that are not needed for the failure.
+    #[arg(long)]
+    minimize: bool,
     /// Print each event.
     #[arg(long)]
     trace: bool,
+    /// Print one line per simulation.
+    #[arg(long, short)]
+    verbose: bool,
+    /// Plant a bug in the code under test. Needs a build with `--cfg mutants`.
+    #[arg(long)]
+    mutant: Option<Mutant>,
     /// Print the log of the code under test, for example `debug` or `osd=trace,array=debug`.
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
@@ -40,37 +85,232 @@ impl tracing_subscriber::fmt::time::FormatTime for SimulatedTime {
     }
 }
 
+/// The simulations of one run of the program.
+struct Batch {
+    arguments: Arguments,
+    first: u64,
+    began: Instant,
+    /// Number of simulations that were begun.
+    begun: AtomicU64,
+    done: AtomicU64,
+    /// Calls of clients, summed over all simulations.
+    calls: AtomicU64,
+    simulated_ms: AtomicU64,
+    failures: Mutex<Vec<u64>>,
+    is_over: AtomicBool,
+    /// Seed and start of the simulation that each job runs.
+    running: Vec<Mutex<Option<(u64, Instant)>>>,
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let mut failed = 0;
     if let Some(filter) = &arguments.log {
         tracing_subscriber::fmt().with_env_filter(filter).with_timer(SimulatedTime).with_ansi(false).init();
     }
-    let began = std::time::Instant::now();
-    for seed in arguments.seed..arguments.seed + arguments.count {
-        let plan = Plan::new(seed, &arguments.off);
-        if arguments.trace {
-            eprintln!("{plan:#?}");
-        }
-        let one = std::time::Instant::now();
-        let report = sim::simulation::run(&plan, arguments.trace);
-        println!(
-            "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
-            report.hash,
-            report.events,
-            report.calls,
-            report.simulated.as_secs_f64(),
-            one.elapsed().as_secs_f64()
+    if arguments.mutant.is_some() && !cfg!(mutants) {
+        eprintln!(
+            "outboard-sim: this build contains no planted bugs; build with RUSTFLAGS=\"--cfg mutants\""
         );
-        failed += u64::from(!report.violations.is_empty());
-        for violation in &report.violations {
-            println!("seed {seed}: {violation}");
+        return ExitCode::from(2);
+    }
+    let jobs = arguments.jobs.max(1);
+    let first = arguments.seed.unwrap_or_else(|| match arguments.minutes {
+        Some(_) => base::entropy::random::<u32>().into(),
+        None => 0,
+    });
+    let batch = Batch {
+        arguments,
+        first,
+        began: Instant::now(),
+        begun: AtomicU64::new(0),
+        done: AtomicU64::new(0),
+        calls: AtomicU64::new(0),
+        simulated_ms: AtomicU64::new(0),
+        failures: Mutex::default(),
+        is_over: AtomicBool::new(false),
+        running: (0..jobs).map(|_| Mutex::default()).collect(),
+    };
+    if batch.arguments.minimize {
+        return minimize(&batch);
+    }
+    std::thread::scope(|scope| {
+        for job in 0..jobs {
+            scope.spawn({
+                let batch = &batch;
+                move || batch.work(job)
+            });
+        }
+        batch.watch();
+    });
+    batch.summarise()
+}
+
+impl Batch {
+    fn plan(&self, seed: u64) -> Plan {
+        let plan = Plan::new(seed, &self.arguments.off);
+        match &self.arguments.only {
+            Some(only) => plan.only(only),
+            None => plan,
         }
     }
+
+    /// Returns the next seed, or `None` if the batch is complete.
+    fn next(&self) -> Option<u64> {
+        let is_over = match self.arguments.minutes {
+            Some(minutes) => self.began.elapsed().as_secs_f64() >= minutes * 60.0,
+            None => self.begun.load(Ordering::Relaxed) >= self.arguments.count,
+        };
+        let has_failed = || !self.failures.lock().expect("no job panics").is_empty();
+        if is_over || (self.arguments.until_failure && has_failed()) {
+            return None;
+        }
+        let number = self.begun.fetch_add(1, Ordering::Relaxed);
+        let is_beyond = self.arguments.minutes.is_none() && number >= self.arguments.count;
+        (!is_beyond).then(|| self.first.wrapping_add(number))
+    }
+
+    fn work(&self, job: usize) {
+        base::mutant::plant(self.arguments.mutant);
+        while let Some(seed) = self.next() {
+            let began = Instant::now();
+            *self.running[job].lock().expect("no job panics") = Some((seed, began));
+            let plan = self.plan(seed);
+            if self.arguments.trace {
+                println!("{plan}");
+            }
+            let report = run(&plan, self.arguments.trace);
+            *self.running[job].lock().expect("no job panics") = None;
+            self.done.fetch_add(1, Ordering::Relaxed);
+            self.calls.fetch_add(report.calls as u64, Ordering::Relaxed);
+            self.simulated_ms.fetch_add(report.simulated.as_millis() as u64, Ordering::Relaxed);
+            if self.arguments.verbose || self.arguments.trace {
+                println!(
+                    "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
+                    report.hash,
+                    report.events,
+                    report.calls,
+                    report.simulated.as_secs_f64(),
+                    began.elapsed().as_secs_f64()
+                );
+            }
+            if report.has_failed() {
+                let mut failures = self.failures.lock().expect("no job panics");
+                failures.push(seed);
+                tell(&plan, &report);
+            }
+        }
+        if self.running.iter().all(|running| running.lock().expect("no job panics").is_none()) {
+            self.is_over.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends the process if a simulation makes no progress.
+    fn watch(&self) {
+        while !self.is_over.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(50));
+            for running in &self.running {
+                let running = *running.lock().expect("no job panics");
+                if let Some((seed, began)) = running
+                    && began.elapsed() > STUCK
+                {
+                    println!(
+                        "seed {seed}: FAILED, the simulation has not ended after {} s; commit {}",
+                        STUCK.as_secs(),
+                        commit()
+                    );
+                    std::process::exit(1);
+                }
+            }
+        }
+    }
+
+    fn summarise(&self) -> ExitCode {
+        let (done, wall) = (self.done.load(Ordering::Relaxed), self.began.elapsed());
+        let mut failures = self.failures.lock().expect("no job panics").clone();
+        failures.sort_unstable();
+        let per_seed = wall.as_secs_f64() * self.running.len() as f64 / done.max(1) as f64;
+        println!(
+            "{done} simulations from seed {}, commit {}: {} calls, {:.1} simulated hours, {:.1} s with {} jobs, {per_seed:.3} s per simulation and job",
+            self.first,
+            commit(),
+            self.calls.load(Ordering::Relaxed),
+            self.simulated_ms.load(Ordering::Relaxed) as f64 / 3.6e6,
+            wall.as_secs_f64(),
+            self.running.len()
+        );
+        if failures.is_empty() {
+            println!("the node has kept its promises in all simulations");
+            return ExitCode::SUCCESS;
+        }
+        let seeds: Vec<String> = failures.iter().map(ToString::to_string).collect();
+        println!(
+            "the node has broken a promise in {} simulations; seeds: {}",
+            failures.len(),
+            seeds.join(" ")
+        );
+        ExitCode::FAILURE
+    }
+}
+
+/// Prints a failure: how to repeat it, the faults, the broken promises and the last events.
+fn tell(plan: &Plan, report: &Report) {
+    println!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, commit(), report.hash);
+    println!("{plan}");
+    for event in report.recent.iter().rev().take(SHOWN_EVENTS).rev() {
+        println!("  {event}");
+    }
+    for panic in &report.panics {
+        println!("seed {}: the code under test has panicked: {panic}", plan.seed);
+    }
+    for violation in &report.violations {
+        println!("seed {}: {violation}", plan.seed);
+    }
+}
+
+/// Removes faults as long as the failure stays.
+fn minimize(batch: &Batch) -> ExitCode {
+    base::mutant::plant(batch.arguments.mutant);
+    let seed = batch.first;
+    let whole = Plan::new(seed, &batch.arguments.off);
+    let first = run(&batch.plan(seed), false);
+    let Some(kind) = first.failure_kind() else {
+        println!("seed {seed}: the node has kept its promises, so there is nothing to minimize");
+        return ExitCode::SUCCESS;
+    };
+    let all: Vec<usize> = (0..whole.faults.len()).collect();
+    let mut kept = batch.arguments.only.clone().unwrap_or(all);
+    let fails = |kept: &[usize]| run(&whole.only(kept), false).failure_kind().as_ref() == Some(&kind);
+    let mut size = kept.len().div_ceil(2);
+    while size > 0 {
+        let mut at = 0;
+        while at < kept.len() {
+            let mut fewer = kept.clone();
+            fewer.drain(at..(at + size).min(kept.len()));
+            if fails(&fewer) {
+                kept = fewer;
+            } else {
+                at += size;
+            }
+        }
+        size /= 2;
+    }
+    let (plan, numbers) = (whole.only(&kept), kept.iter().map(ToString::to_string).collect::<Vec<_>>());
+    tell(&plan, &run(&plan, false));
     println!(
-        "{failed} broke a promise; {} simulations in {:.1} s",
-        arguments.count,
-        began.elapsed().as_secs_f64()
+        "{} of {} faults are needed; repeat with: --seed {seed} --only {}",
+        kept.len(),
+        whole.faults.len(),
+        numbers.join(",")
     );
-    if failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    ExitCode::FAILURE
+}
+
+/// The commit of the working directory, or `unknown`.
+fn commit() -> String {
+    let described = Command::new("git").args(["describe", "--always", "--dirty"]).output();
+    let text = described
+        .ok()
+        .filter(|output| output.status.success())
+        .and_then(|output| String::from_utf8(output.stdout).ok());
+    text.map_or_else(|| "unknown".to_owned(), |text| text.trim().to_owned())
 }
