@@ -345,10 +345,12 @@ impl Plan {
         plan
     }
 
-    /// Number of targets that the pools can lose without losing data.
+    /// Number of targets that the node can lose without losing data. The node also needs most of its
+    /// targets to start.
     #[must_use]
     pub fn tolerance(&self) -> usize {
-        self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0)
+        let of_pools = self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0);
+        of_pools.min((self.targets - 1) / 2)
     }
 
     /// Returns the plan with only those faults whose positions in `faults` are in `only`.

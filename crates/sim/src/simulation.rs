@@ -16,12 +16,12 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
 use tokio::task::LocalSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use wire::{ObjectName, PoolName};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::history::{
-    CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Violation,
+    CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Rule, Violation,
 };
 use crate::node::{ENDPOINT, HOST, Node, stack};
 use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
@@ -33,6 +33,8 @@ use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
 const HEALING: Duration = Duration::from_secs(30);
 /// Time for which clients continue to work after [`HEALING`].
 const AFTER: Duration = Duration::from_secs(5);
+/// Time within which all clients finish after the end of the workload.
+const ENDING: Duration = Duration::from_secs(180);
 /// Time after the end of all faults after which the operator takes lost targets out of use.
 const REACTION: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that one read asks for.
@@ -192,6 +194,8 @@ impl Simulation {
         self.node.heal();
         self.network.calm();
         self.network.heal_all();
+        // The last data that a fault delays arrives this much later.
+        sleep(self.plan.network.stall).await;
         self.trace.event(format_args!("all faults are over"));
         let now = self.now();
         self.history.borrow_mut().healed(now);
@@ -204,18 +208,30 @@ impl Simulation {
         operator.abort();
         self.is_over.set(true);
         let clients = self.clients.borrow().clone();
-        for (client, _) in clients {
-            client.ended().await;
-        }
-        self.read_all().await;
+        let ending = async {
+            for (client, _) in &clients {
+                client.ended().await;
+            }
+            self.read_all().await;
+        };
+        let is_stuck = timeout(ENDING, ending).await.is_err();
+        clients.iter().for_each(|(client, _)| client.kill());
         let hash = self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7);
         let history = self.history.borrow();
+        let mut violations = history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() });
+        if is_stuck {
+            let text = format!(
+                "the clients cannot finish within {} s after the end of the workload",
+                ENDING.as_secs()
+            );
+            violations.push(Violation { rule: Rule::Answered, object: None, calls: Vec::new(), text });
+        }
         Report {
             hash,
             events: self.trace.count(),
             calls: history.len(),
             simulated: self.now(),
-            violations: history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() }),
+            violations,
             panics: Vec::new(),
             recent: self.trace.recent(),
         }
@@ -401,6 +417,8 @@ impl Simulation {
                 sleep(planned.lasts).await;
                 let calm = EngineFaults::default();
                 self.node.engine().iter().for_each(|engine| engine.set_faults(calm));
+                // The last transfer that the fault hits ends this much later.
+                sleep(faults.stall_max).await;
             }
         }
     }
@@ -516,8 +534,10 @@ impl Simulation {
             FaultKind::WriteError => drive.inject(fault(DriveFaultKind::WriteError)),
             FaultKind::FlushError => drive.inject(fault(DriveFaultKind::FlushError)),
             FaultKind::DriveStall => {
-                let stall = detail.random_range(Duration::from_millis(5)..Duration::from_secs(60));
+                let stall = detail.random_range(Duration::from_millis(5)..Duration::from_secs(40));
                 drive.inject(fault(DriveFaultKind::Stall(stall)));
+                // The last request that the fault hits ends this much later.
+                sleep(stall).await;
             }
             FaultKind::FlipInRead => drive.inject(fault(DriveFaultKind::FlipInRead)),
             FaultKind::FlipInWrite => drive.inject(fault(DriveFaultKind::FlipInWrite)),

@@ -123,6 +123,8 @@ pub(super) struct FaultVerdict {
     pub(super) orphans: bool,
     pub(super) lies: bool,
     pub(super) stall: Duration,
+    /// End of the time in which requests that start are stalled; `None` for no end.
+    pub(super) stalls_until: Option<Instant>,
 }
 
 /// The faults of a drive.
@@ -176,6 +178,7 @@ impl DriveFaults {
                 }
                 FaultKind::Stall(late) => {
                     verdict.stall += late;
+                    verdict.stalls_until = armed.fault.until;
                     &mut counts.stalls
                 }
                 FaultKind::FlipInRead => {

@@ -227,7 +227,11 @@ impl State {
     }
 
     /// Starts a request at time `now`.
-    fn start(&mut self, source: RequestSource, mut op: SubmittedOp, verdict: FaultVerdict, now: Instant) {
+    fn start(&mut self, source: RequestSource, mut op: SubmittedOp, mut verdict: FaultVerdict, now: Instant) {
+        // An operation of the queue may start long after its verdict.
+        if verdict.stalls_until.is_some_and(|until| now >= until) {
+            verdict.stall = Duration::ZERO;
+        }
         let latency = self.latency(&op, verdict.stall);
         match &mut op {
             SubmittedOp::Read(blocks) => {
