@@ -215,8 +215,10 @@ impl Simulation {
             self.read_all().await;
         };
         let is_stuck = timeout(ENDING, ending).await.is_err();
-        clients.iter().for_each(|(client, _)| client.kill());
         let hash = self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7);
+        // The roles refer to the simulation, so they must end before it.
+        clients.iter().for_each(|(client, _)| client.kill());
+        self.node.roles().for_each(|role| self.node.kill(role));
         let history = self.history.borrow();
         let mut violations = history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() });
         if is_stuck {
