@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,20 @@ build-tests: setup ## Build all tests without running them
 test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all
 	@scripts/setup test
 	@DEVICE=$(DEVICE) tests/rdma/run
+
+# Kinds of faults that reach known defects (docs/simulator.md).
+sim_off := stale-drive
+
+sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT (45 min)
+	$(CARGO) build --profile sim --locked --bin outboard-sim
+	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
+
+sim-sample: setup ## Simulate a whole node from new seeds for MINUTES=4
+	OUTBOARD_SIM_MINUTES=$(or $(MINUTES),4) $(CARGO) test --locked --workspace --test simulations -- --ignored --nocapture a_sample_of_new_seeds_shows_no_bug
+
+sim-mutants: setup ## Plant ten bugs, one at a time, and check that simulations find each of them
+	RUSTFLAGS="--cfg mutants" $(CARGO) build --profile sim --locked --bin outboard-sim --target-dir $${CARGO_TARGET_DIR:-target}/mutants
+	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
 
 lint: setup ## Check documents, type names and formatting, and run clippy; warnings are errors
 	@scripts/setup lint

@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use array::{CodingConfig, StripesAt};
 use base::clock::{Instant, WallClock};
+use base::fault::Faults;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use base::task::spawn_local;
@@ -24,12 +25,12 @@ use proxy::{
 };
 use rand::Rng;
 use store::sim::{DriveTimes, SimDrive};
-use store::stripes::{EngineOptions, Engines};
+use store::stripes::Engines;
 use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, RemountedStore};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use uuid::Uuid;
-use wire::Placement;
+use wire::{CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::plan::{NodeRole, Plan, Stream, rng};
@@ -309,6 +310,12 @@ impl Node {
         }
     }
 
+    /// Creates coding engines that compute on the calling thread.
+    fn coding_engines(&self) -> Arc<Engines> {
+        let has_accelerator = self.plan.offload == Some(CodingOffload::Accelerator);
+        Arc::new(Engines::inline(Faults::default(), has_accelerator))
+    }
+
     /// Mounts the target with this number.
     async fn mount(&self, target: usize, stages_after: u64) -> Result<(Arc<BlockStore>, Driver), String> {
         let (uuid, drive) = &self.drives[target];
@@ -371,7 +378,7 @@ impl Node {
         });
         let arena = Arena::anonymous(STAGING).expect("the machine has memory for a simulation");
         let staging = BufferPool::new(arena, 0, LARGEST_BUFFER);
-        let stripes = StripesAt::Here(Some(coding_engines()));
+        let stripes = StripesAt::Here(Some(self.coding_engines()));
         self.serve(OsdParts { targets, staging, stripes, attachment: None }).await;
     }
 
@@ -380,7 +387,7 @@ impl Node {
         let mounted = self.mount_all().await;
         let served = mounted.iter().map(|m| ServedTarget { uuid: m.uuid, store: m.object_store() }).collect();
         let listener = StoreListener::Sim(self.wire.listen());
-        let options = ServerOptions { engines: Some(coding_engines()), ..ServerOptions::default() };
+        let options = ServerOptions { engines: Some(self.coding_engines()), ..ServerOptions::default() };
         let (server, serving) =
             LocalServer::new(listener, served, options).expect("a simulated listener can be polled");
         spawn_local(ThreadClass::Channel, serving);
@@ -412,7 +419,13 @@ impl Node {
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),
-            coding: CodingConfig { threads: 0, stripes: parts.stripes, ..CodingConfig::default() },
+            coding: CodingConfig {
+                threads: 0,
+                stripes: parts.stripes,
+                offload: self.plan.offload,
+                mode: self.plan.coding,
+                ..CodingConfig::default()
+            },
             ..OsdConfig::default()
         };
         let ready = |started: Result<String, osd::StartError>| match started {
@@ -435,12 +448,6 @@ impl Node {
 pub fn stack(plan: &Plan, network: &SimNetwork, host: &str) -> SimStack {
     let (host, config) = (network.host(host), ConnectionConfig::default());
     if plan.packets { host.stack_with_packets(config, PATH_COOL_DOWN, false) } else { host.stack(config) }
-}
-
-/// Creates coding engines that compute on the calling thread.
-fn coding_engines() -> Arc<Engines> {
-    let engines = Engines::start(EngineOptions { threads: 0, ..EngineOptions::default() }, None);
-    Arc::new(engines.expect("engines without threads always start"))
 }
 
 /// Creates a drive with a new target.

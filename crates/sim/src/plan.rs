@@ -8,7 +8,7 @@ use std::time::Duration;
 use messenger::transport::sim::{SimFaults, SimRoute};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use wire::{Placement, Redundancy};
+use wire::{CodingMode, CodingOffload, Placement, Redundancy};
 
 /// Declares the kinds of faults: the variant, its name, its weight, and its description.
 macro_rules! kinds {
@@ -216,6 +216,10 @@ pub struct Plan {
     pub drive_size: u64,
     /// The pools.
     pub pools: Vec<PlannedPool>,
+    /// The part of the DPU that computes parity.
+    pub offload: Option<CodingOffload>,
+    /// Where parity is computed.
+    pub coding: CodingMode,
     /// Whether connections use packets and one-sided transfers.
     pub packets: bool,
     /// Routes and random faults of the network.
@@ -319,6 +323,14 @@ impl Plan {
         let lanes = rng.random_range(1..=3);
         let think = Duration::from_millis(rng.random_range(20..600) * u64::from(lanes));
         let clients = rng.random_range(1..=4);
+        let offload = match placement {
+            Placement::Dpu => {
+                [None, Some(CodingOffload::Dpu), Some(CodingOffload::Accelerator)][rng.random_range(0..3)]
+            }
+            Placement::Host => None,
+        };
+        let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
+        let coding = modes[rng.random_range(0..modes.len())];
         let packets = rng.random_bool(0.5);
         let network = network(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
@@ -328,6 +340,8 @@ impl Plan {
             targets,
             drive_size,
             pools,
+            offload,
+            coding,
             packets,
             network,
             write_max,

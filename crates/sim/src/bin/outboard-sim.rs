@@ -32,7 +32,7 @@ const SHOWN_EVENTS: usize = 40;
 ///   outboard-sim --seed 7 --minimize       find the faults that a failure needs
 ///   outboard-sim --count 1000 --jobs 2     run many simulations
 ///   outboard-sim --minutes 4               run as many simulations as fit, from a new seed
-#[derive(Parser)]
+#[derive(Parser, Clone)]
 #[command(version, verbatim_doc_comment)]
 struct Arguments {
     /// The first seed. By default, 0, or a new seed with --minutes.
@@ -68,9 +68,15 @@ struct Arguments {
     /// Plant a bug in the code under test. Needs a build with `--cfg mutants`.
     #[arg(long)]
     mutant: Option<Mutant>,
+    /// Plant each bug in turn, and check that a simulation among --count finds it.
+    #[arg(long, conflicts_with_all = ["mutant", "minutes", "minimize"])]
+    mutants: bool,
     /// Print the log of the code under test, for example `debug` or `osd=trace,array=debug`.
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
+    /// Whether reports of failures are not printed.
+    #[arg(skip)]
+    is_quiet: bool,
 }
 
 /// Prints the simulated time in front of each line of the log.
@@ -107,45 +113,80 @@ fn main() -> ExitCode {
     if let Some(filter) = &arguments.log {
         tracing_subscriber::fmt().with_env_filter(filter).with_timer(SimulatedTime).with_ansi(false).init();
     }
-    if arguments.mutant.is_some() && !cfg!(mutants) {
+    if (arguments.mutant.is_some() || arguments.mutants) && !cfg!(mutants) {
         eprintln!(
             "outboard-sim: this build contains no planted bugs; build with RUSTFLAGS=\"--cfg mutants\""
         );
         return ExitCode::from(2);
     }
-    let jobs = arguments.jobs.max(1);
-    let first = arguments.seed.unwrap_or_else(|| match arguments.minutes {
-        Some(_) => base::entropy::random::<u32>().into(),
-        None => 0,
-    });
-    let batch = Batch {
-        arguments,
-        first,
-        began: Instant::now(),
-        begun: AtomicU64::new(0),
-        done: AtomicU64::new(0),
-        calls: AtomicU64::new(0),
-        simulated_ms: AtomicU64::new(0),
-        failures: Mutex::default(),
-        is_over: AtomicBool::new(false),
-        running: (0..jobs).map(|_| Mutex::default()).collect(),
-    };
-    if batch.arguments.minimize {
+    if arguments.mutants {
+        return hunt_mutants(&arguments);
+    }
+    let is_minimizing = arguments.minimize;
+    let batch = Batch::new(arguments);
+    if is_minimizing {
         return minimize(&batch);
     }
-    std::thread::scope(|scope| {
-        for job in 0..jobs {
-            scope.spawn({
-                let batch = &batch;
-                move || batch.work(job)
-            });
-        }
-        batch.watch();
-    });
+    batch.run();
     batch.summarise()
 }
 
+/// Plants each bug, and runs simulations until one of them fails. Prints how many were needed.
+fn hunt_mutants(arguments: &Arguments) -> ExitCode {
+    let mut missed = 0;
+    for mutant in Mutant::ALL {
+        let batch = Batch::new(Arguments {
+            mutant: Some(mutant),
+            until_failure: true,
+            is_quiet: true,
+            ..arguments.clone()
+        });
+        batch.run();
+        let failure = batch.failures.lock().expect("no job panics").iter().min().copied();
+        let (done, wall) = (batch.done.load(Ordering::Relaxed), batch.began.elapsed().as_secs_f64());
+        match failure {
+            Some(seed) => {
+                println!("{:<28} found by seed {seed}, {done} simulations, {wall:.1} s", mutant.name())
+            }
+            None => {
+                missed += 1;
+                println!("{:<28} NOT FOUND by {done} simulations, {wall:.1} s", mutant.name());
+            }
+        }
+    }
+    if missed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
 impl Batch {
+    fn new(arguments: Arguments) -> Batch {
+        let first = arguments.seed.unwrap_or_else(|| match arguments.minutes {
+            Some(_) => base::entropy::random::<u32>().into(),
+            None => 0,
+        });
+        Batch {
+            first,
+            began: Instant::now(),
+            begun: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            calls: AtomicU64::new(0),
+            simulated_ms: AtomicU64::new(0),
+            failures: Mutex::default(),
+            is_over: AtomicBool::new(false),
+            running: (0..arguments.jobs.max(1)).map(|_| Mutex::default()).collect(),
+            arguments,
+        }
+    }
+
+    /// Runs all simulations of the batch.
+    fn run(&self) {
+        std::thread::scope(|scope| {
+            for job in 0..self.running.len() {
+                scope.spawn(move || self.work(job));
+            }
+            self.watch();
+        });
+    }
+
     fn plan(&self, seed: u64) -> Plan {
         let plan = Plan::new(seed, &self.arguments.off);
         match &self.arguments.only {
@@ -196,7 +237,9 @@ impl Batch {
             if report.has_failed() {
                 let mut failures = self.failures.lock().expect("no job panics");
                 failures.push(seed);
-                tell(&plan, &report);
+                if !self.arguments.is_quiet {
+                    tell(&plan, &report);
+                }
             }
         }
         if self.running.iter().all(|running| running.lock().expect("no job panics").is_none()) {

@@ -1,0 +1,61 @@
+//! Runs simulations with the program `outboard-sim`.
+
+use std::process::Command;
+
+/// Kinds of faults that reach known defects. `docs/simulator.md` describes them.
+const OFF: &str = "stale-drive";
+
+/// Seeds that once showed a bug, with the commit that fixed it. A change of the plans gives a seed
+/// another meaning, so each bug also has a test of its own beside the code.
+const SEEDS: &[(u64, &str)] = &[
+    // The osd: a request overtook another one whose attempt was lost, and the other one then used
+    // state that was not durable (`osd::turnstile`).
+    (1021, "7aae0c6"),
+    // The simulator: data seemed to continue other data by chance.
+    (3002, "3f50955"),
+    (3019, "3f50955"),
+    (3030, "3f50955"),
+];
+
+/// Runs the program. Returns its output, and whether it has succeeded.
+fn simulate(arguments: &[&str]) -> (String, bool) {
+    let output = Command::new(env!("CARGO_BIN_EXE_outboard-sim")).args(arguments).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    (format!("{text}{}", String::from_utf8_lossy(&output.stderr)), output.status.success())
+}
+
+#[test]
+fn seeds_that_once_showed_a_bug_show_none() {
+    for (seed, _) in SEEDS {
+        let (output, succeeds) = simulate(&["--seed", &seed.to_string(), "--off", OFF]);
+        assert!(succeeds, "{output}");
+    }
+}
+
+#[test]
+fn a_simulation_repeats_exactly_alone_and_after_others() {
+    let hash = |output: &str, seed: u64| {
+        let start = format!("seed {seed}: trace ");
+        let line = output.lines().find(|line| line.starts_with(&start));
+        line.unwrap_or_else(|| panic!("no result of seed {seed} in: {output}"))[..start.len() + 16].to_owned()
+    };
+    let (together, _) = simulate(&["--seed", "40", "--count", "6", "--verbose", "--off", OFF]);
+    let mut hashes = std::collections::BTreeSet::new();
+    for seed in 40..46 {
+        let (alone, _) = simulate(&["--seed", &seed.to_string(), "--verbose", "--off", OFF]);
+        assert_eq!(hash(&together, seed), hash(&alone, seed));
+        hashes.insert(hash(&alone, seed)[8..].to_owned());
+    }
+    assert_eq!(hashes.len(), 6, "different seeds lead to different simulations");
+}
+
+/// Runs for `OUTBOARD_SIM_MINUTES`, 4 minutes by default.
+#[test]
+#[ignore = "takes minutes; `make sim-sample` runs it"]
+fn a_sample_of_new_seeds_shows_no_bug() {
+    let minutes = std::env::var("OUTBOARD_SIM_MINUTES").unwrap_or_else(|_| "4".into());
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from).to_string();
+    let (output, succeeds) = simulate(&["--minutes", &minutes, "--jobs", &jobs, "--off", OFF]);
+    println!("{output}");
+    assert!(succeeds);
+}
