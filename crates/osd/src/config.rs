@@ -62,6 +62,8 @@ pub struct OsdConfig {
     pub offload: Option<OffloadSource>,
     /// Configuration of where and how parity is computed.
     pub coding: CodingConfig,
+    /// Id of the osd's process. Shown in the node's status.
+    pub pid: u32,
     /// Clock for the times of object changes and pool creations.
     pub clock: WallClock,
 }
@@ -151,6 +153,7 @@ impl Default for OsdConfig {
             segments_in_flight: Arc::new(AtomicUsize::new(3)),
             offload: None,
             coding: CodingConfig::default(),
+            pid: std::process::id(),
             clock: WallClock::default(),
         }
     }

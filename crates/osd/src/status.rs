@@ -26,7 +26,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         placement: osd.config.placement,
         engine: osd.config.engine.clone(),
         emulated: osd.config.emulated,
-        osd_pid: std::process::id(),
+        osd_pid: osd.config.pid,
         uptime_seconds: osd.age.ran().as_secs(),
         map_epoch: map.epoch,
         health: osd.health(),

@@ -419,6 +419,7 @@ impl Node {
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),
+            pid: 1,
             coding: CodingConfig {
                 threads: 0,
                 stripes: parts.stripes,
