@@ -165,7 +165,7 @@ pub enum Socket {
     Tcp(TcpStream),
     /// A simulated connection, which carries simulated memory in place of file descriptors.
     #[cfg(feature = "sim")]
-    Sim(crate::sim::SimStream),
+    Sim(crate::sim::SimControlStream),
 }
 
 /// What a control socket can carry beside bytes.

@@ -33,9 +33,9 @@ use uuid::Uuid;
 use wire::{CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::plan::{NodeRole, Plan, Stream, rng};
-use crate::role::Role;
-use crate::trace::Trace;
+use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
+use crate::role::SimRole;
+use crate::trace::EventTrace;
 
 /// Address at which the osd serves clients.
 pub const ENDPOINT: &str = "node:7400";
@@ -55,9 +55,9 @@ const RESTART: Duration = Duration::from_secs(1);
 const TIME_OF_DAY: Duration = Duration::from_secs(1_800_000_000);
 
 /// The simulated node.
-pub struct Node {
-    plan: Plan,
-    trace: Trace,
+pub struct SimNode {
+    plan: SimulationPlan,
+    trace: EventTrace,
     began: Instant,
     network: SimNetwork,
     /// The control connection between osd and store.
@@ -77,7 +77,7 @@ pub struct Node {
 /// A role of the node, which the simulator starts again when it has ended.
 #[derive(Default)]
 struct RoleSlot {
-    role: RefCell<Option<Role>>,
+    role: RefCell<Option<SimRole>>,
     /// Number of faults that keep the role down.
     held: Cell<u32>,
     /// Signals that `held` has changed.
@@ -94,16 +94,16 @@ struct OsdParts {
     attachment: Option<Attachment>,
 }
 
-impl Node {
+impl SimNode {
     /// Creates a node with new drives. No role runs yet.
     #[must_use]
-    pub fn new(plan: &Plan, trace: &Trace, network: SimNetwork) -> Rc<Node> {
+    pub fn new(plan: &SimulationPlan, trace: &EventTrace, network: SimNetwork) -> Rc<SimNode> {
         let drives = (0..plan.targets).map(|number| drive(plan, number)).collect();
         let wire = ControlWire::new(WireOptions {
-            seed: rng(plan.seed, Stream::Control).random(),
+            seed: rng(plan.seed, RandomStream::Control).random(),
             ..WireOptions::default()
         });
-        Rc::new(Node {
+        Rc::new(SimNode {
             plan: plan.clone(),
             trace: trace.clone(),
             began: Instant::now(),
@@ -120,7 +120,7 @@ impl Node {
     }
 
     /// Starts the node's roles, and starts them again whenever they end.
-    pub fn run(self: &Rc<Node>) {
+    pub fn run(self: &Rc<SimNode>) {
         for role in self.roles() {
             let node = Rc::clone(self);
             spawn_local(ThreadClass::Admin, async move { node.supervise(role).await });
@@ -140,7 +140,7 @@ impl Node {
         }
     }
 
-    async fn supervise(self: Rc<Node>, kind: NodeRole) {
+    async fn supervise(self: Rc<SimNode>, kind: NodeRole) {
         let slot = self.slot(kind);
         loop {
             while slot.held.get() > 0 {
@@ -149,11 +149,11 @@ impl Node {
             self.trace.event(format_args!("start {kind}"));
             let node = Rc::clone(&self);
             let role = match (kind, self.plan.placement) {
-                (NodeRole::Store, _) => Role::start(node.store_body()),
-                (NodeRole::Osd, Placement::Host) => Role::start(node.node_body()),
+                (NodeRole::Store, _) => SimRole::start(node.store_body()),
+                (NodeRole::Osd, Placement::Host) => SimRole::start(node.node_body()),
                 (NodeRole::Osd, Placement::Dpu) => {
                     let engine = self.start_engine();
-                    Role::start(node.osd_body(engine))
+                    SimRole::start(node.osd_body(engine))
                 }
             };
             *slot.role.borrow_mut() = Some(role.clone());
@@ -170,7 +170,7 @@ impl Node {
     /// Starts a DMA engine. Its device is not part of a role.
     fn start_engine(&self) -> Arc<SimEngine> {
         self.engines_started.set(self.engines_started.get() + 1);
-        let seed = rng(self.plan.seed, Stream::Dma(self.engines_started.get())).random();
+        let seed = rng(self.plan.seed, RandomStream::Dma(self.engines_started.get())).random();
         let (engine, device) = SimEngine::new(SimEngineOptions { seed, ..SimEngineOptions::default() });
         spawn_local(ThreadClass::Dma, device);
         if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
@@ -223,7 +223,7 @@ impl Node {
     }
 
     /// The role that runs now, if it runs.
-    pub fn role(&self, kind: NodeRole) -> Option<Role> {
+    pub fn role(&self, kind: NodeRole) -> Option<SimRole> {
         self.slot(kind).role.borrow().clone()
     }
 
@@ -362,7 +362,7 @@ impl Node {
     }
 
     /// The body of the osd's role with the placement `host`.
-    async fn node_body(self: Rc<Node>) {
+    async fn node_body(self: Rc<SimNode>) {
         let mounted = self.mount_all().await;
         let offered: Vec<_> =
             mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
@@ -383,7 +383,7 @@ impl Node {
     }
 
     /// The body of the store's role.
-    async fn store_body(self: Rc<Node>) {
+    async fn store_body(self: Rc<SimNode>) {
         let mounted = self.mount_all().await;
         let served = mounted.iter().map(|m| ServedTarget { uuid: m.uuid, store: m.object_store() }).collect();
         let listener = StoreListener::Sim(self.wire.listen());
@@ -396,7 +396,7 @@ impl Node {
     }
 
     /// The body of the osd's role with the placement `dpu`.
-    async fn osd_body(self: Rc<Node>, engine: Arc<SimEngine>) {
+    async fn osd_body(self: Rc<SimNode>, engine: Arc<SimEngine>) {
         let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
         options.memory.layout.data_len = WINDOW;
         options.memory.pool_len = STAGING;
@@ -446,14 +446,15 @@ impl Node {
 
 /// Creates the network stack of a process on a host.
 #[must_use]
-pub fn stack(plan: &Plan, network: &SimNetwork, host: &str) -> SimStack {
+pub fn stack(plan: &SimulationPlan, network: &SimNetwork, host: &str) -> SimStack {
     let (host, config) = (network.host(host), ConnectionConfig::default());
     if plan.packets { host.stack_with_packets(config, PATH_COOL_DOWN, false) } else { host.stack(config) }
 }
 
 /// Creates a drive with a new target.
-fn drive(plan: &Plan, number: usize) -> (Uuid, Arc<SimDrive>) {
-    let drive = SimDrive::new(plan.drive_size, rng(plan.seed, Stream::Drive(number)), DriveTimes::default());
+fn drive(plan: &SimulationPlan, number: usize) -> (Uuid, Arc<SimDrive>) {
+    let drive =
+        SimDrive::new(plan.drive_size, rng(plan.seed, RandomStream::Drive(number)), DriveTimes::default());
     let sizes = MkfsOptions {
         log_bytes: Some(plan.drive_size / 16),
         index_bytes: Some(plan.drive_size / 8),

@@ -205,7 +205,7 @@ pub struct PlannedPool {
 
 /// The plan of a simulation.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub struct SimulationPlan {
     /// The seed.
     pub seed: u64,
     /// Placement of the node.
@@ -238,9 +238,9 @@ pub struct Plan {
     pub faults: Vec<PlannedFault>,
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for SimulationPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plan { placement, targets, drive_size, clients, lanes, write_max, think, .. } = self;
+        let SimulationPlan { placement, targets, drive_size, clients, lanes, write_max, think, .. } = self;
         write!(
             f,
             "plan of seed {}: placement {placement}, {targets} targets of {} MiB",
@@ -266,7 +266,7 @@ impl fmt::Display for Plan {
 /// Purpose of a random number generator. Each purpose has its own sequence, so that removing a
 /// fault from a plan changes no other decision.
 #[derive(Debug, Clone, Copy)]
-pub enum Stream {
+pub enum RandomStream {
     /// The plan itself.
     Plan,
     /// Random numbers of the code under test.
@@ -285,15 +285,15 @@ pub enum Stream {
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
 #[must_use]
-pub fn rng(seed: u64, stream: Stream) -> StdRng {
+pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
     let (kind, number) = match stream {
-        Stream::Plan => (0, 0),
-        Stream::Entropy => (1, 0),
-        Stream::Network => (2, 0),
-        Stream::Drive(n) => (3, n as u64),
-        Stream::Client(n) => (4, u64::from(n)),
-        Stream::Dma(n) => (5, n),
-        Stream::Control => (6, 0),
+        RandomStream::Plan => (0, 0),
+        RandomStream::Entropy => (1, 0),
+        RandomStream::Network => (2, 0),
+        RandomStream::Drive(n) => (3, n as u64),
+        RandomStream::Client(n) => (4, u64::from(n)),
+        RandomStream::Dma(n) => (5, n),
+        RandomStream::Control => (6, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -302,11 +302,11 @@ pub fn rng(seed: u64, stream: Stream) -> StdRng {
     StdRng::from_seed(key)
 }
 
-impl Plan {
+impl SimulationPlan {
     /// Returns the plan for `seed`, without faults of the kinds in `off`.
     #[must_use]
-    pub fn new(seed: u64, off: &[FaultKind]) -> Plan {
-        let mut rng = rng(seed, Stream::Plan);
+    pub fn new(seed: u64, off: &[FaultKind]) -> SimulationPlan {
+        let mut rng = rng(seed, RandomStream::Plan);
         let placement = if rng.random_bool(0.5) { Placement::Host } else { Placement::Dpu };
         let schemes: [&str; 6] = ["single", "mirror:2", "mirror:3", "ec:2+1", "ec:2+2", "ec:3+2"];
         let pools: Vec<PlannedPool> = (0..rng.random_range(1..=2))
@@ -334,7 +334,7 @@ impl Plan {
         let packets = rng.random_bool(0.5);
         let network = network(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
-        let mut plan = Plan {
+        let mut plan = SimulationPlan {
             seed,
             placement,
             targets,
@@ -369,9 +369,9 @@ impl Plan {
 
     /// Returns the plan with only those faults whose positions in `faults` are in `only`.
     #[must_use]
-    pub fn only(&self, only: &[usize]) -> Plan {
+    pub fn only(&self, only: &[usize]) -> SimulationPlan {
         let chosen = self.faults.iter().enumerate().filter(|(number, _)| only.contains(number));
-        Plan { faults: chosen.map(|(_, fault)| fault.clone()).collect(), ..self.clone() }
+        SimulationPlan { faults: chosen.map(|(_, fault)| fault.clone()).collect(), ..self.clone() }
     }
 
     /// Whether a fault destroys data of a target's drive.
@@ -478,12 +478,12 @@ mod tests {
 
     #[test]
     fn a_seed_determines_the_plan_and_a_kind_of_fault_can_be_switched_off() {
-        let text = |seed, off: &[FaultKind]| format!("{:?}", Plan::new(seed, off));
+        let text = |seed, off: &[FaultKind]| format!("{:?}", SimulationPlan::new(seed, off));
         assert_eq!(text(1, &[]), text(1, &[]));
         assert_ne!(text(1, &[]), text(2, &[]));
         let mut seen = 0;
         for seed in 0..100 {
-            let (all, less) = (Plan::new(seed, &[]), Plan::new(seed, &[FaultKind::Kill]));
+            let (all, less) = (SimulationPlan::new(seed, &[]), SimulationPlan::new(seed, &[FaultKind::Kill]));
             let kills = all.faults.iter().filter(|f| f.kind == FaultKind::Kill).count();
             assert_eq!(less.faults.len() + kills, all.faults.len(), "the other faults stay the same");
             seen += kills;

@@ -11,7 +11,7 @@ use tokio::task::LocalSet;
 /// A role of the simulated system, for example the osd or a client. All tasks of a role run in one
 /// set of tasks, and end together.
 #[derive(Clone)]
-pub struct Role {
+pub struct SimRole {
     inner: Rc<Inner>,
 }
 
@@ -27,9 +27,9 @@ struct Inner {
     observer: RefCell<Option<Waker>>,
 }
 
-impl Role {
+impl SimRole {
     /// Starts a role, which ends when `body` returns. The caller must run in a `LocalSet`.
-    pub fn start(body: impl Future<Output = ()> + 'static) -> Role {
+    pub fn start(body: impl Future<Output = ()> + 'static) -> SimRole {
         let tasks = LocalSet::new();
         let inner = Rc::new(Inner {
             tasks: RefCell::new(None),
@@ -52,7 +52,7 @@ impl Role {
             reason = "this task belongs to the simulator, and not to a role"
         )]
         drop(tokio::task::spawn_local(poll_fn(move |cx| polled.poll(cx))));
-        Role { inner }
+        SimRole { inner }
     }
 
     /// Ends all tasks of the role at once, like the kill of a process. Does nothing if the role has
@@ -134,9 +134,9 @@ mod tests {
     }
 
     /// A role that counts seconds.
-    fn counting(count: &Rc<Cell<u32>>) -> Role {
+    fn counting(count: &Rc<Cell<u32>>) -> SimRole {
         let count = Rc::clone(count);
-        Role::start(async move {
+        SimRole::start(async move {
             loop {
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 count.set(count.get() + 1);
@@ -170,7 +170,7 @@ mod tests {
         run(async {
             let alive = Rc::new(());
             let held = Rc::clone(&alive);
-            let role = Role::start(async move {
+            let role = SimRole::start(async move {
                 base::task::spawn_local(base::thread::ThreadClass::Osd, async move {
                     let _held = held;
                     std::future::pending::<()>().await;

@@ -14,7 +14,7 @@ use client::{Client, Options};
 use messenger::transport::sim::{CutKind, SimNetwork};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use store::sim::{DriveFault, DrivePart, FaultKind as DriveFaultKind};
+use store::sim::{DriveFault, DriveFaultKind, DrivePart};
 use tokio::task::LocalSet;
 use tokio::time::{sleep, timeout};
 use wire::{ObjectName, PoolName};
@@ -23,10 +23,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::history::{
     CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Rule, Violation,
 };
-use crate::node::{ENDPOINT, HOST, Node, stack};
-use crate::plan::{FaultKind, NodeRole, Plan, PlannedFault, Stream, Victim, rng};
-use crate::role::Role;
-use crate::trace::Trace;
+use crate::node::{ENDPOINT, HOST, SimNode, stack};
+use crate::plan::{FaultKind, NodeRole, PlannedFault, RandomStream, SimulationPlan, Victim, rng};
+use crate::role::SimRole;
+use crate::trace::EventTrace;
 use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
 
 /// Time after the end of all faults within which the node must serve all requests again.
@@ -106,17 +106,17 @@ fn count_panics() {
 /// # Panics
 /// If the thread runs a tokio runtime, or if the code under test panics.
 #[must_use]
-pub fn run(plan: &Plan, is_printed: bool) -> Report {
+pub fn run(plan: &SimulationPlan, is_printed: bool) -> Report {
     count_panics();
     PANICS.set(Some(Vec::new()));
-    let _seeded = base::entropy::seed_this_thread(rng(plan.seed, Stream::Entropy).random());
+    let _seeded = base::entropy::seed_this_thread(rng(plan.seed, RandomStream::Entropy).random());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime without I/O always starts");
     let mut report = LocalSet::new().block_on(&runtime, async {
-        let trace = Trace::new(is_printed);
+        let trace = EventTrace::new(is_printed);
         let simulation = Simulation::new(plan.clone(), trace);
         simulation.run().await
     });
@@ -130,22 +130,22 @@ fn client_host(number: usize) -> String {
 }
 
 struct Simulation {
-    plan: Plan,
-    trace: Trace,
-    node: Rc<Node>,
+    plan: SimulationPlan,
+    trace: EventTrace,
+    node: Rc<SimNode>,
     network: SimNetwork,
     workload: SharedWorkload,
     history: RefCell<History>,
     /// The running process of each client, and its id in the history.
-    clients: RefCell<Vec<(Role, ClientId)>>,
+    clients: RefCell<Vec<(SimRole, ClientId)>>,
     clients_started: Cell<u32>,
     is_over: Cell<bool>,
 }
 
 impl Simulation {
-    fn new(plan: Plan, trace: Trace) -> Rc<Simulation> {
-        let network = SimNetwork::new(rng(plan.seed, Stream::Network).random(), plan.network);
-        let node = Node::new(&plan, &trace, network.clone());
+    fn new(plan: SimulationPlan, trace: EventTrace) -> Rc<Simulation> {
+        let network = SimNetwork::new(rng(plan.seed, RandomStream::Network).random(), plan.network);
+        let node = SimNode::new(&plan, &trace, network.clone());
         let mut history = History::new();
         let mut pools = Vec::new();
         for pool in &plan.pools {
@@ -279,10 +279,10 @@ impl Simulation {
         ClientId(self.clients_started.get())
     }
 
-    fn start_client(self: &Rc<Simulation>, number: usize) -> (Role, ClientId) {
+    fn start_client(self: &Rc<Simulation>, number: usize) -> (SimRole, ClientId) {
         let (this, id) = (Rc::clone(self), self.new_client());
-        let mut root = rng(self.plan.seed, Stream::Client(id.0));
-        let role = Role::start(async move {
+        let mut root = rng(self.plan.seed, RandomStream::Client(id.0));
+        let role = SimRole::start(async move {
             let client = this.connect(&client_host(number)).await;
             let lanes: Vec<_> = (0..this.plan.lanes)
                 .map(|lane| {
@@ -499,13 +499,13 @@ impl Simulation {
         }
         let drive = self.node.drive(target);
         let mut detail = StdRng::seed_from_u64(planned.detail);
-        let until = Some(Instant::now() + planned.lasts);
+        let until = Instant::now() + planned.lasts;
         // Half of the faults hit one request, and the others hit many.
         let (count, probability) = match detail.random_bool(0.5) {
             true => (Some(1), 1.0),
             false => (None, detail.random_range(0.05..1.0)),
         };
-        let fault = |kind| DriveFault { count, probability, until, ..DriveFault::always(kind) };
+        let fault = |kind| DriveFault { count, probability, until: Some(until), ..DriveFault::always(kind) };
         match planned.kind {
             FaultKind::RemoveDrive => {
                 drive.remove();
@@ -545,7 +545,7 @@ impl Simulation {
             FaultKind::FlipInWrite => drive.inject(fault(DriveFaultKind::FlipInWrite)),
             kind => unreachable!("{} does not concern a drive", kind.name()),
         }
-        tokio::time::sleep_until(until.expect("the end is set")).await;
+        tokio::time::sleep_until(until).await;
     }
 }
 

@@ -27,7 +27,7 @@ pub fn now() -> Option<std::time::Duration> {
 
 /// The events of a simulation. Clones are the same trace.
 #[derive(Clone)]
-pub struct Trace {
+pub struct EventTrace {
     inner: Rc<Inner>,
 }
 
@@ -39,10 +39,10 @@ struct Inner {
     is_printed: bool,
 }
 
-impl Trace {
+impl EventTrace {
     /// Creates an empty trace. With `is_printed`, each event is printed when it happens.
     #[must_use]
-    pub fn new(is_printed: bool) -> Trace {
+    pub fn new(is_printed: bool) -> EventTrace {
         let inner = Inner {
             began: Instant::now(),
             hash: Cell::new(0),
@@ -51,7 +51,7 @@ impl Trace {
             is_printed,
         };
         BEGAN.set(Some(inner.began));
-        Trace { inner: Rc::new(inner) }
+        EventTrace { inner: Rc::new(inner) }
     }
 
     /// Records an event.

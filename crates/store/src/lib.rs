@@ -30,7 +30,7 @@ pub mod simulation {
 #[cfg(feature = "sim")]
 pub mod sim {
     pub use crate::block::sim_drive::{
-        DriveCounts, DriveFault, DriveImage, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors,
+        DriveCounts, DriveFault, DriveFaultKind, DriveImage, DrivePart, DriveTimes, SimDrive, Survivors,
     };
 }
 #[doc(hidden)]

@@ -15,7 +15,7 @@ use rand::{Rng, SeedableRng};
 
 use super::bell::SimRinger;
 use super::engine::{DeviceFailure, EngineFaults, SimEngineOptions, SimEngineStats};
-use super::trace::Trace;
+use super::trace::DmaTrace;
 use crate::{
     Chain, ChainCompletion, ChainFailure, ChannelError, Counters, PeerId, QueueId, RegionId, RejectedChain,
     Result, Transfer,
@@ -82,7 +82,7 @@ pub(super) struct SimDevice {
     /// Wakes the task that performs the transfers.
     pub(super) waker: Option<Waker>,
     rng: SmallRng,
-    trace: Trace,
+    trace: DmaTrace,
     stats: SimEngineStats,
     regions: HashMap<RegionId, DeviceMemory>,
     peers: HashMap<PeerId, AttachedPeer>,
@@ -115,7 +115,7 @@ impl SimDevice {
             counters: Counters::default(),
             waker: None,
             rng: SmallRng::seed_from_u64(options.seed),
-            trace: Trace::default(),
+            trace: DmaTrace::default(),
             stats: SimEngineStats::default(),
             regions: HashMap::default(),
             peers: HashMap::default(),

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use bell::{SimBell, SimRinger};
 pub use engine::{DeviceFailure, EngineFaults, SimEngine, SimEngineOptions, SimEngineStats};
-pub use stream::SimStream;
+pub use stream::SimControlStream;
 pub(crate) use wire::SimCarrier;
 pub use wire::{ControlWire, SimListener, SimMemory, WireOptions, WireStats};
 

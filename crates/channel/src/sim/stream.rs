@@ -1,4 +1,4 @@
-//! [`SimStream`]: one end of a simulated control connection.
+//! [`SimControlStream`]: one end of a simulated control connection.
 
 use std::collections::VecDeque;
 use std::io;
@@ -96,7 +96,7 @@ impl ControlConnection {
 
 /// One end of a simulated control connection.
 #[derive(Debug)]
-pub struct SimStream {
+pub struct SimControlStream {
     connection: Arc<Mutex<ControlConnection>>,
     wire: ControlWire,
     side: usize,
@@ -105,15 +105,15 @@ pub struct SimStream {
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl SimStream {
+impl SimControlStream {
     pub(super) fn new(
         connection: &Arc<Mutex<ControlConnection>>,
         wire: &ControlWire,
         side: usize,
-    ) -> SimStream {
+    ) -> SimControlStream {
         let life = lock(connection).lives[side].clone();
         let (connection, wire) = (Arc::clone(connection), wire.clone());
-        SimStream { connection, wire, side, life, timer: None }
+        SimControlStream { connection, wire, side, life, timer: None }
     }
 
     pub(crate) fn carrier(&self) -> SimCarrier {
@@ -166,7 +166,7 @@ impl SimStream {
     }
 }
 
-impl AsyncRead for SimStream {
+impl AsyncRead for SimControlStream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         loop {
@@ -215,7 +215,7 @@ impl AsyncRead for SimStream {
     }
 }
 
-impl AsyncWrite for SimStream {
+impl AsyncWrite for SimControlStream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         self.write(cx, &[io::IoSlice::new(buf)])
     }
@@ -248,7 +248,7 @@ impl AsyncWrite for SimStream {
     }
 }
 
-impl Drop for SimStream {
+impl Drop for SimControlStream {
     fn drop(&mut self) {
         if !self.life.is_severed() {
             lock(&self.connection).close(self.side, &self.wire);

@@ -1,23 +1,23 @@
-//! [`Trace`]: a hash of all operations of a simulated part, with their times.
+//! [`DmaTrace`]: a hash of all operations of a simulated part, with their times.
 
 use base::clock::Instant;
 
 /// A running hash (FNV-1a, 64 bits). Two runs with the same hash performed the same operations at
 /// the same times.
 #[derive(Debug)]
-pub(super) struct Trace {
+pub(super) struct DmaTrace {
     began: Instant,
     hash: u64,
     operations: u64,
 }
 
-impl Default for Trace {
-    fn default() -> Trace {
-        Trace { began: Instant::now(), hash: 0xcbf2_9ce4_8422_2325, operations: 0 }
+impl Default for DmaTrace {
+    fn default() -> DmaTrace {
+        DmaTrace { began: Instant::now(), hash: 0xcbf2_9ce4_8422_2325, operations: 0 }
     }
 }
 
-impl Trace {
+impl DmaTrace {
     /// Adds an operation that happens now.
     pub(super) fn add(&mut self, what: &str, numbers: &[u64]) {
         let since = Instant::now().duration_since(self.began).as_nanos() as u64;

@@ -14,7 +14,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::bell::{self, BellDelays, SimBell, SimRinger};
-use super::stream::{ControlConnection, SimStream};
+use super::stream::{ControlConnection, SimControlStream};
 use super::{Life, lock};
 use crate::{HostDoorbells, Socket};
 
@@ -111,7 +111,7 @@ struct WireState {
 #[derive(Debug)]
 struct WaitingOsds {
     listener: u64,
-    waiting: VecDeque<SimStream>,
+    waiting: VecDeque<SimControlStream>,
     waker: Option<Waker>,
 }
 
@@ -186,7 +186,7 @@ impl ControlWire {
         }
         let lives = lock(&self.0).lives.clone();
         let connection = Arc::new(Mutex::new(ControlConnection::new(lives)));
-        let [osd, store] = [OSD, STORE].map(|side| SimStream::new(&connection, self, side));
+        let [osd, store] = [OSD, STORE].map(|side| SimControlStream::new(&connection, self, side));
         let mut state = lock(&self.0);
         if state.is_refusing || state.backlog.is_none() {
             state.stats.refused += 1;

@@ -91,7 +91,6 @@ impl Source {
                     let mut buf = vec![0; len];
                     file.read_exact_at(&mut buf, from).map(|()| Bytes::from(buf))
                 };
-                #[expect(clippy::disallowed_methods, reason = "reading a file blocks")]
                 tokio::task::spawn_blocking(read).await.map_err(std::io::Error::other)?
             }
             Source::Descriptor(_) => Err(std::io::Error::other(NO_DESCRIPTORS)),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use base::mutant::Mutant;
 use clap::Parser;
-use sim::plan::{FaultKind, Plan};
+use sim::plan::{FaultKind, SimulationPlan};
 use sim::simulation::{Report, run};
 
 /// Real time after which a simulation counts as stuck.
@@ -92,7 +92,7 @@ impl tracing_subscriber::fmt::time::FormatTime for SimulatedTime {
 }
 
 /// The simulations of one run of the program.
-struct Batch {
+struct SeedBatch {
     arguments: Arguments,
     first: u64,
     began: Instant,
@@ -123,7 +123,7 @@ fn main() -> ExitCode {
         return hunt_mutants(&arguments);
     }
     let is_minimizing = arguments.minimize;
-    let batch = Batch::new(arguments);
+    let batch = SeedBatch::new(arguments);
     if is_minimizing {
         return minimize(&batch);
     }
@@ -135,7 +135,7 @@ fn main() -> ExitCode {
 fn hunt_mutants(arguments: &Arguments) -> ExitCode {
     let mut missed = 0;
     for mutant in Mutant::ALL {
-        let batch = Batch::new(Arguments {
+        let batch = SeedBatch::new(Arguments {
             mutant: Some(mutant),
             until_failure: true,
             is_quiet: true,
@@ -157,13 +157,13 @@ fn hunt_mutants(arguments: &Arguments) -> ExitCode {
     if missed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-impl Batch {
-    fn new(arguments: Arguments) -> Batch {
+impl SeedBatch {
+    fn new(arguments: Arguments) -> SeedBatch {
         let first = arguments.seed.unwrap_or_else(|| match arguments.minutes {
             Some(_) => base::entropy::random::<u32>().into(),
             None => 0,
         });
-        Batch {
+        SeedBatch {
             first,
             began: Instant::now(),
             begun: AtomicU64::new(0),
@@ -187,8 +187,8 @@ impl Batch {
         });
     }
 
-    fn plan(&self, seed: u64) -> Plan {
-        let plan = Plan::new(seed, &self.arguments.off);
+    fn plan(&self, seed: u64) -> SimulationPlan {
+        let plan = SimulationPlan::new(seed, &self.arguments.off);
         match &self.arguments.only {
             Some(only) => plan.only(only),
             None => plan,
@@ -296,7 +296,7 @@ impl Batch {
 }
 
 /// Prints a failure: how to repeat it, the faults, the broken promises and the last events.
-fn tell(plan: &Plan, report: &Report) {
+fn tell(plan: &SimulationPlan, report: &Report) {
     println!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, commit(), report.hash);
     println!("{plan}");
     for event in report.recent.iter().rev().take(SHOWN_EVENTS).rev() {
@@ -311,10 +311,10 @@ fn tell(plan: &Plan, report: &Report) {
 }
 
 /// Removes faults as long as the failure stays.
-fn minimize(batch: &Batch) -> ExitCode {
+fn minimize(batch: &SeedBatch) -> ExitCode {
     base::mutant::plant(batch.arguments.mutant);
     let seed = batch.first;
-    let whole = Plan::new(seed, &batch.arguments.off);
+    let whole = SimulationPlan::new(seed, &batch.arguments.off);
     let first = run(&batch.plan(seed), false);
     let Some(kind) = first.failure_kind() else {
         println!("seed {seed}: the node has kept its promises, so there is nothing to minimize");

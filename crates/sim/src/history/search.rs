@@ -119,20 +119,20 @@ struct Evidence {
 /// A range of a fill that an answer shows. The object contains the range from the write on, at
 /// least until this version, because each fill is written once.
 #[derive(Debug, Clone)]
-struct Trace {
+struct ShownRange {
     range: Range<u64>,
     version: u64,
 }
 
-impl Trace {
-    fn implies(&self, other: &Trace) -> bool {
+impl ShownRange {
+    fn implies(&self, other: &ShownRange) -> bool {
         self.version >= other.version
             && self.range.start <= other.range.start
             && self.range.end >= other.range.end
     }
 
     /// Adds the trace to a list of traces that do not imply one another.
-    fn add_to(self, traces: &mut Vec<Trace>) {
+    fn add_to(self, traces: &mut Vec<ShownRange>) {
         if !traces.iter().any(|trace| trace.implies(&self)) {
             traces.retain(|trace| !self.implies(trace));
             traces.push(self);
@@ -279,7 +279,7 @@ pub(super) struct Search<'a> {
     observers: BTreeMap<u64, Vec<usize>>,
     evidence: Vec<Option<Evidence>>,
     /// Ranges of each fill that answers show.
-    traces: BTreeMap<u32, Vec<Trace>>,
+    traces: BTreeMap<u32, Vec<ShownRange>>,
     looks_ahead: bool,
 }
 
@@ -306,7 +306,7 @@ impl<'a> Search<'a> {
             maybe.iter().flat_map(|call| conditions_on_versions(&call.change.change.conditions)).collect();
         let mut shown: BTreeMap<u32, u64> = BTreeMap::new();
         let mut shown_values: BTreeMap<&Bytes, u64> = BTreeMap::new();
-        let mut traces: BTreeMap<u32, Vec<Trace>> = BTreeMap::new();
+        let mut traces: BTreeMap<u32, Vec<ShownRange>> = BTreeMap::new();
         for (index, call) in sure.iter().enumerate() {
             let mut observe = |version| observers.entry(version).or_default().push(index);
             match &call.step {
@@ -320,7 +320,7 @@ impl<'a> Search<'a> {
                             // The first bytes of the next run may continue this run by chance.
                             let certain = len.saturating_sub(CHANCE);
                             if version < HIDDEN && certain > 0 {
-                                let trace = Trace { range: *at..at + certain, version };
+                                let trace = ShownRange { range: *at..at + certain, version };
                                 trace.add_to(traces.entry(*id).or_default());
                             }
                         }

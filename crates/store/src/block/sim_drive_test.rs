@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::task::LocalSet;
 
-use super::sim_drive::{DriveFault, DriveTimes, FaultKind, SimDrive};
+use super::sim_drive::{DriveFault, DriveFaultKind, DriveTimes, SimDrive};
 use super::store::{BlockStore, MkfsOptions, MountOptions};
 use crate::conformance::{self, Workload, cid, compare, oid, pattern, random_operations};
 use crate::{MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction};
@@ -219,12 +219,13 @@ struct Totals {
 /// Returns random faults that a store must survive without losing an acknowledged transaction.
 fn random_faults(rng: &mut StdRng) -> Vec<DriveFault> {
     let late = Duration::from_millis(rng.random_range(1..60));
-    let mut faults = vec![DriveFault { probability: 0.02, ..DriveFault::always(FaultKind::Stall(late)) }];
+    let mut faults =
+        vec![DriveFault { probability: 0.02, ..DriveFault::always(DriveFaultKind::Stall(late)) }];
     let after = rng.random_range(0..150);
     match rng.random_range(0..4u32) {
-        0 => faults.push(DriveFault { after, ..DriveFault::once(FaultKind::WriteError) }),
-        1 => faults.push(DriveFault { after: after / 4, ..DriveFault::once(FaultKind::FlushError) }),
-        2 => faults.push(DriveFault { after: after / 4, ..DriveFault::always(FaultKind::FlushError) }),
+        0 => faults.push(DriveFault { after, ..DriveFault::once(DriveFaultKind::WriteError) }),
+        1 => faults.push(DriveFault { after: after / 4, ..DriveFault::once(DriveFaultKind::FlushError) }),
+        2 => faults.push(DriveFault { after: after / 4, ..DriveFault::always(DriveFaultKind::FlushError) }),
         _ => {}
     }
     faults

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-use super::sim_drive::{DriveFault, DriveImage, DrivePart, DriveTimes, FaultKind, SimDrive, Survivors};
+use super::sim_drive::{DriveFault, DriveFaultKind, DriveImage, DrivePart, DriveTimes, SimDrive, Survivors};
 use super::sim_drive_test::{mount, options, simulate, small_drive};
 use super::store::{BlockStore, MkfsOptions};
 use crate::conformance::{self, cid, oid, pattern, write};
@@ -75,7 +75,7 @@ fn a_failed_read_is_reported_once_and_succeeds_later() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
         let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::ReadError) });
+        target.drive.inject(DriveFault { range, ..DriveFault::once(DriveFaultKind::ReadError) });
         let read = target.read("old").await;
         assert!(matches!(read, Err(StoreError::Io(_))), "{read:?}");
         assert_eq!(target.drive.counts().read_errors, 1);
@@ -85,7 +85,7 @@ fn a_failed_read_is_reported_once_and_succeeds_later() {
 
 #[test]
 fn a_failed_write_or_flush_poisons_the_target_until_a_remount() {
-    for kind in [FaultKind::WriteError, FaultKind::FlushError] {
+    for kind in [DriveFaultKind::WriteError, DriveFaultKind::FlushError] {
         simulate(1, async || {
             let target = SmallTarget::new().await;
             target.drive.inject(DriveFault::once(kind));
@@ -108,7 +108,7 @@ fn a_failed_write_or_flush_poisons_the_target_until_a_remount() {
 
 /// Mounts the target of `image` on a drive that fails one write or flush after `after` successes.
 /// Returns the content of the drive after the end of the mount, and whether the fault has fired.
-async fn mount_with_fault(image: &DriveImage, kind: FaultKind, after: u64) -> (DriveImage, bool) {
+async fn mount_with_fault(image: &DriveImage, kind: DriveFaultKind, after: u64) -> (DriveImage, bool) {
     let rng = StdRng::seed_from_u64(base::entropy::random());
     let drive = SimDrive::with_image(image, rng, DriveTimes::default());
     drive.inject(DriveFault { after, ..DriveFault::once(kind) });
@@ -130,9 +130,9 @@ fn a_target_can_be_mounted_after_any_two_failed_mounts_with_torn_writes() {
             target.put(&format!("o{n}"), n * 3000).await.unwrap();
         }
         let start = target.drive.image_after_power_failure(Survivors::Nothing);
-        for kinds in [FaultKind::WriteError, FaultKind::FlushError]
+        for kinds in [DriveFaultKind::WriteError, DriveFaultKind::FlushError]
             .into_iter()
-            .flat_map(|first| [(first, FaultKind::WriteError), (first, FaultKind::FlushError)])
+            .flat_map(|first| [(first, DriveFaultKind::WriteError), (first, DriveFaultKind::FlushError)])
         {
             for first in 0.. {
                 let (image, fired) = mount_with_fault(&start, kinds.0, first).await;
@@ -164,7 +164,7 @@ fn a_drive_whose_flushes_fail_for_a_while_can_be_mounted_afterwards() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
         let until = Some(Instant::now() + Duration::from_secs(5));
-        target.drive.inject(DriveFault { until, ..DriveFault::always(FaultKind::FlushError) });
+        target.drive.inject(DriveFault { until, ..DriveFault::always(DriveFaultKind::FlushError) });
         assert!(target.put("new", 50_000).await.is_err());
         drop(target.store);
         let refused = BlockStore::mount_simulated(&target.drive, &options()).await;
@@ -179,7 +179,7 @@ fn a_drive_whose_flushes_fail_for_a_while_can_be_mounted_afterwards() {
 fn a_stalled_request_delays_a_transaction_and_is_harmless() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::once(FaultKind::Stall(Duration::from_secs(7))));
+        target.drive.inject(DriveFault::once(DriveFaultKind::Stall(Duration::from_secs(7))));
         let started = Instant::now();
         target.put("new", 50_000).await.unwrap();
         assert!(started.elapsed() >= Duration::from_secs(7));
@@ -193,7 +193,7 @@ fn a_bit_flipped_in_a_read_is_detected_and_the_drive_stays_correct() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
         let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::FlipInRead) });
+        target.drive.inject(DriveFault { range, ..DriveFault::once(DriveFaultKind::FlipInRead) });
         let read = target.read("old").await;
         assert!(matches!(read, Err(StoreError::Corrupt { .. })), "{read:?}");
         assert_eq!(target.drive.counts().flips_in_reads, 1);
@@ -206,7 +206,7 @@ fn a_bit_flipped_in_a_write_or_at_rest_is_detected() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
         let range = target.drive.part(DrivePart::Data);
-        target.drive.inject(DriveFault { range, ..DriveFault::once(FaultKind::FlipInWrite) });
+        target.drive.inject(DriveFault { range, ..DriveFault::once(DriveFaultKind::FlipInWrite) });
         target.put("new", 8 * 4096).await.unwrap();
         assert_eq!(target.drive.counts().flips_in_writes, 1);
         let read = target.read("new").await;
@@ -261,7 +261,7 @@ fn a_bit_flipped_in_the_index_or_in_one_superblock_is_detected_or_harmless() {
 fn a_lying_flush_loses_acknowledged_changes_in_a_power_failure() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::always(FaultKind::LyingFlush));
+        target.drive.inject(DriveFault::always(DriveFaultKind::LyingFlush));
         target.put("new", 50_000).await.unwrap();
         assert!(target.drive.counts().lying_flushes > 0);
         target.drive.clear_faults();
@@ -276,7 +276,7 @@ fn a_lying_flush_loses_acknowledged_changes_in_a_power_failure() {
 fn a_lost_flush_loses_visible_changes_in_a_later_power_failure() {
     simulate(1, async || {
         let target = SmallTarget::new().await;
-        target.drive.inject(DriveFault::once(FaultKind::LostFlush));
+        target.drive.inject(DriveFault::once(DriveFaultKind::LostFlush));
         assert!(matches!(target.put("new", 50_000).await, Err(StoreError::Poisoned(_))));
         assert_eq!(target.drive.counts().flush_errors, 1);
         let target = target.remount().await;

@@ -71,7 +71,7 @@ pub(super) struct SimProcess {
 /// The address of a listener.
 pub(super) type Address = (HostId, u16);
 
-pub(super) struct SimListener {
+pub(super) struct ListeningPort {
     process: ProcessId,
     accepts_links: bool,
     waiting: VecDeque<TransportId>,
@@ -136,7 +136,7 @@ pub(super) struct State {
     pub(super) trash: Vec<ExposedMemory>,
     names: Vec<String>,
     processes: Vec<SimProcess>,
-    listeners: BTreeMap<Address, SimListener>,
+    listeners: BTreeMap<Address, ListeningPort>,
     last_transport: TransportId,
     last_port: u16,
     events: BinaryHeap<Reverse<(Instant, u64, SimEvent)>>,
@@ -402,7 +402,7 @@ impl State {
         self.needs_task = true;
         self.listeners.insert(
             (host, port),
-            SimListener { process, accepts_links, waiting: VecDeque::new(), waker: None },
+            ListeningPort { process, accepts_links, waiting: VecDeque::new(), waker: None },
         );
         Some((host, port))
     }

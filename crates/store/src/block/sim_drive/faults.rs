@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 
 /// A fault of a simulated drive's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FaultKind {
+pub enum DriveFaultKind {
     /// A read fails.
     ReadError,
     /// A write fails. The drive may have stored any of its sectors.
@@ -37,7 +37,7 @@ pub enum FaultKind {
 #[derive(Debug, Clone)]
 pub struct DriveFault {
     /// The fault.
-    pub kind: FaultKind,
+    pub kind: DriveFaultKind,
     /// Number of matching requests before the fault can fire.
     pub after: u64,
     /// Maximum number of times that the fault fires; `None` for no limit.
@@ -54,13 +54,13 @@ pub struct DriveFault {
 impl DriveFault {
     /// Returns a fault that hits every request of its kind.
     #[must_use]
-    pub fn always(kind: FaultKind) -> DriveFault {
+    pub fn always(kind: DriveFaultKind) -> DriveFault {
         DriveFault { kind, after: 0, count: None, probability: 1.0, range: None, until: None }
     }
 
     /// Returns a fault that hits the next request of its kind.
     #[must_use]
-    pub fn once(kind: FaultKind) -> DriveFault {
+    pub fn once(kind: DriveFaultKind) -> DriveFault {
         DriveFault { count: Some(1), ..DriveFault::always(kind) }
     }
 }
@@ -164,32 +164,32 @@ impl DriveFaults {
                 continue;
             }
             let count = match armed.fault.kind {
-                FaultKind::ReadError
-                | FaultKind::WriteError
-                | FaultKind::FlushError
-                | FaultKind::LostFlush => {
+                DriveFaultKind::ReadError
+                | DriveFaultKind::WriteError
+                | DriveFaultKind::FlushError
+                | DriveFaultKind::LostFlush => {
                     verdict.fails = true;
-                    verdict.orphans |= armed.fault.kind == FaultKind::LostFlush;
+                    verdict.orphans |= armed.fault.kind == DriveFaultKind::LostFlush;
                     match kind {
                         DriveRequestKind::Read | DriveRequestKind::InstantRead => &mut counts.read_errors,
                         DriveRequestKind::Write => &mut counts.write_errors,
                         DriveRequestKind::Flush => &mut counts.flush_errors,
                     }
                 }
-                FaultKind::Stall(late) => {
+                DriveFaultKind::Stall(late) => {
                     verdict.stall += late;
                     verdict.stalls_until = armed.fault.until;
                     &mut counts.stalls
                 }
-                FaultKind::FlipInRead => {
+                DriveFaultKind::FlipInRead => {
                     verdict.flips = true;
                     &mut counts.flips_in_reads
                 }
-                FaultKind::FlipInWrite => {
+                DriveFaultKind::FlipInWrite => {
                     verdict.flips = true;
                     &mut counts.flips_in_writes
                 }
-                FaultKind::LyingFlush => {
+                DriveFaultKind::LyingFlush => {
                     verdict.lies = true;
                     &mut counts.lying_flushes
                 }
@@ -203,14 +203,14 @@ impl DriveFaults {
 impl ArmedDriveFault {
     fn fires(&mut self, kind: DriveRequestKind, range: &Range<u64>, now: Instant, rng: &mut StdRng) -> bool {
         let matches = match self.fault.kind {
-            FaultKind::ReadError | FaultKind::FlipInRead => {
+            DriveFaultKind::ReadError | DriveFaultKind::FlipInRead => {
                 matches!(kind, DriveRequestKind::Read | DriveRequestKind::InstantRead)
             }
-            FaultKind::WriteError | FaultKind::FlipInWrite => kind == DriveRequestKind::Write,
-            FaultKind::FlushError | FaultKind::LostFlush | FaultKind::LyingFlush => {
+            DriveFaultKind::WriteError | DriveFaultKind::FlipInWrite => kind == DriveRequestKind::Write,
+            DriveFaultKind::FlushError | DriveFaultKind::LostFlush | DriveFaultKind::LyingFlush => {
                 kind == DriveRequestKind::Flush
             }
-            FaultKind::Stall(_) => kind != DriveRequestKind::InstantRead,
+            DriveFaultKind::Stall(_) => kind != DriveRequestKind::InstantRead,
         };
         let touches = |only: &Range<u64>| range.start < only.end && only.start < range.end;
         let in_range = kind == DriveRequestKind::Flush || self.fault.range.as_ref().is_none_or(touches);

@@ -35,7 +35,7 @@ use rand::rngs::StdRng;
 use super::superblock::{SUPERBLOCKS, Superblock};
 
 pub(super) use backend::SimBackend;
-pub use faults::{DriveCounts, DriveFault, FaultKind};
+pub use faults::{DriveCounts, DriveFault, DriveFaultKind};
 use image::{Image, ImageDrive};
 use state::State;
 
