@@ -129,6 +129,14 @@ fn client_host(number: usize) -> String {
     format!("client-{number}")
 }
 
+/// A client, and the processes that it has been so far.
+struct ClientSlot {
+    /// The running process, and its id in the history.
+    running: Option<(SimRole, ClientId)>,
+    /// Number of faults that keep the client down.
+    held: u32,
+}
+
 struct Simulation {
     plan: SimulationPlan,
     trace: EventTrace,
@@ -136,8 +144,7 @@ struct Simulation {
     network: SimNetwork,
     workload: SharedWorkload,
     history: RefCell<History>,
-    /// The running process of each client, and its id in the history.
-    clients: RefCell<Vec<(SimRole, ClientId)>>,
+    clients: RefCell<Vec<ClientSlot>>,
     clients_started: Cell<u32>,
     is_over: Cell<bool>,
 }
@@ -180,8 +187,8 @@ impl Simulation {
         self.node.run();
         self.create_pools().await;
         for number in 0..self.plan.clients {
-            let client = self.start_client(number);
-            self.clients.borrow_mut().push(client);
+            let running = Some(self.start_client(number));
+            self.clients.borrow_mut().push(ClientSlot { running, held: 0 });
         }
         let inject = |fault: &PlannedFault| {
             let (this, fault) = (Rc::clone(&self), fault.clone());
@@ -207,7 +214,7 @@ impl Simulation {
         sleep(HEALING + AFTER).await;
         operator.abort();
         self.is_over.set(true);
-        let clients = self.clients.borrow().clone();
+        let clients: Vec<_> = self.clients.borrow().iter().filter_map(|slot| slot.running.clone()).collect();
         let ending = async {
             for (client, _) in &clients {
                 client.ended().await;
@@ -352,14 +359,9 @@ impl Simulation {
             Victim::Operator => self.command(planned.detail).await,
             Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
             Victim::Client(number) => {
-                let (killed, id) = self.clients.borrow()[number].clone();
-                self.network.sever(&client_host(number));
-                killed.kill();
-                let now = self.now();
-                self.history.borrow_mut().kill(id, now);
+                self.kill_client(number);
                 sleep(planned.lasts).await;
-                let client = self.start_client(number);
-                self.clients.borrow_mut()[number] = client;
+                self.release_client(number);
             }
             Victim::Drive(target) => self.trouble_drive(&planned, target).await,
         }
@@ -377,6 +379,26 @@ impl Simulation {
         }
         sleep(planned.lasts).await;
         self.network.heal(HOST, &client);
+    }
+
+    /// Kills a client. A new client starts after [`release_client`](Self::release_client).
+    fn kill_client(&self, number: usize) {
+        let slot = &mut self.clients.borrow_mut()[number];
+        slot.held += 1;
+        if let Some((role, id)) = slot.running.take() {
+            self.network.sever(&client_host(number));
+            role.kill();
+            self.history.borrow_mut().kill(id, self.now());
+        }
+    }
+
+    /// Ends one [`kill_client`](Self::kill_client).
+    fn release_client(self: &Rc<Simulation>, number: usize) {
+        let slot = &mut self.clients.borrow_mut()[number];
+        slot.held -= 1;
+        if slot.held == 0 {
+            slot.running = Some(self.start_client(number));
+        }
     }
 
     async fn trouble_channel(&self, planned: &PlannedFault) {
