@@ -49,13 +49,19 @@ fn a_simulation_repeats_exactly_alone_and_after_others() {
     assert_eq!(hashes.len(), 6, "different seeds lead to different simulations");
 }
 
-/// Runs for `OUTBOARD_SIM_MINUTES`, 4 minutes by default.
+/// Runs for `OUTBOARD_SIM_MINUTES`, 4 minutes by default. Begins with the seed `OUTBOARD_SIM_SEED`, by
+/// default a new one.
 #[test]
 #[ignore = "takes minutes; `make sim-sample` runs it"]
-fn a_sample_of_new_seeds_shows_no_bug() {
+fn a_sample_of_seeds_shows_no_bug() {
     let minutes = std::env::var("OUTBOARD_SIM_MINUTES").unwrap_or_else(|_| "4".into());
     let jobs = std::thread::available_parallelism().map_or(1, usize::from).to_string();
-    let (output, succeeds) = simulate(&["--minutes", &minutes, "--jobs", &jobs, "--off", OFF]);
+    let mut arguments = vec!["--minutes", &minutes, "--jobs", &jobs, "--off", OFF];
+    let seed = std::env::var("OUTBOARD_SIM_SEED").unwrap_or_default();
+    if !seed.is_empty() {
+        arguments.extend(["--seed", &seed]);
+    }
+    let (output, succeeds) = simulate(&arguments);
     assert!(succeeds, "{output}");
     #[expect(clippy::print_stdout, reason = "the output states the seeds")]
     let () = println!("{output}");
