@@ -45,7 +45,7 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 # Kinds of faults that reach known defects (docs/simulator.md).
 sim_off := stale-drive
 
-sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT (45 min)
+sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked --bin outboard-sim
 	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
 

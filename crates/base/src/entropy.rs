@@ -2,7 +2,7 @@
 //!
 //! All random numbers of a node come from this module, so that a simulation can repeat them. A
 //! thread that runs a simulation calls [`seed_this_thread`]. All other threads get numbers from the
-//! system's generator, which nobody can predict.
+//! system's generator, whose output is unpredictable.
 
 use std::cell::RefCell;
 

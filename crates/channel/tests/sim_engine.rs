@@ -253,7 +253,7 @@ async fn a_severed_store_rings_no_doorbell() {
     rig.doorbells.osd.ring(7).unwrap();
     let rung = poll_fn(|cx| rig.bell.poll_wait(cx)).await.unwrap();
     assert_eq!(rung, 5, "only the ring before the death arrives");
-    // The engine may still move bytes into the memory that nobody uses.
+    // The engine may still move bytes into the memory, which has no user.
     rig.post(vec![rig.send(0, 64)], 1);
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
 }

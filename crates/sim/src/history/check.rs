@@ -34,7 +34,7 @@ pub struct CheckOptions {
     /// Maximum number of search steps per object.
     pub steps_max: usize,
     /// Time for which the node may still execute a change of unknown outcome. It begins at the
-    /// deadline of the change, or when all faults are healed, whichever is later. `None` for no
+    /// later of two times: the deadline of the change, and the healing of all faults. `None` for no
     /// limit.
     pub late_effect: Option<Duration>,
     /// Time after the healing from which on each call must be answered.
