@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
 
 use array::{CodingConfig, StripesAt};
@@ -30,9 +30,10 @@ use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectSt
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use uuid::Uuid;
-use wire::{CodingOffload, Placement};
+use wire::{CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::coverage::Coverage;
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
@@ -67,6 +68,9 @@ pub struct SimNode {
     engines_started: Cell<u64>,
     /// Hash of the operations of earlier DMA engines.
     engine_trace: Cell<u64>,
+    /// Effects of the faults of earlier DMA engines.
+    engine_coverage: RefCell<Coverage>,
+    osds_started: Cell<u64>,
     drives: Vec<(Uuid, Arc<SimDrive>)>,
     /// Whether the drive of each target is lost for ever.
     lost: RefCell<Vec<bool>>,
@@ -112,6 +116,8 @@ impl SimNode {
             engine: RefCell::default(),
             engines_started: Cell::new(0),
             engine_trace: Cell::new(0),
+            engine_coverage: RefCell::default(),
+            osds_started: Cell::new(0),
             drives,
             lost: RefCell::new(vec![false; plan.targets]),
             osd: RoleSlot::default(),
@@ -176,6 +182,7 @@ impl SimNode {
         if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
             let hash = xxh3_64_with_seed(&before.stats().trace.to_le_bytes(), self.engine_trace.get());
             self.engine_trace.set(hash);
+            add_engine(&mut self.engine_coverage.borrow_mut(), &before);
         }
         engine
     }
@@ -288,6 +295,41 @@ impl SimNode {
         let engine = self.engine.borrow().as_ref().map(|engine| engine.stats().trace);
         let hashes = drives.chain([self.engine_trace.get()]).chain(engine);
         hashes.fold(0, |hash, next| xxh3_64_with_seed(&next.to_le_bytes(), hash))
+    }
+
+    /// Adds the effects of faults of drives, DMA engines and control connection to `coverage`. The
+    /// caller calls this once, at the end of a simulation.
+    pub fn count_effects(&self, coverage: &mut Coverage) {
+        for (_, drive) in &self.drives {
+            let counts = drive.counts();
+            for (name, count) in [
+                ("read errors", counts.read_errors),
+                ("write errors", counts.write_errors),
+                ("flush errors", counts.flush_errors),
+                ("lying flushes", counts.lying_flushes),
+                ("stalls", counts.stalls),
+                ("bits flipped in reads", counts.flips_in_reads),
+                ("bits flipped in writes", counts.flips_in_writes),
+                ("bits flipped at rest", counts.flips_at_rest),
+                ("absent errors", counts.absent_errors),
+                ("power failures", counts.power_failures),
+                ("lost sectors", counts.lost_sectors),
+            ] {
+                coverage.add(format!("drive: {name}"), count);
+            }
+        }
+        let wire = self.wire.stats();
+        for (name, count) in [
+            ("connections cut", wire.cut),
+            ("connections held", wire.held),
+            ("connections refused", wire.refused),
+            ("late doorbells", wire.late_doorbells),
+        ] {
+            coverage.add(format!("channel: {name}"), count);
+        }
+        self.engine.borrow().iter().for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
+        coverage.merge(&self.engine_coverage.take());
+        coverage.add("node: starts of an osd", self.osds_started.get());
     }
 
     fn wall_clock(&self, role: NodeRole) -> WallClock {
@@ -415,20 +457,52 @@ impl SimNode {
         self.serve(parts).await;
     }
 
-    async fn serve(&self, parts: OsdParts) {
+    /// Returns the configuration for the next start of the osd. Each start has its own, as if the
+    /// operator had edited the configuration.
+    fn config(&self, stripes: StripesAt) -> OsdConfig {
+        let number = self.osds_started.get();
+        self.osds_started.set(number + 1);
+        let mut rng = rng(self.plan.seed, RandomStream::Config(number));
+        let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
+        let mode = if number == 0 { self.plan.coding } else { modes[rng.random_range(0..modes.len())] };
+        let coding = CodingConfig {
+            threads: 0,
+            stripes,
+            offload: self.plan.offload,
+            mode,
+            ..CodingConfig::default()
+        };
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),
             pid: 1,
-            coding: CodingConfig {
-                threads: 0,
-                stripes: parts.stripes,
-                offload: self.plan.offload,
-                mode: self.plan.coding,
-                ..CodingConfig::default()
-            },
+            coding,
             ..OsdConfig::default()
         };
+        let seconds = |seconds| Duration::from_secs(seconds);
+        let is_usual = rng.random_bool(0.5);
+        if is_usual {
+            return config;
+        }
+        let mut pick = |choices: [u64; 3]| choices[rng.random_range(0..3)];
+        OsdConfig {
+            store_patience: seconds(pick([30, 10, 4])),
+            target_timeout: seconds(pick([10, 5, 2])),
+            rebuild_share: pick([25, 5, 100]) as u32,
+            missed_objects_per_pg: pick([65_536, 8, 1]) as usize,
+            session_expiry: seconds(pick([24 * 3600, 20, 4])),
+            orphan_grace: seconds(pick([3600, 60, 20])),
+            collect_interval: seconds(pick([600, 10, 2])),
+            requests_per_connection: pick([256, 8, 1]) as usize,
+            sessions: pick([4096, 64, 16]) as usize,
+            cached_objects_per_pg: pick([4096, 8, 1]) as usize,
+            segments_in_flight: Arc::new(AtomicUsize::new(pick([3, 2, 1]) as usize)),
+            ..config
+        }
+    }
+
+    async fn serve(&self, parts: OsdParts) {
+        let config = self.config(parts.stripes);
         let ready = |started: Result<String, osd::StartError>| match started {
             Ok(endpoint) => self.trace.event(format_args!("the osd serves {endpoint}")),
             Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
@@ -444,6 +518,22 @@ impl SimNode {
     }
 }
 
+fn add_engine(coverage: &mut Coverage, engine: &SimEngine) {
+    let stats = engine.stats();
+    for (name, count) in [
+        ("failed transfers", stats.failed),
+        ("stalled transfers", stats.stalled),
+        ("transfers moved late", stats.moved_late),
+        ("corrupted transfers", stats.corrupted),
+        ("dropped doorbells", stats.dropped_doorbells),
+        ("device failures", stats.device_failures),
+        ("device hangs", stats.device_hangs),
+        ("resets", stats.resets),
+    ] {
+        coverage.add(format!("engine: {name}"), count);
+    }
+}
+
 /// Creates the network stack of a process on a host.
 #[must_use]
 pub fn stack(plan: &SimulationPlan, network: &SimNetwork, host: &str) -> SimStack {
@@ -456,8 +546,8 @@ fn drive(plan: &SimulationPlan, number: usize) -> (Uuid, Arc<SimDrive>) {
     let drive =
         SimDrive::new(plan.drive_size, rng(plan.seed, RandomStream::Drive(number)), DriveTimes::default());
     let sizes = MkfsOptions {
-        log_bytes: Some(plan.drive_size / 16),
-        index_bytes: Some(plan.drive_size / 8),
+        log_bytes: Some(plan.log_size()),
+        index_bytes: Some(plan.index_size()),
         ..MkfsOptions::default()
     };
     let uuid = drive.mkfs(&sizes).expect("the drive is large enough");
