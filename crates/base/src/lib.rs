@@ -25,6 +25,7 @@ pub mod reclaim;
 pub mod spinner;
 pub mod task;
 pub mod thread;
+pub mod watch;
 pub mod work;
 
 /// A future that may be sent between threads. Object-safe asynchronous traits return it.

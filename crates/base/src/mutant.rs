@@ -26,7 +26,7 @@ pub enum Mutant {
     DamageAsTornTail,
     /// The osd keeps the cached state of objects when the store begins a new incarnation.
     KeepCacheAtFailover,
-    /// A resumed connection delivers a message again.
+    /// A connection whose transport breaks forgets its last message, and delivers it again.
     DeliverTwice,
     /// An array does not update the parity of a partial write.
     SkipParity,

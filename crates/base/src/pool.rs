@@ -17,6 +17,12 @@ use crate::mem::{Arena, ArenaBuf};
 /// power of two.
 pub const MIN_BUFFER: usize = 4096;
 
+/// Number of bytes at the start of each [`GUARD_STRIDE`] of a free buffer that must be zero. Builds
+/// with debug assertions check them, to find writes into free buffers.
+const GUARD: usize = 16;
+/// Distance of the guards in a buffer, in bytes. A smaller distance would touch unused pages.
+const GUARD_STRIDE: usize = 64 << 10;
+
 /// Why a pool cannot provide a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -215,14 +221,33 @@ impl Shared {
 
     fn take(this: &Arc<Self>, state: &mut State, order: usize) -> Option<Grant> {
         let offset = state.free.take(order)?;
+        if cfg!(debug_assertions) {
+            let mut range = this.whole(offset, order);
+            let written = range.chunks_mut(GUARD_STRIDE).position(|part| part[..GUARD] != [0; GUARD]);
+            assert_eq!(
+                written, None,
+                "part of the free buffer at {offset} that was written after its release"
+            );
+        }
         state.low_water_bytes = state.low_water_bytes.min(state.free.free_bytes());
         Some(Grant { shared: Some(Arc::clone(this)), offset, order })
     }
 
     fn release(this: &Arc<Self>, offset: usize, order: usize) {
+        if cfg!(debug_assertions) {
+            this.whole(offset, order).chunks_mut(GUARD_STRIDE).for_each(|part| part[..GUARD].fill(0));
+        }
         let mut state = this.lock();
         state.free.release(offset, order);
         Self::serve(this, state);
+    }
+
+    /// The memory of an allocated range for which no [`ArenaBuf`] exists.
+    fn whole(&self, offset: usize, order: usize) -> ArenaBuf {
+        // SAFETY: the arena assigned the range to the pool in `BufferPool::new`. The buddy allocator
+        // has allocated the range. The two callers run before the range's buffer is made, and after
+        // it was dropped.
+        unsafe { self.arena.carve(self.origin + offset, MIN_BUFFER << order, Box::new(|| ())) }
     }
 
     /// Grants buffers to waiters in the order of the queue, while enough memory is free.
@@ -372,6 +397,16 @@ mod tests {
         assert_eq!(pool.arena().offset_of(&part), Some(0));
         drop(part);
         assert_eq!(pool.free_bytes(), (1 << 16, 0));
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic = "written after its release"]
+    fn a_write_into_a_free_buffer_is_found() {
+        let pool = pool(1);
+        drop(pool.try_alloc(1 << 16).unwrap());
+        pool.shared.whole(0, 4)[8] = 7;
+        drop(pool.try_alloc(1 << 16));
     }
 
     #[tokio::test]

@@ -24,10 +24,11 @@ mod task;
 mod turns;
 mod writer;
 
+use base::watch;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{Notify, Semaphore, watch};
+use tokio::sync::{Notify, Semaphore};
 
 pub(crate) use slot::ConnectionSlot;
 pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};

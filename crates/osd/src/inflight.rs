@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::hash_map::Entry;
 
 use base::collections::HashMap;
-use tokio::sync::watch;
+use base::watch;
 use wire::{Mutated, SessionId};
 
 /// Outcome of a change; `None` while the change is running.

@@ -1,5 +1,6 @@
 //! [`Target`]: one target of the node, and its health as the osd sees it.
 
+use base::watch;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use array::Member;
 use futures::future::{LocalBoxFuture, try_join_all};
 use store::{CollectionId, ObjectStore, StoreCalls, StoreError, Transaction};
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::TargetState;

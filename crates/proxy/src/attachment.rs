@@ -6,9 +6,9 @@ use base::fault::Faults;
 use base::pool::BufferPool;
 use base::task;
 use base::thread::ThreadClass;
+use base::watch;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use ec::offload::scheduler::health_status;
-use tokio::sync::watch;
 use wire::{OffloadState, OffloadStatus};
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
@@ -91,7 +91,7 @@ impl Attachment {
     pub async fn superseded(&self) {
         let mut superseded = self.handle.shared.superseded.subscribe();
         // This cannot fail: the sender lives as long as `self`.
-        let _ = superseded.wait_for(|superseded| *superseded).await;
+        drop(superseded.wait_for(|superseded| *superseded).await);
     }
 
     /// Returns the object store of the target with this index.

@@ -8,9 +8,10 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::health::OffloadHealth;
 use base::mem::OutsideAccess;
+use base::watch;
 use channel::{ChannelError, DmaEngine, DmaRegion, DpuMemory, TargetInfo};
 use store::StoreError;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 use crate::store_channel::{CallError, StoreChannel};

@@ -172,7 +172,7 @@ impl Shared {
         self.close_soon();
         // The connection's task ends within a second of this request. The `ended` channel cannot
         // close while `self` exists.
-        let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
+        drop(self.ended.subscribe().wait_for(|ended| *ended).await);
     }
 
     fn poll_event(&self, cx: &Context<'_>) -> Poll<ConnectionEvent> {

@@ -356,10 +356,10 @@ impl Shared {
     pub(super) fn on_message(&self, seq: u64, message: Message) -> Result<(), ReadFailure> {
         let mut state = self.lock();
         match state.inbound.on_sequenced(seq, message.payload.len())? {
-            Arrival::Repeated if !base::mutant!(DeliverTwice) => return Ok(()),
-            Arrival::Repeated | Arrival::Next => {}
+            Arrival::Repeated => return Ok(()),
+            Arrival::Next => {}
         }
-        if state.inbound.push_message(message)? {
+        if state.inbound.push_message(seq, message)? {
             state.outbound.want_window();
             self.wake_writer.notify_one();
         }

@@ -288,7 +288,7 @@ impl Shared {
 
     async fn close_requested(&self) {
         // The `close_wanted` channel cannot close while `self` exists.
-        let _ = self.close_wanted.subscribe().wait_for(|wanted| *wanted).await;
+        drop(self.close_wanted.subscribe().wait_for(|wanted| *wanted).await);
     }
 
     async fn close_deadline(&self) {
@@ -310,6 +310,9 @@ impl Shared {
         let exposed = state.offers.hide();
         state.offers.stop_serving();
         let dropped = state.outbound.rewind();
+        if base::mutant!(DeliverTwice) {
+            state.inbound.forget_last_message();
+        }
         state.inbound.push_info(ConnectionEvent::Interrupted);
         let waker = state.inbound.take_waker();
         drop(state);

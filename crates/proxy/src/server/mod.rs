@@ -25,6 +25,7 @@ use base::collections::HashMap;
 use base::fault::Faults;
 use base::task::spawn_local;
 use base::thread::{ThreadClass, spawn};
+use base::watch;
 use base::work::booked;
 use channel::ofi::OfiHostOptions;
 use channel::{
@@ -34,8 +35,8 @@ use channel::{
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 use uuid::Uuid;
 

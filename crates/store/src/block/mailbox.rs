@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use base::mem::Arena;
+use base::watch;
 use crossbeam_queue::SegQueue;
-use tokio::sync::watch;
 
 use super::drive::DriveCalls;
 use super::messages::{CoreCommand, CoreEvent, refuse};

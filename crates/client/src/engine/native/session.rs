@@ -17,10 +17,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use base::thread::ThreadClass;
+use base::watch;
 use messenger::{
     ConnectOptions, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError, NetworkStack,
 };
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
 use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId, UploadId};
@@ -195,7 +196,7 @@ impl Shared {
 
     async fn close_wanted(&self) {
         // The wait cannot fail, because `self` owns the sender.
-        let _ = self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await;
+        drop(self.session_state.subscribe().wait_for(|state| *state != SessionState::Open).await);
     }
 
     /// Tells the node that the session has ended and that none of its requests will be repeated.

@@ -38,9 +38,10 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::budget::PeerAddress;
 use base::collections::HashMap;
+use base::watch;
 use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
 use serde::Deserialize;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 pub(crate) use endpoint::OfiEndpoint;
 
@@ -161,7 +162,7 @@ impl OfiControl {
     async fn thaw(&self) {
         if *self.frozen.borrow() {
             // The sender lives as long as `self`.
-            let _ = self.frozen.subscribe().wait_for(|frozen| !*frozen).await;
+            drop(self.frozen.subscribe().wait_for(|frozen| !*frozen).await);
         }
     }
 
