@@ -146,6 +146,17 @@ impl History {
         self.pools.get_mut(pool).expect("the pool was declared").beyond_tolerance.push((from, to));
     }
 
+    /// Declares that no more faults are active than a pool tolerates from now on.
+    ///
+    /// # Panics
+    /// If the pool was not declared.
+    pub fn within_tolerance(&mut self, pool: &str, now: Duration) {
+        let intervals = &mut self.pools.get_mut(pool).expect("the pool was declared").beyond_tolerance;
+        for (_, end) in intervals {
+            end.get_or_insert(now);
+        }
+    }
+
     /// Declares that drives may lose acknowledged changes of a pool. Of the pool's calls, the check
     /// then only demands that they end, and that reads return data that was written to the object.
     ///

@@ -325,6 +325,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Client(n) => (4, u64::from(n)),
         RandomStream::Dma(n) => (5, n),
         RandomStream::Control => (6, 0),
+        RandomStream::LastChecks => (20, 0),
         RandomStream::Config(n) => (7, n),
     };
     let mut key = [0; 32];

@@ -1,5 +1,7 @@
 //! Runs one simulation.
 
+mod last_checks;
+
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -28,7 +30,7 @@ use crate::history::{
     TargetSpace, Violation,
 };
 use crate::node::{ENDPOINT, HOST, SimNode, stack};
-use crate::plan::{FaultKind, NodeRole, PlannedFault, RandomStream, SimulationPlan, Victim, rng};
+use crate::plan::{FaultKind, NodeRole, PlannedFault, PlannedPool, RandomStream, SimulationPlan, Victim, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
 use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
@@ -38,7 +40,7 @@ const HEALING: Duration = Duration::from_secs(30);
 /// Time for which clients continue to work after [`HEALING`].
 const AFTER: Duration = Duration::from_secs(5);
 /// Time within which all clients finish after the end of the workload.
-const ENDING: Duration = Duration::from_secs(180);
+const ENDING: Duration = Duration::from_secs(900);
 /// Time after the end of all faults after which the operator takes lost targets out of use.
 const REACTION: Duration = Duration::from_secs(5);
 /// Time for which the node has no power after a drive has acknowledged flushes falsely.
@@ -245,6 +247,11 @@ impl Simulation {
         self.trace.event(format_args!("all faults are over"));
         let now = self.now();
         self.history.borrow_mut().healed(now);
+        let lossy = self.plan.lossy_drives();
+        let is_tolerated = |pool: &&PlannedPool| pool.redundancy.tolerates() >= lossy;
+        for pool in self.plan.pools.iter().filter(|_| !self.plan.has_lying_drive()).filter(is_tolerated) {
+            self.history.borrow_mut().within_tolerance(&pool.name, now);
+        }
         let this = Rc::clone(&self);
         let id = self.new_operator();
         let operator = spawn_local(ThreadClass::Admin, async move {
@@ -260,14 +267,15 @@ impl Simulation {
             for (client, _) in &clients {
                 client.ended().await;
             }
-            self.read_all().await;
             self.last_commands().await;
+            self.check_at_end().await;
         };
         let is_stuck = timeout(ENDING, ending).await.is_err();
         let hash = self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7);
         // The roles refer to the simulation, so they must end before it.
         clients.iter().for_each(|(client, _)| client.kill());
         self.node.roles().for_each(|role| self.node.kill(role));
+        self.check_drives();
         let history = self.history.borrow();
         let index = self.plan.index_size();
         let space = TargetSpace { data: self.plan.drive_size - self.plan.log_size() - index, index };
@@ -322,17 +330,6 @@ impl Simulation {
                     Err(e) => self.trace.event(format_args!("the operator cannot create a pool: {e}")),
                 }
             }
-        }
-        client.close().await;
-    }
-
-    /// Reads all objects, as a new client.
-    async fn read_all(self: &Rc<Simulation>) {
-        let id = self.new_client();
-        let client = self.connect("reader").await;
-        let objects = self.history.borrow().objects();
-        for object in objects {
-            self.call(&client, id, RangeRead::whole(object).into()).await;
         }
         client.close().await;
     }

@@ -313,7 +313,9 @@ impl<'a> HistoryCheck<'a> {
             _ => {}
         }
         let Some(healed) = self.history.healed else { return };
-        if call.start.time < healed + self.options.recovery || self.is_beyond_tolerance(call) {
+        let served = healed + self.options.recovery;
+        let is_before = call.end.as_ref().is_some_and(|(end, _)| end.time < served + slack);
+        if (call.start.time < served && is_before) || self.is_beyond_tolerance(call) {
             return;
         }
         let is_answered = match &call.end {

@@ -25,6 +25,10 @@ pub enum Rule {
     Ends,
     /// A call that starts after all faults are healed is answered.
     Answered,
+    /// After all faults are healed, the node restores the redundancy of all pools.
+    Redundancy,
+    /// The structure of each target is intact.
+    Structure,
 }
 
 /// A broken promise.

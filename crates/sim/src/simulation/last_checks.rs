@@ -1,0 +1,138 @@
+//! The last steps of a simulation, after the end of all faults and of the workload. They show that
+//! the drives hold what clients have read, and that the redundancy is complete again.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use client::Client;
+use rand::Rng;
+use rand::seq::SliceRandom;
+use tokio::time::sleep;
+use wire::QueryOp;
+
+use super::{REQUEST_TIMEOUT, Simulation};
+use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
+use crate::plan::{RandomStream, rng};
+
+/// Time within which the node restores the redundancy of all pools after the end of all faults.
+const REBUILD: Duration = Duration::from_secs(300);
+/// Interval of the operator's questions.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Time for which the node has no power.
+const POWER_OFF: Duration = Duration::from_millis(100);
+/// Size of the last write to each object, in bytes.
+const LAST_WRITE: u64 = 5000;
+/// Maximum number of entries that a query asks for.
+const ENTRIES: u32 = 1000;
+
+impl Simulation {
+    /// Reads everything, changes each object, and reads everything again after a power failure and
+    /// without as many drives as the pools can lose.
+    pub(super) async fn check_at_end(self: &Rc<Simulation>) {
+        let mut choice = rng(self.plan.seed, RandomStream::LastChecks);
+        self.read_everything().await;
+        self.change_everything().await;
+        let is_redundant = self.redundancy_returns().await;
+        if choice.random_bool(0.5) {
+            self.note("last checks: the node loses power");
+            self.node.cut_power();
+            sleep(POWER_OFF).await;
+            self.node.roles().for_each(|role| self.node.release(role));
+            self.read_everything().await;
+        }
+        let mut drives: Vec<usize> = (0..self.plan.targets).filter(|&n| !self.plan.is_lossy(n)).collect();
+        let spare = self.plan.tolerance().saturating_sub(self.plan.lossy_drives());
+        if is_redundant && spare > 0 {
+            drives.shuffle(&mut choice);
+            for &target in &drives[..spare] {
+                self.note(&format!("last checks: drive {target} is removed"));
+                self.node.drive(target).remove();
+            }
+            self.read_everything().await;
+            drives[..spare].iter().for_each(|&target| self.node.drive(target).reinsert());
+        }
+    }
+
+    /// Reads all objects and their metadata, and lists them, as a new client.
+    async fn read_everything(self: &Rc<Simulation>) {
+        let (client, id) = self.last_client("reader").await;
+        let objects = self.history.borrow().objects();
+        for object in objects {
+            let range = QueryOp::OmapRange { from: Bytes::new(), to: None, limit: ENTRIES };
+            let ops = vec![QueryOp::Stat, QueryOp::Xattrs, range];
+            let query = QueryCall { object: object.clone(), conditions: Vec::new(), ops };
+            self.last_call(&client, id, query.into()).await;
+            self.last_call(&client, id, RangeRead::whole(object).into()).await;
+        }
+        for pool in &self.plan.pools {
+            let list = ListCall { pool: pool.name.clone(), namespace: None, prefix: String::new() };
+            self.last_call(&client, id, list.into()).await;
+        }
+        client.close().await;
+    }
+
+    /// Writes to all objects, as a new client.
+    async fn change_everything(self: &Rc<Simulation>) {
+        let (client, id) = self.last_client("writer").await;
+        let objects = self.history.borrow().objects();
+        for object in objects {
+            let fill = self.history.borrow_mut().new_fill(LAST_WRITE);
+            self.last_call(&client, id, ChangeCall::new(object).write(3000, fill).into()).await;
+        }
+        client.close().await;
+    }
+
+    async fn last_client(self: &Rc<Simulation>, host: &str) -> (Client, ClientId) {
+        (self.connect(host).await, self.new_client())
+    }
+
+    async fn last_call(&self, client: &Client, id: ClientId, request: Request) {
+        drop(self.call(client, (id, REQUEST_TIMEOUT), request).await);
+    }
+
+    /// Waits until no placement group is degraded. Returns whether this has happened.
+    async fn redundancy_returns(self: &Rc<Simulation>) -> bool {
+        let usable = self.plan.targets - self.plan.lossy_drives();
+        let pools = self.plan.pools.iter();
+        if pools.clone().any(|pool| usable < pool.redundancy.targets()) || self.plan.has_lying_drive() {
+            return false;
+        }
+        let (client, began) = (self.connect("operator").await, self.now());
+        drop(client.set_rebuild_rate(0).await);
+        let mut shown = String::new();
+        while self.now() - began < REBUILD {
+            if let Ok(status) = client.status().await {
+                if status.health.iter().all(|pool| pool.degraded + pool.unavailable == 0) {
+                    client.close().await;
+                    return true;
+                }
+                shown = format!("{:?}, {:?}, {:?}", status.health, status.rebuild, status.targets);
+            }
+            sleep(PAUSE).await;
+        }
+        client.close().await;
+        if !self.plan.may_be_full() {
+            let text = format!("the redundancy is not restored after {} s: {shown}", REBUILD.as_secs());
+            self.violation(Rule::Redundancy, text);
+        }
+        false
+    }
+
+    /// Checks the structure of all targets whose drives are not lost or damaged. No role may run.
+    pub(super) fn check_drives(&self) {
+        for target in (0..self.plan.targets).filter(|&target| !self.plan.is_lossy(target)) {
+            if self.node.is_lost(target) || self.plan.has_lying_drive() {
+                continue;
+            }
+            match self.node.drive(target).fsck(&osd::inspect) {
+                Ok(report) if report.is_clean() => {}
+                Ok(report) => {
+                    let text = format!("target {target} is damaged: {:?}", report.problems);
+                    self.violation(Rule::Structure, text);
+                }
+                Err(e) => self.violation(Rule::Structure, format!("target {target} cannot be checked: {e}")),
+            }
+        }
+    }
+}
