@@ -212,9 +212,8 @@ impl History {
     /// deadlines of its calls.
     pub fn resume(&mut self, client: ClientId, now: Duration) {
         self.note(now, format!("client {} continues", client.0));
-        let is_open = |call: &&mut RecordedCall| {
-            call.client == client && call.end.is_none() && call.killed.is_none()
-        };
+        let is_open =
+            |call: &&mut RecordedCall| call.client == client && call.end.is_none() && call.killed.is_none();
         for call in self.calls.iter_mut().filter(is_open) {
             call.deadline = call.deadline.map(|deadline| deadline.max(now));
         }
