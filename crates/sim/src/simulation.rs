@@ -41,6 +41,8 @@ const AFTER: Duration = Duration::from_secs(5);
 const ENDING: Duration = Duration::from_secs(180);
 /// Time after the end of all faults after which the operator takes lost targets out of use.
 const REACTION: Duration = Duration::from_secs(5);
+/// Time after which a plan with a drive that acknowledges flushes falsely injects no faults.
+const LYING_MAX: Duration = Duration::from_secs(120);
 /// Time for which the node has no power after a drive has acknowledged flushes falsely.
 const POWER_OFF: Duration = Duration::from_millis(100);
 /// Time limit of the requests of most clients.
@@ -239,9 +241,17 @@ impl Simulation {
             let (this, fault) = (Rc::clone(&self), fault.clone());
             spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
         };
-        let injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
-        for fault in injected {
-            fault.await.expect("a fault is injected without a panic");
+        let mut injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
+        let all = async {
+            for fault in &mut injected {
+                fault.await.expect("a fault is injected without a panic");
+            }
+        };
+        if !self.plan.has_lying_drive() {
+            all.await;
+        } else if timeout(LYING_MAX, all).await.is_err() {
+            // The node cannot start any more, and the operators cannot finish.
+            injected.iter().for_each(|fault| fault.abort());
         }
         self.node.heal();
         self.network.calm();
@@ -274,6 +284,9 @@ impl Simulation {
         // The roles refer to the simulation, so they must end before it.
         clients.iter().for_each(|(client, _)| client.kill());
         self.node.roles().for_each(|role| self.node.kill(role));
+        if self.plan.has_lying_drive() {
+            self.history.borrow_mut().kill_all(self.now());
+        }
         let history = self.history.borrow();
         let index = self.plan.index_size();
         let space = TargetSpace { data: self.plan.drive_size - self.plan.log_size() - index, index };
