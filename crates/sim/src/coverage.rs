@@ -20,7 +20,6 @@ pub const EXPECTED: &[&str] = &[
     "channel: connections cut",
     "channel: connections held",
     "channel: connections refused",
-    "channel: late doorbells",
     "drive: absent errors",
     "drive: bits flipped at rest",
     "drive: bits flipped in reads",
@@ -66,12 +65,12 @@ pub const EXPECTED: &[&str] = &[
     "operator: pool removed",
     "operator: target in",
     "operator: target out",
+    "operator: target replaced",
     "refusal: ConditionFailed",
     "refusal: Damaged",
     "refusal: NoSpace",
     "targets: filled",
     "unknown: expired",
-    "unknown: session refused",
     "unknown: timed out",
 ];
 

@@ -219,13 +219,20 @@ impl History {
         }
     }
 
+    /// Records that all clients and operators were killed.
+    pub fn kill_all(&mut self, now: Duration) {
+        let moment = self.moment(now);
+        for call in self.calls.iter_mut().filter(|call| call.end.is_none() && call.killed.is_none()) {
+            call.killed = Some(moment);
+        }
+    }
+
     /// Records that a client continues after a pause. A client that is stopped cannot keep the
     /// deadlines of its calls.
     pub fn resume(&mut self, client: ClientId, now: Duration) {
         self.note(now, format!("client {} continues", client.0));
-        let is_open = |call: &&mut RecordedCall| {
-            call.client == client && call.end.is_none() && call.killed.is_none()
-        };
+        let is_open =
+            |call: &&mut RecordedCall| call.client == client && call.end.is_none() && call.killed.is_none();
         for call in self.calls.iter_mut().filter(is_open) {
             call.deadline = call.deadline.map(|deadline| deadline.max(now));
         }

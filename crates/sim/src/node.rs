@@ -71,7 +71,11 @@ pub struct SimNode {
     /// Effects of the faults of earlier DMA engines.
     engine_coverage: RefCell<Coverage>,
     osds_started: Cell<u64>,
-    drives: Vec<(Uuid, Arc<SimDrive>)>,
+    drives_made: Cell<usize>,
+    /// The present drive of each target.
+    drives: RefCell<Vec<(Uuid, Arc<SimDrive>)>>,
+    /// Drives that were replaced.
+    retired: RefCell<Vec<Arc<SimDrive>>>,
     /// Whether the drive of each target is lost for ever.
     lost: RefCell<Vec<bool>>,
     osd: RoleSlot,
@@ -118,7 +122,9 @@ impl SimNode {
             engine_trace: Cell::new(0),
             engine_coverage: RefCell::default(),
             osds_started: Cell::new(0),
-            drives,
+            drives_made: Cell::new(plan.targets),
+            drives: RefCell::new(drives),
+            retired: RefCell::default(),
             lost: RefCell::new(vec![false; plan.targets]),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
@@ -191,7 +197,7 @@ impl SimNode {
     /// effect on them.
     fn sever(&self, kind: NodeRole) {
         if self.owner() == kind {
-            self.drives.iter().for_each(|(_, drive)| drive.sever());
+            self.drives.borrow().iter().for_each(|(_, drive)| drive.sever());
         }
         match kind {
             NodeRole::Osd => {
@@ -215,7 +221,7 @@ impl SimNode {
 
     /// Kills all roles, and makes the drives lose unflushed writes.
     pub fn cut_power(&self) {
-        for (number, (_, drive)) in self.drives.iter().enumerate() {
+        for (number, (_, drive)) in self.drives.borrow().iter().enumerate() {
             let survivors = drive.power_failure();
             self.trace.event(format_args!("drive {number} loses power: {survivors:?} may survive"));
         }
@@ -236,14 +242,27 @@ impl SimNode {
 
     /// The drive of the target with this number.
     #[must_use]
-    pub fn drive(&self, target: usize) -> &Arc<SimDrive> {
-        &self.drives[target].1
+    pub fn drive(&self, target: usize) -> Arc<SimDrive> {
+        Arc::clone(&self.drives.borrow()[target].1)
+    }
+
+    /// Creates a drive with a new target, which [`replace`](Self::replace) can install.
+    pub fn new_drive(&self) -> (Uuid, Arc<SimDrive>) {
+        self.drives_made.set(self.drives_made.get() + 1);
+        drive(&self.plan, self.drives_made.get() - 1)
+    }
+
+    /// Gives a target's place to a new target. No role may run.
+    pub fn replace(&self, target: usize, new: (Uuid, Arc<SimDrive>)) {
+        let (_, old) = std::mem::replace(&mut self.drives.borrow_mut()[target], new);
+        self.retired.borrow_mut().push(old);
+        self.lost.borrow_mut()[target] = false;
     }
 
     /// The UUID of the target with this number.
     #[must_use]
     pub fn uuid(&self, target: usize) -> Uuid {
-        self.drives[target].0
+        self.drives.borrow()[target].0
     }
 
     /// The DMA engine of the running osd, if the node has one.
@@ -271,7 +290,7 @@ impl SimNode {
 
     /// Ends all faults of drives, DMA and control connection, except for lost drives.
     pub fn heal(&self) {
-        for (target, (_, drive)) in self.drives.iter().enumerate() {
+        for (target, (_, drive)) in self.drives.borrow().iter().enumerate() {
             drive.clear_faults();
             if !self.is_lost(target) {
                 drive.reinsert();
@@ -291,16 +310,22 @@ impl SimNode {
     /// A hash of all operations of drives and DMA engines.
     #[must_use]
     pub fn trace(&self) -> u64 {
-        let drives = self.drives.iter().map(|(_, drive)| drive.trace());
+        let drives: Vec<u64> = self.all_drives().iter().map(|drive| drive.trace()).collect();
         let engine = self.engine.borrow().as_ref().map(|engine| engine.stats().trace);
-        let hashes = drives.chain([self.engine_trace.get()]).chain(engine);
+        let hashes = drives.into_iter().chain([self.engine_trace.get()]).chain(engine);
         hashes.fold(0, |hash, next| xxh3_64_with_seed(&next.to_le_bytes(), hash))
+    }
+
+    /// All drives that the node has had.
+    fn all_drives(&self) -> Vec<Arc<SimDrive>> {
+        let drives = self.drives.borrow();
+        self.retired.borrow().iter().chain(drives.iter().map(|(_, drive)| drive)).map(Arc::clone).collect()
     }
 
     /// Adds the effects of faults of drives, DMA engines and control connection to `coverage`. The
     /// caller calls this once, at the end of a simulation.
     pub fn count_effects(&self, coverage: &mut Coverage) {
-        for (_, drive) in &self.drives {
+        for drive in self.all_drives() {
             let counts = drive.counts();
             for (name, count) in [
                 ("read errors", counts.read_errors),
@@ -327,7 +352,10 @@ impl SimNode {
         ] {
             coverage.add(format!("channel: {name}"), count);
         }
-        self.engine.borrow().iter().for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
+        self.engine
+            .borrow()
+            .iter()
+            .for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
         coverage.merge(&self.engine_coverage.take());
         coverage.add("node: starts of an osd", self.osds_started.get());
     }
@@ -360,9 +388,9 @@ impl SimNode {
 
     /// Mounts the target with this number.
     async fn mount(&self, target: usize, stages_after: u64) -> Result<(Arc<BlockStore>, Driver), String> {
-        let (uuid, drive) = &self.drives[target];
+        let (uuid, drive) = self.drives.borrow()[target].clone();
         let options = MountOptions {
-            expected_uuid: Some(*uuid),
+            expected_uuid: Some(uuid),
             index: target,
             index_cache_bytes: 1 << 20,
             metadata_cache_bytes: 1 << 20,
@@ -370,13 +398,14 @@ impl SimNode {
             stages_after,
             ..MountOptions::default()
         };
-        BlockStore::mount_simulated(drive, &options).await.map_err(|e| e.to_string())
+        BlockStore::mount_simulated(&drive, &options).await.map_err(|e| e.to_string())
     }
 
     /// Mounts all targets and runs their drivers.
     async fn mount_all(&self) -> Vec<Mounted> {
         let mut mounted = Vec::new();
-        for (index, (uuid, _)) in self.drives.iter().enumerate() {
+        for index in 0..self.plan.targets {
+            let uuid = self.uuid(index);
             let store = match self.mount(index, 0).await {
                 Ok((store, driver)) => {
                     spawn_local(ThreadClass::Store, driver.run());
@@ -387,7 +416,7 @@ impl SimNode {
                     Err(AbsentStore::new(why))
                 }
             };
-            mounted.push(Mounted { path: format!("target {index}").into(), uuid: *uuid, store });
+            mounted.push(Mounted { path: format!("target {index}").into(), uuid, store });
         }
         mounted
     }
@@ -440,6 +469,8 @@ impl SimNode {
     /// The body of the osd's role with the placement `dpu`.
     async fn osd_body(self: Rc<SimNode>, engine: Arc<SimEngine>) {
         let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
+        // With a sample, the damage of an unverified transfer is found when a client reads the data.
+        options.verify_every = 1;
         options.memory.layout.data_len = WINDOW;
         options.memory.pool_len = STAGING;
         options.memory.largest_buffer = LARGEST_BUFFER;
@@ -465,13 +496,8 @@ impl SimNode {
         let mut rng = rng(self.plan.seed, RandomStream::Config(number));
         let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
         let mode = if number == 0 { self.plan.coding } else { modes[rng.random_range(0..modes.len())] };
-        let coding = CodingConfig {
-            threads: 0,
-            stripes,
-            offload: self.plan.offload,
-            mode,
-            ..CodingConfig::default()
-        };
+        let coding =
+            CodingConfig { threads: 0, stripes, offload: self.plan.offload, mode, ..CodingConfig::default() };
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),

@@ -73,6 +73,8 @@ kinds! {
     FlipAtRest, "flip-at-rest", 2;
     /// A drive is removed and never returns.
     LoseDrive, "lose-drive", 1;
+    /// A drive is removed and never returns. Later, the operator replaces its target.
+    ReplaceDrive, "replace-drive", 2;
     /// A drive is replaced by an older copy of itself.
     StaleDrive, "stale-drive", 1;
     /// A drive acknowledges flushes that it does not execute, and then perhaps loses power. No pool
@@ -106,7 +108,7 @@ impl FaultKind {
     /// the pools.
     fn is_lossy(self) -> bool {
         use FaultKind as K;
-        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::StaleDrive)
+        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
     }
 
     /// Whether a fault of this kind concerns one drive.
@@ -302,7 +304,8 @@ pub enum RandomStream {
     Entropy,
     /// The network.
     Network,
-    /// The drive with this number.
+    /// The drive with this number. The drives of the first targets have the lowest numbers, and the
+    /// drives that replace them have the next numbers.
     Drive(usize),
     /// The client with this id.
     Client(u32),

@@ -11,8 +11,8 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::task::spawn_local;
 use base::thread::ThreadClass;
-use channel::sim::{DeviceFailure, EngineFaults};
 use bytes::Bytes;
+use channel::sim::{DeviceFailure, EngineFaults};
 use client::engine::{ChangeRequest, ReadRequest, Sink, Source};
 use client::{Client, Options};
 use messenger::transport::sim::{CutKind, SimNetwork};
@@ -24,7 +24,7 @@ use tokio::time::{sleep, timeout};
 use wire::{CodingMode, Mutation, ObjectName, OpBytes, PoolName, Redundancy};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::coverage::{Coverage, CounterRecorder};
+use crate::coverage::{CounterRecorder, Coverage};
 use crate::history::{
     CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, RefusalKind, Request, Rule,
     TargetSpace, Violation,
@@ -43,8 +43,14 @@ const AFTER: Duration = Duration::from_secs(5);
 const ENDING: Duration = Duration::from_secs(900);
 /// Time after the end of all faults after which the operator takes lost targets out of use.
 const REACTION: Duration = Duration::from_secs(5);
+/// Time after which a plan with a drive that acknowledges flushes falsely injects no faults.
+const LYING_MAX: Duration = Duration::from_secs(120);
 /// Time for which the node has no power after a drive has acknowledged flushes falsely.
 const POWER_OFF: Duration = Duration::from_millis(100);
+/// Time limit of the requests of most clients.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit of the requests of the other clients. Some faults last longer.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit of one request that fills targets.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time within which a client fills the targets.
@@ -58,6 +64,8 @@ const FILL_VALUE: usize = 100 << 10;
 const FILLER: &str = "filler";
 /// Number of times that an operator tries to remove a pool while faults occur.
 const REMOVALS: u32 = 5;
+/// Number of times that an operator tries to replace a target while faults occur.
+const REPLACEMENTS: u32 = 10;
 /// Number of the first operator. Lower numbers are clients.
 const FIRST_OPERATOR: u32 = 1 << 31;
 /// Redundancy schemes of the pools that operators create.
@@ -235,9 +243,17 @@ impl Simulation {
             let (this, fault) = (Rc::clone(&self), fault.clone());
             spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
         };
-        let injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
-        for fault in injected {
-            fault.await.expect("a fault is injected without a panic");
+        let mut injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
+        let all = async {
+            for fault in &mut injected {
+                fault.await.expect("a fault is injected without a panic");
+            }
+        };
+        if !self.plan.has_lying_drive() {
+            all.await;
+        } else if timeout(LYING_MAX, all).await.is_err() {
+            // The node cannot start any more, and the operators cannot finish.
+            injected.iter().for_each(|fault| fault.abort());
         }
         self.node.heal();
         self.network.calm();
@@ -276,6 +292,9 @@ impl Simulation {
         clients.iter().for_each(|(client, _)| client.kill());
         self.node.roles().for_each(|role| self.node.kill(role));
         self.check_drives();
+        if self.plan.has_lying_drive() {
+            self.history.borrow_mut().kill_all(self.now());
+        }
         let history = self.history.borrow();
         let index = self.plan.index_size();
         let space = TargetSpace { data: self.plan.drive_size - self.plan.log_size() - index, index };
@@ -307,7 +326,8 @@ impl Simulation {
     }
 
     async fn connect(&self, host: &str) -> Client {
-        self.connect_with(host, Options::default()).await
+        let options = Options { request_timeout: REQUEST_TIMEOUT, ..Options::default() };
+        self.connect_with(host, options).await
     }
 
     async fn connect_with(&self, host: &str, options: Options) -> Client {
@@ -342,17 +362,19 @@ impl Simulation {
     fn start_client(self: &Rc<Simulation>, number: usize) -> (SimRole, ClientId) {
         let (this, id) = (Rc::clone(self), self.new_client());
         let mut root = rng(self.plan.seed, RandomStream::Client(id.0));
+        // A client with little patience learns the outcome of fewer changes.
+        let patience = if root.random_bool(0.7) { REQUEST_TIMEOUT } else { SHORT_TIMEOUT };
         let role = SimRole::start(async move {
-            let client = this.connect(&client_host(number)).await;
+            let options = Options { request_timeout: patience, ..Options::default() };
+            let client = this.connect_with(&client_host(number), options).await;
             let lanes: Vec<_> = (0..this.plan.lanes)
                 .map(|lane| {
                     let (this, client) = (Rc::clone(&this), client.clone());
                     let workload = this.workload.client(id.0 * 100 + lane);
                     let rng = StdRng::from_rng(&mut root);
-                    spawn_local(
-                        ThreadClass::Client,
-                        async move { this.lane(&client, id, workload, rng).await },
-                    )
+                    spawn_local(ThreadClass::Client, async move {
+                        this.lane(&client, (id, patience), workload, rng).await
+                    })
                 })
                 .collect();
             for lane in lanes {
@@ -364,7 +386,13 @@ impl Simulation {
     }
 
     /// Makes calls one after another until the simulation is over.
-    async fn lane(&self, client: &Client, id: ClientId, mut workload: ClientWorkload, mut rng: StdRng) {
+    async fn lane(
+        &self,
+        client: &Client,
+        id: (ClientId, Duration),
+        mut workload: ClientWorkload,
+        mut rng: StdRng,
+    ) {
         while !self.is_over.get() {
             let request = workload.next(&mut rng, |len| self.history.borrow_mut().new_fill(len));
             let outcome = self.call(client, id, request.clone()).await;
@@ -373,9 +401,10 @@ impl Simulation {
         }
     }
 
-    /// Makes a call and records it.
-    async fn call(&self, client: &Client, id: ClientId, request: Request) -> Outcome {
-        let deadline = self.now() + Options::default().request_timeout;
+    /// Makes a call and records it. `id` is the number of the client, `patience` the time limit of its
+    /// requests.
+    async fn call(&self, client: &Client, (id, patience): (ClientId, Duration), request: Request) -> Outcome {
+        let deadline = self.now() + patience;
         let text = match request.object() {
             Some(object) => format!("{object}: {request}"),
             None => request.to_string(),
@@ -541,7 +570,7 @@ impl Simulation {
         text: &str,
         command: impl Future<Output = client::Result<T>>,
     ) -> client::Result<T> {
-        let deadline = self.now() + Options::default().request_timeout;
+        let deadline = self.now() + REQUEST_TIMEOUT;
         let request = Request::Admin(text.to_owned());
         let call = self.history.borrow_mut().start(operator, self.now(), Some(deadline), request);
         let result = command.await;
@@ -593,7 +622,8 @@ impl Simulation {
     ) {
         let name = format!("extra-{:x}", planned.detail);
         let schemes = SCHEMES.iter().map(|scheme| scheme.parse().expect("the scheme is valid"));
-        let schemes: Vec<Redundancy> = schemes.filter(|s: &Redundancy| s.targets() <= self.plan.targets).collect();
+        let schemes: Vec<Redundancy> =
+            schemes.filter(|s: &Redundancy| s.targets() <= self.plan.targets).collect();
         for _ in 0..2 {
             let scheme = schemes[detail.random_range(0..schemes.len())];
             self.extra_pools.borrow_mut().insert(name.clone(), scheme);
@@ -619,7 +649,8 @@ impl Simulation {
     async fn use_pool(&self, client: &Client, name: &str) {
         let pool = PoolName::new(name).expect("the name is valid");
         for number in 0..3 {
-            let object = ObjectName::new(pool.clone(), "", format!("object-{number}")).expect("the name is valid");
+            let object =
+                ObjectName::new(pool.clone(), "", format!("object-{number}")).expect("the name is valid");
             let change = ChangeRequest {
                 name: object,
                 part: None,
@@ -628,7 +659,8 @@ impl Simulation {
                 payload: Some(Source::Bytes(Bytes::from(vec![1; 10_000 << (2 * number)]))),
             };
             let outcome = Outcome::of_change(&client.mutate(change).await);
-            self.trace.event(format_args!("the operator creates an object of pool {name}: {}", brief(&outcome)));
+            self.trace
+                .event(format_args!("the operator creates an object of pool {name}: {}", brief(&outcome)));
             if let Outcome::Refused(refusal) = &outcome
                 && refusal.kind == RefusalKind::Exists
             {
@@ -639,8 +671,10 @@ impl Simulation {
 
     /// Removes a pool that an operator has created. Returns whether the pool is gone.
     async fn remove_extra_pool(&self, client: &Client, operator: ClientId, name: &str) -> bool {
-        let removed = self.administer(operator, &format!("remove pool {name}"), client.remove_pool(name, true)).await;
-        let is_gone = removed.as_ref().is_ok_and(|()| true) || removed.as_ref().is_err_and(client::Error::is_not_found);
+        let removed =
+            self.administer(operator, &format!("remove pool {name}"), client.remove_pool(name, true)).await;
+        let is_gone =
+            removed.as_ref().is_ok_and(|()| true) || removed.as_ref().is_err_and(client::Error::is_not_found);
         if is_gone {
             self.count("operator: pool removed");
             self.extra_pools.borrow_mut().remove(name);
@@ -664,7 +698,8 @@ impl Simulation {
 
     /// Takes a target out of use for a while.
     async fn take_out_for(&self, lasts: Duration, target: usize) {
-        let (client, id, uuid) = (self.connect("operator").await, self.new_operator(), self.node.uuid(target));
+        let (client, id, uuid) =
+            (self.connect("operator").await, self.new_operator(), self.node.uuid(target));
         let index = loop {
             if let Ok(status) = self.administer(id, "show the status", client.status()).await {
                 break status.targets.iter().position(|status| status.uuid == uuid);
@@ -685,6 +720,34 @@ impl Simulation {
             sleep(Duration::from_secs(1)).await;
         }
         client.close().await;
+    }
+
+    /// Replaces a target whose drive is lost by a new target, and restarts the node.
+    async fn replace_target(&self, target: usize) {
+        let (client, id, new) = (self.connect("operator").await, self.new_operator(), self.node.new_drive());
+        let mut tries = 0;
+        loop {
+            if let Ok(status) = self.administer(id, "show the status", client.status()).await {
+                let index = |uuid| status.targets.iter().position(|status| status.uuid == uuid);
+                if index(new.0).is_some() {
+                    break;
+                }
+                let Some(old) = index(self.node.uuid(target)) else { return };
+                let replace = client.replace_target(old as u32, new.0);
+                drop(self.administer(id, &format!("replace target {target}"), replace).await);
+            }
+            tries += 1;
+            if tries == REPLACEMENTS {
+                return self.note(&format!("target {target} cannot be replaced"));
+            }
+            sleep(Duration::from_secs(1)).await;
+        }
+        client.close().await;
+        self.count("operator: target replaced");
+        self.node.roles().for_each(|role| self.node.kill(role));
+        self.node.replace(target, new);
+        sleep(POWER_OFF).await;
+        self.node.roles().for_each(|role| self.node.release(role));
     }
 
     /// Fills the targets of a pool, and removes the objects again after a while.
@@ -709,13 +772,16 @@ impl Simulation {
                 let name = ObjectName::new(pool.clone(), FILLER, name).expect("the name is valid");
                 created.push(name.clone());
                 let (op, payload) = match size {
-                    Some(size) => (Mutation::WriteFull(OpBytes::Payload), Some(Source::Bytes(value.slice(..size)))),
+                    Some(size) => {
+                        (Mutation::WriteFull(OpBytes::Payload), Some(Source::Bytes(value.slice(..size))))
+                    }
                     None => {
                         let key = |key: &'static str| (Bytes::from(key), value.slice(..FILL_VALUE));
                         (Mutation::OmapSet(vec![key("a"), key("b")]), None)
                     }
                 };
-                let change = ChangeRequest { name, part: None, conditions: Vec::new(), ops: vec![op], payload };
+                let change =
+                    ChangeRequest { name, part: None, conditions: Vec::new(), ops: vec![op], payload };
                 match Outcome::of_change(&client.mutate(change).await) {
                     Outcome::Changed(_) => refusals = 0,
                     Outcome::Refused(refusal) if refusal.kind == RefusalKind::NoSpace => refusals += 1,
@@ -742,7 +808,9 @@ impl Simulation {
                         self.violation(Rule::Reserve, format!("{name} cannot be removed: {}", refusal.text));
                         break;
                     }
-                    outcome => self.trace.event(format_args!("the filler cannot remove {name}: {}", brief(&outcome))),
+                    outcome => {
+                        self.trace.event(format_args!("the filler cannot remove {name}: {}", brief(&outcome)))
+                    }
                 }
                 if self.plan.has_lying_drive() {
                     break;
@@ -834,6 +902,12 @@ impl Simulation {
                 }
             }
             FaultKind::TargetOut => self.take_out_for(planned.lasts, target).await,
+            FaultKind::ReplaceDrive => {
+                self.node.lose(target);
+                drive.remove();
+                sleep(planned.lasts).await;
+                self.replace_target(target).await;
+            }
             FaultKind::RemoveDrive => {
                 drive.remove();
                 sleep(planned.lasts).await;

@@ -11,8 +11,8 @@ use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes
 
 use super::search::{DeadEnd, Found, Maybe, PreparedChange, Search, Step, Sure};
 use super::{
-    CallId, ChangeCall, DataOrigin, Fill, History, ListCall, Moment, Outcome, PoolRules, RecordedCall, RefusalKind, Request,
-    Rule, Violation,
+    CallId, ChangeCall, DataOrigin, Fill, History, ListCall, Moment, Outcome, PoolRules, RecordedCall,
+    RefusalKind, Request, Rule, Violation,
 };
 
 /// Payloads of more than this size, in bytes, may reach the store before their transaction.
@@ -435,8 +435,9 @@ impl<'a> HistoryCheck<'a> {
             let Some((_, Outcome::Read(answer))) = &call.end else { continue };
             let wrong = answer.data.runs().iter().find(|(len, origin)| match origin {
                 DataOrigin::Zeros => false,
-                DataOrigin::Fill { id, .. } => !written.contains(id),
-                DataOrigin::Raw(_) => *len >= RAW_MIN,
+                // Other bytes may look like a fill with a very high number.
+                DataOrigin::Fill { id, .. } if *id <= self.history.fills => !written.contains(id),
+                DataOrigin::Fill { .. } | DataOrigin::Raw(_) => *len >= RAW_MIN,
             });
             if let Some((len, origin)) = wrong {
                 let text = format!("no call wrote these {len} bytes to {object}: {origin:?}");
