@@ -27,6 +27,11 @@ pub mod simulation {
     pub use crate::block::sim::{Crashes, RecordedDrive, SimStore};
 }
 /// A target on a simulated drive, which runs in simulated time and without threads.
+#[cfg(all(feature = "sim", not(debug_assertions)))]
+compile_error!(
+    "a release must not contain the simulator's parts: leave out crate outboard-sim, for example with `-p outboard`"
+);
+
 #[cfg(feature = "sim")]
 pub mod sim {
     pub use crate::block::sim_drive::{
