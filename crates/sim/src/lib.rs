@@ -9,6 +9,7 @@
 
 pub mod history;
 pub mod node;
+pub mod output;
 pub mod plan;
 pub mod role;
 pub mod simulation;
