@@ -43,7 +43,7 @@ pub enum Site {
     StoreCall,
     /// A reply that the osd's process receives.
     OsdReply,
-    /// One erasure-coding task on the DPU.
+    /// One erasure-coding task, on any processor or device.
     EcOffload,
     /// A write to a target's drive, or a flush.
     DriveWrite,

@@ -128,6 +128,7 @@ pub fn spawn<T: Send + 'static>(
     suffix: &str,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> std::io::Result<JoinHandle<T>> {
+    #[expect(clippy::disallowed_methods, reason = "this is the only function that starts threads")]
     Builder::new().name(format!("{}-{suffix}", class.prefix())).spawn(body)
 }
 

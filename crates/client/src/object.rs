@@ -78,6 +78,7 @@ impl Object {
             let len = file.metadata()?.len();
             Ok::<_, std::io::Error>(Source::File { file: Arc::new(file), offset: 0, len })
         };
+        #[expect(clippy::disallowed_methods, reason = "the data of a simulated client is in memory")]
         let source = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
         self.put_from(source, options).await
     }

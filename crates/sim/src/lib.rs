@@ -10,6 +10,7 @@
 pub mod coverage;
 pub mod history;
 pub mod node;
+pub mod output;
 pub mod plan;
 pub mod role;
 pub mod simulation;

@@ -315,6 +315,8 @@ pub enum RandomStream {
     Control,
     /// The configuration of the n-th osd.
     Config(u64),
+    /// The last checks.
+    LastChecks,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -328,8 +330,8 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Client(n) => (4, u64::from(n)),
         RandomStream::Dma(n) => (5, n),
         RandomStream::Control => (6, 0),
-        RandomStream::LastChecks => (20, 0),
         RandomStream::Config(n) => (7, n),
+        RandomStream::LastChecks => (8, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

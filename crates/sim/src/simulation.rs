@@ -1,7 +1,5 @@
 //! Runs one simulation.
 
-mod last_checks;
-
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -30,10 +28,14 @@ use crate::history::{
     TargetSpace, Violation,
 };
 use crate::node::{ENDPOINT, HOST, SimNode, stack};
-use crate::plan::{FaultKind, NodeRole, PlannedFault, PlannedPool, RandomStream, SimulationPlan, Victim, rng};
+use crate::plan::{
+    FaultKind, NodeRole, PlannedFault, PlannedPool, RandomStream, SimulationPlan, Victim, rng,
+};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
 use crate::workload::{ClientWorkload, SharedWorkload, WorkloadOptions};
+
+mod last_checks;
 
 /// Time after the end of all faults within which the node must serve all requests again.
 const HEALING: Duration = Duration::from_secs(30);

@@ -60,8 +60,7 @@ impl EventTrace {
         let line = format!("{:>10.6} {event}", at.as_secs_f64());
         self.add(line.as_bytes());
         if self.inner.is_printed {
-            #[expect(clippy::print_stdout, reason = "the user asked for the trace")]
-            let () = println!("{line}");
+            crate::output::line(&line);
         }
         let mut kept = self.inner.kept.borrow_mut();
         if kept.len() == KEPT {

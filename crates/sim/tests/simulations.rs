@@ -1,6 +1,6 @@
 //! Runs simulations with the program `outboard-sim`.
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Kinds of faults that reach known defects. `docs/simulator.md` describes them.
 const OFF: &str = "stale-drive";
@@ -50,6 +50,16 @@ fn a_simulation_repeats_exactly_alone_and_after_others() {
         hashes.insert(hash(&alone, seed)[8..].to_owned());
     }
     assert_eq!(hashes.len(), 6, "different seeds lead to different simulations");
+}
+
+#[test]
+fn the_program_ends_quietly_if_the_reader_of_its_output_closes_the_pipe() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outboard-sim"));
+    command.args(["--seed", "7", "--trace"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
 /// Runs for `OUTBOARD_SIM_MINUTES`, 4 minutes by default. Begins with the seed `OUTBOARD_SIM_SEED`, by

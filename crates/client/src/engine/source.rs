@@ -91,6 +91,7 @@ impl Source {
                     let mut buf = vec![0; len];
                     file.read_exact_at(&mut buf, from).map(|()| Bytes::from(buf))
                 };
+                #[expect(clippy::disallowed_methods, reason = "the data of a simulated client is in memory")]
                 tokio::task::spawn_blocking(read).await.map_err(std::io::Error::other)?
             }
             Source::Descriptor(_) => Err(std::io::Error::other(NO_DESCRIPTORS)),

@@ -68,15 +68,26 @@ impl AcceleratorOptions {
 /// # Errors
 /// If the system cannot create another thread.
 pub fn start(options: AcceleratorOptions) -> io::Result<Worker> {
+    Worker::start(settings(options, 1))
+}
+
+/// Creates an emulated accelerator that has no thread, for a simulation. Each task is a batch of its
+/// own, and batches run in parallel.
+#[must_use]
+pub fn inline(options: AcceleratorOptions) -> Worker {
+    Worker::inline(settings(options, 0))
+}
+
+fn settings(options: AcceleratorOptions, threads: usize) -> WorkerSettings {
     let AcceleratorOptions { pace, queue, batch_bytes, faults } = options;
-    Worker::start(WorkerSettings {
+    WorkerSettings {
         name: "accelerator (emulated)",
         class: ThreadClass::CodingDevice,
-        threads: 1,
+        threads,
         queue,
         device: Some((pace, batch_bytes)),
         faults,
-    })
+    }
 }
 
 #[cfg(test)]

@@ -43,10 +43,20 @@ impl SoftwareOptions {
 /// # Errors
 /// If the system cannot create the threads.
 pub fn start(options: SoftwareOptions) -> io::Result<Worker> {
+    Worker::start(settings(options))
+}
+
+/// Creates a worker that has no threads, for a simulation.
+#[must_use]
+pub fn inline(processor: Processor, faults: Faults) -> Worker {
+    Worker::inline(settings(SoftwareOptions { threads: 0, faults, ..SoftwareOptions::new(processor) }))
+}
+
+fn settings(options: SoftwareOptions) -> WorkerSettings {
     let SoftwareOptions { processor, threads, queue, faults } = options;
     let (name, class) = match processor {
         Processor::Dpu => ("software", ThreadClass::Coding),
         Processor::Host => ("host", ThreadClass::HostCoding),
     };
-    Worker::start(WorkerSettings { name, class, threads, queue, device: None, faults })
+    WorkerSettings { name, class, threads, queue, device: None, faults }
 }

@@ -6,8 +6,8 @@
 //! `EngineRate` emulates a device: it takes all waiting tasks as one batch, computes them, and
 //! sleeps until the device would have finished.
 //!
-//! A worker without threads computes each task in the call that submits the task. Simulations, which
-//! run on one thread, use such workers.
+//! A worker without threads computes each task in the call that submits the task, and delays the
+//! result on the clock of the Tokio runtime. Simulations, which run on one thread, use such workers.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,6 +15,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use base::clock::Instant;
 use base::fault::{Action, Faults, Site};
@@ -24,6 +25,10 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 use super::batch::{CodingWork, EngineRate};
+
+/// Duration of a task on a processor whose threads are simulated, in nanoseconds per KiB of data.
+/// One core of a fast processor needs about this time.
+const SIMULATED_NS_PER_KIB: u64 = 100;
 
 /// Reason why a task has no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -62,7 +67,7 @@ pub struct WorkerStats {
     pub batches: u64,
     /// Number of tasks without a result: a fault was injected, or the task panicked.
     pub failed: u64,
-    /// CPU time used for the tasks, in nanoseconds.
+    /// CPU time used for the tasks, in nanoseconds; simulated time if the worker has no threads.
     pub cpu_ns: u64,
     /// Number of batches for which this machine needed more time than the emulated device would
     /// have needed.
@@ -145,15 +150,20 @@ impl Worker {
     /// If the system cannot create another thread.
     pub(super) fn start(settings: WorkerSettings) -> io::Result<Worker> {
         let (class, threads) = (settings.class, settings.threads);
-        let meters = WorkerMeters::of(settings.name);
-        let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
         // If starting a thread fails, dropping the worker stops the threads that have started.
-        let mut worker = Worker { shared, threads: Vec::new() };
+        let mut worker = Worker::inline(settings);
         for number in 0..threads {
             let shared = Arc::clone(&worker.shared);
             worker.threads.push(spawn(class, &number.to_string(), move || shared.run())?);
         }
         Ok(worker)
+    }
+
+    /// Creates a worker without threads.
+    pub(super) fn inline(settings: WorkerSettings) -> Worker {
+        let meters = WorkerMeters::of(settings.name);
+        let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
+        Worker { shared, threads: Vec::new() }
     }
 
     /// Returns the name for display, which shows whether the worker is emulated.
@@ -188,11 +198,10 @@ impl Worker {
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
         let item = QueuedJob { work, job };
-        let (name, is_inline) = (self.name(), self.threads.is_empty());
-        let taken = if is_inline {
-            Ok(self.shared.compute_inline(item))
-        } else {
-            self.shared.take(item).map(|()| None)
+        let name = self.name();
+        let taken = match self.simulated_duration(work) {
+            Some(duration) => Ok(self.shared.compute_inline(item, duration)),
+            None => self.shared.take(item).map(|()| None),
         };
         async move {
             if let Some(InlineResult { due, computed }) = taken? {
@@ -201,6 +210,15 @@ impl Worker {
             }
             receiver.await.unwrap_or(Err(WorkerError::Stopped(name)))
         }
+    }
+
+    /// Returns the simulated duration of a task, or `None` if threads compute the tasks.
+    #[must_use]
+    pub fn simulated_duration(&self, work: CodingWork) -> Option<Duration> {
+        self.threads.is_empty().then(|| match self.shared.settings.device {
+            Some((rate, _)) => rate.of_batch(&[work]),
+            None => Duration::from_nanos(work.bytes.div_ceil(1024) * SIMULATED_NS_PER_KIB),
+        })
     }
 
     /// Returns the worker's statistics.
@@ -262,17 +280,15 @@ impl Shared {
     }
 
     /// Computes a task on the calling thread. Returns `None` if no caller waits for the result.
-    fn compute_inline(&self, item: QueuedJob) -> Option<InlineResult> {
-        let mut due = Instant::now();
+    fn compute_inline(&self, item: QueuedJob, duration: Duration) -> Option<InlineResult> {
+        let mut due = Instant::now() + duration;
         let fault = self.settings.faults.hit(Site::EcOffload);
         if let Some(Action::Stall(late)) = fault {
             due += late;
         }
-        if let Some((pace, _)) = self.settings.device {
-            due += pace.of_batch(&[item.work]);
-        }
         let computed = (item.job)(fault == Some(Action::Fail))?;
         self.meters.batches.fetch_add(1, Ordering::Relaxed);
+        self.meters.cpu_ns.fetch_add(duration.as_nanos() as u64, Ordering::Relaxed);
         self.meters.count(item.work, computed.is_done);
         Some(InlineResult { due, computed })
     }

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, Once};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use outboard_proxy::{
     Attachment, AttachmentOptions, DmaTuning, LocalServer, ServedTarget, ServerOptions, StoreEndpoint,
     StoreListener,
 };
-use store::stripes::{EngineOptions, Engines};
+use store::stripes::Engines;
 use store::{MemStore, ObjectStore, StoreFuture, StoreRequest, Submit};
 use tokio::task::LocalSet;
 use uuid::Uuid;
@@ -27,8 +27,8 @@ use uuid::Uuid;
 pub const TARGETS: usize = 2;
 
 /// A store whose answers take a random time. If it reads late, it also reads the payload of a stage
-/// write only after a random time, so a caller must await the write before it uses the stage. It has the content of another store, which outlives the store's role as a drive
-/// would.
+/// write only after a random time, so a caller must await the write before it uses the stage. It has
+/// the content of another store, which outlives the store's role as a drive would.
 struct SlowStore {
     behind: Arc<MemStore>,
     answer_max: Duration,
@@ -161,13 +161,6 @@ pub struct World {
     pub is_serving: Rc<Cell<bool>>,
 }
 
-/// The engines that compute parity. No test here uses them, so all simulations share them.
-fn parity_engines() -> Arc<Engines> {
-    static ENGINES: OnceLock<Arc<Engines>> = OnceLock::new();
-    let start = || Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
-    Arc::clone(ENGINES.get_or_init(start))
-}
-
 fn empty_disks() -> Vec<Arc<MemStore>> {
     (0..TARGETS).map(|_| Arc::new(MemStore::new())).collect()
 }
@@ -225,7 +218,8 @@ impl World {
     /// Starts the store's process.
     pub fn start_store(&self) {
         let target = |number| ServedTarget { uuid: World::uuid(number), store: self.slow_store(number) };
-        let (engines, faults) = (Some(parity_engines()), self.store_faults.clone());
+        let engines = Some(Arc::new(Engines::inline(Faults::default(), false)));
+        let faults = self.store_faults.clone();
         let options = ServerOptions { engines, faults, ..ServerOptions::default() };
         let listener = StoreListener::Sim(self.wire.listen());
         let (server, serving) =
@@ -337,8 +331,6 @@ fn count_panics() {
 
 /// Runs a scenario on this thread in simulated time. `seed` determines everything that happens.
 pub fn simulate<T>(seed: u64, settings: Settings, scenario: impl AsyncFnOnce(Rc<World>) -> T) -> T {
-    // The engines are shared with other simulations, so they must not use this seed.
-    drop(parity_engines());
     count_panics();
     let panics = PANICS.get();
     let _seeded = seed_this_thread(seed);

@@ -1,6 +1,6 @@
 //! `outboard-sim`: runs simulations of a node from seeds.
 
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "this is a program for the command line")]
+#![expect(clippy::print_stderr, reason = "this is a program for the command line")]
 #![expect(
     clippy::disallowed_methods,
     reason = "the program measures real time and runs simulations in threads"
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use base::mutant::Mutant;
 use clap::Parser;
 use sim::coverage::Coverage;
+use sim::output::line;
 use sim::plan::{FaultKind, SimulationPlan};
 use sim::simulation::{Report, run};
 
@@ -150,12 +151,13 @@ fn hunt_mutants(arguments: &Arguments) -> ExitCode {
         let failure = batch.failures.lock().expect("no job panics").iter().min().copied();
         let (done, wall) = (batch.done.load(Ordering::Relaxed), batch.began.elapsed().as_secs_f64());
         match failure {
-            Some(seed) => {
-                println!("{:<28} found by seed {seed}, {done} simulations, {wall:.1} s", mutant.name())
-            }
+            Some(seed) => line(format_args!(
+                "{:<28} found by seed {seed}, {done} simulations, {wall:.1} s",
+                mutant.name()
+            )),
             None => {
                 missed += 1;
-                println!("{:<28} NOT FOUND by {done} simulations, {wall:.1} s", mutant.name());
+                line(format_args!("{:<28} NOT FOUND by {done} simulations, {wall:.1} s", mutant.name()));
             }
         }
     }
@@ -223,7 +225,7 @@ impl SeedBatch {
             *self.running[job].lock().expect("no job panics") = Some((seed, began));
             let plan = self.plan(seed);
             if self.arguments.trace {
-                println!("{plan}");
+                line(&plan);
             }
             let report = run(&plan, self.arguments.trace);
             *self.running[job].lock().expect("no job panics") = None;
@@ -232,14 +234,14 @@ impl SeedBatch {
             self.simulated_ms.fetch_add(report.simulated.as_millis() as u64, Ordering::Relaxed);
             self.coverage.lock().expect("no job panics").merge(&report.coverage);
             if self.arguments.verbose || self.arguments.trace {
-                println!(
+                line(format_args!(
                     "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
                     report.hash,
                     report.events,
                     report.calls,
                     report.simulated.as_secs_f64(),
                     began.elapsed().as_secs_f64()
-                );
+                ));
             }
             if report.has_failed() {
                 let mut failures = self.failures.lock().expect("no job panics");
@@ -263,11 +265,11 @@ impl SeedBatch {
                 if let Some((seed, began)) = running
                     && began.elapsed() > STUCK
                 {
-                    println!(
+                    line(format_args!(
                         "seed {seed}: FAILED, the simulation has not ended after {} s; commit {}",
                         STUCK.as_secs(),
                         commit()
-                    );
+                    ));
                     std::process::exit(1);
                 }
             }
@@ -279,7 +281,7 @@ impl SeedBatch {
         let mut failures = self.failures.lock().expect("no job panics").clone();
         failures.sort_unstable();
         let per_seed = wall.as_secs_f64() * self.running.len() as f64 / done.max(1) as f64;
-        println!(
+        line(format_args!(
             "{done} simulations from seed {}, commit {}: {} calls, {:.1} simulated hours, {:.1} s with {} jobs, {per_seed:.3} s per simulation and job",
             self.first,
             commit(),
@@ -287,39 +289,38 @@ impl SeedBatch {
             self.simulated_ms.load(Ordering::Relaxed) as f64 / 3.6e6,
             wall.as_secs_f64(),
             self.running.len()
-        );
+        ));
         if self.arguments.coverage {
             let coverage = self.coverage.lock().expect("no job panics");
             let missing = coverage.missing(&self.arguments.off);
-            print!("{coverage}");
-            println!("{} effects never occurred: {}", missing.len(), missing.join(", "));
+            line(format_args!("{coverage}{} effects never occurred: {}", missing.len(), missing.join(", ")));
         }
         if failures.is_empty() {
-            println!("the node has kept its promises in all simulations");
+            line("the node has kept its promises in all simulations");
             return ExitCode::SUCCESS;
         }
         let seeds: Vec<String> = failures.iter().map(ToString::to_string).collect();
-        println!(
+        line(format_args!(
             "the node has broken a promise in {} simulations; seeds: {}",
             failures.len(),
             seeds.join(" ")
-        );
+        ));
         ExitCode::FAILURE
     }
 }
 
 /// Prints a failure: how to repeat it, the faults, the broken promises and the last events.
 fn tell(plan: &SimulationPlan, report: &Report) {
-    println!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, commit(), report.hash);
-    println!("{plan}");
+    line(format_args!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, commit(), report.hash));
+    line(plan);
     for event in report.recent.iter().rev().take(SHOWN_EVENTS).rev() {
-        println!("  {event}");
+        line(format_args!("  {event}"));
     }
     for panic in &report.panics {
-        println!("seed {}: the code under test has panicked: {panic}", plan.seed);
+        line(format_args!("seed {}: the code under test has panicked: {panic}", plan.seed));
     }
     for violation in &report.violations {
-        println!("seed {}: {violation}", plan.seed);
+        line(format_args!("seed {}: {violation}", plan.seed));
     }
 }
 
@@ -330,7 +331,7 @@ fn minimize(batch: &SeedBatch) -> ExitCode {
     let whole = SimulationPlan::new(seed, &batch.arguments.off);
     let first = run(&batch.plan(seed), false);
     let Some(kind) = first.failure_kind() else {
-        println!("seed {seed}: the node has kept its promises, so there is nothing to minimize");
+        line(format_args!("seed {seed}: the node has kept its promises, so there is nothing to minimize"));
         return ExitCode::SUCCESS;
     };
     let all: Vec<usize> = (0..whole.faults.len()).collect();
@@ -352,12 +353,12 @@ fn minimize(batch: &SeedBatch) -> ExitCode {
     }
     let (plan, numbers) = (whole.only(&kept), kept.iter().map(ToString::to_string).collect::<Vec<_>>());
     tell(&plan, &run(&plan, false));
-    println!(
+    line(format_args!(
         "{} of {} faults are needed; repeat with: --seed {seed} --only {}",
         kept.len(),
         whole.faults.len(),
         numbers.join(",")
-    );
+    ));
     ExitCode::FAILURE
 }
 

@@ -9,7 +9,7 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::QueryOp;
+use wire::{QueryOp, Space};
 
 use super::{REQUEST_TIMEOUT, Simulation};
 use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
@@ -88,7 +88,7 @@ impl Simulation {
     }
 
     async fn last_call(&self, client: &Client, id: ClientId, request: Request) {
-        drop(self.call(client, (id, REQUEST_TIMEOUT), request).await);
+        self.call(client, (id, REQUEST_TIMEOUT), request).await;
     }
 
     /// Waits until no placement group is degraded. Returns whether this has happened.
@@ -100,19 +100,20 @@ impl Simulation {
         }
         let (client, began) = (self.connect("operator").await, self.now());
         drop(client.set_rebuild_rate(0).await);
-        let mut shown = String::new();
+        let (mut shown, mut is_full) = (String::new(), false);
         while self.now() - began < REBUILD {
             if let Ok(status) = client.status().await {
                 if status.health.iter().all(|pool| pool.degraded + pool.unavailable == 0) {
                     client.close().await;
                     return true;
                 }
+                is_full = status.targets.iter().flat_map(|target| &target.space).any(is_nearly_full);
                 shown = format!("{:?}, {:?}, {:?}", status.health, status.rebuild, status.targets);
             }
             sleep(PAUSE).await;
         }
         client.close().await;
-        if !self.plan.may_be_full() {
+        if !is_full {
             let text = format!("the redundancy is not restored after {} s: {shown}", REBUILD.as_secs());
             self.violation(Rule::Redundancy, text);
         }
@@ -125,7 +126,7 @@ impl Simulation {
             if self.node.is_lost(target) || self.plan.has_lying_drive() {
                 continue;
             }
-            match self.node.drive(target).fsck(&osd::inspect) {
+            match self.node.drive(target).fsck(&osd::inspect_object) {
                 Ok(report) if report.is_clean() => {}
                 Ok(report) => {
                     let text = format!("target {target} is damaged: {:?}", report.problems);
@@ -135,4 +136,9 @@ impl Simulation {
             }
         }
     }
+}
+
+/// Whether a rebuild may not find enough space.
+fn is_nearly_full(space: &Space) -> bool {
+    space.free < space.total / 4 || space.index_free < space.index_total / 2
 }

@@ -6,7 +6,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::clock::Instant;
 use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -14,7 +13,7 @@ use tokio::task::LocalSet;
 
 use super::sim_drive::{DriveFault, DriveFaultKind, DriveTimes, SimDrive};
 use super::store::{BlockStore, MkfsOptions, MountOptions};
-use crate::conformance::{self, Workload, cid, compare, oid, pattern, random_operations};
+use crate::conformance::{self, Workload, compare, oid, random_operations};
 use crate::{MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
 /// Runs a simulation, in a paused clock and with the given seed.
@@ -299,88 +298,4 @@ fn a_seed_repeats_all_events_of_a_drive() {
         assert_eq!(*first, trace(seed.wrapping_add(n as u64)), "seed {seed} + {n}");
     }
     assert!(traces.windows(2).all(|pair| pair[0] != pair[1]), "seeds differ in their events");
-}
-
-#[test]
-#[ignore = "run by the_events_of_a_drive_do_not_depend_on_the_process"]
-#[expect(clippy::print_stdout, reason = "the parent process reads the output")]
-fn print_trace() {
-    println!("trace {:#x}", crashes(7, true, &mut Totals::default()));
-}
-
-#[test]
-fn the_events_of_a_drive_do_not_depend_on_the_process() {
-    let run = |environment: &str| {
-        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        let name = "block::sim_drive_test::print_trace";
-        command.args(["--exact", name, "--ignored", "--nocapture"]).env("OUTBOARD_FILLER", environment);
-        let output = String::from_utf8(command.output().unwrap().stdout).unwrap();
-        let trace =
-            output.lines().find_map(|line| line.split_once("trace ")).map(|(_, trace)| trace.to_owned());
-        trace.unwrap_or_else(|| panic!("the other process has printed no trace: {output}"))
-    };
-    let here = format!("{:#x}", crashes(7, true, &mut Totals::default()));
-    // The length of the environment moves the addresses of the other process.
-    assert_eq!([run(""), run(&"x".repeat(5000))], [here.clone(), here]);
-}
-
-/// Prints the real time that new targets and mounts take.
-#[test]
-#[expect(clippy::print_stdout, reason = "the test measures and asserts nothing about time")]
-fn many_large_targets_can_be_created_and_mounted() {
-    for round in 0..3 {
-        simulate(round, async || {
-            #[expect(clippy::disallowed_methods, reason = "measures the real time of the simulation")]
-            let started = std::time::Instant::now();
-            let mut drives = Vec::new();
-            for seed in 0..5 {
-                let drive = SimDrive::new(256 << 20, StdRng::seed_from_u64(seed), DriveTimes::default());
-                let (log_bytes, index_bytes) = (Some(1 << 20), Some(4 << 20));
-                drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
-                drives.push(drive);
-            }
-            let created = started.elapsed();
-            for drive in &drives {
-                let store = mount(drive).await;
-                assert!(store.space().await.unwrap().free > 240 << 20);
-            }
-            println!(
-                "round {round}: 5 targets created in {created:?}, mounted after {:?}",
-                started.elapsed()
-            );
-        });
-    }
-}
-
-/// Prints the speed of the simulation.
-#[test]
-#[expect(clippy::print_stdout, reason = "the test measures and asserts nothing about time")]
-fn many_small_transactions_run_in_simulated_time() {
-    simulate(1, async || {
-        let drive = small_drive(base::entropy::random());
-        let store = mount(&drive).await;
-        store.queue_transaction(Transaction::new(cid("c")).with(Op::CreateCollection)).await.unwrap();
-        #[expect(clippy::disallowed_methods, reason = "measures the real time of the simulation")]
-        let started = std::time::Instant::now();
-        let simulated = Instant::now();
-        const COUNT: usize = 20_000;
-        let tasks = (0..32usize).map(|task| {
-            let store = Arc::clone(&store);
-            async move {
-                for n in 0..COUNT / 32 {
-                    let name = format!("{task}-{}", n % 8);
-                    let entries = vec![("k".into(), pattern(n as u64, 100))];
-                    let small = Transaction::new(cid("c")).with(Op::OmapSet { oid: oid(&name), entries });
-                    store.queue_transaction(small).await.unwrap();
-                }
-            }
-        });
-        futures::future::join_all(tasks).await;
-        let (real, simulated) = (started.elapsed(), simulated.elapsed());
-        let rate = COUNT as f64 / real.as_secs_f64();
-        println!(
-            "{COUNT} transactions in {simulated:?} of simulated time: {rate:.0} per second of real time"
-        );
-        store.umount().await.unwrap();
-    });
 }

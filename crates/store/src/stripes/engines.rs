@@ -1,21 +1,20 @@
 //! [`Engines`]: the engines that compute parity on the side of the stores.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use base::block::Payload;
 use base::clock::Instant;
 use base::collections::HashMap;
-use base::fault::{Action, Faults, Site};
+use base::fault::Faults;
 use bytes::Bytes;
-use ec::offload::batch::CodingWork;
+use ec::offload::accelerator::{self, AcceleratorOptions};
+use ec::offload::batch::{CodingWork, EngineRate};
 use ec::offload::host_load::{HostCpus, LoadCounters};
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Worker, WorkerError, WorkerStats};
 use ec::{Code, Geometry, KernelChoice};
-use futures::future::Either;
 
 use super::{FragmentBuf, HostReading, ParityDevice, StripeError};
 use crate::StoreError;
@@ -42,99 +41,17 @@ impl Default for EngineOptions {
 /// one, the DPU's accelerator. Any thread may use them.
 #[derive(Debug)]
 pub struct Engines {
-    host: CodingEngine,
-    accelerator: Option<CodingEngine>,
+    host: Worker,
+    accelerator: Option<Worker>,
     cpus: Vec<usize>,
+    /// Creation time of engines without threads, whose host is simulated.
+    simulated_since: Option<Instant>,
     codes: Mutex<HashMap<Geometry, Code>>,
 }
 
-/// An engine that computes parity.
-#[derive(Debug)]
-enum CodingEngine {
-    Threads(Worker),
-    Inline(InlineEngine),
-}
-
-/// Computes parity on the thread of the caller. A task takes the time that a thread of a fast
-/// processor would need, on the clock of the Tokio runtime.
-#[derive(Debug)]
-struct InlineEngine {
-    name: &'static str,
-    started: Instant,
-    faults: Faults,
-    counts: Arc<InlineCounts>,
-}
-
-#[derive(Debug, Default)]
-struct InlineCounts {
-    tasks: AtomicU64,
-    bytes: AtomicU64,
-    failed: AtomicU64,
-}
-
-/// Speed of the inline engine, in nanoseconds per KiB of data.
-const INLINE_NS_PER_KIB: u64 = 100;
-
-impl InlineEngine {
-    fn new(name: &'static str, faults: Faults) -> InlineEngine {
-        InlineEngine { name, started: Instant::now(), faults, counts: Arc::default() }
-    }
-
-    /// Computes a task when the returned future is polled.
-    fn submit(
-        &self,
-        work: CodingWork,
-        compute: Box<dyn FnOnce() -> Result<Vec<Payload>, StripeError> + Send>,
-    ) -> impl Future<Output = Result<ComputedFragments, WorkerError>> + Send + use<> {
-        let (fault, counts) = (self.faults.hit(Site::EcOffload), Arc::clone(&self.counts));
-        async move {
-            let took = Duration::from_nanos(work.bytes.div_ceil(1024) * INLINE_NS_PER_KIB);
-            let late = match fault {
-                Some(Action::Stall(late)) => late,
-                _ => Duration::ZERO,
-            };
-            tokio::time::sleep(took + late).await;
-            counts.tasks.fetch_add(1, Ordering::Relaxed);
-            counts.bytes.fetch_add(work.bytes, Ordering::Relaxed);
-            if fault == Some(Action::Fail) {
-                counts.failed.fetch_add(1, Ordering::Relaxed);
-                return Err(WorkerError::Injected);
-            }
-            Ok((compute(), Some(took)))
-        }
-    }
-
-    fn stats(&self) -> WorkerStats {
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let tasks = count(&self.counts.tasks);
-        let cpu_ns = count(&self.counts.bytes).div_ceil(1024) * INLINE_NS_PER_KIB;
-        WorkerStats {
-            name: self.name.to_owned(),
-            queued: 0,
-            tasks,
-            bytes: count(&self.counts.bytes),
-            batches: tasks,
-            failed: count(&self.counts.failed),
-            cpu_ns,
-            overruns: 0,
-        }
-    }
-
-    /// Returns the counters of a host with one CPU, which only computes parity.
-    fn reading(&self) -> LoadCounters {
-        let coding = Duration::from_nanos(self.stats().cpu_ns);
-        LoadCounters { all: self.started.elapsed(), busy: coding, coding, ..LoadCounters::default() }
-    }
-}
-
-impl CodingEngine {
-    fn stats(&self) -> WorkerStats {
-        match self {
-            CodingEngine::Threads(worker) => worker.stats(),
-            CodingEngine::Inline(engine) => engine.stats(),
-        }
-    }
-}
+/// Speed of a simulated core, for [`EngineRate::paper`]: the bytes of data that it encodes per
+/// second.
+const SIMULATED_HOST_RATE: f64 = 1e10;
 
 /// The computed parity, and the duration of the computation if it is known.
 pub(super) type EncodedParity = (Vec<Payload>, Option<Duration>);
@@ -149,25 +66,31 @@ impl Engines {
     pub fn start(options: EngineOptions, accelerator: Option<Worker>) -> io::Result<Engines> {
         let EngineOptions { threads, cpus, faults } = options;
         let host = SoftwareOptions { threads, faults, ..SoftwareOptions::new(Processor::Host) };
-        let host = CodingEngine::Threads(software::start(host)?);
-        let accelerator = accelerator.map(CodingEngine::Threads);
-        Ok(Engines { host, accelerator, cpus, codes: Mutex::default() })
+        let host = software::start(host)?;
+        Ok(Engines { host, accelerator, cpus, simulated_since: None, codes: Mutex::default() })
     }
 
     /// Creates engines that have no threads and compute parity on the thread of the caller, for a
-    /// simulation. With `accelerator`, one of them takes the place of the DPU's accelerator. The
-    /// futures of their tasks need a Tokio runtime with time enabled.
+    /// simulation. With `accelerator`, there is an emulated accelerator. `faults` are injected into
+    /// all engines, and the caller may arm and clear them at any time. The futures of the tasks need
+    /// a Tokio runtime with time enabled.
     #[must_use]
     pub fn inline(faults: Faults, accelerator: bool) -> Engines {
-        let engine = |name| CodingEngine::Inline(InlineEngine::new(name, faults.clone()));
-        let accelerator = accelerator.then(|| engine("inline accelerator"));
-        Engines { host: engine("inline"), accelerator, cpus: Vec::new(), codes: Mutex::default() }
+        let device = AcceleratorOptions::new(EngineRate::paper(SIMULATED_HOST_RATE));
+        let device = AcceleratorOptions { faults: faults.clone(), ..device };
+        Engines {
+            host: software::inline(Processor::Host, faults),
+            accelerator: accelerator.then(|| accelerator::inline(device)),
+            cpus: Vec::new(),
+            simulated_since: Some(Instant::now()),
+            codes: Mutex::default(),
+        }
     }
 
     /// Returns the statistics of each engine.
     #[must_use]
     pub fn stats(&self) -> Vec<WorkerStats> {
-        std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(CodingEngine::stats)).collect()
+        std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(Worker::stats)).collect()
     }
 
     /// Computes the parity of the data fragments `data` into the buffers `parity`.
@@ -180,7 +103,7 @@ impl Engines {
         let begun = self.begin(coder, data, parity);
         async move {
             let (encoded, took) = begun?.await.map_err(|e| StripeError::Coding(e.to_string()))?;
-            Ok((encoded?, took.filter(|_| coder == ParityDevice::Host)))
+            Ok((encoded?, (coder == ParityDevice::Host).then_some(took)))
         }
     }
 
@@ -199,16 +122,12 @@ impl Engines {
             ParityDevice::Host => &self.host,
             ParityDevice::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
         };
-        Ok(match engine {
-            CodingEngine::Threads(worker) => Either::Left(worker.submit(work, move || {
-                let started = Instant::now();
-                (encode(&code, &data, parity), Some(started.elapsed()))
-            })),
-            CodingEngine::Inline(engine) => {
-                let compute = Box::new(move || encode(&code, &data, parity));
-                Either::Right(engine.submit(work, compute))
-            }
-        })
+        let simulated = engine.simulated_duration(work);
+        Ok(engine.submit(work, move || {
+            let started = Instant::now();
+            let encoded = encode(&code, &data, parity);
+            (encoded, simulated.unwrap_or_else(|| started.elapsed()))
+        }))
     }
 
     fn code(&self, k: usize, m: usize) -> Result<Code, StripeError> {
@@ -229,10 +148,14 @@ impl Engines {
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not report the load.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
-        if let CodingEngine::Inline(engine) = &self.host {
-            return Ok(HostReading { reading: engine.reading(), cpus: self.cpus.clone() });
+        let used = |engine: &Worker| Duration::from_nanos(engine.stats().cpu_ns);
+        if let Some(since) = self.simulated_since {
+            // The simulated host has one CPU, which only computes parity.
+            let coding = used(&self.host);
+            let all = since.elapsed();
+            let reading = LoadCounters { all, busy: coding, coding, ..LoadCounters::default() };
+            return Ok(HostReading { reading, cpus: Vec::new() });
         }
-        let used = |engine: &CodingEngine| Duration::from_nanos(engine.stats().cpu_ns);
         // If the host's CPUs are limited to a list, emulated devices run on other CPUs. The
         // counters then do not include the work of these devices, so it need not be subtracted.
         let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
@@ -243,7 +166,7 @@ impl Engines {
     }
 }
 
-type ComputedFragments = (Result<Vec<Payload>, StripeError>, Option<Duration>);
+type ComputedFragments = (Result<Vec<Payload>, StripeError>, Duration);
 
 fn encode(code: &Code, data: &[Bytes], mut parity: Vec<FragmentBuf>) -> Result<Vec<Payload>, StripeError> {
     let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment[..]).collect();

@@ -131,6 +131,9 @@ async fn write_all(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use base::clock::Instant;
     use base::fault::{Faults, Site};
     use ec::offload::accelerator::{self, AcceleratorOptions};
     use ec::offload::batch::EngineRate;
@@ -163,16 +166,23 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_inline_engine_injects_faults() {
+    async fn faults_of_engines_without_threads_fail_and_delay_tasks_until_they_are_cleared() {
         let faults = Faults::default();
-        faults.arm("ec.offload=fail,count=1".parse().unwrap()).unwrap();
-        let engines = Engines::inline(faults.clone(), false);
-        let encode = || {
-            let (data, parity) = (Bytes::from(vec![7; 4096]), FragmentBuf::heap(4096));
-            engines.encode(ParityDevice::Host, vec![data.clone(), data], vec![parity])
-        };
-        assert!(encode().await.is_err());
-        assert_eq!((faults.fired(Site::EcOffload), engines.stats()[0].failed), (1, 1));
-        assert!(encode().await.is_ok());
+        let engines = Engines::inline(faults.clone(), true);
+        for (engine, coder) in [ParityDevice::Host, ParityDevice::Accelerator].into_iter().enumerate() {
+            let encode = async || {
+                let (data, parity) = (Bytes::from(vec![7; 4096]), FragmentBuf::heap(4096));
+                let began = Instant::now();
+                let encoded = engines.encode(coder, vec![data.clone(), data], vec![parity]).await;
+                (encoded.is_ok(), began.elapsed() >= Duration::from_millis(200))
+            };
+            faults.arm("ec.offload=fail,count=1".parse().unwrap()).unwrap();
+            faults.arm("ec.offload=stall,late=200ms".parse().unwrap()).unwrap();
+            assert_eq!(encode().await, (false, false));
+            assert_eq!(encode().await, (true, true));
+            assert_eq!((faults.fired(Site::EcOffload), engines.stats()[engine].failed), (2, 1));
+            faults.clear();
+            assert_eq!(encode().await, (true, false));
+        }
     }
 }
