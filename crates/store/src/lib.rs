@@ -14,6 +14,11 @@
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
+#[cfg(all(feature = "sim", not(debug_assertions)))]
+compile_error!(
+    "a release must not contain the simulator's parts: leave out crate outboard-sim, for example with `-p outboard`"
+);
+
 mod absent;
 mod api;
 mod block;
@@ -27,11 +32,6 @@ pub mod simulation {
     pub use crate::block::sim::{Crashes, RecordedDrive, SimStore};
 }
 /// A target on a simulated drive, which runs in simulated time and without threads.
-#[cfg(all(feature = "sim", not(debug_assertions)))]
-compile_error!(
-    "a release must not contain the simulator's parts: leave out crate outboard-sim, for example with `-p outboard`"
-);
-
 #[cfg(feature = "sim")]
 pub mod sim {
     pub use crate::block::sim_drive::{
