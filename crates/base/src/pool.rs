@@ -5,7 +5,7 @@
 //! load. A [`Lease`] covers memory that the peer allocates. This process only checks that no two
 //! ranges in use overlap.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
@@ -17,11 +17,11 @@ use crate::mem::{Arena, ArenaBuf};
 /// power of two.
 pub const MIN_BUFFER: usize = 4096;
 
-/// Number of bytes at the start of each [`GUARD_STRIDE`] of a free buffer that must be zero. Builds
-/// with debug assertions check them, to find writes into free buffers.
+/// Size of a guard, in bytes. In builds with debug assertions, free buffers contain guards, whose
+/// bytes are zero. They show writes into free buffers.
 const GUARD: usize = 16;
 /// Distance of the guards in a buffer, in bytes. A smaller distance would touch unused pages.
-const GUARD_STRIDE: usize = 64 << 10;
+const GUARD_DISTANCE: usize = 64 << 10;
 
 /// Why a pool cannot provide a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -59,6 +59,8 @@ struct State {
     free: Buddy,
     waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
     low_water_bytes: usize,
+    /// Offsets of the guards.
+    guards: BTreeSet<usize>,
 }
 
 /// A granted range. It returns to the pool if the waiter is cancelled before it takes the range.
@@ -137,7 +139,8 @@ impl BufferPool {
         let free = Buddy::new(arena.len().saturating_sub(origin), MIN_BUFFER, largest);
         let low_water_bytes = free.free_bytes();
         arena.allocate_from(origin, low_water_bytes);
-        let state = Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes });
+        let state =
+            Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes, guards: BTreeSet::new() });
         BufferPool { shared: Arc::new(Shared { arena, origin, largest, state }) }
     }
 
@@ -222,22 +225,27 @@ impl Shared {
     fn take(this: &Arc<Self>, state: &mut State, order: usize) -> Option<Grant> {
         let offset = state.free.take(order)?;
         if cfg!(debug_assertions) {
-            let mut range = this.whole(offset, order);
-            let written = range.chunks_mut(GUARD_STRIDE).position(|part| part[..GUARD] != [0; GUARD]);
-            assert_eq!(
-                written, None,
-                "part of the free buffer at {offset} that was written after its release"
-            );
+            let range = this.whole(offset, order);
+            let guards: Vec<_> = state.guards.range(offset..offset + range.len()).copied().collect();
+            for guard in guards {
+                let at = guard - offset;
+                assert_eq!(range[at..at + GUARD], [0; GUARD], "a free buffer at {guard} was written");
+                state.guards.remove(&guard);
+            }
         }
         state.low_water_bytes = state.low_water_bytes.min(state.free.free_bytes());
         Some(Grant { shared: Some(Arc::clone(this)), offset, order })
     }
 
     fn release(this: &Arc<Self>, offset: usize, order: usize) {
-        if cfg!(debug_assertions) {
-            this.whole(offset, order).chunks_mut(GUARD_STRIDE).for_each(|part| part[..GUARD].fill(0));
-        }
         let mut state = this.lock();
+        if cfg!(debug_assertions) {
+            let mut range = this.whole(offset, order);
+            for at in (0..range.len()).step_by(GUARD_DISTANCE) {
+                range[at..at + GUARD].fill(0);
+                state.guards.insert(offset + at);
+            }
+        }
         state.free.release(offset, order);
         Self::serve(this, state);
     }
@@ -401,7 +409,7 @@ mod tests {
 
     #[test]
     #[cfg(debug_assertions)]
-    #[should_panic = "written after its release"]
+    #[should_panic = "a free buffer at 0 was written"]
     fn a_write_into_a_free_buffer_is_found() {
         let pool = pool(1);
         drop(pool.try_alloc(1 << 16).unwrap());
