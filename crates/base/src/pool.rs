@@ -5,7 +5,7 @@
 //! load. A [`Lease`] covers memory that the peer allocates. This process only checks that no two
 //! ranges in use overlap.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
@@ -17,8 +17,8 @@ use crate::mem::{Arena, ArenaBuf};
 /// power of two.
 pub const MIN_BUFFER: usize = 4096;
 
-/// Size of a guard, in bytes. In builds with debug assertions, free buffers contain guards, whose
-/// bytes are zero. They show writes into free buffers.
+/// Size of a guard, in bytes. A guard is a part of a free buffer. Builds with debug assertions check
+/// that its content does not change, to find writes into free buffers.
 const GUARD: usize = 16;
 /// Distance of the guards in a buffer, in bytes. A smaller distance would touch unused pages.
 const GUARD_DISTANCE: usize = 64 << 10;
@@ -59,8 +59,8 @@ struct State {
     free: Buddy,
     waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
     low_water_bytes: usize,
-    /// Offsets of the guards.
-    guards: BTreeSet<usize>,
+    /// Offset and content of each guard.
+    guards: BTreeMap<usize, [u8; GUARD]>,
 }
 
 /// A granted range. It returns to the pool if the waiter is cancelled before it takes the range.
@@ -140,7 +140,7 @@ impl BufferPool {
         let low_water_bytes = free.free_bytes();
         arena.allocate_from(origin, low_water_bytes);
         let state =
-            Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes, guards: BTreeSet::new() });
+            Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes, guards: BTreeMap::new() });
         BufferPool { shared: Arc::new(Shared { arena, origin, largest, state }) }
     }
 
@@ -226,11 +226,11 @@ impl Shared {
         let offset = state.free.take(order)?;
         if cfg!(debug_assertions) {
             let range = this.whole(offset, order);
-            let guards: Vec<_> = state.guards.range(offset..offset + range.len()).copied().collect();
-            for guard in guards {
+            let mut guards = state.guards.split_off(&offset);
+            state.guards.append(&mut guards.split_off(&(offset + range.len())));
+            for (guard, before) in guards {
                 let at = guard - offset;
-                assert_eq!(range[at..at + GUARD], [0; GUARD], "a free buffer at {guard} was written");
-                state.guards.remove(&guard);
+                assert_eq!(range[at..at + GUARD], before, "a free buffer at {guard} was written");
             }
         }
         state.low_water_bytes = state.low_water_bytes.min(state.free.free_bytes());
@@ -240,10 +240,10 @@ impl Shared {
     fn release(this: &Arc<Self>, offset: usize, order: usize) {
         let mut state = this.lock();
         if cfg!(debug_assertions) {
-            let mut range = this.whole(offset, order);
+            let range = this.whole(offset, order);
             for at in (0..range.len()).step_by(GUARD_DISTANCE) {
-                range[at..at + GUARD].fill(0);
-                state.guards.insert(offset + at);
+                let guard = range[at..at + GUARD].try_into().expect("the range has this size");
+                state.guards.insert(offset + at, guard);
             }
         }
         state.free.release(offset, order);
