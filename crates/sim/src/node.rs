@@ -66,6 +66,8 @@ pub struct SimNode {
     /// The DMA engine of the osd that was started last.
     engine: RefCell<Option<Arc<SimEngine>>>,
     engines_started: Cell<u64>,
+    /// Random faults of each DMA engine.
+    dma: Cell<EngineFaults>,
     /// Hash of the operations of earlier DMA engines.
     engine_trace: Cell<u64>,
     /// Effects of the faults of earlier DMA engines.
@@ -119,6 +121,7 @@ impl SimNode {
             wire,
             engine: RefCell::default(),
             engines_started: Cell::new(0),
+            dma: Cell::new(plan.dma),
             engine_trace: Cell::new(0),
             engine_coverage: RefCell::default(),
             osds_started: Cell::new(0),
@@ -183,7 +186,8 @@ impl SimNode {
     fn start_engine(&self) -> Arc<SimEngine> {
         self.engines_started.set(self.engines_started.get() + 1);
         let seed = rng(self.plan.seed, RandomStream::Dma(self.engines_started.get())).random();
-        let (engine, device) = SimEngine::new(SimEngineOptions { seed, ..SimEngineOptions::default() });
+        let (engine, device) =
+            SimEngine::new(SimEngineOptions { seed, faults: self.dma.get(), ..SimEngineOptions::default() });
         spawn_local(ThreadClass::Dma, device);
         if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
             let hash = xxh3_64_with_seed(&before.stats().trace.to_le_bytes(), self.engine_trace.get());
@@ -271,6 +275,12 @@ impl SimNode {
         self.engine.borrow().clone()
     }
 
+    /// Random faults of the DMA engine while no other fault changes them.
+    #[must_use]
+    pub fn dma(&self) -> EngineFaults {
+        self.dma.get()
+    }
+
     /// The control connection between osd and store.
     #[must_use]
     pub fn wire(&self) -> &ControlWire {
@@ -296,6 +306,7 @@ impl SimNode {
                 drive.reinsert();
             }
         }
+        self.dma.set(EngineFaults::default());
         self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
         self.wire.refuse(false);
         self.wire.hold(false);

@@ -5,6 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use channel::sim::EngineFaults;
 use messenger::transport::sim::{SimFaults, SimRoute};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -109,6 +110,12 @@ impl FaultKind {
     fn is_lossy(self) -> bool {
         use FaultKind as K;
         matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
+    }
+
+    /// Whether a fault of this kind concerns the connection between osd and store, which exists only
+    /// with the placement `dpu`.
+    fn concerns_channel(self) -> bool {
+        matches!(self, FaultKind::DmaTrouble | FaultKind::DmaFailure | FaultKind::Control)
     }
 
     /// Whether a fault of this kind concerns one drive.
@@ -255,6 +262,8 @@ pub struct SimulationPlan {
     pub packets: bool,
     /// Routes and random faults of the network.
     pub network: SimFaults,
+    /// Random faults of the DMA engine.
+    pub dma: EngineFaults,
     /// Maximum size of the data of one write, in bytes.
     pub write_max: u64,
     /// Number of calls that each client makes at a time.
@@ -371,6 +380,7 @@ impl SimulationPlan {
         let coding = modes[rng.random_range(0..modes.len())];
         let packets = rng.random_bool(0.5);
         let network = network(&mut rng);
+        let dma = dma(&mut rng);
         let workload = Duration::from_secs(rng.random_range(10..=40));
         let mut plan = SimulationPlan {
             seed,
@@ -382,6 +392,7 @@ impl SimulationPlan {
             coding,
             packets,
             network,
+            dma,
             write_max,
             lanes,
             think,
@@ -477,10 +488,12 @@ impl SimulationPlan {
     }
 
     fn fault(&self, rng: &mut StdRng) -> PlannedFault {
-        let total: u32 = FaultKind::ALL.iter().map(|kind| kind.weight()).sum();
+        let kinds = || {
+            FaultKind::ALL.iter().filter(|kind| self.placement == Placement::Dpu || !kind.concerns_channel())
+        };
+        let total: u32 = kinds().map(|kind| kind.weight()).sum();
         let mut choice = rng.random_range(0..total);
-        let kind = *FaultKind::ALL
-            .iter()
+        let kind = *kinds()
             .find(|kind| match choice.checked_sub(kind.weight()) {
                 Some(rest) => {
                     choice = rest;
@@ -500,7 +513,7 @@ impl SimulationPlan {
             }
             FaultKind::Fill => Victim::Pool(rng.random_range(0..self.pools.len())),
             FaultKind::BreakTransports | FaultKind::LinksDown => Victim::Network,
-            FaultKind::DmaTrouble | FaultKind::DmaFailure | FaultKind::Control => Victim::Channel,
+            kind if kind.concerns_channel() => Victim::Channel,
             FaultKind::Command => Victim::Operator,
             kind if kind.concerns_drive() => Victim::Drive(rng.random_range(0..self.targets)),
             _ => Victim::Role(role),
@@ -541,6 +554,27 @@ fn network(rng: &mut StdRng) -> SimFaults {
         lose_one_in: one_in(rng, 2000),
         refuse_memory_one_in: one_in(rng, 200),
         report_late_one_in: one_in(rng, 500),
+    }
+}
+
+/// Returns the random faults of a DMA engine. A third of the engines have none. Many engines have
+/// only late transfers of payload, because other faults soon end the use of DMA.
+fn dma(rng: &mut StdRng) -> EngineFaults {
+    if rng.random_range(0..3) == 0 {
+        return EngineFaults::default();
+    }
+    let mut rate = |probability, most: f64| match rng.random_bool(probability) {
+        true => rng.random_range(0.0..most),
+        false => 0.0,
+    };
+    EngineFaults {
+        stall: rate(0.8, 0.02),
+        fail: rate(0.3, 0.005),
+        corrupt: rate(0.3, 0.005),
+        drop_doorbell: rate(0.3, 0.005),
+        min_len: if rng.random_bool(0.6) { 16 << 10 } else { 0 },
+        stall_max: Duration::from_millis(rng.random_range(100..15_000)),
+        ..EngineFaults::default()
     }
 }
 

@@ -261,7 +261,7 @@ impl Simulation {
         self.network.calm();
         self.network.heal_all();
         // The last data that a fault delays arrives this much later.
-        sleep(self.plan.network.stall).await;
+        sleep(self.plan.network.stall.max(self.plan.dma.stall_max)).await;
         self.trace.event(format_args!("all faults are over"));
         let now = self.now();
         self.history.borrow_mut().healed(now);
@@ -539,8 +539,8 @@ impl Simulation {
                 };
                 self.node.engine().iter().for_each(|engine| engine.set_faults(faults));
                 sleep(planned.lasts).await;
-                let calm = EngineFaults::default();
-                self.node.engine().iter().for_each(|engine| engine.set_faults(calm));
+                let usual = self.node.dma();
+                self.node.engine().iter().for_each(|engine| engine.set_faults(usual));
                 // The last transfer that the fault hits ends this much later.
                 sleep(faults.stall_max).await;
             }
