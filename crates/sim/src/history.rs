@@ -44,8 +44,10 @@ mod rules_test;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::coverage::Coverage;
+
 pub use calls::{ChangeCall, ListCall, QueryCall, RangeRead, Request};
-pub use check::CheckOptions;
+pub use check::{CheckOptions, TargetSpace};
 pub use fill::{DataOrigin, Fill, Seen};
 pub use outcome::{Outcome, ReadAnswer, RefusalKind, RefusedCall};
 pub use violation::{Rule, Violation};
@@ -89,6 +91,8 @@ pub(crate) struct PoolRules {
     pub(crate) redundant: bool,
     /// Intervals in which more faults are active than the pool tolerates.
     pub(crate) beyond_tolerance: Vec<(Duration, Option<Duration>)>,
+    /// Whether drives may have lost acknowledged changes of the pool.
+    pub(crate) may_lose_changes: bool,
     /// Moment from which on the pool's calls are not checked, because the pool was removed.
     pub(crate) removed: Option<Moment>,
 }
@@ -102,6 +106,8 @@ pub struct History {
     pools: BTreeMap<String, PoolRules>,
     notes: Vec<(Moment, String)>,
     healed: Option<Duration>,
+    /// Time of the first attempt to fill the targets.
+    filled: Option<Duration>,
 }
 
 impl History {
@@ -138,6 +144,21 @@ impl History {
     /// If the pool was not declared.
     pub fn beyond_tolerance(&mut self, pool: &str, from: Duration, to: Option<Duration>) {
         self.pools.get_mut(pool).expect("the pool was declared").beyond_tolerance.push((from, to));
+    }
+
+    /// Declares that drives may lose acknowledged changes of a pool. Of the pool's calls, the check
+    /// then only demands that they end, and that reads return data that was written to the object.
+    ///
+    /// # Panics
+    /// If the pool was not declared.
+    pub fn may_lose_changes(&mut self, pool: &str) {
+        self.pools.get_mut(pool).expect("the pool was declared").may_lose_changes = true;
+    }
+
+    /// Declares that requests that the history does not contain fill the targets from now on. Calls
+    /// may fail with `NoSpace` until the node has recovered from all faults.
+    pub fn fill_targets(&mut self, now: Duration) {
+        self.filled.get_or_insert(now);
     }
 
     /// Returns data that no other call writes.
@@ -184,6 +205,32 @@ impl History {
         self.note_at(moment, format!("client {} is killed", client.0));
         for call in self.calls.iter_mut().filter(|call| call.client == client && call.end.is_none()) {
             call.killed = Some(moment);
+        }
+    }
+
+    /// Records that all clients and operators were killed.
+    pub fn kill_all(&mut self, now: Duration) {
+        let moment = self.moment(now);
+        for call in self.calls.iter_mut().filter(|call| call.end.is_none() && call.killed.is_none()) {
+            call.killed = Some(moment);
+        }
+    }
+
+    /// Records that a client continues after a pause. A client that is stopped cannot keep the
+    /// deadlines of its calls.
+    pub fn resume(&mut self, client: ClientId, now: Duration) {
+        self.note(now, format!("client {} continues", client.0));
+        let is_open =
+            |call: &&mut RecordedCall| call.client == client && call.end.is_none() && call.killed.is_none();
+        for call in self.calls.iter_mut().filter(is_open) {
+            call.deadline = call.deadline.map(|deadline| deadline.max(now));
+        }
+    }
+
+    /// Adds the number of calls with each kind of outcome to `coverage`.
+    pub fn count_outcomes(&self, coverage: &mut Coverage) {
+        for (_, outcome) in self.calls.iter().filter_map(|call| call.end.as_ref()) {
+            coverage.add(outcome.kind(), 1);
         }
     }
 

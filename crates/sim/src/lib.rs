@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods, clippy::disallowed_types))]
 
+pub mod coverage;
 pub mod history;
 pub mod node;
 pub mod plan;

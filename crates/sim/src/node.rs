@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
 
 use array::{CodingConfig, StripesAt};
@@ -30,9 +30,10 @@ use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectSt
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use uuid::Uuid;
-use wire::{CodingOffload, Placement};
+use wire::{CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::coverage::Coverage;
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
@@ -67,7 +68,14 @@ pub struct SimNode {
     engines_started: Cell<u64>,
     /// Hash of the operations of earlier DMA engines.
     engine_trace: Cell<u64>,
-    drives: Vec<(Uuid, Arc<SimDrive>)>,
+    /// Effects of the faults of earlier DMA engines.
+    engine_coverage: RefCell<Coverage>,
+    osds_started: Cell<u64>,
+    drives_made: Cell<usize>,
+    /// The present drive of each target.
+    drives: RefCell<Vec<(Uuid, Arc<SimDrive>)>>,
+    /// Drives that were replaced.
+    retired: RefCell<Vec<Arc<SimDrive>>>,
     /// Whether the drive of each target is lost for ever.
     lost: RefCell<Vec<bool>>,
     osd: RoleSlot,
@@ -112,7 +120,11 @@ impl SimNode {
             engine: RefCell::default(),
             engines_started: Cell::new(0),
             engine_trace: Cell::new(0),
-            drives,
+            engine_coverage: RefCell::default(),
+            osds_started: Cell::new(0),
+            drives_made: Cell::new(plan.targets),
+            drives: RefCell::new(drives),
+            retired: RefCell::default(),
             lost: RefCell::new(vec![false; plan.targets]),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
@@ -176,6 +188,7 @@ impl SimNode {
         if let Some(before) = self.engine.borrow_mut().replace(Arc::clone(&engine)) {
             let hash = xxh3_64_with_seed(&before.stats().trace.to_le_bytes(), self.engine_trace.get());
             self.engine_trace.set(hash);
+            add_engine(&mut self.engine_coverage.borrow_mut(), &before);
         }
         engine
     }
@@ -184,7 +197,7 @@ impl SimNode {
     /// effect on them.
     fn sever(&self, kind: NodeRole) {
         if self.owner() == kind {
-            self.drives.iter().for_each(|(_, drive)| drive.sever());
+            self.drives.borrow().iter().for_each(|(_, drive)| drive.sever());
         }
         match kind {
             NodeRole::Osd => {
@@ -208,7 +221,7 @@ impl SimNode {
 
     /// Kills all roles, and makes the drives lose unflushed writes.
     pub fn cut_power(&self) {
-        for (number, (_, drive)) in self.drives.iter().enumerate() {
+        for (number, (_, drive)) in self.drives.borrow().iter().enumerate() {
             let survivors = drive.power_failure();
             self.trace.event(format_args!("drive {number} loses power: {survivors:?} may survive"));
         }
@@ -229,14 +242,27 @@ impl SimNode {
 
     /// The drive of the target with this number.
     #[must_use]
-    pub fn drive(&self, target: usize) -> &Arc<SimDrive> {
-        &self.drives[target].1
+    pub fn drive(&self, target: usize) -> Arc<SimDrive> {
+        Arc::clone(&self.drives.borrow()[target].1)
+    }
+
+    /// Creates a drive with a new target, which [`replace`](Self::replace) can install.
+    pub fn new_drive(&self) -> (Uuid, Arc<SimDrive>) {
+        self.drives_made.set(self.drives_made.get() + 1);
+        drive(&self.plan, self.drives_made.get() - 1)
+    }
+
+    /// Gives a target's place to a new target. No role may run.
+    pub fn replace(&self, target: usize, new: (Uuid, Arc<SimDrive>)) {
+        let (_, old) = std::mem::replace(&mut self.drives.borrow_mut()[target], new);
+        self.retired.borrow_mut().push(old);
+        self.lost.borrow_mut()[target] = false;
     }
 
     /// The UUID of the target with this number.
     #[must_use]
     pub fn uuid(&self, target: usize) -> Uuid {
-        self.drives[target].0
+        self.drives.borrow()[target].0
     }
 
     /// The DMA engine of the running osd, if the node has one.
@@ -264,7 +290,7 @@ impl SimNode {
 
     /// Ends all faults of drives, DMA and control connection, except for lost drives.
     pub fn heal(&self) {
-        for (target, (_, drive)) in self.drives.iter().enumerate() {
+        for (target, (_, drive)) in self.drives.borrow().iter().enumerate() {
             drive.clear_faults();
             if !self.is_lost(target) {
                 drive.reinsert();
@@ -284,10 +310,54 @@ impl SimNode {
     /// A hash of all operations of drives and DMA engines.
     #[must_use]
     pub fn trace(&self) -> u64 {
-        let drives = self.drives.iter().map(|(_, drive)| drive.trace());
+        let drives: Vec<u64> = self.all_drives().iter().map(|drive| drive.trace()).collect();
         let engine = self.engine.borrow().as_ref().map(|engine| engine.stats().trace);
-        let hashes = drives.chain([self.engine_trace.get()]).chain(engine);
+        let hashes = drives.into_iter().chain([self.engine_trace.get()]).chain(engine);
         hashes.fold(0, |hash, next| xxh3_64_with_seed(&next.to_le_bytes(), hash))
+    }
+
+    /// All drives that the node has had.
+    fn all_drives(&self) -> Vec<Arc<SimDrive>> {
+        let drives = self.drives.borrow();
+        self.retired.borrow().iter().chain(drives.iter().map(|(_, drive)| drive)).map(Arc::clone).collect()
+    }
+
+    /// Adds the effects of faults of drives, DMA engines and control connection to `coverage`. The
+    /// caller calls this once, at the end of a simulation.
+    pub fn count_effects(&self, coverage: &mut Coverage) {
+        for drive in self.all_drives() {
+            let counts = drive.counts();
+            for (name, count) in [
+                ("read errors", counts.read_errors),
+                ("write errors", counts.write_errors),
+                ("flush errors", counts.flush_errors),
+                ("lying flushes", counts.lying_flushes),
+                ("stalls", counts.stalls),
+                ("bits flipped in reads", counts.flips_in_reads),
+                ("bits flipped in writes", counts.flips_in_writes),
+                ("bits flipped at rest", counts.flips_at_rest),
+                ("absent errors", counts.absent_errors),
+                ("power failures", counts.power_failures),
+                ("lost sectors", counts.lost_sectors),
+            ] {
+                coverage.add(format!("drive: {name}"), count);
+            }
+        }
+        let wire = self.wire.stats();
+        for (name, count) in [
+            ("connections cut", wire.cut),
+            ("connections held", wire.held),
+            ("connections refused", wire.refused),
+            ("late doorbells", wire.late_doorbells),
+        ] {
+            coverage.add(format!("channel: {name}"), count);
+        }
+        self.engine
+            .borrow()
+            .iter()
+            .for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
+        coverage.merge(&self.engine_coverage.take());
+        coverage.add("node: starts of an osd", self.osds_started.get());
     }
 
     fn wall_clock(&self, role: NodeRole) -> WallClock {
@@ -318,9 +388,9 @@ impl SimNode {
 
     /// Mounts the target with this number.
     async fn mount(&self, target: usize, stages_after: u64) -> Result<(Arc<BlockStore>, Driver), String> {
-        let (uuid, drive) = &self.drives[target];
+        let (uuid, drive) = self.drives.borrow()[target].clone();
         let options = MountOptions {
-            expected_uuid: Some(*uuid),
+            expected_uuid: Some(uuid),
             index: target,
             index_cache_bytes: 1 << 20,
             metadata_cache_bytes: 1 << 20,
@@ -328,13 +398,14 @@ impl SimNode {
             stages_after,
             ..MountOptions::default()
         };
-        BlockStore::mount_simulated(drive, &options).await.map_err(|e| e.to_string())
+        BlockStore::mount_simulated(&drive, &options).await.map_err(|e| e.to_string())
     }
 
     /// Mounts all targets and runs their drivers.
     async fn mount_all(&self) -> Vec<Mounted> {
         let mut mounted = Vec::new();
-        for (index, (uuid, _)) in self.drives.iter().enumerate() {
+        for index in 0..self.plan.targets {
+            let uuid = self.uuid(index);
             let store = match self.mount(index, 0).await {
                 Ok((store, driver)) => {
                     spawn_local(ThreadClass::Store, driver.run());
@@ -345,7 +416,7 @@ impl SimNode {
                     Err(AbsentStore::new(why))
                 }
             };
-            mounted.push(Mounted { path: format!("target {index}").into(), uuid: *uuid, store });
+            mounted.push(Mounted { path: format!("target {index}").into(), uuid, store });
         }
         mounted
     }
@@ -398,6 +469,8 @@ impl SimNode {
     /// The body of the osd's role with the placement `dpu`.
     async fn osd_body(self: Rc<SimNode>, engine: Arc<SimEngine>) {
         let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
+        // With a sample, the damage of an unverified transfer is found when a client reads the data.
+        options.verify_every = 1;
         options.memory.layout.data_len = WINDOW;
         options.memory.pool_len = STAGING;
         options.memory.largest_buffer = LARGEST_BUFFER;
@@ -415,20 +488,47 @@ impl SimNode {
         self.serve(parts).await;
     }
 
-    async fn serve(&self, parts: OsdParts) {
+    /// Returns the configuration for the next start of the osd. Each start has its own, as if the
+    /// operator had edited the configuration.
+    fn config(&self, stripes: StripesAt) -> OsdConfig {
+        let number = self.osds_started.get();
+        self.osds_started.set(number + 1);
+        let mut rng = rng(self.plan.seed, RandomStream::Config(number));
+        let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
+        let mode = if number == 0 { self.plan.coding } else { modes[rng.random_range(0..modes.len())] };
+        let coding =
+            CodingConfig { threads: 0, stripes, offload: self.plan.offload, mode, ..CodingConfig::default() };
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),
             pid: 1,
-            coding: CodingConfig {
-                threads: 0,
-                stripes: parts.stripes,
-                offload: self.plan.offload,
-                mode: self.plan.coding,
-                ..CodingConfig::default()
-            },
+            coding,
             ..OsdConfig::default()
         };
+        let seconds = |seconds| Duration::from_secs(seconds);
+        let is_usual = rng.random_bool(0.5);
+        if is_usual {
+            return config;
+        }
+        let mut pick = |choices: [u64; 3]| choices[rng.random_range(0..3)];
+        OsdConfig {
+            store_patience: seconds(pick([30, 10, 4])),
+            target_timeout: seconds(pick([10, 5, 2])),
+            rebuild_share: pick([25, 5, 100]) as u32,
+            missed_objects_per_pg: pick([65_536, 8, 1]) as usize,
+            session_expiry: seconds(pick([24 * 3600, 20, 4])),
+            orphan_grace: seconds(pick([3600, 60, 20])),
+            collect_interval: seconds(pick([600, 10, 2])),
+            requests_per_connection: pick([256, 8, 1]) as usize,
+            sessions: pick([4096, 64, 16]) as usize,
+            cached_objects_per_pg: pick([4096, 8, 1]) as usize,
+            segments_in_flight: Arc::new(AtomicUsize::new(pick([3, 2, 1]) as usize)),
+            ..config
+        }
+    }
+
+    async fn serve(&self, parts: OsdParts) {
+        let config = self.config(parts.stripes);
         let ready = |started: Result<String, osd::StartError>| match started {
             Ok(endpoint) => self.trace.event(format_args!("the osd serves {endpoint}")),
             Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
@@ -444,6 +544,22 @@ impl SimNode {
     }
 }
 
+fn add_engine(coverage: &mut Coverage, engine: &SimEngine) {
+    let stats = engine.stats();
+    for (name, count) in [
+        ("failed transfers", stats.failed),
+        ("stalled transfers", stats.stalled),
+        ("transfers moved late", stats.moved_late),
+        ("corrupted transfers", stats.corrupted),
+        ("dropped doorbells", stats.dropped_doorbells),
+        ("device failures", stats.device_failures),
+        ("device hangs", stats.device_hangs),
+        ("resets", stats.resets),
+    ] {
+        coverage.add(format!("engine: {name}"), count);
+    }
+}
+
 /// Creates the network stack of a process on a host.
 #[must_use]
 pub fn stack(plan: &SimulationPlan, network: &SimNetwork, host: &str) -> SimStack {
@@ -456,8 +572,8 @@ fn drive(plan: &SimulationPlan, number: usize) -> (Uuid, Arc<SimDrive>) {
     let drive =
         SimDrive::new(plan.drive_size, rng(plan.seed, RandomStream::Drive(number)), DriveTimes::default());
     let sizes = MkfsOptions {
-        log_bytes: Some(plan.drive_size / 16),
-        index_bytes: Some(plan.drive_size / 8),
+        log_bytes: Some(plan.log_size()),
+        index_bytes: Some(plan.index_size()),
         ..MkfsOptions::default()
     };
     let uuid = drive.mkfs(&sizes).expect("the drive is large enough");

@@ -10,6 +10,9 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use wire::{CodingMode, CodingOffload, Placement, Redundancy};
 
+/// Size of the smallest drives, in bytes.
+const SMALLEST_DRIVE: u64 = 32 << 20;
+
 /// Declares the kinds of faults: the variant, its name, its weight, and its description.
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $kind:ident, $name:literal, $weight:literal;)+) => {
@@ -48,6 +51,8 @@ kinds! {
     Pause, "pause", 6;
     /// The node loses power: all of its roles are killed, and its drives lose unflushed writes.
     PowerFailure, "power-failure", 5;
+    /// A client is stopped for a while, and then continues.
+    PauseClient, "pause-client", 3;
     /// A client is killed. A new client takes its place.
     KillClient, "kill-client", 3;
     /// A drive is removed for a while. Its content stays.
@@ -68,8 +73,17 @@ kinds! {
     FlipAtRest, "flip-at-rest", 2;
     /// A drive is removed and never returns.
     LoseDrive, "lose-drive", 1;
+    /// A drive is removed and never returns. Later, the operator replaces its target.
+    ReplaceDrive, "replace-drive", 2;
     /// A drive is replaced by an older copy of itself.
     StaleDrive, "stale-drive", 1;
+    /// A drive acknowledges flushes that it does not execute, and then perhaps loses power. No pool
+    /// tolerates this.
+    LyingFlush, "lying-flush", 1;
+    /// The operator takes a target out of use, and later back into use.
+    TargetOut, "target-out", 3;
+    /// Another client fills the targets of a pool, and later removes its objects.
+    Fill, "fill", 3;
     /// The clock of a role steps.
     ClockStep, "clock-step", 2;
     /// The network between the node and a client is cut.
@@ -84,8 +98,9 @@ kinds! {
     DmaFailure, "dma-failure", 3;
     /// The control connection between osd and store is cut, held or refused.
     Control, "control", 4;
-    /// The operator starts a scrub, changes a setting or asks for the status.
-    Command, "command", 5;
+    /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
+    /// status.
+    Command, "command", 8;
 }
 
 impl FaultKind {
@@ -93,7 +108,7 @@ impl FaultKind {
     /// the pools.
     fn is_lossy(self) -> bool {
         use FaultKind as K;
-        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::StaleDrive)
+        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
     }
 
     /// Whether a fault of this kind concerns one drive.
@@ -102,8 +117,21 @@ impl FaultKind {
         self.is_lossy()
             || matches!(
                 self,
-                K::RemoveDrive | K::ReadError | K::WriteError | K::FlushError | K::DriveStall | K::FlipInRead
+                K::RemoveDrive
+                    | K::ReadError
+                    | K::WriteError
+                    | K::FlushError
+                    | K::DriveStall
+                    | K::FlipInRead
+                    | K::LyingFlush
+                    | K::TargetOut
             )
+    }
+
+    /// Whether the pools must be able to lose the drives of all faults of a plan that contains this
+    /// kind: a fault of this kind destroys data, or declares that a drive's data is not needed.
+    fn needs_tolerance(self) -> bool {
+        self.is_lossy() || self == FaultKind::TargetOut
     }
 }
 
@@ -151,6 +179,8 @@ pub enum Victim {
     Network,
     /// The connection between osd and store.
     Channel,
+    /// The pool with this number.
+    Pool(usize),
     /// No object: the operator gives a command.
     Operator,
 }
@@ -164,6 +194,7 @@ impl fmt::Display for Victim {
             Victim::Drive(number) => write!(f, "drive {number}"),
             Victim::Network => f.write_str("the network"),
             Victim::Channel => f.write_str("the channel"),
+            Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
     }
@@ -273,7 +304,8 @@ pub enum RandomStream {
     Entropy,
     /// The network.
     Network,
-    /// The drive with this number.
+    /// The drive with this number. The drives of the first targets have the lowest numbers, and the
+    /// drives that replace them have the next numbers.
     Drive(usize),
     /// The client with this id.
     Client(u32),
@@ -281,6 +313,8 @@ pub enum RandomStream {
     Dma(u64),
     /// The control connection between osd and store.
     Control,
+    /// The configuration of the n-th osd.
+    Config(u64),
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -294,6 +328,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Client(n) => (4, u64::from(n)),
         RandomStream::Dma(n) => (5, n),
         RandomStream::Control => (6, 0),
+        RandomStream::Config(n) => (7, n),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -318,7 +353,7 @@ impl SimulationPlan {
             .collect();
         let needed = pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(1);
         let targets = needed + rng.random_range(0..=1);
-        let drive_size = 1 << rng.random_range(25..=28);
+        let drive_size = SMALLEST_DRIVE << rng.random_range(0..=3);
         let write_max = [16 << 10, 128 << 10, 128 << 10, 1 << 20, 9 << 20][rng.random_range(0..5)];
         let lanes = rng.random_range(1..=3);
         let think = Duration::from_millis(rng.random_range(20..600) * u64::from(lanes));
@@ -355,6 +390,10 @@ impl SimulationPlan {
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
         plan.faults.retain(|planned| !off.contains(&planned.kind));
+        if plan.faults.iter().any(|planned| planned.kind == FaultKind::Fill) {
+            // Larger drives take long to fill.
+            plan.drive_size = SMALLEST_DRIVE;
+        }
         plan.faults.sort_by_key(|planned| planned.at);
         plan
     }
@@ -388,16 +427,43 @@ impl SimulationPlan {
             .count()
     }
 
-    /// Omits faults so that the pools can lose no data. If a fault destroys data of a drive, the
-    /// faults of drives must not hit more drives than the pools can lose. A drive that is
+    /// Whether a drive acknowledges flushes that it does not execute.
+    #[must_use]
+    pub fn has_lying_drive(&self) -> bool {
+        self.faults.iter().any(|fault| fault.kind == FaultKind::LyingFlush)
+    }
+
+    /// Number of targets whose drives are lost or damaged.
+    #[must_use]
+    pub fn lossy_drives(&self) -> usize {
+        (0..self.targets).filter(|&number| self.is_lossy(number)).count()
+    }
+
+    /// Size of the log of a target, in bytes.
+    #[must_use]
+    pub fn log_size(&self) -> u64 {
+        self.drive_size / 16
+    }
+
+    /// Size of the index of a target, in bytes.
+    #[must_use]
+    pub fn index_size(&self) -> u64 {
+        self.drive_size / 8
+    }
+
+    /// Omits faults so that the pools can lose no data. If a fault needs tolerance, the faults of
+    /// drives must not hit more drives than the pools can lose. A drive that is
     /// unavailable for a while lacks data, too, until it is rebuilt.
     fn within_tolerance(&self, faults: Vec<PlannedFault>) -> Vec<PlannedFault> {
-        let is_lossy = faults.iter().any(|planned| planned.kind.is_lossy()) && self.tolerance() > 0;
+        let is_lossy = faults.iter().any(|planned| planned.kind.needs_tolerance()) && self.tolerance() > 0;
         let mut hit = Vec::new();
         let mut fits = |planned: &PlannedFault| {
             let Victim::Drive(number) = planned.victim else { return true };
+            if planned.kind == FaultKind::LyingFlush {
+                return true;
+            }
             if !is_lossy {
-                return !planned.kind.is_lossy();
+                return !planned.kind.needs_tolerance();
             }
             if !hit.contains(&number) && hit.len() < self.tolerance() {
                 hit.push(number);
@@ -426,7 +492,10 @@ impl SimulationPlan {
         };
         let victim = match kind {
             FaultKind::PowerFailure => Victim::Node,
-            FaultKind::KillClient | FaultKind::Cut => Victim::Client(rng.random_range(0..self.clients)),
+            FaultKind::KillClient | FaultKind::PauseClient | FaultKind::Cut => {
+                Victim::Client(rng.random_range(0..self.clients))
+            }
+            FaultKind::Fill => Victim::Pool(rng.random_range(0..self.pools.len())),
             FaultKind::BreakTransports | FaultKind::LinksDown => Victim::Network,
             FaultKind::DmaTrouble | FaultKind::DmaFailure | FaultKind::Control => Victim::Channel,
             FaultKind::Command => Victim::Operator,

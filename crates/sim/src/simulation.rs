@@ -1,6 +1,7 @@
 //! Runs one simulation.
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -8,8 +9,9 @@ use std::time::Duration;
 use base::clock::Instant;
 use base::task::spawn_local;
 use base::thread::ThreadClass;
+use bytes::Bytes;
 use channel::sim::{DeviceFailure, EngineFaults};
-use client::engine::{ReadRequest, Sink};
+use client::engine::{ChangeRequest, ReadRequest, Sink, Source};
 use client::{Client, Options};
 use messenger::transport::sim::{CutKind, SimNetwork};
 use rand::rngs::StdRng;
@@ -17,11 +19,13 @@ use rand::{Rng, SeedableRng};
 use store::sim::{DriveFault, DriveFaultKind, DrivePart};
 use tokio::task::LocalSet;
 use tokio::time::{sleep, timeout};
-use wire::{ObjectName, PoolName};
+use wire::{CodingMode, Mutation, ObjectName, OpBytes, PoolName, Redundancy};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::coverage::{CounterRecorder, Coverage};
 use crate::history::{
-    CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, Request, Rule, Violation,
+    CheckOptions, ClientId, History, ListCall, Outcome, QueryCall, RangeRead, RefusalKind, Request, Rule,
+    TargetSpace, Violation,
 };
 use crate::node::{ENDPOINT, HOST, SimNode, stack};
 use crate::plan::{FaultKind, NodeRole, PlannedFault, RandomStream, SimulationPlan, Victim, rng};
@@ -37,6 +41,33 @@ const AFTER: Duration = Duration::from_secs(5);
 const ENDING: Duration = Duration::from_secs(180);
 /// Time after the end of all faults after which the operator takes lost targets out of use.
 const REACTION: Duration = Duration::from_secs(5);
+/// Time after which a plan with a drive that acknowledges flushes falsely injects no faults.
+const LYING_MAX: Duration = Duration::from_secs(120);
+/// Time for which the node has no power after a drive has acknowledged flushes falsely.
+const POWER_OFF: Duration = Duration::from_millis(100);
+/// Time limit of the requests of most clients.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit of the requests of the other clients. Some faults last longer.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit of one request that fills targets.
+const FILL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time within which a client fills the targets.
+const FILL_MAX: Duration = Duration::from_secs(20);
+/// Sizes of the objects that fill targets, in bytes: the first size until no more object fits, then
+/// the next size.
+const FILL_SIZES: [usize; 3] = [4 << 20, 256 << 10, 4 << 10];
+/// Size of each of the two values with which one request fills an index, in bytes.
+const FILL_VALUE: usize = 100 << 10;
+/// Namespace of the objects that fill targets. The clients' listings skip it.
+const FILLER: &str = "filler";
+/// Number of times that an operator tries to remove a pool while faults occur.
+const REMOVALS: u32 = 5;
+/// Number of times that an operator tries to replace a target while faults occur.
+const REPLACEMENTS: u32 = 10;
+/// Number of the first operator. Lower numbers are clients.
+const FIRST_OPERATOR: u32 = 1 << 31;
+/// Redundancy schemes of the pools that operators create.
+const SCHEMES: [&str; 4] = ["single", "mirror:2", "ec:2+1", "ec:2+2"];
 /// Maximum number of bytes that one read asks for.
 const READ_MAX: u64 = 32 << 20;
 
@@ -51,6 +82,8 @@ pub struct Report {
     pub calls: usize,
     /// Simulated time.
     pub simulated: Duration,
+    /// Effects of faults, and reactions of the code under test.
+    pub coverage: Coverage,
     /// The promises that the node has broken.
     pub violations: Vec<Violation>,
     /// Messages of panics of the code under test.
@@ -115,11 +148,15 @@ pub fn run(plan: &SimulationPlan, is_printed: bool) -> Report {
         .start_paused(true)
         .build()
         .expect("a runtime without I/O always starts");
+    let recorder = CounterRecorder::default();
+    let recording = metrics::set_default_local_recorder(&recorder);
     let mut report = LocalSet::new().block_on(&runtime, async {
         let trace = EventTrace::new(is_printed);
         let simulation = Simulation::new(plan.clone(), trace);
         simulation.run().await
     });
+    drop(recording);
+    recorder.add_to(&mut report.coverage);
     report.panics = PANICS.take().unwrap_or_default();
     report
 }
@@ -146,6 +183,12 @@ struct Simulation {
     history: RefCell<History>,
     clients: RefCell<Vec<ClientSlot>>,
     clients_started: Cell<u32>,
+    operators_started: Cell<u32>,
+    /// Pools that operators have created in addition to the planned pools and not removed yet.
+    extra_pools: RefCell<BTreeMap<String, Redundancy>>,
+    coverage: RefCell<Coverage>,
+    /// Broken promises that the history does not show.
+    violations: RefCell<Vec<Violation>>,
     is_over: Cell<bool>,
 }
 
@@ -169,6 +212,10 @@ impl Simulation {
             history: RefCell::new(history),
             clients: RefCell::default(),
             clients_started: Cell::new(0),
+            operators_started: Cell::new(0),
+            extra_pools: RefCell::default(),
+            coverage: RefCell::default(),
+            violations: RefCell::default(),
             is_over: Cell::new(false),
         })
     }
@@ -194,9 +241,17 @@ impl Simulation {
             let (this, fault) = (Rc::clone(&self), fault.clone());
             spawn_local(ThreadClass::Admin, async move { this.inject(fault).await })
         };
-        let injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
-        for fault in injected {
-            fault.await.expect("a fault is injected without a panic");
+        let mut injected: Vec<_> = self.plan.faults.iter().map(inject).collect();
+        let all = async {
+            for fault in &mut injected {
+                fault.await.expect("a fault is injected without a panic");
+            }
+        };
+        if !self.plan.has_lying_drive() {
+            all.await;
+        } else if timeout(LYING_MAX, all).await.is_err() {
+            // The node cannot start any more, and the operators cannot finish.
+            injected.iter().for_each(|fault| fault.abort());
         }
         self.node.heal();
         self.network.calm();
@@ -207,12 +262,14 @@ impl Simulation {
         let now = self.now();
         self.history.borrow_mut().healed(now);
         let this = Rc::clone(&self);
+        let id = self.new_operator();
         let operator = spawn_local(ThreadClass::Admin, async move {
             sleep(REACTION).await;
-            this.take_out_lost().await;
+            this.take_out_lost(id).await;
         });
         sleep(HEALING + AFTER).await;
         operator.abort();
+        self.history.borrow_mut().kill(id, self.now());
         self.is_over.set(true);
         let clients: Vec<_> = self.clients.borrow().iter().filter_map(|slot| slot.running.clone()).collect();
         let ending = async {
@@ -220,15 +277,28 @@ impl Simulation {
                 client.ended().await;
             }
             self.read_all().await;
+            self.last_commands().await;
         };
         let is_stuck = timeout(ENDING, ending).await.is_err();
         let hash = self.trace.hash() ^ self.node.trace() ^ self.network.trace().rotate_left(7);
         // The roles refer to the simulation, so they must end before it.
         clients.iter().for_each(|(client, _)| client.kill());
         self.node.roles().for_each(|role| self.node.kill(role));
+        if self.plan.has_lying_drive() {
+            self.history.borrow_mut().kill_all(self.now());
+        }
         let history = self.history.borrow();
-        let mut violations = history.check(&CheckOptions { may_be_full: true, ..CheckOptions::default() });
-        if is_stuck {
+        let index = self.plan.index_size();
+        let space = TargetSpace { data: self.plan.drive_size - self.plan.log_size() - index, index };
+        let mut violations = history.check(&CheckOptions { space: Some(space), ..CheckOptions::default() });
+        violations.append(&mut self.violations.borrow_mut());
+        let mut coverage = self.coverage.take();
+        history.count_outcomes(&mut coverage);
+        self.node.count_effects(&mut coverage);
+        for (name, count) in self.network.counts().all() {
+            coverage.add(format!("network: {name}"), count);
+        }
+        if is_stuck && !self.plan.has_lying_drive() {
             let text = format!(
                 "the clients cannot finish within {} s after the end of the workload",
                 ENDING.as_secs()
@@ -240,6 +310,7 @@ impl Simulation {
             events: self.trace.count(),
             calls: history.len(),
             simulated: self.now(),
+            coverage,
             violations,
             panics: Vec::new(),
             recent: self.trace.recent(),
@@ -247,9 +318,14 @@ impl Simulation {
     }
 
     async fn connect(&self, host: &str) -> Client {
+        let options = Options { request_timeout: REQUEST_TIMEOUT, ..Options::default() };
+        self.connect_with(host, options).await
+    }
+
+    async fn connect_with(&self, host: &str, options: Options) -> Client {
         let stack = Arc::new(stack(&self.plan, &self.network, host));
         loop {
-            match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, Options::default()).await {
+            match Client::connect_over(Arc::clone(&stack) as _, ENDPOINT, options.clone()).await {
                 Ok(client) => return client,
                 Err(e) => self.trace.event(format_args!("{host} cannot connect: {e}")),
             }
@@ -272,7 +348,7 @@ impl Simulation {
 
     /// Reads all objects, as a new client.
     async fn read_all(self: &Rc<Simulation>) {
-        let id = self.new_client();
+        let id = (self.new_client(), REQUEST_TIMEOUT);
         let client = self.connect("reader").await;
         let objects = self.history.borrow().objects();
         for object in objects {
@@ -289,17 +365,19 @@ impl Simulation {
     fn start_client(self: &Rc<Simulation>, number: usize) -> (SimRole, ClientId) {
         let (this, id) = (Rc::clone(self), self.new_client());
         let mut root = rng(self.plan.seed, RandomStream::Client(id.0));
+        // A client with little patience learns the outcome of fewer changes.
+        let patience = if root.random_bool(0.7) { REQUEST_TIMEOUT } else { SHORT_TIMEOUT };
         let role = SimRole::start(async move {
-            let client = this.connect(&client_host(number)).await;
+            let options = Options { request_timeout: patience, ..Options::default() };
+            let client = this.connect_with(&client_host(number), options).await;
             let lanes: Vec<_> = (0..this.plan.lanes)
                 .map(|lane| {
                     let (this, client) = (Rc::clone(&this), client.clone());
                     let workload = this.workload.client(id.0 * 100 + lane);
                     let rng = StdRng::from_rng(&mut root);
-                    spawn_local(
-                        ThreadClass::Client,
-                        async move { this.lane(&client, id, workload, rng).await },
-                    )
+                    spawn_local(ThreadClass::Client, async move {
+                        this.lane(&client, (id, patience), workload, rng).await
+                    })
                 })
                 .collect();
             for lane in lanes {
@@ -311,7 +389,13 @@ impl Simulation {
     }
 
     /// Makes calls one after another until the simulation is over.
-    async fn lane(&self, client: &Client, id: ClientId, mut workload: ClientWorkload, mut rng: StdRng) {
+    async fn lane(
+        &self,
+        client: &Client,
+        id: (ClientId, Duration),
+        mut workload: ClientWorkload,
+        mut rng: StdRng,
+    ) {
         while !self.is_over.get() {
             let request = workload.next(&mut rng, |len| self.history.borrow_mut().new_fill(len));
             let outcome = self.call(client, id, request.clone()).await;
@@ -320,9 +404,10 @@ impl Simulation {
         }
     }
 
-    /// Makes a call and records it.
-    async fn call(&self, client: &Client, id: ClientId, request: Request) -> Outcome {
-        let deadline = self.now() + Options::default().request_timeout;
+    /// Makes a call and records it. `id` is the number of the client, `patience` the time limit of its
+    /// requests.
+    async fn call(&self, client: &Client, (id, patience): (ClientId, Duration), request: Request) -> Outcome {
+        let deadline = self.now() + patience;
         let text = match request.object() {
             Some(object) => format!("{object}: {request}"),
             None => request.to_string(),
@@ -340,6 +425,7 @@ impl Simulation {
     async fn inject(self: Rc<Simulation>, planned: PlannedFault) {
         sleep(planned.at).await;
         self.note(&format!("fault: {planned}"));
+        self.count(&format!("fault: {}", planned.kind.name()));
         match planned.victim {
             Victim::Node => {
                 self.node.cut_power();
@@ -356,8 +442,12 @@ impl Simulation {
                 _ => drop(self.network.break_all()),
             },
             Victim::Channel => self.trouble_channel(&planned).await,
-            Victim::Operator => self.command(planned.detail).await,
+            Victim::Operator => self.command(&planned).await,
+            Victim::Pool(number) => self.fill(&planned, number).await,
             Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
+            Victim::Client(number) if planned.kind == FaultKind::PauseClient => {
+                self.pause_client(&planned, number).await;
+            }
             Victim::Client(number) => {
                 self.kill_client(number);
                 sleep(planned.lasts).await;
@@ -379,6 +469,17 @@ impl Simulation {
         }
         sleep(planned.lasts).await;
         self.network.heal(HOST, &client);
+    }
+
+    async fn pause_client(&self, planned: &PlannedFault, number: usize) {
+        let running = self.clients.borrow()[number].running.clone();
+        let Some((role, id)) = running else { return };
+        role.pause();
+        sleep(planned.lasts).await;
+        if !role.has_ended() {
+            self.history.borrow_mut().resume(id, self.now());
+            role.resume();
+        }
     }
 
     /// Kills a client. A new client starts after [`release_client`](Self::release_client).
@@ -447,29 +548,287 @@ impl Simulation {
         }
     }
 
-    /// Gives a command of an operator, and records it.
-    async fn command(&self, detail: u64) {
-        let mut detail = StdRng::seed_from_u64(detail);
-        let client = self.connect("operator").await;
+    fn count(&self, effect: &str) {
+        self.coverage.borrow_mut().add(effect, 1);
+    }
+
+    /// Records a broken promise that the history does not show.
+    fn violation(&self, rule: Rule, text: String) {
+        self.trace.event(format_args!("violation: {text}"));
+        if !self.plan.has_lying_drive() {
+            let violation = Violation { rule, object: None, calls: Vec::new(), text };
+            self.violations.borrow_mut().push(violation);
+        }
+    }
+
+    fn new_operator(&self) -> ClientId {
+        self.operators_started.set(self.operators_started.get() + 1);
+        ClientId(FIRST_OPERATOR + self.operators_started.get())
+    }
+
+    /// Executes a command of an operator and records it.
+    async fn administer<T>(
+        &self,
+        operator: ClientId,
+        text: &str,
+        command: impl Future<Output = client::Result<T>>,
+    ) -> client::Result<T> {
+        let deadline = self.now() + REQUEST_TIMEOUT;
+        let request = Request::Admin(text.to_owned());
+        let call = self.history.borrow_mut().start(operator, self.now(), Some(deadline), request);
+        let result = command.await;
+        let outcome = Outcome::of_command(&result);
+        self.trace.event(format_args!("the operator's command to {text} ends: {}", brief(&outcome)));
+        self.history.borrow_mut().end(call, self.now(), outcome);
+        result
+    }
+
+    /// Gives a command of an operator.
+    async fn command(&self, planned: &PlannedFault) {
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let (client, id) = (self.connect("operator").await, self.new_operator());
         let pool = &self.plan.pools[detail.random_range(0..self.plan.pools.len())].name;
-        let (text, outcome) = match detail.random_range(0..4) {
-            0 => ("status", Outcome::of_command(&client.status().await)),
-            1 => ("scrub", Outcome::of_command(&client.start_scrub(pool, detail.random_bool(0.3)).await)),
-            2 => {
-                let rate = [0, 100 << 10, 10 << 20][detail.random_range(0..3)];
-                ("rebuild rate", Outcome::of_command(&client.set_rebuild_rate(rate).await))
+        match detail.random_range(0..10) {
+            0 => drop(self.administer(id, "show the status", client.status()).await),
+            1 => drop(self.administer(id, "list the pools", client.pools()).await),
+            2 => drop(self.administer(id, "show a scrub", client.scrub_status(pool)).await),
+            3 => {
+                let scrub = client.start_scrub(pool, detail.random_bool(0.3));
+                drop(self.administer(id, "scrub", scrub).await);
             }
-            _ => ("collect orphans", Outcome::of_command(&client.collect_orphans(Duration::ZERO).await)),
+            4 => {
+                let rate = [0, 100 << 10, 10 << 20][detail.random_range(0..3)];
+                drop(self.administer(id, "set the rebuild rate", client.set_rebuild_rate(rate)).await);
+            }
+            5 => {
+                let grace = [Duration::ZERO, Duration::from_secs(5)][detail.random_range(0..2)];
+                drop(self.administer(id, "collect orphans", client.collect_orphans(grace)).await);
+            }
+            6 => {
+                let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
+                let mode = modes[detail.random_range(0..modes.len())];
+                drop(self.administer(id, "set the coding mode", client.set_coding_mode(mode)).await);
+            }
+            _ => self.use_extra_pool(&client, id, planned, &mut detail).await,
+        }
+        client.close().await;
+    }
+
+    /// Creates a pool, uses it for a while and removes it. A pool of the same name that is created
+    /// later must be empty.
+    async fn use_extra_pool(
+        &self,
+        client: &Client,
+        operator: ClientId,
+        planned: &PlannedFault,
+        detail: &mut StdRng,
+    ) {
+        let name = format!("extra-{:x}", planned.detail);
+        let schemes = SCHEMES.iter().map(|scheme| scheme.parse().expect("the scheme is valid"));
+        let schemes: Vec<Redundancy> =
+            schemes.filter(|s: &Redundancy| s.targets() <= self.plan.targets).collect();
+        for _ in 0..2 {
+            let scheme = schemes[detail.random_range(0..schemes.len())];
+            self.extra_pools.borrow_mut().insert(name.clone(), scheme);
+            let create = client.create_pool_with(&name, 1 << detail.random_range(0..=3), scheme);
+            let created = self.administer(operator, &format!("create pool {name} ({scheme})"), create).await;
+            if created.is_ok() {
+                self.count("operator: pool created");
+                self.use_pool(client, &name).await;
+            }
+            sleep(planned.lasts).await;
+            let mut tries = 0;
+            while !self.remove_extra_pool(client, operator, &name).await {
+                tries += 1;
+                if tries == REMOVALS {
+                    return;
+                }
+                sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
+
+    /// Checks that a new pool contains no objects, and creates some.
+    async fn use_pool(&self, client: &Client, name: &str) {
+        let pool = PoolName::new(name).expect("the name is valid");
+        for number in 0..3 {
+            let object =
+                ObjectName::new(pool.clone(), "", format!("object-{number}")).expect("the name is valid");
+            let change = ChangeRequest {
+                name: object,
+                part: None,
+                conditions: Vec::new(),
+                ops: vec![Mutation::Create, Mutation::WriteFull(OpBytes::Payload)],
+                payload: Some(Source::Bytes(Bytes::from(vec![1; 10_000 << (2 * number)]))),
+            };
+            let outcome = Outcome::of_change(&client.mutate(change).await);
+            self.trace
+                .event(format_args!("the operator creates an object of pool {name}: {}", brief(&outcome)));
+            if let Outcome::Refused(refusal) = &outcome
+                && refusal.kind == RefusalKind::Exists
+            {
+                self.violation(Rule::Linearizable, format!("new pool {name} contains an object"));
+            }
+        }
+    }
+
+    /// Removes a pool that an operator has created. Returns whether the pool is gone.
+    async fn remove_extra_pool(&self, client: &Client, operator: ClientId, name: &str) -> bool {
+        let removed =
+            self.administer(operator, &format!("remove pool {name}"), client.remove_pool(name, true)).await;
+        let is_gone =
+            removed.as_ref().is_ok_and(|()| true) || removed.as_ref().is_err_and(client::Error::is_not_found);
+        if is_gone {
+            self.count("operator: pool removed");
+            self.extra_pools.borrow_mut().remove(name);
+        }
+        is_gone
+    }
+
+    /// Gives some commands after the node has recovered. All of them must succeed.
+    async fn last_commands(&self) {
+        let (client, id) = (self.connect("operator").await, self.new_operator());
+        drop(self.administer(id, "list the pools", client.pools()).await);
+        let extra = self.extra_pools.borrow().clone();
+        for (name, scheme) in extra {
+            let is_beyond = self.plan.has_lying_drive() || scheme.tolerates() < self.plan.lossy_drives();
+            if !self.remove_extra_pool(&client, id, &name).await && !is_beyond {
+                self.violation(Rule::Answered, format!("pool {name} cannot be removed"));
+            }
+        }
+        client.close().await;
+    }
+
+    /// Takes a target out of use for a while.
+    async fn take_out_for(&self, lasts: Duration, target: usize) {
+        let (client, id, uuid) =
+            (self.connect("operator").await, self.new_operator(), self.node.uuid(target));
+        let index = loop {
+            if let Ok(status) = self.administer(id, "show the status", client.status()).await {
+                break status.targets.iter().position(|status| status.uuid == uuid);
+            }
         };
-        self.trace.event(format_args!("the operator's command {text} ends: {}", brief(&outcome)));
+        let Some(index) = index else { return };
+        let out = client.set_target_out(index as u32, true);
+        if self.administer(id, &format!("take target {target} out"), out).await.is_ok() {
+            self.count("operator: target out");
+        }
+        sleep(lasts).await;
+        while !self.node.is_lost(target) {
+            let back = client.set_target_out(index as u32, false);
+            if self.administer(id, &format!("take target {target} back"), back).await.is_ok() {
+                self.count("operator: target in");
+                break;
+            }
+            sleep(Duration::from_secs(1)).await;
+        }
+        client.close().await;
+    }
+
+    /// Replaces a target whose drive is lost by a new target, and restarts the node.
+    async fn replace_target(&self, target: usize) {
+        let (client, id, new) = (self.connect("operator").await, self.new_operator(), self.node.new_drive());
+        let mut tries = 0;
+        loop {
+            if let Ok(status) = self.administer(id, "show the status", client.status()).await {
+                let index = |uuid| status.targets.iter().position(|status| status.uuid == uuid);
+                if index(new.0).is_some() {
+                    break;
+                }
+                let Some(old) = index(self.node.uuid(target)) else { return };
+                let replace = client.replace_target(old as u32, new.0);
+                drop(self.administer(id, &format!("replace target {target}"), replace).await);
+            }
+            tries += 1;
+            if tries == REPLACEMENTS {
+                return self.note(&format!("target {target} cannot be replaced"));
+            }
+            sleep(Duration::from_secs(1)).await;
+        }
+        client.close().await;
+        self.count("operator: target replaced");
+        self.node.roles().for_each(|role| self.node.kill(role));
+        self.node.replace(target, new);
+        sleep(POWER_OFF).await;
+        self.node.roles().for_each(|role| self.node.release(role));
+    }
+
+    /// Fills the targets of a pool, and removes the objects again after a while.
+    async fn fill(&self, planned: &PlannedFault, number: usize) {
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let pool = PoolName::new(&self.plan.pools[number].name).expect("the name is valid");
+        let options = Options { request_timeout: FILL_TIMEOUT, ..Options::default() };
+        let client = self.connect_with("filler", options).await;
+        self.history.borrow_mut().fill_targets(self.now());
+        let mut created = Vec::new();
+        let until = Instant::now() + FILL_MAX;
+        let value = Bytes::from(vec![7; FILL_SIZES[0]]);
+        let steps = match detail.random_bool(0.3) {
+            true => vec![None],
+            false => FILL_SIZES.iter().copied().map(Some).collect(),
+        };
+        for size in steps {
+            // Objects of other placement groups may still fit, so one refusal is not enough.
+            let (mut refusals, mut failures) = (0, 0);
+            while refusals < 3 && failures < 3 && Instant::now() < until {
+                let name = format!("{:x}-{}", planned.detail, created.len());
+                let name = ObjectName::new(pool.clone(), FILLER, name).expect("the name is valid");
+                created.push(name.clone());
+                let (op, payload) = match size {
+                    Some(size) => {
+                        (Mutation::WriteFull(OpBytes::Payload), Some(Source::Bytes(value.slice(..size))))
+                    }
+                    None => {
+                        let key = |key: &'static str| (Bytes::from(key), value.slice(..FILL_VALUE));
+                        (Mutation::OmapSet(vec![key("a"), key("b")]), None)
+                    }
+                };
+                let change =
+                    ChangeRequest { name, part: None, conditions: Vec::new(), ops: vec![op], payload };
+                match Outcome::of_change(&client.mutate(change).await) {
+                    Outcome::Changed(_) => refusals = 0,
+                    Outcome::Refused(refusal) if refusal.kind == RefusalKind::NoSpace => refusals += 1,
+                    outcome => {
+                        failures += 1;
+                        self.trace.event(format_args!("the filler cannot write: {}", brief(&outcome)));
+                    }
+                }
+            }
+            if refusals == 3 {
+                self.count("targets: filled");
+            }
+        }
+        self.note(&format!("pool {pool} contains {} objects that fill its targets", created.len()));
+        sleep(planned.lasts).await;
+        for name in created.into_iter().rev() {
+            loop {
+                let (ops, conditions) = (vec![Mutation::Remove], Vec::new());
+                let change = ChangeRequest { name: name.clone(), part: None, conditions, ops, payload: None };
+                match Outcome::of_change(&client.mutate(change).await) {
+                    Outcome::Changed(_) => break,
+                    Outcome::Refused(refusal) if refusal.kind == RefusalKind::NoSuchObject => break,
+                    Outcome::Refused(refusal) if refusal.kind == RefusalKind::NoSpace => {
+                        self.violation(Rule::Reserve, format!("{name} cannot be removed: {}", refusal.text));
+                        break;
+                    }
+                    outcome => {
+                        self.trace.event(format_args!("the filler cannot remove {name}: {}", brief(&outcome)))
+                    }
+                }
+                if self.plan.has_lying_drive() {
+                    break;
+                }
+                sleep(Duration::from_millis(500)).await;
+            }
+        }
         client.close().await;
     }
 
     /// Takes each target out of use whose drive is lost or damaged and that the node does not use.
-    async fn take_out_lost(&self) {
+    async fn take_out_lost(&self, operator: ClientId) {
         let client = self.connect("operator").await;
         loop {
-            let Ok(status) = client.status().await else { continue };
+            let Ok(status) = self.administer(operator, "status", client.status()).await else { continue };
             let lost = (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target));
             let mut is_done = true;
             for target in lost {
@@ -481,8 +840,8 @@ impl Simulation {
                 if known.state == client::TargetState::Up || known.out {
                     continue;
                 }
-                let outcome = client.set_target_out(index as u32, true).await;
-                self.trace.event(format_args!("the operator takes target {target} out: {outcome:?}"));
+                let command = client.set_target_out(index as u32, true);
+                let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
                 is_done &= outcome.is_ok();
             }
             if is_done {
@@ -515,6 +874,13 @@ impl Simulation {
 
     async fn trouble_drive(&self, planned: &PlannedFault, target: usize) {
         let drives = self.plan.troubled_drives();
+        if planned.kind == FaultKind::LyingFlush {
+            for pool in &self.plan.pools {
+                let now = self.now();
+                self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);
+                self.history.borrow_mut().may_lose_changes(&pool.name);
+            }
+        }
         for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() < drives) {
             let now = self.now();
             self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);
@@ -529,6 +895,22 @@ impl Simulation {
         };
         let fault = |kind| DriveFault { count, probability, until: Some(until), ..DriveFault::always(kind) };
         match planned.kind {
+            FaultKind::LyingFlush => {
+                drive.inject(DriveFault { count: None, ..fault(DriveFaultKind::LyingFlush) });
+                tokio::time::sleep_until(until).await;
+                if detail.random_bool(0.7) {
+                    self.node.cut_power();
+                    sleep(POWER_OFF).await;
+                    self.node.roles().for_each(|role| self.node.release(role));
+                }
+            }
+            FaultKind::TargetOut => self.take_out_for(planned.lasts, target).await,
+            FaultKind::ReplaceDrive => {
+                self.node.lose(target);
+                drive.remove();
+                sleep(planned.lasts).await;
+                self.replace_target(target).await;
+            }
             FaultKind::RemoveDrive => {
                 drive.remove();
                 sleep(planned.lasts).await;
@@ -605,7 +987,7 @@ async fn names(client: &Client, list: &ListCall) -> client::Result<Vec<(String, 
     };
     let found = listing.page_size(7).collect().await?;
     let parts = |name: &ObjectName| (name.namespace().to_owned(), name.object().to_owned());
-    Ok(found.iter().map(parts).collect())
+    Ok(found.iter().filter(|name| name.namespace() != FILLER).map(parts).collect())
 }
 
 /// Describes an outcome for the trace. The description contains all data as a hash.

@@ -5,6 +5,9 @@ use std::process::Command;
 /// Kinds of faults that reach known defects. `docs/simulator.md` describes them.
 const OFF: &str = "stale-drive";
 
+/// Number of simulations in which each expected effect of faults must occur.
+const COVERING: u32 = 500;
+
 /// Seeds that once showed a bug, with the commit that fixed it. A change of the plans gives a seed
 /// another meaning, so each bug also has a test of its own beside the code.
 const SEEDS: &[(u64, &str)] = &[
@@ -56,13 +59,19 @@ fn a_simulation_repeats_exactly_alone_and_after_others() {
 fn a_sample_of_seeds_shows_no_bug() {
     let minutes = std::env::var("OUTBOARD_SIM_MINUTES").unwrap_or_else(|_| "4".into());
     let jobs = std::thread::available_parallelism().map_or(1, usize::from).to_string();
-    let mut arguments = vec!["--minutes", &minutes, "--jobs", &jobs, "--off", OFF];
+    let mut arguments = vec!["--minutes", &minutes, "--jobs", &jobs, "--off", OFF, "--coverage"];
     let seed = std::env::var("OUTBOARD_SIM_SEED").unwrap_or_default();
     if !seed.is_empty() {
         arguments.extend(["--seed", &seed]);
     }
     let (output, succeeds) = simulate(&arguments);
     assert!(succeeds, "{output}");
+    let simulations =
+        output.lines().find_map(|line| line.split_once(" simulations from seed")?.0.parse().ok());
+    if simulations.is_some_and(|count: u32| count >= COVERING) {
+        let line = output.lines().find(|line| line.contains("effects never occurred"));
+        assert!(line.is_some_and(|line| line.starts_with("0 effects")), "{line:?}");
+    }
     #[expect(clippy::print_stdout, reason = "the output states the seeds")]
     let () = println!("{output}");
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use base::mutant::Mutant;
 use clap::Parser;
+use sim::coverage::Coverage;
 use sim::plan::{FaultKind, SimulationPlan};
 use sim::simulation::{Report, run};
 
@@ -65,6 +66,9 @@ struct Arguments {
     /// Print one line per simulation.
     #[arg(long, short)]
     verbose: bool,
+    /// Print how often each effect of faults occurred, and which effects never occurred.
+    #[arg(long)]
+    coverage: bool,
     /// Plant a bug in the code under test. Needs a build with `--cfg mutants`.
     #[arg(long)]
     mutant: Option<Mutant>,
@@ -102,6 +106,7 @@ struct SeedBatch {
     /// Calls of clients, summed over all simulations.
     calls: AtomicU64,
     simulated_ms: AtomicU64,
+    coverage: Mutex<Coverage>,
     failures: Mutex<Vec<u64>>,
     is_over: AtomicBool,
     /// Seed and start of the simulation that each job runs.
@@ -170,6 +175,7 @@ impl SeedBatch {
             done: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             simulated_ms: AtomicU64::new(0),
+            coverage: Mutex::default(),
             failures: Mutex::default(),
             is_over: AtomicBool::new(false),
             running: (0..arguments.jobs.max(1)).map(|_| Mutex::default()).collect(),
@@ -224,6 +230,7 @@ impl SeedBatch {
             self.done.fetch_add(1, Ordering::Relaxed);
             self.calls.fetch_add(report.calls as u64, Ordering::Relaxed);
             self.simulated_ms.fetch_add(report.simulated.as_millis() as u64, Ordering::Relaxed);
+            self.coverage.lock().expect("no job panics").merge(&report.coverage);
             if self.arguments.verbose || self.arguments.trace {
                 println!(
                     "seed {seed}: trace {:016x}, {} events, {} calls, {:.0} simulated s in {:.3} s",
@@ -281,6 +288,12 @@ impl SeedBatch {
             wall.as_secs_f64(),
             self.running.len()
         );
+        if self.arguments.coverage {
+            let coverage = self.coverage.lock().expect("no job panics");
+            let missing = coverage.missing(&self.arguments.off);
+            print!("{coverage}");
+            println!("{} effects never occurred: {}", missing.len(), missing.join(", "));
+        }
         if failures.is_empty() {
             println!("the node has kept its promises in all simulations");
             return ExitCode::SUCCESS;

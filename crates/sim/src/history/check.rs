@@ -11,8 +11,8 @@ use wire::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes
 
 use super::search::{DeadEnd, Found, Maybe, PreparedChange, Search, Step, Sure};
 use super::{
-    CallId, ChangeCall, History, ListCall, Moment, Outcome, PoolRules, RecordedCall, RefusalKind, Request,
-    Rule, Violation,
+    CallId, ChangeCall, DataOrigin, Fill, History, ListCall, Moment, Outcome, PoolRules, RecordedCall,
+    RefusalKind, Request, Rule, Violation,
 };
 
 /// Payloads of more than this size, in bytes, may reach the store before their transaction.
@@ -25,6 +25,11 @@ const ATOMIC_READ_MAX: u64 = 2 << 20;
 static ZEROS: [u8; wire::limits::MAX_HEADER + 1] = [0; wire::limits::MAX_HEADER + 1];
 /// Number of earlier changes that a report shows.
 const SHOWN_CHANGES: usize = 6;
+/// Maximum number of bytes that a change adds to the index besides its keys and values.
+const INDEX_PER_CHANGE: u64 = 512;
+/// Minimum number of bytes of no fill that count as data that was not written. Shorter runs are the
+/// ends of fills.
+const RAW_MIN: u64 = 64;
 /// Number of events before the contradiction that a report shows.
 const SHOWN_NOTES: usize = 6;
 
@@ -41,8 +46,47 @@ pub struct CheckOptions {
     pub recovery: Duration,
     /// Time by which a call may exceed its deadline.
     pub slack: Duration,
-    /// Whether targets may be full.
-    pub may_be_full: bool,
+    /// Space of a target; `None` if no target can become full.
+    pub space: Option<TargetSpace>,
+}
+
+/// Space of a target, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TargetSpace {
+    /// Size of the data area.
+    pub data: u64,
+    /// Size of the index.
+    pub index: u64,
+}
+
+/// Maximum number of bytes that the changes up to an event may store on one target.
+#[derive(Debug, Clone, Copy, Default)]
+struct StoredBytes {
+    /// Order of the event.
+    order: u64,
+    data: u64,
+    index: u64,
+}
+
+impl StoredBytes {
+    /// Returns the sum of `self` and the bytes of a change that starts at event `order`.
+    fn and(self, order: u64, change: &ChangeCall) -> StoredBytes {
+        let ops = change.ops_with(|_| Bytes::new());
+        // An op changes at most one partial block at each of its ends.
+        let data = |fill: &Option<Fill>| fill.map_or(0, |fill| fill.len.next_multiple_of(4096)) + 2 * 4096;
+        let data = change.pieces().iter().map(data).sum::<u64>();
+        let conditions = Vec::new();
+        let mutate = Mutate { name: change.object.to_wire(), part: None, conditions, ops, data: Data::None };
+        let index = bytes_in(&mutate) as u64 + INDEX_PER_CHANGE;
+        StoredBytes { order, data: self.data + data, index: self.index + index }
+    }
+
+    /// Whether the bytes may fill a target. The node needs more space than the sum: for replaced
+    /// data that it has not freed yet, for changes that it may undo, and for pages of the index that
+    /// are partly full.
+    fn may_fill(self, space: TargetSpace) -> bool {
+        self.data > space.data / 2 || self.index > space.index / 4
+    }
 }
 
 impl Default for CheckOptions {
@@ -52,7 +96,7 @@ impl Default for CheckOptions {
             late_effect: Some(Duration::from_secs(60)),
             recovery: Duration::from_secs(30),
             slack: Duration::from_secs(3),
-            may_be_full: false,
+            space: None,
         }
     }
 }
@@ -141,6 +185,8 @@ struct HistoryCheck<'a> {
     options: &'a CheckOptions,
     /// All moments of the history, in order.
     moments: Vec<Moment>,
+    /// Sums of the bytes of all changes so far, one per change.
+    stored: Vec<StoredBytes>,
     default_pool: PoolRules,
     violations: Vec<Violation>,
 }
@@ -152,7 +198,17 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     let mut moments: Vec<Moment> = history.calls.iter().flat_map(of_call).collect();
     moments.sort_unstable();
     let default_pool = PoolRules::default();
-    let mut check = HistoryCheck { history, options, moments, default_pool, violations: Vec::new() };
+    let mut sum = StoredBytes::default();
+    let changes = history.calls.iter().filter_map(|call| match &call.request {
+        Request::Change(change) => Some((call.start.order, change)),
+        _ => None,
+    });
+    let stored = changes.map(|(order, change)| {
+        sum = sum.and(order, change);
+        sum
+    });
+    let stored = stored.collect();
+    let mut check = HistoryCheck { history, options, moments, stored, default_pool, violations: Vec::new() };
     let mut objects: BTreeMap<&ObjectName, ObjectCalls<'_>> = BTreeMap::new();
     let mut listings = Vec::new();
     for (id, call) in (0..).map(CallId).zip(&history.calls) {
@@ -178,7 +234,10 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
         check.check_names(*id, call, list, &objects);
     }
     for (object, calls) in &objects {
-        check.check_object(object, calls, &listings);
+        match check.pool(object.pool()).may_lose_changes {
+            true => check.check_origin(object, calls),
+            false => check.check_object(object, calls, &listings),
+        }
     }
     check.violations
 }
@@ -279,6 +338,9 @@ impl<'a> HistoryCheck<'a> {
         let names = match &call.end {
             Some((_, Outcome::Listed(names))) => names,
             Some((_, Outcome::Refused(refusal))) => {
+                if self.pool(&list.pool).may_lose_changes {
+                    return;
+                }
                 if !matches!(refusal.kind, RefusalKind::Failed | RefusalKind::NoSuchPool) {
                     self.report_call(Rule::ExpectedError, id, "a listing cannot fail with this error");
                 } else if refusal.kind == RefusalKind::NoSuchPool
@@ -307,12 +369,25 @@ impl<'a> HistoryCheck<'a> {
                 let text = format!("the listing contains {name}, which no call has created");
                 return self.report_call(Rule::Listing, id, &text);
             };
-            if !seen.insert(name.clone()) && !self.may_be_removed_during(call, calls) {
+            let is_checked = !self.pool(&list.pool).may_lose_changes;
+            if !seen.insert(name.clone()) && is_checked && !self.may_be_removed_during(call, calls) {
                 let text =
                     format!("the listing contains {name} twice, although no call removed it meanwhile");
                 return self.report_call(Rule::Listing, id, &text);
             }
         }
+    }
+
+    /// Returns whether a target may be full at some time of a call.
+    fn may_be_full(&self, call: &RecordedCall) -> bool {
+        let Some(space) = self.options.space else { return false };
+        let end = call.end.as_ref().map(|(end, _)| *end);
+        let is_recovered = |healed| call.start.time >= healed + self.options.recovery;
+        let is_filled = self.history.filled.is_some_and(|from| end.is_none_or(|end| end.time >= from))
+            && !self.history.healed.is_some_and(is_recovered);
+        let end = end.map_or(u64::MAX, |end| end.order);
+        let begun = self.stored.partition_point(|stored| stored.order < end);
+        is_filled || self.stored[..begun].last().is_some_and(|stored| stored.may_fill(space))
     }
 
     /// Returns whether a removal of an object may take effect during a call.
@@ -344,6 +419,29 @@ impl<'a> HistoryCheck<'a> {
             let after = self.moments.partition_point(|moment| moment.time <= time);
             self.moments.get(after).map_or(u64::MAX, |moment| moment.order)
         })
+    }
+
+    /// Checks that all data of an object that clients have read was written to the object.
+    fn check_origin(&mut self, object: &ObjectName, calls: &ObjectCalls<'a>) {
+        let mut written = BTreeSet::new();
+        for (_, call) in &calls.calls {
+            if let Request::Change(change) = &call.request {
+                written.extend(change.fills().map(|fill| fill.id));
+            }
+        }
+        for (id, call) in &calls.calls {
+            let Some((_, Outcome::Read(answer))) = &call.end else { continue };
+            let wrong = answer.data.runs().iter().find(|(len, origin)| match origin {
+                DataOrigin::Zeros => false,
+                // Other bytes may look like a fill with a very high number.
+                DataOrigin::Fill { id, .. } if *id <= self.history.fills => !written.contains(id),
+                DataOrigin::Fill { .. } | DataOrigin::Raw(_) => *len >= RAW_MIN,
+            });
+            if let Some((len, origin)) = wrong {
+                let text = format!("no call wrote these {len} bytes to {object}: {origin:?}");
+                return self.report_call(Rule::DataOrigin, *id, &text);
+            }
+        }
     }
 
     fn check_object(
@@ -542,9 +640,8 @@ impl<'a> HistoryCheck<'a> {
             RefusalKind::Damaged if !self.was_beyond_tolerance(call) => {
                 Some("no more faults are active than the pool tolerates, so no data may be lost")
             }
-            RefusalKind::NoSpace if !(is_change && self.options.may_be_full) => {
-                Some("the call needs no space, or no target is full")
-            }
+            RefusalKind::NoSpace if !is_change => Some("the call needs no space"),
+            RefusalKind::NoSpace if !self.may_be_full(call) => Some("no target can be full"),
             RefusalKind::NoSuchPool
                 if call.request.pool().is_some_and(|pool| self.history.pools.contains_key(pool)) =>
             {

@@ -108,6 +108,27 @@ impl From<&client::Error> for RefusedCall {
 }
 
 impl Outcome {
+    /// Describes the kind of the outcome in a few words, for counts.
+    #[must_use]
+    pub fn kind(&self) -> String {
+        match self {
+            Outcome::Changed(_) => "answer: changed".into(),
+            Outcome::Read(_) => "answer: read".into(),
+            Outcome::Queried(_) => "answer: queried".into(),
+            Outcome::Listed(_) => "answer: listed".into(),
+            Outcome::Done => "answer: done".into(),
+            Outcome::Refused(refusal) => match refusal.kind {
+                RefusalKind::ConditionFailed(_) => "refusal: ConditionFailed".into(),
+                RefusalKind::Changed { .. } => "refusal: Changed".into(),
+                kind => format!("refusal: {kind:?}"),
+            },
+            Outcome::Unknown(why) if why.contains("too old to be repeated") => "unknown: expired".into(),
+            Outcome::Unknown(why) if why.contains("is refused") => "unknown: session refused".into(),
+            Outcome::Unknown(why) if why.contains("no answer arrived") => "unknown: timed out".into(),
+            Outcome::Unknown(_) => "unknown: other".into(),
+        }
+    }
+
     fn refused(error: &client::Error) -> Outcome {
         Outcome::Refused(error.into())
     }

@@ -335,10 +335,49 @@ fn a_full_target_refuses_only_changes() {
     let mut story = Story::new();
     story.call(ChangeCall::new(object()).op(Mutation::Touch), refused(RefusalKind::NoSpace));
     story.reject(Rule::ExpectedError);
-    let options = CheckOptions { may_be_full: true, ..CheckOptions::default() };
-    assert!(story.history.check(&options).is_empty());
+    let options = |size| {
+        let space = Some(TargetSpace { data: size, index: size });
+        CheckOptions { space, ..CheckOptions::default() }
+    };
+    assert_eq!(story.history.check(&options(1 << 20)).len(), 1, "one change cannot fill this target");
+    assert!(story.history.check(&options(1000)).is_empty());
+    let mut filled = story.history.clone();
+    filled.fill_targets(Duration::ZERO);
+    assert!(filled.check(&options(1 << 20)).is_empty());
+    filled.healed(Duration::ZERO);
+    let late = Duration::from_secs(100);
+    let call = filled.start(ClientId(1), late, None, ChangeCall::new(object()).op(Mutation::Touch));
+    filled.end(call, late, refused(RefusalKind::NoSpace));
+    assert_eq!(filled.check(&options(1 << 20)).len(), 1, "the target is not full after the recovery");
     story.call(read(), refused(RefusalKind::NoSpace));
-    assert_eq!(story.history.check(&options).len(), 1);
+    assert_eq!(story.history.check(&options(1000)).len(), 1);
+}
+
+#[test]
+fn a_drive_that_loses_changes_must_not_invent_data() {
+    let mut story = Story::new();
+    story.put(1000, 1);
+    story.history.may_lose_changes("p");
+    story.call(read(), refused(RefusalKind::NoSuchObject));
+    story.accept();
+    let other = story.history.new_fill(1000);
+    story.call(read(), data(1, &[other]));
+    story.reject(Rule::DataOrigin);
+}
+
+#[test]
+fn a_client_may_exceed_a_deadline_while_it_is_stopped() {
+    let mut history = History::new();
+    let at = Duration::from_secs;
+    for is_resumed in [true, false] {
+        let call = history.start(ClientId(0), at(0), Some(at(60)), read());
+        if is_resumed {
+            history.resume(ClientId(0), at(100));
+        }
+        history.end(call, at(101), refused(RefusalKind::Failed));
+        let violations = history.check(&CheckOptions::default());
+        assert_eq!(violations.iter().any(|v| v.rule == Rule::Ends), !is_resumed);
+    }
 }
 
 #[test]

@@ -15,6 +15,10 @@ pub enum Rule {
     ExpectedError,
     /// An answer is of the kind that the request asks for.
     ExpectedAnswer,
+    /// A read returns only data that was written to the object.
+    DataOrigin,
+    /// A full target keeps enough space for removals.
+    Reserve,
     /// A listing contains only names of objects, and each name once.
     Listing,
     /// A call ends at its deadline at the latest.
