@@ -17,6 +17,7 @@ use sim::coverage::Coverage;
 use sim::output::line;
 use sim::plan::{FaultKind, SimulationPlan};
 use sim::simulation::{Report, run};
+use tracing_subscriber::EnvFilter;
 
 /// Real time after which a simulation counts as stuck.
 const STUCK: Duration = Duration::from_secs(120);
@@ -41,10 +42,10 @@ struct Arguments {
     #[arg(long)]
     seed: Option<u64>,
     /// Number of simulations, with consecutive seeds.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
     /// Run simulations for this time instead of a fixed number.
-    #[arg(long, conflicts_with = "count")]
+    #[arg(long, conflicts_with = "count", value_parser = positive_minutes)]
     minutes: Option<f64>,
     /// Number of simulations that run at a time.
     #[arg(long, default_value_t = 1)]
@@ -52,14 +53,15 @@ struct Arguments {
     /// Kinds of faults that do not occur, separated by commas.
     #[arg(long, value_delimiter = ',', value_name = "KIND")]
     off: Vec<FaultKind>,
-    /// Inject only the faults with these numbers, as --minimize prints them.
-    #[arg(long, value_delimiter = ',', value_name = "NUMBER")]
+    /// Inject only the faults with these numbers, as --minimize prints them. Without a number, inject
+    /// no fault.
+    #[arg(long, value_delimiter = ',', value_name = "NUMBER", num_args = 0.., conflicts_with_all = ["count", "minutes"])]
     only: Option<Vec<usize>>,
     /// Run no further simulation after the first failure.
     #[arg(long)]
     until_failure: bool,
     /// Remove the faults that are not needed for the failure.
-    #[arg(long)]
+    #[arg(long, requires = "seed", conflicts_with_all = ["count", "minutes"])]
     minimize: bool,
     /// Print each event.
     #[arg(long)]
@@ -82,6 +84,14 @@ struct Arguments {
     /// Whether reports of failures are not printed.
     #[arg(skip)]
     is_quiet: bool,
+}
+
+/// Parses a duration in minutes.
+fn positive_minutes(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(minutes) if minutes > 0.0 => Ok(minutes),
+        _ => Err("the number of minutes must be positive".to_owned()),
+    }
 }
 
 /// Prints the simulated time in front of each line of the log.
@@ -117,24 +127,40 @@ struct SeedBatch {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if let Some(filter) = &arguments.log {
+        let filter = match EnvFilter::try_new(filter) {
+            Ok(filter) => filter,
+            Err(e) => return refuse(&format!("--log {filter:?} is not a filter of the log: {e}")),
+        };
         tracing_subscriber::fmt().with_env_filter(filter).with_timer(SimulatedTime).with_ansi(false).init();
     }
     if (arguments.mutant.is_some() || arguments.mutants) && !cfg!(mutants) {
-        eprintln!(
-            "outboard-sim: this build contains no planted bugs; build with RUSTFLAGS=\"--cfg mutants\""
-        );
-        return ExitCode::from(2);
+        return refuse("this build contains no planted bugs; build with RUSTFLAGS=\"--cfg mutants\"");
     }
     if arguments.mutants {
         return hunt_mutants(&arguments);
     }
     let is_minimizing = arguments.minimize;
     let batch = SeedBatch::new(arguments);
+    if let Some(only) = &batch.arguments.only {
+        let count = SimulationPlan::new(batch.first, &batch.arguments.off).faults.len();
+        if let Some(number) = only.iter().find(|number| **number >= count) {
+            return refuse(&format!(
+                "the plan of seed {} has no fault {number}: it has {count} faults, counted from 0 without the kinds in --off",
+                batch.first
+            ));
+        }
+    }
     if is_minimizing {
         return minimize(&batch);
     }
     batch.run();
     batch.summarise()
+}
+
+/// Reports wrong arguments.
+fn refuse(why: &str) -> ExitCode {
+    eprintln!("outboard-sim: {why}");
+    ExitCode::from(2)
 }
 
 /// Plants each bug, and runs simulations until one of them fails. Prints how many were needed.
@@ -351,15 +377,34 @@ fn minimize(batch: &SeedBatch) -> ExitCode {
         }
         size /= 2;
     }
-    let (plan, numbers) = (whole.only(&kept), kept.iter().map(ToString::to_string).collect::<Vec<_>>());
+    let plan = whole.only(&kept);
     tell(&plan, &run(&plan, false));
     line(format_args!(
-        "{} of {} faults are needed; repeat with: --seed {seed} --only {}",
+        "{} of {} faults are needed; repeat with: {}",
         kept.len(),
         whole.faults.len(),
-        numbers.join(",")
+        repetition(&batch.arguments, seed, &kept)
     ));
     ExitCode::FAILURE
+}
+
+/// The arguments that repeat a simulation with only these faults. The numbers of the faults depend
+/// on the kinds that are switched off.
+fn repetition(arguments: &Arguments, seed: u64, kept: &[usize]) -> String {
+    let mut parts = vec!["--seed".to_owned(), seed.to_string()];
+    if !arguments.off.is_empty() {
+        let off: Vec<&str> = arguments.off.iter().map(|kind| kind.name()).collect();
+        parts.extend(["--off".to_owned(), off.join(",")]);
+    }
+    if let Some(mutant) = arguments.mutant {
+        parts.extend(["--mutant".to_owned(), mutant.name().to_owned()]);
+    }
+    parts.push("--only".to_owned());
+    if !kept.is_empty() {
+        let numbers: Vec<String> = kept.iter().map(ToString::to_string).collect();
+        parts.push(numbers.join(","));
+    }
+    parts.join(" ")
 }
 
 /// The commit of the working directory, or `unknown`.
