@@ -736,7 +736,9 @@ impl Simulation {
                 }
                 let Some(old) = index(self.node.uuid(target)) else { return };
                 let replace = client.replace_target(old as u32, new.0);
-                drop(self.administer(id, &format!("replace target {target}"), replace).await);
+                if self.administer(id, &format!("replace target {target}"), replace).await.is_ok() {
+                    break;
+                }
             }
             tries += 1;
             if tries == REPLACEMENTS {

@@ -23,6 +23,8 @@ use tracing_subscriber::EnvFilter;
 const STUCK: Duration = Duration::from_secs(120);
 /// Number of the last events that a report of a failure shows.
 const SHOWN_EVENTS: usize = 40;
+/// Number of violations that a report of a failure shows.
+const SHOWN_VIOLATIONS: usize = 5;
 
 /// Simulate a whole node in one process, from one seed.
 ///
@@ -345,8 +347,12 @@ fn tell(plan: &SimulationPlan, report: &Report) {
     for panic in &report.panics {
         line(format_args!("seed {}: the code under test has panicked: {panic}", plan.seed));
     }
-    for violation in &report.violations {
+    for violation in report.violations.iter().take(SHOWN_VIOLATIONS) {
         line(format_args!("seed {}: {violation}", plan.seed));
+    }
+    let more = report.violations.len().saturating_sub(SHOWN_VIOLATIONS);
+    if more > 0 {
+        line(format_args!("seed {}: {more} more violations", plan.seed));
     }
 }
 
