@@ -39,6 +39,9 @@ mod last_checks;
 
 /// Time after the end of all faults within which the node must serve all requests again.
 const HEALING: Duration = Duration::from_secs(30);
+/// How much longer clients pause between two calls while the node recovers from the faults. This
+/// saves real time.
+const HEALING_PAUSE: u32 = 6;
 /// Time for which clients continue to work after [`HEALING`].
 const AFTER: Duration = Duration::from_secs(5);
 /// Time within which all clients finish after the end of the workload.
@@ -193,6 +196,8 @@ struct Simulation {
     coverage: RefCell<Coverage>,
     /// Broken promises that the history does not show.
     violations: RefCell<Vec<Violation>>,
+    /// Whether the node recovers from the faults, so that clients make fewer calls.
+    is_healing: Cell<bool>,
     is_over: Cell<bool>,
 }
 
@@ -220,6 +225,7 @@ impl Simulation {
             extra_pools: RefCell::default(),
             coverage: RefCell::default(),
             violations: RefCell::default(),
+            is_healing: Cell::new(false),
             is_over: Cell::new(false),
         })
     }
@@ -257,6 +263,7 @@ impl Simulation {
             // The node cannot start any more, and the operators cannot finish.
             injected.iter().for_each(|fault| fault.abort());
         }
+        self.is_healing.set(true);
         self.node.heal();
         self.network.calm();
         self.network.heal_all();
@@ -276,7 +283,9 @@ impl Simulation {
             sleep(REACTION).await;
             this.take_out_lost(id).await;
         });
-        sleep(HEALING + AFTER).await;
+        sleep(HEALING).await;
+        self.is_healing.set(false);
+        sleep(AFTER).await;
         operator.abort();
         self.history.borrow_mut().kill(id, self.now());
         self.is_over.set(true);
@@ -399,7 +408,8 @@ impl Simulation {
             let request = workload.next(&mut rng, |len| self.history.borrow_mut().new_fill(len));
             let outcome = self.call(client, id, request.clone()).await;
             workload.learn(&request, &outcome);
-            sleep(rng.random_range(Duration::ZERO..2 * self.plan.think)).await;
+            let pause = 2 * self.plan.think * if self.is_healing.get() { HEALING_PAUSE } else { 1 };
+            sleep(rng.random_range(Duration::ZERO..pause)).await;
         }
     }
 
