@@ -50,6 +50,8 @@ const ENDING: Duration = Duration::from_secs(900);
 const REACTION: Duration = Duration::from_secs(5);
 /// Time after which a plan with a drive that acknowledges flushes falsely injects no faults.
 const LYING_MAX: Duration = Duration::from_secs(120);
+/// Time after which the operator looks for lost targets while faults occur.
+const ATTENTION: Duration = Duration::from_secs(40);
 /// Time for which the node has no power after a drive has acknowledged flushes falsely.
 const POWER_OFF: Duration = Duration::from_millis(100);
 /// Time limit of the requests of most clients.
@@ -258,7 +260,17 @@ impl Simulation {
             }
         };
         if !self.plan.has_lying_drive() {
+            let (this, id) = (Rc::clone(&self), self.new_operator());
+            // Some faults end only after the operator has given up lost drives.
+            let operator = spawn_local(ThreadClass::Admin, async move {
+                while this.plan.lossy_drives() > 0 {
+                    sleep(ATTENTION).await;
+                    this.take_out_lost(id).await;
+                }
+            });
             all.await;
+            operator.abort();
+            self.history.borrow_mut().kill(id, self.now());
         } else if timeout(LYING_MAX, all).await.is_err() {
             // The node cannot start any more, and the operators cannot finish.
             injected.iter().for_each(|fault| fault.abort());
