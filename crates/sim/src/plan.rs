@@ -83,8 +83,10 @@ kinds! {
     LyingFlush, "lying-flush", 1;
     /// The operator takes a target out of use, and later back into use.
     TargetOut, "target-out", 3;
-    /// Another client fills the targets of a pool, and later removes its objects.
-    Fill, "fill", 3;
+    /// Another client fills the targets of a pool with data, and later removes its objects.
+    Fill, "fill", 2;
+    /// Another client fills the indexes of a pool's targets, and later removes its objects.
+    FillIndex, "fill-index", 1;
     /// The clock of a role steps.
     ClockStep, "clock-step", 2;
     /// The network between the node and a client is cut.
@@ -110,6 +112,11 @@ impl FaultKind {
     fn is_lossy(self) -> bool {
         use FaultKind as K;
         matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
+    }
+
+    /// Whether a fault of this kind fills targets.
+    fn fills_targets(self) -> bool {
+        matches!(self, FaultKind::Fill | FaultKind::FillIndex)
     }
 
     /// Whether a fault of this kind concerns the connection between osd and store, which exists only
@@ -404,7 +411,7 @@ impl SimulationPlan {
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
         plan.faults.retain(|planned| !off.contains(&planned.kind));
-        if plan.faults.iter().any(|planned| planned.kind == FaultKind::Fill) {
+        if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
             // Larger drives take long to fill.
             plan.drive_size = SMALLEST_DRIVE;
         }
@@ -511,7 +518,7 @@ impl SimulationPlan {
             FaultKind::KillClient | FaultKind::PauseClient | FaultKind::Cut => {
                 Victim::Client(rng.random_range(0..self.clients))
             }
-            FaultKind::Fill => Victim::Pool(rng.random_range(0..self.pools.len())),
+            kind if kind.fills_targets() => Victim::Pool(rng.random_range(0..self.pools.len())),
             FaultKind::BreakTransports | FaultKind::LinksDown => Victim::Network,
             kind if kind.concerns_channel() => Victim::Channel,
             FaultKind::Command => Victim::Operator,

@@ -778,7 +778,6 @@ impl Simulation {
 
     /// Fills the targets of a pool, and removes the objects again after a while.
     async fn fill(&self, planned: &PlannedFault, number: usize) {
-        let mut detail = StdRng::seed_from_u64(planned.detail);
         let pool = PoolName::new(&self.plan.pools[number].name).expect("the name is valid");
         let options = Options { request_timeout: FILL_TIMEOUT, ..Options::default() };
         let client = self.connect_with("filler", options).await;
@@ -786,9 +785,9 @@ impl Simulation {
         let mut created = Vec::new();
         let until = Instant::now() + FILL_MAX;
         let value = Bytes::from(vec![7; FILL_SIZES[0]]);
-        let steps = match detail.random_bool(0.3) {
-            true => vec![None],
-            false => FILL_SIZES.iter().copied().map(Some).collect(),
+        let steps = match planned.kind {
+            FaultKind::FillIndex => vec![None],
+            _ => FILL_SIZES.iter().copied().map(Some).collect(),
         };
         for size in steps {
             // Objects of other placement groups may still fit, so one refusal is not enough.
