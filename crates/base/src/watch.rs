@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 #[error("the sender of the watched value was dropped")]
 pub struct SenderGone;
 
-struct Watched<T> {
+struct WatchedValue<T> {
     value: Mutex<T>,
     /// Number of changes so far. Changes under the lock of `value`.
     version: AtomicU64,
@@ -24,11 +24,11 @@ struct Watched<T> {
 }
 
 /// Changes a watched value.
-pub struct Sender<T>(Arc<Watched<T>>);
+pub struct Sender<T>(Arc<WatchedValue<T>>);
 
 /// Watches a value. A clone has seen the same changes as its original.
 pub struct Receiver<T> {
-    watched: Arc<Watched<T>>,
+    watched: Arc<WatchedValue<T>>,
     /// The last change that this receiver has seen.
     seen: u64,
 }
@@ -40,7 +40,7 @@ pub fn channel<T>(value: T) -> (Sender<T>, Receiver<T>) {
     (sender, receiver)
 }
 
-impl<T> Watched<T> {
+impl<T> WatchedValue<T> {
     fn lock(&self) -> MutexGuard<'_, T> {
         // A panic in `send_if_modified` can only leave a value that the closure has chosen.
         self.value.lock().unwrap_or_else(PoisonError::into_inner)
@@ -69,7 +69,7 @@ impl<T> Watched<T> {
 impl<T> Sender<T> {
     /// Creates a watched value without receivers.
     pub fn new(value: T) -> Sender<T> {
-        Sender(Arc::new(Watched {
+        Sender(Arc::new(WatchedValue {
             value: Mutex::new(value),
             version: AtomicU64::new(0),
             is_closed: AtomicBool::new(false),
@@ -236,7 +236,7 @@ mod tests {
     #[tokio::test]
     async fn changes_of_another_thread_are_not_missed() {
         let (sender, mut receiver) = channel(0);
-        let thread = std::thread::spawn(move || (1..=10_000).for_each(|n| drop(sender.send_replace(n))));
+        let thread = std::thread::spawn(move || (1..=10_000).for_each(|n| sender.send_modify(|value| *value = n)));
         assert_eq!(receiver.wait_for(|n| *n == 10_000).await.map(|n| *n), Ok(10_000));
         thread.join().unwrap();
     }

@@ -448,6 +448,12 @@ impl SimulationPlan {
             .count()
     }
 
+    /// Whether the DMA engine may damage data.
+    #[must_use]
+    pub fn may_damage_transfers(&self) -> bool {
+        self.dma.corrupt > 0.0 || self.faults.iter().any(|fault| fault.kind == FaultKind::DmaTrouble)
+    }
+
     /// Whether a drive acknowledges flushes that it does not execute.
     #[must_use]
     pub fn has_lying_drive(&self) -> bool {
