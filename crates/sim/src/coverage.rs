@@ -67,10 +67,8 @@ pub const EXPECTED: &[&str] = &[
     "operator: target out",
     "operator: target replaced",
     "refusal: ConditionFailed",
-    "refusal: Damaged",
     "refusal: NoSpace",
     "targets: filled",
-    "unknown: expired",
     "unknown: timed out",
 ];
 
