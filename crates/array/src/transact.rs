@@ -159,7 +159,10 @@ impl Group {
         }
         intents.note_dirty(dirty.iter().cloned());
         if let Some(rebuilding) = self.rebuilding.borrow_mut().as_mut() {
-            work.iter().filter(|one| one.guard.is_some()).for_each(|one| rebuilding.changes(&one.oid));
+            // A rebuild does not copy internal objects.
+            let is_copied = |oid: &ObjectId| !(self.is_internal)(oid);
+            let changed = work.iter().filter(|one| one.guard.is_some()).map(|one| &one.oid);
+            changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
         }
         Prepared { number, transactions, undo_objects, trims, dirty }
     }

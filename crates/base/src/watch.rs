@@ -236,7 +236,8 @@ mod tests {
     #[tokio::test]
     async fn changes_of_another_thread_are_not_missed() {
         let (sender, mut receiver) = channel(0);
-        let thread = std::thread::spawn(move || (1..=10_000).for_each(|n| sender.send_modify(|value| *value = n)));
+        let thread =
+            std::thread::spawn(move || (1..=10_000).for_each(|n| sender.send_modify(|value| *value = n)));
         assert_eq!(receiver.wait_for(|n| *n == 10_000).await.map(|n| *n), Ok(10_000));
         thread.join().unwrap();
     }
