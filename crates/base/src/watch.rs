@@ -17,7 +17,7 @@ pub struct SenderGone;
 
 struct WatchedValue<T> {
     value: Mutex<T>,
-    /// Number of changes so far. Changes under the lock of `value`.
+    /// Number of changes so far. It is incremented while `value` is locked.
     version: AtomicU64,
     is_closed: AtomicBool,
     changed: Notify,

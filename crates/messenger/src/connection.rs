@@ -24,10 +24,10 @@ mod task;
 mod turns;
 mod writer;
 
-use base::watch;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use base::watch;
 use tokio::sync::{Notify, Semaphore};
 
 pub(crate) use slot::ConnectionSlot;

@@ -1,12 +1,12 @@
 //! [`Target`]: one target of the node, and its health as the osd sees it.
 
-use base::watch;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use array::Member;
+use base::watch;
 use futures::future::{LocalBoxFuture, try_join_all};
 use store::{CollectionId, ObjectStore, StoreCalls, StoreError, Transaction};
 use tokio::sync::Notify;
