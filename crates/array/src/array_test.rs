@@ -1,8 +1,9 @@
 //! Tests an array over stores whose reads can be delayed, and with the conformance cases of a store
 //! that use only what an array supports.
 
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::block::Payload;
@@ -44,21 +45,54 @@ impl Submit for HeldStore {
     }
 }
 
-/// A target that never fails.
-struct Healthy(Uuid, Arc<dyn ObjectStore>);
+/// A store in memory in which the data of some objects is damaged.
+#[derive(Default)]
+struct DamagedStore {
+    inner: MemStore,
+    damaged: Mutex<Vec<ObjectId>>,
+}
 
-impl Member for Healthy {
+impl Submit for DamagedStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        match &request {
+            StoreRequest::Read { oid, .. } if self.damaged.lock().unwrap().contains(oid) => {
+                let e = StoreError::Corrupt { what: oid.to_string(), detail: "damaged by a test".into() };
+                Box::pin(std::future::ready(Err(e)))
+            }
+            _ => self.inner.submit(request),
+        }
+    }
+}
+
+/// A target that is used unless a test takes it out of use.
+struct TestTarget {
+    uuid: Uuid,
+    store: Arc<dyn ObjectStore>,
+    is_usable: Cell<bool>,
+    generation: Cell<u64>,
+}
+
+impl TestTarget {
+    fn use_it(&self, is_usable: bool) {
+        self.is_usable.set(is_usable);
+        self.generation.set(self.generation.get() + 1);
+    }
+}
+
+impl Member for TestTarget {
     fn uuid(&self) -> Uuid {
-        self.0
+        self.uuid
     }
     fn store(&self) -> &Arc<dyn ObjectStore> {
-        &self.1
+        &self.store
     }
     fn generation(&self) -> u64 {
-        0
+        self.generation.get()
     }
     fn is_usable(&self) -> bool {
-        true
+        self.is_usable.get()
     }
     fn is_out(&self) -> bool {
         false
@@ -92,19 +126,31 @@ fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
 
 /// Creates an array over these stores. Must be called in a `LocalSet`.
 async fn array_over(cid: &CollectionId, redundancy: &str, stores: Vec<Arc<dyn ObjectStore>>) -> Array {
+    Array::new(group_over(cid, redundancy, stores).await.0)
+}
+
+/// Creates a group over these stores. Must be called in a `LocalSet`.
+async fn group_over(
+    cid: &CollectionId,
+    redundancy: &str,
+    stores: Vec<Arc<dyn ObjectStore>>,
+) -> (Rc<Group>, Vec<Rc<TestTarget>>) {
     let members: Vec<(Uuid, Arc<dyn ObjectStore>)> =
         stores.into_iter().map(|store| (Uuid::new_v4(), store)).collect();
     let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
     let stripes = Arc::new(LocalStripes::new(members.clone(), engines));
     let ranked: Vec<usize> = (0..members.len()).collect();
-    let targets = members.into_iter().map(|(uuid, store)| Rc::new(Healthy(uuid, store)) as Rc<dyn Member>);
+    let target = |(uuid, store)| {
+        Rc::new(TestTarget { uuid, store, is_usable: Cell::new(true), generation: Cell::new(0) })
+    };
+    let targets: Vec<Rc<TestTarget>> = members.into_iter().map(target).collect();
     let group = Group::new(GroupOptions {
         cid: cid.clone(),
         place: (0, 0),
         meta: ObjectId::new(&b"meta"[..]).unwrap(),
         is_internal: |_| false,
         redundancy: redundancy.parse().unwrap(),
-        targets: Rc::new(targets.collect()),
+        targets: Rc::new(targets.iter().map(|target| Rc::clone(target) as Rc<dyn Member>).collect()),
         staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
         member_timeout: Duration::from_secs(10),
         patience: Duration::from_secs(30),
@@ -114,7 +160,7 @@ async fn array_over(cid: &CollectionId, redundancy: &str, stores: Vec<Arc<dyn Ob
     });
     let group = Rc::new(group.unwrap());
     group.create(&ranked).await.unwrap();
-    Array::new(group)
+    (group, targets)
 }
 
 /// A request, and the channel for its reply.
@@ -201,6 +247,37 @@ async fn a_read_that_is_not_polled_does_not_block_a_later_write() {
         hold(false);
         within(written).await.expect("the write completes although the read is not polled").unwrap();
         assert_eq!(read.await.unwrap().contiguous(), vec![1; 8192], "the read precedes the write");
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// A stale member may have the fragment that a damaged fragment of another member makes necessary.
+#[tokio::test]
+async fn a_read_waits_for_a_stale_member_that_has_a_needed_fragment() {
+    let stores: Vec<_> = (0..3).map(|_| Arc::new(DamagedStore::default())).collect();
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+        let (group, targets) = group_over(&cid, "ec:2+1", shared.collect()).await;
+        let array = Array::new(Rc::clone(&group));
+        let id = |name: &str| ObjectId::new(name.as_bytes().to_vec()).unwrap();
+        let (unchanged, changed) = (id("unchanged"), id("changed"));
+        array.queue_transaction(put(&cid, &unchanged, 1)).await.unwrap();
+        array.queue_transaction(put(&cid, &changed, 1)).await.unwrap();
+        targets[2].use_it(false);
+        array.queue_transaction(put(&cid, &changed, 2)).await.unwrap();
+        *stores[0].damaged.lock().unwrap() = vec![unchanged.clone(), changed.clone()];
+        let read = array.read(&cid, &unchanged, 0, 8192, None).await;
+        assert!(matches!(read, Err(StoreError::Disconnected(_))), "target 2 has a fragment: {read:?}");
+        let read = array.read(&cid, &changed, 0, 8192, None).await;
+        assert!(matches!(read, Err(StoreError::Corrupt { .. })), "target 2 missed the change: {read:?}");
+        *stores[0].damaged.lock().unwrap() = vec![unchanged.clone()];
+        targets[2].use_it(true);
+        group.rebuild(2, &Pace::new(0, 1), &RefCell::default()).await.unwrap();
+        for (oid, byte) in [(unchanged, 1), (changed, 2)] {
+            let read = array.read(&cid, &oid, 0, 8192, None).await.unwrap();
+            assert_eq!(read.contiguous(), vec![byte; 8192], "{oid}");
+        }
     };
     LocalSet::new().run_until(test).await;
 }

@@ -9,7 +9,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::objects::Known;
-use crate::record::{SIZE_XATTR, is_own, own_object};
+use crate::record::{SIZE_XATTR, Standing, is_own, own_object};
 
 impl Group {
     /// Asks any member a question about an object's metadata, in the interval with the given
@@ -36,6 +36,10 @@ impl Group {
     ) -> store::Result<T> {
         let mut links = self.live_links(interval, oid);
         let asked = self.ask_one_of(&links, oid, &question).await;
+        let asked = match asked {
+            Err(e @ StoreError::TooFewTargets { .. }) => Err(self.unless_awaited(interval, oid, e)),
+            asked => asked,
+        };
         let first = links.iter().position(Option::is_some);
         let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
         links[first] = None;
@@ -184,6 +188,36 @@ impl Group {
             }
         }
         e
+    }
+
+    /// Chooses the error to report if too few fragments of an object are readable. If a stale
+    /// member may still have the current fragment, the object is not lost. Returns a temporary error
+    /// if that member is about to be rebuilt, and asks for its target if the target is missing.
+    /// Otherwise returns `e`.
+    pub(crate) fn unless_awaited(&self, interval: &Interval, oid: &ObjectId, e: StoreError) -> StoreError {
+        if self.intents.borrow().dirty().contains(oid) {
+            return e;
+        }
+        let is_stale = |position: usize| {
+            interval.record.members[position].standing == Standing::Stale
+                && self.takes_part(interval, position).is_none()
+        };
+        let stale = (0..interval.record.members.len()).filter(|&position| is_stale(position));
+        let awaited: Vec<_> = stale
+            .filter_map(|position| self.targets.iter().find(|t| t.uuid() == interval.target(position)))
+            .filter(|t| !t.is_out())
+            .collect();
+        let Some(missing) = awaited.first() else { return e };
+        match awaited.iter().find(|t| t.is_usable() || t.is_hopeful()) {
+            Some(target) => {
+                StoreError::Disconnected(format!("{e}; target {} is not in sync yet", target.uuid()))
+            }
+            None => StoreError::TooFewTargets {
+                there: interval.links.iter().flatten().count(),
+                needed: interval.links.iter().flatten().count() + 1,
+                detail: format!("{e}; target {} may have another; bring it back", missing.uuid()),
+            },
+        }
     }
 }
 

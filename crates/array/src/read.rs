@@ -78,17 +78,17 @@ impl Group {
         let links = self.live_links(interval, whole.oid);
         if self.layout.is_mirror() {
             let copy = self.next_copy(&links);
-            let read = self.read_one(links, whole, (copy, range), dest).await?;
+            let read = self.read_one(interval, links, whole, (copy, range), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
         let spans = self.layout.spans(range.start, range.end - range.start);
         let wanted: Vec<FragmentSpan> =
             (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect();
         if let [span] = &wanted[..] {
-            let read = self.read_one(links, whole, span.clone(), dest).await?;
+            let read = self.read_one(interval, links, whole, span.clone(), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
-        let reads = self.read_fragments(links, whole, &wanted, None).await?;
+        let reads = self.read_fragments(interval, links, whole, &wanted, None).await?;
         let mut fragments: Vec<Option<(u64, FragmentRead)>> = vec![None; self.layout.k];
         for ((fragment, span), read) in wanted.into_iter().zip(reads) {
             fragments[fragment] = Some((span.start, read));
@@ -143,7 +143,7 @@ impl Group {
     ) -> store::Result<FragmentRead> {
         let links = self.live_links(interval, whole.oid);
         let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
-        self.read_one(links, whole, (fragment, range), None).await
+        self.read_one(interval, links, whole, (fragment, range), None).await
     }
 
     /// Reconstructs a range of a fragment from other fragments. The result has the length of the
@@ -157,17 +157,18 @@ impl Group {
     ) -> store::Result<FragmentRead> {
         let mut links = self.live_links(interval, whole.oid);
         links[fragment] = None;
-        self.read_one(links, whole, (fragment, range), None).await
+        self.read_one(interval, links, whole, (fragment, range), None).await
     }
 
     async fn read_one(
         &self,
+        interval: &Interval,
         links: Vec<Option<MemberLink>>,
         whole: WholeObject<'_>,
         span: FragmentSpan,
         dest: Option<ArenaBuf>,
     ) -> store::Result<FragmentRead> {
-        Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
+        Ok(self.read_fragments(interval, links, whole, &[span], dest).await?.remove(0))
     }
 
     /// Reads ranges of fragments according to a [`ReadPlan`], and returns the ranges in the order
@@ -175,6 +176,7 @@ impl Group {
     /// a single entry.
     async fn read_fragments(
         &self,
+        interval: &Interval,
         mut links: Vec<Option<MemberLink>>,
         whole: WholeObject<'_>,
         wanted: &[FragmentSpan],
@@ -187,7 +189,10 @@ impl Group {
             let plan =
                 match ReadPlan::new(&self.layout, whole.size, wanted, |fragment| links[fragment].is_some()) {
                     Ok(plan) => plan,
-                    Err(e) => return Err(self.unless_failing(&unreadable, e).await),
+                    Err(e) => {
+                        let e = self.unless_awaited(interval, whole.oid, e);
+                        return Err(self.unless_failing(&unreadable, e).await);
+                    }
                 };
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
