@@ -45,6 +45,7 @@ impl Checkpoint {
         let bitmap: Changes =
             self.bitmap.drain(..).map(|(page, bytes)| (key::bitmap(page), Some(bytes))).collect();
         index.apply(&self.changes, &bitmap, &self.meta)?;
+        self.superblock.index_header = index.header_number();
         self.superblock.write(drive)?;
         Ok((self.meta, self.superblock, index.space()))
     }

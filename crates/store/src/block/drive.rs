@@ -32,6 +32,33 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     fn flush(&self) -> io::Result<()>;
 }
 
+/// Maximum number of reads of [`read_stable`].
+const STABLE_READS: usize = 5;
+
+/// Fills `out` with the bytes at `offset`, and reads them again if they are not intact: bits may
+/// flip on the way from the drive. Succeeds if the bytes are intact, or if two reads in a row return
+/// the same bytes, which are then damaged on the drive.
+///
+/// # Errors
+/// If the drive fails, or if each read returns other bytes.
+pub(crate) fn read_stable(
+    drive: &dyn Drive,
+    offset: u64,
+    out: &mut [u8],
+    is_intact: impl Fn(&[u8]) -> bool,
+) -> io::Result<()> {
+    let mut last = Vec::new();
+    for _ in 0..STABLE_READS {
+        drive.read_at(offset, out)?;
+        if *out == last[..] || is_intact(out) {
+            return Ok(());
+        }
+        last = out.to_vec();
+    }
+    let what = format!("each of {STABLE_READS} reads of {} bytes at {offset} returns other bytes", out.len());
+    Err(io::Error::other(what))
+}
+
 /// Counts the completed blocking calls of selected threads to files and devices. A growing count
 /// shows that a recovery or a checkpoint makes progress, even on a slow drive.
 #[derive(Debug, Clone, Default)]

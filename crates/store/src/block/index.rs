@@ -69,6 +69,11 @@ impl Index {
         Ok(index)
     }
 
+    /// Number of the newest header of the index's storage that is durable.
+    pub(crate) fn header_number(&self) -> u64 {
+        self.region.header_number()
+    }
+
     fn open_database(&self) -> Result<Database> {
         guarded(|| {
             let region = self.region.clone();

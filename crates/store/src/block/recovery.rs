@@ -98,6 +98,7 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
         data: Region { offset: data, len: whole(size - data) },
         clean: true,
         checkpoint: 1,
+        index_header: 0,
     })
 }
 
@@ -159,7 +160,8 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
     let repair = mode == RecoveryMode::Repair;
     let superblock = Superblock::read(drive.as_ref())?;
     let index = Index::open(
-        IndexRegion::open(Arc::clone(drive), superblock.index).map_err(index_error)?,
+        IndexRegion::open(Arc::clone(drive), superblock.index, superblock.index_header)
+            .map_err(index_error)?,
         index_cache,
     )?;
     let meta = index.meta()?;

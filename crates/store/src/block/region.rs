@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 
-use super::drive::Drive;
+use super::drive::{Drive, read_stable};
 use super::superblock::Region;
 
 /// Size of `redb`'s header, in bytes. Writes to page 0 beyond the header fail.
@@ -49,8 +49,8 @@ struct Shared {
 struct State {
     header: Vec<u8>,
     header_dirty: bool,
-    /// Sequence number of the next header. An even number selects slot 0, an odd number slot 1.
-    header_sequence: u64,
+    /// Number of the next header. An even number selects slot 0, an odd number slot 1.
+    next_header: u64,
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
@@ -86,7 +86,7 @@ impl IndexRegion {
         let state = State {
             header: vec![0; HEADER],
             header_dirty: true,
-            header_sequence: 1,
+            next_header: 1,
             len: 0,
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
@@ -97,19 +97,28 @@ impl IndexRegion {
         Ok(this)
     }
 
-    /// Opens an existing region.
+    /// Opens an existing region whose header has at least the number `least`.
+    ///
+    /// A crash while a header is written damages its slot, and the other slot is then right. If the
+    /// damaged slot was durable, an older header would undo changes, and the next writes would make
+    /// this permanent. The superblock therefore has the number of a durable header.
     ///
     /// # Errors
-    /// If the drive fails or both header slots are damaged.
-    pub(crate) fn open(drive: Arc<dyn Drive>, region: Region) -> io::Result<IndexRegion> {
+    /// If the drive fails, both header slots are damaged, or the header is older than `least`.
+    pub(crate) fn open(drive: Arc<dyn Drive>, region: Region, least: u64) -> io::Result<IndexRegion> {
         let pages = pages(region.len);
         let table_blocks = pages.div_ceil(BLOCK_ENTRIES);
         let mut bytes = vec![0; (2 + table_blocks) * BLOCK_SIZE];
-        drive.read_at(region.offset, &mut bytes)?;
+        read_stable(drive.as_ref(), region.offset, &mut bytes, is_intact)?;
         let (slots, table) = bytes.split_at(2 * BLOCK_SIZE);
         let newest = slots.chunks(BLOCK_SIZE).filter_map(decode_slot).max_by_key(|s| s.0);
-        let (sequence, len, header) =
+        let (number, len, header) =
             newest.ok_or_else(|| damage("both copies of the index header are damaged".into()))?;
+        if number < least {
+            return Err(damage(format!(
+                "header {least} of the index is damaged; only header {number} is left"
+            )));
+        }
         if len > pages as u64 * BLOCK {
             return Err(damage("the index is longer than its region".into()));
         }
@@ -119,7 +128,7 @@ impl IndexRegion {
         let state = State {
             header,
             header_dirty: false,
-            header_sequence: sequence + 1,
+            next_header: number + 1,
             len,
             checksums,
             dirty_table: BTreeSet::new(),
@@ -139,6 +148,12 @@ impl IndexRegion {
             reach *= 2;
         }
         (reach, state.len)
+    }
+
+    /// Number of the newest header that was written, which is durable unless the last flush has
+    /// failed.
+    pub(crate) fn header_number(&self) -> u64 {
+        self.lock().next_header - 1
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -194,9 +209,9 @@ impl IndexRegion {
                 drive.write_at(offset, &encode_table(block, &state.checksums))?;
             }
             if std::mem::take(&mut state.header_dirty) {
-                let slot = encode_slot(state.header_sequence, state.len, &state.header);
-                drive.write_at(region + (state.header_sequence % 2) * BLOCK, &slot)?;
-                state.header_sequence += 1;
+                let slot = encode_slot(state.next_header, state.len, &state.header);
+                drive.write_at(region + (state.next_header % 2) * BLOCK, &slot)?;
+                state.next_header += 1;
             }
             drop(state);
             drive.flush()
@@ -204,9 +219,23 @@ impl IndexRegion {
     }
 }
 
-fn encode_slot(sequence: u64, len: u64, header: &[u8]) -> Vec<u8> {
+/// Whether header slots and table, as read from the drive, have correct checksums.
+fn is_intact(bytes: &[u8]) -> bool {
+    let (slots, table) = bytes.split_at(2 * BLOCK_SIZE);
+    let numbers = slots.chunks(BLOCK_SIZE).map(decode_slot);
+    numbers.into_iter().all(|slot| slot.is_some())
+        && table.chunks(SECTOR).enumerate().all(|(number, sector)| is_table_sector(number, sector))
+}
+
+/// Whether `sector` is sector `number` of the table and has a correct checksum.
+fn is_table_sector(number: usize, sector: &[u8]) -> bool {
+    let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
+    crc32c(&sector[4..]) == word(0) && word(4) == number as u32
+}
+
+fn encode_slot(number: u64, len: u64, header: &[u8]) -> Vec<u8> {
     let mut out = vec![0; BLOCK_SIZE];
-    out[4..12].copy_from_slice(&sequence.to_le_bytes());
+    out[4..12].copy_from_slice(&number.to_le_bytes());
     out[12..20].copy_from_slice(&len.to_le_bytes());
     out[20..20 + HEADER].copy_from_slice(header);
     let crc = crc32c(&out[4..]);
@@ -214,7 +243,7 @@ fn encode_slot(sequence: u64, len: u64, header: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Returns the sequence number of the header, the length of the storage in bytes, and the header;
+/// Returns the number of the header, the length of the storage in bytes, and the header;
 /// `None` if the slot is damaged.
 pub(crate) fn decode_slot(slot: &[u8]) -> Option<(u64, u64, Vec<u8>)> {
     let word = |at: usize| Some(u64::from_le_bytes(slot.get(at..at + 8)?.try_into().ok()?));
@@ -244,12 +273,12 @@ fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
 /// Returns the checksums in sector `number` of the table. If the sector is damaged, all checksums
 /// are [`LOST`].
 pub(crate) fn decode_table(number: usize, sector: &[u8]) -> Vec<u32> {
-    let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
-    if crc32c(&sector[4..]) != word(0) || word(4) != number as u32 {
+    if !is_table_sector(number, sector) {
         tracing::warn!(number, "a sector of the index's checksum table is damaged");
         return vec![LOST; ENTRIES];
     }
-    (0..ENTRIES).map(|i| word(8 + 4 * i)).collect()
+    let words = sector[8..].chunks_exact(4);
+    words.map(|word| u32::from_le_bytes(word.try_into().expect("four bytes"))).collect()
 }
 
 impl redb::StorageBackend for IndexRegion {

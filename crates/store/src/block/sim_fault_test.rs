@@ -257,6 +257,59 @@ fn a_bit_flipped_in_the_index_or_in_one_superblock_is_detected_or_harmless() {
     assert!(reported > 0 && harmless > 10, "{reported} reported, {harmless} harmless");
 }
 
+/// Bits that flip on the way from the drive while a target is mounted must not make the store
+/// change the drive for the worse.
+#[test]
+fn bits_flipped_in_reads_of_mounts_damage_nothing() {
+    let (mut refused, mut flips) = (0, 0);
+    for seed in 0..100 {
+        simulate(seed, async || {
+            let mut target = SmallTarget::new().await;
+            // Each unmount writes a checkpoint, so that both slots of the index's header are in use.
+            for name in ["a", "b"] {
+                target.put(name, 3000).await.unwrap();
+                target = target.remount().await;
+            }
+            target.put("c", 50_000).await.unwrap();
+            target.drive.sever();
+            let (drive, parts) = (target.drive, [DrivePart::Superblock, DrivePart::Index]);
+            for part in parts {
+                let range = drive.part(part);
+                let fault = DriveFault::always(DriveFaultKind::FlipInRead);
+                drive.inject(DriveFault { range, probability: 0.7, ..fault });
+            }
+            for _ in 0..3 {
+                refused += usize::from(BlockStore::mount_simulated(&drive, &options()).await.is_err());
+                drive.sever();
+            }
+            flips += drive.counts().flips_in_reads;
+            drive.clear_faults();
+            let target = SmallTarget { store: mount(&drive).await, drive };
+            for (name, len) in [("old", 100_000), ("a", 3000), ("b", 3000), ("c", 50_000)] {
+                target.assert_has(name, len).await;
+            }
+        });
+    }
+    assert!(refused > 100 && flips > 500, "{refused} mounts refused, {flips} flips");
+}
+
+/// The older copy of the superblock may say that the target is clean, although changes followed.
+#[test]
+fn a_damaged_superblock_does_not_hide_changes_after_a_clean_unmount() {
+    for copy in 0..2 {
+        simulate(copy, async || {
+            let target = SmallTarget::new().await.remount().await;
+            target.put("new", 20_000).await.unwrap();
+            target.drive.sever();
+            let block = base::block::BLOCK;
+            assert!(target.drive.flip_bit(copy * block..(copy + 1) * block).is_some());
+            let target = target.mount_again().await;
+            target.assert_has("old", 100_000).await;
+            target.assert_has("new", 20_000).await;
+        });
+    }
+}
+
 #[test]
 fn a_lying_flush_loses_acknowledged_changes_in_a_power_failure() {
     simulate(1, async || {

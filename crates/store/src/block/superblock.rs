@@ -5,7 +5,7 @@ use base::block::{BLOCK, BLOCK_SIZE, crc32c};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::drive::Drive;
+use super::drive::{Drive, read_stable};
 use super::records::corrupt;
 use crate::{Result, StoreError};
 
@@ -41,6 +41,9 @@ pub(crate) struct Superblock {
     pub(crate) clean: bool,
     /// The number of the last checkpoint known to be in the index.
     pub(crate) checkpoint: u64,
+    /// Number of the index's newest header when the superblock was written; 0 if the program that
+    /// has written the superblock did not record it.
+    pub(crate) index_header: u64,
 }
 
 impl Superblock {
@@ -89,7 +92,9 @@ impl Superblock {
         Ok(())
     }
 
-    /// Reads both copies and returns the newer valid copy.
+    /// Reads both copies and returns the newer valid copy. If only one copy is valid, the other one
+    /// may be newer, so that the target may have changed since it was unmounted: the result is then
+    /// not `clean`.
     ///
     /// # Errors
     /// Those of [`decode`](Self::decode) if neither copy is valid.
@@ -98,7 +103,9 @@ impl Superblock {
         if drive.size() < SUPERBLOCKS {
             return Err(StoreError::NotATarget("a file or drive of this small size".into()));
         }
-        drive.read_at(0, &mut bytes)?;
+        read_stable(drive, 0, &mut bytes, |bytes| {
+            bytes.chunks(BLOCK_SIZE).all(|copy| Superblock::decode(copy).is_ok())
+        })?;
         let (a, b) = bytes.split_at(BLOCK_SIZE);
         let superblock = match (Superblock::decode(a), Superblock::decode(b)) {
             (Ok(a), Ok(b)) => {
@@ -110,7 +117,7 @@ impl Superblock {
             }
             (Ok(one), Err(error)) | (Err(error), Ok(one)) => {
                 tracing::warn!(%error, "one copy of the superblock is not valid; the other copy is used");
-                one
+                Superblock { clean: false, ..one }
             }
             (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),
         };
@@ -166,6 +173,7 @@ mod tests {
             data: region(24_576, 65_536),
             clean: true,
             checkpoint: 9,
+            index_header: 12,
         }
     }
 
