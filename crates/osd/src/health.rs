@@ -4,11 +4,13 @@
 //! There are three kinds of failure:
 //!
 //! - A *slow* target has not answered in time. It is probed at once, and again after short pauses.
-//! - A *failing* target has reported an I/O error. It is probed after longer pauses. Each relapse
-//!   (a failure soon after the target was used again) makes the pauses longer. After too many
-//!   relapses, the osd gives the target up.
-//! - A *lost* target is absent, is corrupt or refuses writes until it is remounted. It is used
-//!   again when its store has a new incarnation, or when the operator requests its use.
+//! - A *failing* target has reported an I/O error or damaged data. It is probed after longer pauses.
+//!   Each relapse (a failure soon after the target was used again) makes the pauses longer. After too
+//!   many relapses, the osd gives the target up. Damaged data is usually repaired soon: the objects
+//!   that changed meanwhile are copied to the target.
+//! - A *lost* target is absent, has no readable map of the node, or refuses writes until it is
+//!   remounted. It is used again when its store has a new incarnation, or when the operator requests
+//!   its use.
 //!
 //! A target that refuses writes may work again within seconds, because its store remounts it
 //! automatically. The osd also probes this target, with long pauses. Without the probes, the target
@@ -33,6 +35,8 @@ pub(crate) enum HealthEvent {
     Overdue(String),
     /// A call failed with this error, which concerns the whole target and not only the call.
     Failed(StoreError),
+    /// The target stays unusable until its store has a new incarnation, for this reason.
+    Lost(String),
     /// A probe was sent.
     ProbeSent,
     /// The target answered the last probe. The answer took this time.
@@ -123,6 +127,7 @@ impl Health {
         let change = match event {
             HealthEvent::Overdue(why) => self.slow(now, why),
             HealthEvent::Failed(e) => self.failed(now, &e, false),
+            HealthEvent::Lost(why) => self.lose(now, why, false, false),
             HealthEvent::ProbeFailed(e) => {
                 self.is_probing = false;
                 self.failed(now, &e, true)
@@ -277,7 +282,7 @@ fn doubled(pause: Duration, times: u32, max: Duration) -> Duration {
 
 /// Returns whether a target with this error stays unusable until its store has a new incarnation.
 fn is_lasting(e: &StoreError) -> bool {
-    !matches!(e, StoreError::Io(_))
+    !matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. })
 }
 
 #[cfg(test)]
@@ -323,6 +328,19 @@ mod tests {
         assert_eq!(health.step(later, HealthEvent::ProbeSent), UsabilityChange::None);
         assert_eq!(health.step(later, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
         assert_eq!((health.state(), health.why(), health.next_probe()), (TargetState::Up, None, None));
+    }
+
+    #[test]
+    fn a_target_with_damaged_data_is_probed_but_a_lost_target_is_not() {
+        let now = Instant::now();
+        let damaged = StoreError::Corrupt { what: "block 7".into(), detail: "wrong checksum".into() };
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, HealthEvent::Failed(damaged)), UsabilityChange::Down);
+        assert_eq!((health.state(), health.next_probe()), (TargetState::Failing, Some(now + secs(1))));
+        assert!(health.is_hopeful(now));
+        assert_eq!(health.step(now, HealthEvent::Lost("no map".into())), UsabilityChange::Down);
+        assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
+        assert!(!health.is_hopeful(now));
     }
 
     #[test]

@@ -146,11 +146,12 @@ impl NodeMap {
                 }
                 Ok(Err(e)) if is_final_for(&e) => {
                     match &e {
-                        StartError::Target { source, .. } => target.fail(source),
-                        other => {
-                            let (what, detail) = ("the node's map".into(), other.to_string());
-                            target.fail(&StoreError::Corrupt { what, detail });
+                        StartError::Target { source, .. }
+                            if !matches!(source, StoreError::Corrupt { .. }) =>
+                        {
+                            target.fail(source);
                         }
+                        other => target.lose(other.to_string()),
                     }
                     failure = Some(e);
                     None

@@ -77,6 +77,11 @@ impl Target {
         self.step(HealthEvent::Failed(e.clone()));
     }
 
+    /// Records that the target stays unusable until its store has a new incarnation.
+    pub(crate) fn lose(&self, why: String) {
+        self.step(HealthEvent::Lost(why));
+    }
+
     /// Records that a call in a collection of the target was not answered for `waited`. Placement
     /// groups with redundancy continue without the target if they can, until it answers in that
     /// collection.
