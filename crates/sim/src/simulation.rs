@@ -435,7 +435,7 @@ impl Simulation {
         };
         let call = self.history.borrow_mut().start(id, self.now(), Some(deadline), request.clone());
         self.trace.event(format_args!("client {} call {}: {text}", id.0, call.0));
-        let outcome = execute(client, &request).await;
+        let outcome = execute(client, &request, patience).await;
         let now = self.now();
         self.trace.event(format_args!("client {} call {} ends: {}", id.0, call.0, brief(&outcome)));
         self.history.borrow_mut().end(call, now, outcome.clone());
@@ -975,8 +975,9 @@ impl Simulation {
     }
 }
 
-/// Executes a request.
-async fn execute(client: &Client, request: &Request) -> Outcome {
+/// Executes a request. A listing consists of several requests of the client, which together have the
+/// time limit `patience`.
+async fn execute(client: &Client, request: &Request, patience: Duration) -> Outcome {
     match request {
         Request::Change(change) => Outcome::of_change(&client.mutate(change.to_request()).await),
         Request::Read(RangeRead { object, offset, len, if_version }) => {
@@ -995,7 +996,10 @@ async fn execute(client: &Client, request: &Request) -> Outcome {
                 wire::Query { name: object.to_wire(), conditions: conditions.clone(), ops: ops.clone() };
             Outcome::of_query(&client.query(request).await)
         }
-        Request::List(list) => Outcome::of_listing(&names(client, list).await),
+        Request::List(list) => {
+            let found = tokio::time::timeout(patience, names(client, list)).await;
+            Outcome::of_listing(&found.unwrap_or(Err(client::Error::TimedOut(patience))))
+        }
         Request::Admin(_) => Outcome::Done,
     }
 }
