@@ -148,7 +148,7 @@ async fn group_over(
         cid: cid.clone(),
         place: (0, 0),
         meta: ObjectId::new(&b"meta"[..]).unwrap(),
-        is_internal: |_| false,
+        is_internal: |oid| oid.as_bytes()[..] == *b"meta",
         redundancy: redundancy.parse().unwrap(),
         targets: Rc::new(targets.iter().map(|target| Rc::clone(target) as Rc<dyn Member>).collect()),
         staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
@@ -278,6 +278,47 @@ async fn a_read_waits_for_a_stale_member_that_has_a_needed_fragment() {
             let read = array.read(&cid, &oid, 0, 8192, None).await.unwrap();
             assert_eq!(read.contiguous(), vec![byte; 8192], "{oid}");
         }
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// A rebuild copies the owner's metadata object only at its start. Later changes reach the member
+/// with the transactions.
+#[tokio::test]
+async fn a_rebuild_ends_although_the_owners_metadata_object_changes() {
+    let store = || Arc::new(HeldStore { inner: MemStore::new(), held: watch::Sender::new(false) });
+    let stores = [store(), store()];
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+        let (group, targets) = group_over(&cid, "mirror:2", shared.collect()).await;
+        let array = Array::new(Rc::clone(&group));
+        targets[1].use_it(false);
+        let id = |name: String| ObjectId::new(name.into_bytes()).unwrap();
+        for n in 0..20 {
+            array.queue_transaction(put(&cid, &id(format!("o{n}")), n)).await.unwrap();
+        }
+        // More objects than `dirty_max` have changed, so the member receives all objects.
+        group.bound_notes(false).await;
+        targets[1].use_it(true);
+        stores[0].held.send_replace(true);
+        let (pace, progress) = (Pace::new(0, 1), RefCell::default());
+        let change = async {
+            let begun = async {
+                while group.rebuilding.borrow().is_none() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(20), begun).await.unwrap();
+            let touch = Op::Touch { oid: id("meta".into()) };
+            array.queue_transaction(Transaction::new(cid.clone()).with(touch)).await.unwrap();
+            assert!(group.rebuilding.borrow().is_some(), "the change precedes the end of the rebuild");
+            stores[0].held.send_replace(false);
+        };
+        let (rebuilt, ()) = tokio::join!(group.rebuild(1, &pace, &progress), change);
+        rebuilt.unwrap();
+        let rebuilt = *progress.borrow();
+        assert_eq!(rebuilt.objects, 20, "{rebuilt:?}");
     };
     LocalSet::new().run_until(test).await;
 }

@@ -8,8 +8,8 @@ const OFF: &str = "stale-drive,fill-index";
 /// Number of simulations in which each expected effect of faults must occur.
 const COVERING: u32 = 500;
 
-/// Seeds that once showed a bug, with the commit that fixed it, or the last one with the bug. A change of the plans gives a seed
-/// another meaning, so each bug also has a test of its own beside the code.
+/// Seeds that once showed a bug, with the commit that fixed it, or the last one with the bug. A change
+/// of the plans gives a seed another meaning, so each bug also has a test of its own beside the code.
 const SEEDS: &[(u64, &str)] = &[
     // The osd: a request overtook another one whose attempt was lost, and the other one then used
     // state that was not durable (`osd::turnstile`).
