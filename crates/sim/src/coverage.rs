@@ -37,6 +37,7 @@ pub const EXPECTED: &[&str] = &[
     "engine: failed transfers",
     "engine: resets",
     "engine: stalled transfers",
+    "metric: outboard_faults_fired",
     "metric: outboard_messenger_resumes",
     "metric: outboard_osd_degraded_reads_total",
     "metric: outboard_osd_duplicates_total",

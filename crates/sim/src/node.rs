@@ -72,6 +72,8 @@ pub struct SimNode {
     engine_trace: Cell<u64>,
     /// Effects of the faults of earlier DMA engines.
     engine_coverage: RefCell<Coverage>,
+    /// Faults of the engines that compute parity.
+    coding_faults: Faults,
     osds_started: Cell<u64>,
     drives_made: Cell<usize>,
     /// The present drive of each target.
@@ -124,6 +126,7 @@ impl SimNode {
             dma: Cell::new(plan.dma),
             engine_trace: Cell::new(0),
             engine_coverage: RefCell::default(),
+            coding_faults: Faults::default(),
             osds_started: Cell::new(0),
             drives_made: Cell::new(plan.targets),
             drives: RefCell::new(drives),
@@ -371,6 +374,11 @@ impl SimNode {
         coverage.add("node: starts of an osd", self.osds_started.get());
     }
 
+    /// Faults of the engines that compute parity.
+    pub fn coding_faults(&self) -> &Faults {
+        &self.coding_faults
+    }
+
     fn wall_clock(&self, role: NodeRole) -> WallClock {
         let (began, offset) = (self.began, Arc::clone(&self.slot(role).clock));
         WallClock::new(move || {
@@ -394,7 +402,7 @@ impl SimNode {
     /// Creates coding engines that compute on the calling thread.
     fn coding_engines(&self) -> Arc<Engines> {
         let has_accelerator = self.plan.offload == Some(CodingOffload::Accelerator);
-        Arc::new(Engines::inline(Faults::default(), has_accelerator))
+        Arc::new(Engines::inline(self.coding_faults.clone(), has_accelerator))
     }
 
     /// Mounts the target with this number.
@@ -509,8 +517,14 @@ impl SimNode {
         let mut rng = rng(self.plan.seed, RandomStream::Config(number));
         let modes = [CodingMode::LatencySensitive, CodingMode::Async, CodingMode::Auto];
         let mode = if number == 0 { self.plan.coding } else { modes[rng.random_range(0..modes.len())] };
-        let coding =
-            CodingConfig { threads: 0, stripes, offload: self.plan.offload, mode, ..CodingConfig::default() };
+        let coding = CodingConfig {
+            threads: 0,
+            stripes,
+            offload: self.plan.offload,
+            mode,
+            faults: self.coding_faults.clone(),
+            ..CodingConfig::default()
+        };
         let config = OsdConfig {
             placement: self.plan.placement,
             clock: self.wall_clock(NodeRole::Osd),

@@ -14,7 +14,9 @@ use wire::{CodingMode, CodingOffload, Placement, Redundancy};
 /// Size of the smallest drives, in bytes.
 const SMALLEST_DRIVE: u64 = 32 << 20;
 
-/// Declares the kinds of faults: the variant, its name, its weight, and its description.
+/// Declares the kinds of faults: the variant, its name, its weight, and its description. A kind of
+/// weight 0 has a sequence of random numbers of its own, so that the other faults of a seed stay the
+/// same.
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $kind:ident, $name:literal, $weight:literal;)+) => {
         /// A kind of fault. Each kind can be switched off by its name.
@@ -101,6 +103,8 @@ kinds! {
     DmaFailure, "dma-failure", 3;
     /// The control connection between osd and store is cut, held or refused.
     Control, "control", 4;
+    /// Tasks of erasure coding fail or are late.
+    CodingTrouble, "coding-trouble", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -193,6 +197,8 @@ pub enum Victim {
     Network,
     /// The connection between osd and store.
     Channel,
+    /// The engines that compute parity.
+    Coding,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -208,6 +214,7 @@ impl fmt::Display for Victim {
             Victim::Drive(number) => write!(f, "drive {number}"),
             Victim::Network => f.write_str("the network"),
             Victim::Channel => f.write_str("the channel"),
+            Victim::Coding => f.write_str("the coding engines"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
@@ -333,6 +340,8 @@ pub enum RandomStream {
     Config(u64),
     /// The last checks.
     LastChecks,
+    /// The faults of the coding engines.
+    Coding,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -348,6 +357,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Control => (6, 0),
         RandomStream::Config(n) => (7, n),
         RandomStream::LastChecks => (8, 0),
+        RandomStream::Coding => (9, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -410,6 +420,7 @@ impl SimulationPlan {
         let count = rng.random_range(0..=14);
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
+        plan.faults.extend(plan.coding_trouble());
         plan.faults.retain(|planned| !off.contains(&planned.kind));
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
             // Larger drives take long to fill.
@@ -498,6 +509,20 @@ impl SimulationPlan {
             hit.contains(&number)
         };
         faults.into_iter().filter(|planned| fits(planned)).collect()
+    }
+
+    /// A fault of the coding engines, in a third of the plans in which they are used.
+    fn coding_trouble(&self) -> Option<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Coding);
+        let is_used = self.pools.iter().any(|pool| matches!(pool.redundancy, Redundancy::ErasureCode { .. }));
+        let occurs = is_used && rng.random_range(0..3) == 0;
+        occurs.then(|| PlannedFault {
+            at: rng.random_range(Duration::ZERO..self.workload),
+            lasts: rng.random_range(Duration::from_secs(1)..Duration::from_secs(20)),
+            kind: FaultKind::CodingTrouble,
+            victim: Victim::Coding,
+            detail: rng.random(),
+        })
     }
 
     fn fault(&self, rng: &mut StdRng) -> PlannedFault {

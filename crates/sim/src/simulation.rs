@@ -7,6 +7,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use base::clock::Instant;
+use base::fault::{Action, Fault, Site};
 use base::task::spawn_local;
 use base::thread::ThreadClass;
 use bytes::Bytes;
@@ -463,6 +464,7 @@ impl Simulation {
                 _ => drop(self.network.break_all()),
             },
             Victim::Channel => self.trouble_channel(&planned).await,
+            Victim::Coding => self.trouble_coding(&planned).await,
             Victim::Operator => self.command(&planned).await,
             Victim::Pool(number) => self.fill(&planned, number).await,
             Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
@@ -521,6 +523,26 @@ impl Simulation {
         if slot.held == 0 {
             slot.running = Some(self.start_client(number));
         }
+    }
+
+    async fn trouble_coding(&self, planned: &PlannedFault) {
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let action = match detail.random_bool(0.5) {
+            true => Action::Fail,
+            false => Action::Stall(Duration::from_millis(detail.random_range(1..5000))),
+        };
+        let faults = self.node.coding_faults();
+        let fault = Fault {
+            site: Site::EcOffload,
+            action,
+            after: 0,
+            count: None,
+            probability: detail.random_range(0.05..1.0),
+            seed: detail.random(),
+        };
+        faults.arm(fault).expect("no other fault is armed");
+        sleep(planned.lasts).await;
+        faults.clear();
     }
 
     async fn trouble_channel(&self, planned: &PlannedFault) {

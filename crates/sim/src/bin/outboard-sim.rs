@@ -6,7 +6,7 @@
     reason = "the program measures real time and runs simulations in threads"
 )]
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -19,6 +19,8 @@ use sim::plan::{FaultKind, SimulationPlan};
 use sim::simulation::{Report, run};
 use tracing_subscriber::EnvFilter;
 
+/// The commit that the program was built from, or `unknown`.
+const COMMIT: &str = env!("OUTBOARD_COMMIT");
 /// Real time after which a simulation counts as stuck.
 const STUCK: Duration = Duration::from_secs(120);
 /// Number of the last events that a report of a failure shows.
@@ -296,7 +298,7 @@ impl SeedBatch {
                     line(format_args!(
                         "seed {seed}: FAILED, the simulation has not ended after {} s; commit {}",
                         STUCK.as_secs(),
-                        commit()
+                        COMMIT
                     ));
                     std::process::exit(1);
                 }
@@ -312,7 +314,7 @@ impl SeedBatch {
         line(format_args!(
             "{done} simulations from seed {}, commit {}: {} calls, {:.1} simulated hours, {:.1} s with {} jobs, {per_seed:.3} s per simulation and job",
             self.first,
-            commit(),
+            COMMIT,
             self.calls.load(Ordering::Relaxed),
             self.simulated_ms.load(Ordering::Relaxed) as f64 / 3.6e6,
             wall.as_secs_f64(),
@@ -339,7 +341,7 @@ impl SeedBatch {
 
 /// Prints a failure: how to repeat it, the faults, the broken promises and the last events.
 fn tell(plan: &SimulationPlan, report: &Report) {
-    line(format_args!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, commit(), report.hash));
+    line(format_args!("seed {}: FAILED, commit {}, trace {:016x}", plan.seed, COMMIT, report.hash));
     line(plan);
     for event in report.recent.iter().rev().take(SHOWN_EVENTS).rev() {
         line(format_args!("  {event}"));
@@ -411,14 +413,4 @@ fn repetition(arguments: &Arguments, seed: u64, kept: &[usize]) -> String {
         parts.push(numbers.join(","));
     }
     parts.join(" ")
-}
-
-/// The commit of the working directory, or `unknown`.
-fn commit() -> String {
-    let described = Command::new("git").args(["describe", "--always", "--dirty"]).output();
-    let text = described
-        .ok()
-        .filter(|output| output.status.success())
-        .and_then(|output| String::from_utf8(output.stdout).ok());
-    text.map_or_else(|| "unknown".to_owned(), |text| text.trim().to_owned())
 }

@@ -9,7 +9,7 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::{QueryOp, Space};
+use wire::{QueryOp, ScrubStatus, Space};
 
 use super::{REACTION, REQUEST_TIMEOUT, Simulation};
 use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
@@ -33,6 +33,9 @@ impl Simulation {
         let mut choice = rng(self.plan.seed, RandomStream::LastChecks);
         self.change_everything().await;
         let is_redundant = self.redundancy_returns().await;
+        if is_redundant {
+            self.scrub_everything().await;
+        }
         if choice.random_bool(0.5) {
             self.note("last checks: the node loses power");
             self.node.cut_power();
@@ -119,6 +122,46 @@ impl Simulation {
             self.violation(Rule::Redundancy, text);
         }
         false
+    }
+
+    /// Scrubs all pools twice. The second scrub must find nothing. Neither may the first one, unless a
+    /// fault has damaged a drive.
+    async fn scrub_everything(self: &Rc<Simulation>) {
+        let client = self.connect("operator").await;
+        for pool in &self.plan.pools {
+            for round in 0..2 {
+                let found = self.scrub(&client, &pool.name).await;
+                let finds_damage = found.as_ref().is_none_or(|found| {
+                    found.damaged + found.inconsistent + found.wrong_size > 0 || found.failure.is_some()
+                });
+                let may_be_damaged = round == 0 && self.plan.lossy_drives() > 0;
+                if finds_damage && !may_be_damaged {
+                    let text = format!("scrub {round} of pool {} finds damage: {found:?}", pool.name);
+                    self.violation(Rule::Structure, text);
+                }
+            }
+        }
+        client.close().await;
+    }
+
+    /// Scrubs a pool. Returns `None` if the scrub does not end.
+    async fn scrub(&self, client: &Client, pool: &str) -> Option<ScrubStatus> {
+        let began = self.now();
+        let mut has_started = false;
+        while self.now() - began < REBUILD {
+            let status = match has_started {
+                true => client.scrub_status(pool).await,
+                // Another operator's scrub may still be running.
+                false => client.start_scrub(pool, true).await,
+            };
+            match status {
+                Ok(status) if has_started && !status.running => return Some(status),
+                Ok(_) => has_started = true,
+                Err(_) => {}
+            }
+            sleep(PAUSE).await;
+        }
+        None
     }
 
     /// Checks the structure of all targets whose drives are not lost or damaged, in a part of the
