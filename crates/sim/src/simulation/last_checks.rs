@@ -11,7 +11,7 @@ use rand::seq::SliceRandom;
 use tokio::time::sleep;
 use wire::{QueryOp, ScrubStatus, Space};
 
-use super::{REACTION, REQUEST_TIMEOUT, Simulation};
+use super::{POWER_OFF, REACTION, REQUEST_TIMEOUT, Simulation};
 use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
 use crate::plan::{RandomStream, rng};
 
@@ -19,8 +19,6 @@ use crate::plan::{RandomStream, rng};
 const REBUILD: Duration = Duration::from_secs(300);
 /// Interval of the operator's questions.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Time for which the node has no power.
-const POWER_OFF: Duration = Duration::from_millis(100);
 /// Size of the last write to each object, in bytes.
 const LAST_WRITE: u64 = 5000;
 /// Maximum number of entries that a query asks for.
