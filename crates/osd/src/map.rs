@@ -111,7 +111,7 @@ impl TargetRecord {
 
 impl NodeMap {
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
-    /// copies. Targets that fail or do not answer within `patience` are not used. The node starts
+    /// copies. The map does not list targets that an operator has replaced. Targets that fail or do not answer within `patience` are not used. The node starts
     /// without these targets if the other targets certainly have the newest map. Otherwise, if a
     /// target was slow, the map is read again, in up to [`ROUNDS_MAX`] attempts.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
@@ -187,7 +187,8 @@ impl NodeMap {
         copies: &[Option<NodeMap>],
         patience: Duration,
     ) -> Result<(), StartError> {
-        let working = targets.iter().zip(copies).filter(|(target, _)| target.failure().is_none());
+        let known = targets.iter().zip(copies).filter(|(target, _)| self.has(target));
+        let working = known.filter(|(target, _)| target.failure().is_none());
         let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
         let writes = behind.into_iter().map(|(target, _)| async move {
             tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "writing the node's map to a target that lacks it");
@@ -229,7 +230,8 @@ impl NodeMap {
                     self.epoch > 1 && target.failure().is_none() && !may_be_empty
                 }
             };
-            if foreign || self.record(&target.uuid).is_none() {
+            let is_foreign = foreign || (!self.has(target) && !self.has_replaced(target, copy.as_ref()));
+            if is_foreign {
                 return Err(StartError::ForeignTarget { target: target.uuid, node: self.node });
             }
         }
@@ -254,6 +256,21 @@ impl NodeMap {
             return Ok(());
         }
         Err(failure)
+    }
+
+    /// Whether the map lists a target.
+    pub(crate) fn has(&self, target: &Target) -> bool {
+        self.record(&target.uuid).is_some()
+    }
+
+    /// Whether a target that the map does not list was a target of the node before the operator
+    /// replaced it. The osd may start again before the operator starts the node with the new target.
+    /// A target that has failed cannot show that it was the node's, but does no harm.
+    fn has_replaced(&self, target: &Target, copy: Option<&NodeMap>) -> bool {
+        match copy {
+            Some(copy) => copy.node == self.node,
+            None => target.failure().is_some(),
+        }
     }
 
     /// Returns a target's record.

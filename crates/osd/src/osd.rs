@@ -101,11 +101,18 @@ impl Osd {
             let store = if config.store_is_here() { Arc::new(Timed(store)) } else { store };
             Rc::new(Target::new(uuid, store, config.target_retry))
         };
-        let targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
+        let mut targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
         for target in &targets {
             target.store.register_memory(staging.arena());
         }
         let map = NodeMap::open(&targets, config.target_timeout).await?;
+        targets.retain(|target| {
+            let is_listed = map.has(target);
+            if !is_listed {
+                tracing::warn!(target_uuid = %target.uuid, "the target was replaced and is not used; restart the node with the new target");
+            }
+            is_listed
+        });
         let age = Age::begin(&targets, config.target_timeout).await?;
         let coding =
             CodingDispatcher::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;

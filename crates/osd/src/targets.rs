@@ -31,8 +31,12 @@ impl Osd {
     }
 
     /// Gives a target's number to another target. The node uses the new target from its next start.
+    /// Until then, another call may replace it again, because the client may have missed the answer.
     pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
-        self.can_spare(&*self.target(index)?).await?;
+        let old = self.target_uuid(index)?;
+        if let Some(old) = self.targets.iter().find(|target| target.uuid == old) {
+            self.can_spare(old).await?;
+        }
         if self.map.borrow().record(&uuid).is_some() {
             return Err(Error::BadRequest(format!("target {uuid} belongs to the node already")));
         }
@@ -77,14 +81,21 @@ impl Osd {
         )))
     }
 
-    fn target(&self, index: u32) -> wire::Result<Rc<Target>> {
+    fn target_uuid(&self, index: u32) -> wire::Result<Uuid> {
         let map = self.map.borrow();
-        let uuid = map.targets.get(index as usize).map(|record| record.uuid);
-        let found = self.targets.iter().find(|t| Some(t.uuid) == uuid);
-        found.cloned().ok_or_else(|| {
+        map.targets.get(index as usize).map(|record| record.uuid).ok_or_else(|| {
             let detail =
                 format!("{index}; the node has targets 0 to {}", map.targets.len().saturating_sub(1));
             Error::OutOfRange { what: "target".into(), detail }
+        })
+    }
+
+    fn target(&self, index: u32) -> wire::Result<Rc<Target>> {
+        let uuid = self.target_uuid(index)?;
+        self.targets.iter().find(|target| target.uuid == uuid).cloned().ok_or_else(|| {
+            let what =
+                format!("target {uuid} replaces another one, and is used once the node is restarted with it");
+            Error::BadRequest(what)
         })
     }
 

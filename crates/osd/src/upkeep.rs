@@ -154,10 +154,6 @@ impl Osd {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
             target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
         };
-        let lost: Vec<bool> = self.map.borrow().targets.iter().map(lost).collect();
-        self.change_targets(|map| {
-            map.targets.iter_mut().zip(lost).for_each(|(record, lost)| record.lost = lost);
-        })
-        .await
+        self.change_targets(|map| map.targets.iter_mut().for_each(|record| record.lost = lost(record))).await
     }
 }

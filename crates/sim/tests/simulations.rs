@@ -20,6 +20,19 @@ const SEEDS: &[(u64, &str)] = &[
     (3030, "3f50955"),
     // The array: a rebuild never ended, because a change of an internal object was recorded.
     (20169, "b656c328"),
+    // The store: flipped bits in reads of a mount undid the last checkpoint.
+    (505, "5f5f8e5a"),
+    (4105, "5f5f8e5a"),
+    // The osd: a target stayed unused after a read of damaged data.
+    (1867, "5f5f8e5a"),
+    // The array: a read failed for ever, although a stale member had the needed fragment.
+    (2915, "5f5f8e5a"),
+    // The simulator: the time limit of a listing applied to each of its pages.
+    (4438, "5f5f8e5a"),
+    // The osd: the node did not start again between `target replace` and its restart.
+    (6617, "27056e6f"),
+    // The osd: a replaced target was no longer expected to be empty.
+    (7619, "27056e6f"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

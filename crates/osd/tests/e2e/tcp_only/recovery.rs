@@ -683,3 +683,31 @@ async fn has_newest(rig: &Rig) -> bool {
     let [first, second, third] = [record(rig, 0).await, record(rig, 1).await, record(rig, 2).await];
     second == third && first != second && first[1] > second[1]
 }
+
+/// The osd may start again after `outboard target replace`, before the operator has started the node
+/// with the new target.
+#[tokio::test]
+async fn a_node_starts_with_a_target_that_was_replaced() {
+    for works in [true, false] {
+        let mut rig = Rig::new("mirror:3", 4).await;
+        rig.fill(&[5000, 70_001]).await;
+        rig.set_down(&[2], !works);
+        // The operator may repeat the command, because its answer was lost.
+        for new in [97, 98].map(Uuid::from_u128) {
+            rig.client.replace_target(2, new).await.unwrap();
+        }
+        rig.node.restart();
+        rig.client = rig.node.client().await;
+        rig.pool = rig.client.pool("pool").unwrap();
+        rig.check("the replaced target is still there").await;
+        rig.put(5000, 6000, 1).await;
+        rig.check("after a change").await;
+        let new = Uuid::from_u128(99);
+        rig.client.replace_target(2, new).await.unwrap();
+        let refused = rig.client.set_target_out(2, true).await.unwrap_err();
+        assert!(refused.to_string().contains("restarted"), "{refused}");
+        let uuids: Vec<Uuid> =
+            rig.client.status().await.unwrap().targets.iter().map(|target| target.uuid).collect();
+        assert_eq!(uuids, [Uuid::from_u128(1), Uuid::from_u128(2), new]);
+    }
+}
