@@ -193,7 +193,7 @@ impl Group {
     /// Chooses the error to report if too few fragments of an object are readable. If a stale
     /// member may still have the current fragment, the object is not lost. Returns a temporary error
     /// if that member is about to be rebuilt, and asks for its target if the target is missing.
-    /// Otherwise returns `e`.
+    /// Otherwise, or if the last rebuild of that member has failed, returns `e`.
     pub(crate) fn unless_awaited(&self, interval: &Interval, oid: &ObjectId, e: StoreError) -> StoreError {
         if self.intents.borrow().dirty().contains(oid) {
             return e;
@@ -205,7 +205,7 @@ impl Group {
         let stale = (0..interval.record.members.len()).filter(|&position| is_stale(position));
         let awaited: Vec<_> = stale
             .filter_map(|position| self.targets.iter().find(|t| t.uuid() == interval.target(position)))
-            .filter(|t| !t.is_out())
+            .filter(|t| !t.is_out() && !self.cannot_rebuild.borrow().contains(&t.uuid()))
             .collect();
         let Some(missing) = awaited.first() else { return e };
         match awaited.iter().find(|t| t.is_usable() || t.is_hopeful()) {

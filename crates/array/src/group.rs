@@ -96,6 +96,8 @@ pub struct Group {
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
     pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
+    /// Targets whose last rebuild has failed although its interval had not ended.
+    pub(crate) cannot_rebuild: RefCell<BTreeSet<Uuid>>,
     /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
@@ -134,6 +136,7 @@ impl Group {
             stages: Stages::default(),
             damaged: Damaged::default(),
             rebuilding: RefCell::default(),
+            cannot_rebuild: RefCell::default(),
             rebuild_next: Cell::new(0),
             trim_scheduled: Cell::new(false),
             copies_read: Cell::new(0),

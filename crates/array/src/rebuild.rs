@@ -112,10 +112,15 @@ impl Group {
             job.run().await
         };
         let outcome = outcome.await;
+        let member = interval.record.members[position];
         if outcome.is_err() {
             self.rebuild_next.set(position + 1);
+            if self.still(&interval).is_ok() {
+                self.cannot_rebuild.borrow_mut().insert(member.target);
+            }
+        } else {
+            self.cannot_rebuild.borrow_mut().remove(&member.target);
         }
-        let member = interval.record.members[position];
         let is_full =
             matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
         if is_full {

@@ -319,6 +319,9 @@ impl Change<'_> {
         let committing = pg.committing();
         let committed = async move {
             let outcome = queued.await;
+            if outcome.is_err() {
+                committing.fail(&self.place.oid);
+            }
             drop(committing);
             outcome
         };

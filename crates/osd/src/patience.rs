@@ -41,18 +41,27 @@ pub(crate) async fn in_turn<T>(
     patience: Duration,
     look: impl AsyncFn(u64) -> StepResult<T>,
 ) -> StepResult<T> {
+    patiently(place, patience, async || once_in_turn(place, &look).await).await
+}
+
+/// Calls `look` during a turn on the object, while no transaction on the object is pending.
+async fn once_in_turn<T>(place: &ObjectLocation, look: impl AsyncFn(u64) -> StepResult<T>) -> StepResult<T> {
     let object = place.pg.object(&place.oid);
-    let attempt = async || {
-        let ticket = object.turnstile.ticket();
-        let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
-        let incarnation = place.pg.settle().await?;
-        turn.settled().await;
-        let found = look(incarnation).await;
-        // What was read is valid only in the same incarnation. This includes errors.
-        place.pg.backing.still(incarnation)?;
-        found
-    };
-    patiently(place, patience, attempt).await
+    let ticket = object.turnstile.ticket();
+    let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
+    let incarnation = place.pg.settle().await?;
+    turn.settled().await;
+    let found = look(incarnation).await;
+    // What was read is valid only in the same incarnation. This includes errors.
+    place.pg.backing.still(incarnation)?;
+    found
+}
+
+/// Returns whether an object exists, according to its durable record.
+pub(crate) async fn exists(place: &ObjectLocation) -> StepResult<bool> {
+    let object = place.pg.object(&place.oid);
+    let info = once_in_turn(place, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await);
+    Ok(info.await?.is_some())
 }
 
 /// Returns the durable record of an object; `None` if the object does not exist.

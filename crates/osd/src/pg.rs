@@ -143,6 +143,10 @@ struct OpenCommits {
     next: Cell<u64>,
     outstanding: RefCell<BTreeSet<u64>>,
     changed: Notify,
+    /// Number of [`FailureWatch`]es.
+    watches: Cell<u32>,
+    /// Objects whose changes have failed while a [`FailureWatch`] existed.
+    failed: RefCell<BTreeSet<ObjectId>>,
 }
 
 /// The request that a change belongs to.
@@ -573,6 +577,12 @@ impl Pg {
         Committing { commits, number }
     }
 
+    /// Starts to record the objects whose changes fail.
+    pub(crate) fn watch_failures(&self) -> FailureWatch<'_> {
+        self.commits.watches.set(self.commits.watches.get() + 1);
+        FailureWatch(&self.commits)
+    }
+
     /// Waits until each transaction queued so far is durable or has failed.
     pub(crate) async fn all_committed(&self) {
         let end = self.commits.next.get();
@@ -590,6 +600,35 @@ impl Pg {
 pub(crate) struct Committing<'a> {
     commits: &'a OpenCommits,
     number: u64,
+}
+
+impl Committing<'_> {
+    /// Records that the transaction, which changes this object, has failed.
+    pub(crate) fn fail(&self, oid: &ObjectId) {
+        if self.commits.watches.get() > 0 {
+            self.commits.failed.borrow_mut().insert(oid.clone());
+        }
+    }
+}
+
+/// Records the objects of a group whose changes fail. Until an array has rolled such a change back,
+/// some of its members show the change.
+pub(crate) struct FailureWatch<'a>(&'a OpenCommits);
+
+impl FailureWatch<'_> {
+    /// The objects whose changes have failed since the watch began, and perhaps others.
+    pub(crate) fn failed(&self) -> Vec<ObjectId> {
+        self.0.failed.borrow().iter().cloned().collect()
+    }
+}
+
+impl Drop for FailureWatch<'_> {
+    fn drop(&mut self) {
+        self.0.watches.set(self.0.watches.get() - 1);
+        if self.0.watches.get() == 0 {
+            self.0.failed.borrow_mut().clear();
+        }
+    }
 }
 
 impl Drop for Committing<'_> {

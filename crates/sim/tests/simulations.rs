@@ -33,6 +33,8 @@ const SEEDS: &[(u64, &str)] = &[
     (6617, "27056e6f"),
     // The osd: a replaced target was no longer expected to be empty.
     (7619, "27056e6f"),
+    // The osd: a listing contained an object whose creation was rolled back.
+    (600359, "27056e6f"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

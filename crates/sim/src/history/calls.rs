@@ -155,6 +155,11 @@ impl ChangeCall {
         self.data_op(fill, Mutation::Append)
     }
 
+    /// Returns whether the change only removes the object.
+    pub(crate) fn only_removes(&self) -> bool {
+        self.ops.iter().all(|op| *op == Mutation::Remove)
+    }
+
     /// Returns whether the change removes the object, perhaps to create it again.
     pub(crate) fn has_removal(&self) -> bool {
         self.ops.contains(&Mutation::Remove)

@@ -643,6 +643,9 @@ impl<'a> HistoryCheck<'a> {
                 Some("no more faults are active than the pool tolerates, so no data may be lost")
             }
             RefusalKind::NoSpace if !is_change => Some("the call needs no space"),
+            RefusalKind::NoSpace if matches!(&call.request, Request::Change(c) if c.only_removes()) => {
+                Some("a removal works on a full target")
+            }
             RefusalKind::NoSpace if !self.may_be_full(call) => Some("no target can be full"),
             RefusalKind::NoSuchPool
                 if call.request.pool().is_some_and(|pool| self.history.pools.contains_key(pool)) =>

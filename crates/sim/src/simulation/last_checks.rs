@@ -9,7 +9,7 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::{QueryOp, ScrubStatus, Space};
+use wire::{NodeStatus, QueryOp, ScrubStatus, Space, TargetState};
 
 use super::{POWER_OFF, REACTION, REQUEST_TIMEOUT, Simulation};
 use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
@@ -30,7 +30,7 @@ impl Simulation {
     pub(super) async fn check_at_end(self: &Rc<Simulation>) {
         let mut choice = rng(self.plan.seed, RandomStream::LastChecks);
         self.change_everything().await;
-        let is_redundant = self.redundancy_returns().await;
+        let mut is_redundant = self.redundancy_returns().await;
         if is_redundant {
             self.scrub_everything().await;
         }
@@ -42,6 +42,8 @@ impl Simulation {
             // A group may wait for the operator's word that a missing target is lost.
             sleep(REACTION).await;
             self.take_out_lost(self.new_operator()).await;
+            // A drive may have failed for ever, because a bit on it has flipped.
+            is_redundant = is_redundant && self.redundancy_returns().await;
         }
         let mut drives: Vec<usize> = (0..self.plan.targets).filter(|&n| !self.plan.is_lossy(n)).collect();
         let spare = self.plan.tolerance().saturating_sub(self.plan.lossy_drives());
@@ -95,11 +97,10 @@ impl Simulation {
 
     /// Waits until no placement group is degraded. Returns whether this has happened.
     async fn redundancy_returns(self: &Rc<Simulation>) -> bool {
-        let usable = self.plan.targets - self.plan.lossy_drives();
-        let pools = self.plan.pools.iter();
-        if pools.clone().any(|pool| usable < pool.redundancy.targets()) || self.plan.has_lying_drive() {
+        if self.plan.has_lying_drive() {
             return false;
         }
+        let needed = self.plan.pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(0);
         let (client, began) = (self.connect("operator").await, self.now());
         drop(client.set_rebuild_rate(0).await);
         let (mut shown, mut is_full) = (String::new(), false);
@@ -109,17 +110,31 @@ impl Simulation {
                     client.close().await;
                     return true;
                 }
+                // A drive is lost, and the pools need all targets.
+                if self.plan.targets - self.gone(&status) < needed {
+                    break;
+                }
                 is_full = status.targets.iter().flat_map(|target| &target.space).any(is_nearly_full);
                 shown = format!("{:?}, {:?}, {:?}", status.health, status.rebuild, status.targets);
             }
             sleep(PAUSE).await;
         }
         client.close().await;
-        if !is_full {
+        if !is_full && self.now() - began >= REBUILD {
             let text = format!("the redundancy is not restored after {} s: {shown}", REBUILD.as_secs());
             self.violation(Rule::Redundancy, text);
         }
         false
+    }
+
+    /// Number of targets that are not used, because a fault has destroyed data of their drives.
+    fn gone(&self, status: &NodeStatus) -> usize {
+        let is_used = |uuid| {
+            let target = status.targets.iter().find(|target| target.uuid == uuid);
+            target.is_some_and(|target| target.state == TargetState::Up && !target.out)
+        };
+        let lossy = (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target));
+        lossy.filter(|&target| !is_used(self.node.uuid(target))).count()
     }
 
     /// Scrubs all pools twice. The second scrub must find nothing. Neither may the first one, unless a

@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use super::bitmap::Bitmap;
 use super::checkpoint::{Checkpoint, Deferred};
-use super::drive::Drive;
+use super::drive::{Drive, read_stable};
 use super::extent::Extent;
 use super::index::{Changes, Index};
 use super::log::{self, GROUP_SECTORS, Record};
@@ -270,7 +270,8 @@ impl Recovered {
                 if !taken_by_record(block.block) || deferred(block.block) {
                     continue;
                 }
-                drive.read_at(self.superblock.data.offset + block.block * BLOCK, &mut content)?;
+                let at = self.superblock.data.offset + block.block * BLOCK;
+                read_stable(drive, at, &mut content, |content| crc32c(content) == block.crc)?;
                 if crc32c(&content) != block.crc {
                     return Ok(false);
                 }

@@ -51,6 +51,8 @@ struct State {
     header_dirty: bool,
     /// Number of the next header. An even number selects slot 0, an odd number slot 1.
     next_header: u64,
+    /// Number of the newest header that is durable.
+    durable_header: u64,
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
@@ -87,6 +89,7 @@ impl IndexRegion {
             header: vec![0; HEADER],
             header_dirty: true,
             next_header: 1,
+            durable_header: 0,
             len: 0,
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
@@ -129,6 +132,7 @@ impl IndexRegion {
             header,
             header_dirty: false,
             next_header: number + 1,
+            durable_header: number,
             len,
             checksums,
             dirty_table: BTreeSet::new(),
@@ -150,10 +154,9 @@ impl IndexRegion {
         (reach, state.len)
     }
 
-    /// Number of the newest header that was written, which is durable unless the last flush has
-    /// failed.
+    /// Number of the newest header that is durable.
     pub(crate) fn header_number(&self) -> u64 {
-        self.lock().next_header - 1
+        self.lock().durable_header
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -213,8 +216,12 @@ impl IndexRegion {
                 drive.write_at(region + (state.next_header % 2) * BLOCK, &slot)?;
                 state.next_header += 1;
             }
+            let written = state.next_header - 1;
             drop(state);
-            drive.flush()
+            drive.flush()?;
+            let mut state = self.lock();
+            state.durable_header = state.durable_header.max(written);
+            Ok(())
         })
     }
 }
