@@ -111,9 +111,10 @@ impl TargetRecord {
 
 impl NodeMap {
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
-    /// copies. The map does not list targets that an operator has replaced. Targets that fail or do not answer within `patience` are not used. The node starts
-    /// without these targets if the other targets certainly have the newest map. Otherwise, if a
-    /// target was slow, the map is read again, in up to [`ROUNDS_MAX`] attempts.
+    /// copies. The map does not list targets that an operator has replaced. Targets that fail or do
+    /// not answer within `patience` are not used. The node starts without these targets if the other
+    /// targets certainly have the newest map. Otherwise, if a target was slow, the map is read again,
+    /// in up to [`ROUNDS_MAX`] attempts.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         for _ in 1..ROUNDS_MAX {
             let error = match NodeMap::open_once(targets, patience).await {

@@ -143,11 +143,12 @@ struct OpenCommits {
     next: Cell<u64>,
     outstanding: RefCell<BTreeSet<u64>>,
     changed: Notify,
-    /// Number of [`FailureWatch`]es.
-    watches: Cell<u32>,
-    /// Objects whose changes have failed while a [`FailureWatch`] existed.
-    failed: RefCell<BTreeSet<ObjectId>>,
+    /// The sets of all [`FailureWatch`]es.
+    watches: RefCell<Vec<FailedObjects>>,
 }
+
+/// Objects whose changes have failed.
+type FailedObjects = Rc<RefCell<BTreeSet<ObjectId>>>;
 
 /// The request that a change belongs to.
 #[derive(Debug, Clone, Copy)]
@@ -579,8 +580,9 @@ impl Pg {
 
     /// Starts to record the objects whose changes fail.
     pub(crate) fn watch_failures(&self) -> FailureWatch<'_> {
-        self.commits.watches.set(self.commits.watches.get() + 1);
-        FailureWatch(&self.commits)
+        let failed = FailedObjects::default();
+        self.commits.watches.borrow_mut().push(Rc::clone(&failed));
+        FailureWatch { commits: &self.commits, failed }
     }
 
     /// Waits until each transaction queued so far is durable or has failed.
@@ -605,29 +607,29 @@ pub(crate) struct Committing<'a> {
 impl Committing<'_> {
     /// Records that the transaction, which changes this object, has failed.
     pub(crate) fn fail(&self, oid: &ObjectId) {
-        if self.commits.watches.get() > 0 {
-            self.commits.failed.borrow_mut().insert(oid.clone());
+        for failed in &*self.commits.watches.borrow() {
+            failed.borrow_mut().insert(oid.clone());
         }
     }
 }
 
 /// Records the objects of a group whose changes fail. Until an array has rolled such a change back,
 /// some of its members show the change.
-pub(crate) struct FailureWatch<'a>(&'a OpenCommits);
+pub(crate) struct FailureWatch<'a> {
+    commits: &'a OpenCommits,
+    failed: FailedObjects,
+}
 
 impl FailureWatch<'_> {
-    /// The objects whose changes have failed since the watch began, and perhaps others.
-    pub(crate) fn failed(&self) -> Vec<ObjectId> {
-        self.0.failed.borrow().iter().cloned().collect()
+    /// Returns the objects whose changes have failed since the watch began.
+    pub(crate) fn failed(&self) -> BTreeSet<ObjectId> {
+        self.failed.borrow().clone()
     }
 }
 
 impl Drop for FailureWatch<'_> {
     fn drop(&mut self) {
-        self.0.watches.set(self.0.watches.get() - 1);
-        if self.0.watches.get() == 0 {
-            self.0.failed.borrow_mut().clear();
-        }
+        self.commits.watches.borrow_mut().retain(|watch| !Rc::ptr_eq(watch, &self.failed));
     }
 }
 

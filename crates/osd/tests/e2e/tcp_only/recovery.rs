@@ -711,3 +711,28 @@ async fn a_node_starts_with_a_target_that_was_replaced() {
         assert_eq!(uuids, [Uuid::from_u128(1), Uuid::from_u128(2), new]);
     }
 }
+
+/// One member has executed a creation that another member refuses later.
+#[tokio::test]
+async fn a_listing_lacks_an_object_whose_creation_fails() {
+    for full in 0..2 {
+        let mut rig = Rig::new("mirror:2", 1).await;
+        rig.fill(&[5000]).await;
+        let store = &rig.node.stores[full];
+        store.set_full(u64::MAX);
+        store.hold(true);
+        let object = rig.pool.object("new").unwrap();
+        let listed = async {
+            until("the creation is refused", async || store.fired.load(Ordering::SeqCst) > 0).await;
+            let release = async {
+                moment().await;
+                store.hold(false);
+            };
+            tokio::join!(rig.pool.list("").collect(), release).0
+        };
+        let (put, listed) = tokio::join!(object.put(data(5000, 1)), listed);
+        assert!(put.is_err(), "{put:?}");
+        let names: Vec<_> = listed.unwrap().iter().map(|name| name.object().to_owned()).collect();
+        assert_eq!(names, ["o5000"], "target {full} is full");
+    }
+}
