@@ -55,7 +55,10 @@ pub(crate) fn read_stable(
         }
         last = out.to_vec();
     }
-    let what = format!("each of {STABLE_READS} reads of {} bytes at {offset} returns other bytes", out.len());
+    let what = format!(
+        "each of {STABLE_READS} reads of {} bytes at {offset} returns other bytes; check the drive, its cable and its controller",
+        out.len()
+    );
     Err(io::Error::other(what))
 }
 

@@ -272,7 +272,7 @@ fn bits_flipped_in_reads_of_mounts_damage_nothing() {
             }
             target.put("c", 50_000).await.unwrap();
             target.drive.sever();
-            let (drive, parts) = (target.drive, [DrivePart::Superblock, DrivePart::Index]);
+            let (drive, parts) = (target.drive, [DrivePart::Superblock, DrivePart::Index, DrivePart::Data]);
             for part in parts {
                 let range = drive.part(part);
                 let fault = DriveFault::always(DriveFaultKind::FlipInRead);
