@@ -8,7 +8,9 @@ use base::entropy::{SeededThread, seed_this_thread};
 use futures::future::LocalBoxFuture;
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::sim::{SimFaults, SimNetwork};
-use outboard_messenger::{ConnectionConfig, NetworkStack, StreamStack};
+use outboard_messenger::{
+    ConnectOptions, ConnectionConfig, ConnectionEvent, Message, NetworkStack, StreamStack,
+};
 
 use super::{GRACE, HOSTILE, SLOW};
 
@@ -183,6 +185,47 @@ fn damage_between_successful_pulls_does_not_end_the_connection() {
         let (_, counts) = run(Kind::Packets, faults, seed, check);
         assert!(counts.iter().any(|(name, count)| *name == "flips" && *count > 5), "seed {seed}: {counts:?}");
     }
+}
+
+/// The receiver keeps all messages, and fills the packet memory (64 MiB). A side can still send on
+/// both kinds of devices: with packets that are sent from a copy, and without.
+#[test]
+fn a_reader_that_keeps_all_packet_buffers_blocks_no_senders() {
+    const COUNT: usize = 20_000;
+    let check: AsyncCheck = |rig| {
+        Box::pin(async {
+            let mut listener = rig.listen().await;
+            let endpoint = listener.endpoint();
+            let (mut kept, mut ends) = (Vec::new(), Vec::new());
+            for _ in 0..2 {
+                let connecting = rig.stack.connect(&endpoint, ConnectOptions::default());
+                let (client, server) = tokio::join!(connecting, listener.accept());
+                ends.push((client.expect("connects"), server.expect("accepts")));
+            }
+            for ((client, mut replies), (server, mut requests)) in ends {
+                let payload = || base::block::Payload::compute(0, vec![7; 4096].into());
+                let send = async {
+                    for _ in 0..COUNT {
+                        let message = Message { payload: payload(), ..Message::default() };
+                        client.send(message).await.expect("sent");
+                    }
+                };
+                let receive = async {
+                    for at in 0..COUNT {
+                        match requests.next().await {
+                            ConnectionEvent::Message(message) => kept.push(message),
+                            other => panic!("after {at} messages: {other:?}"),
+                        }
+                    }
+                };
+                tokio::join!(send, receive);
+                server.send(Message { header: "all".into(), ..Message::default() }).await.expect("sent");
+                assert!(matches!(replies.next().await, ConnectionEvent::Message(_)));
+            }
+            assert!(kept.iter().all(|message| message.payload.data().iter().all(|byte| *byte == 7)));
+        })
+    };
+    run(Kind::Packets, SLOW, 1, check);
 }
 
 /// Two runs with the same seed deliver the same data at the same times.

@@ -11,6 +11,11 @@ use super::packet::PACKET_BYTES;
 /// Number of bytes by which the pool grows.
 const CHUNK_BYTES: usize = 2 << 20;
 
+/// Part of each chunk that is reserved for sending, in bytes. A receiver can keep its packets for
+/// any time, and may first have to send something before it can release them. The buffers of sent
+/// packets always become free soon.
+const SENDING_BYTES: usize = CHUNK_BYTES / 8;
+
 /// A pool of buffers of [`PACKET_BYTES`] each.
 pub(crate) struct Buffers {
     state: Mutex<State>,
@@ -30,13 +35,27 @@ impl Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
-    /// Takes a buffer. Returns `None` if all buffers are in use and the pool cannot grow, because
-    /// it has reached its maximum size or the system lacks memory.
+    /// Takes a buffer for a packet to send, or in place of a buffer that was just returned. Returns
+    /// `None` if all buffers are in use and the pool cannot grow, because it has reached its maximum
+    /// size or the system lacks memory.
     pub(in crate::transport) fn take(&self) -> Option<ArenaBuf> {
+        self.take_above(0)
+    }
+
+    /// Takes a buffer for a further packet to receive. Returns `None` if only the buffers that are
+    /// reserved for sending are free, and the pool cannot grow.
+    pub(in crate::transport) fn take_to_receive(&self) -> Option<ArenaBuf> {
+        self.take_above(SENDING_BYTES)
+    }
+
+    /// Takes a buffer from a chunk with more than `kept` free bytes.
+    fn take_above(&self, kept: usize) -> Option<ArenaBuf> {
         let mut state = self.lock();
         let State { chunks, last } = &mut *state;
         for at in (*last..chunks.len()).chain(0..*last) {
-            if let Ok(Some(buf)) = chunks[at].try_alloc(PACKET_BYTES) {
+            if chunks[at].free_bytes().0 > kept
+                && let Ok(Some(buf)) = chunks[at].try_alloc(PACKET_BYTES)
+            {
                 *last = at;
                 return Some(buf);
             }
@@ -80,10 +99,12 @@ mod tests {
     fn the_pool_grows_to_its_limit_and_reuses_returned_buffers() {
         let buffers = Buffers::new(2 * CHUNK_BYTES);
         let most = 2 * CHUNK_BYTES / PACKET_BYTES;
-        let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take()).collect();
+        let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take_to_receive()).collect();
+        assert_eq!(taken.len(), most - 2 * SENDING_BYTES / PACKET_BYTES);
+        taken.extend(std::iter::from_fn(|| buffers.take()));
         assert_eq!(taken.len(), most);
         assert!(!buffers.are_plenty());
         taken.truncate(most / 4);
-        assert!(buffers.are_plenty() && buffers.take().is_some());
+        assert!(buffers.are_plenty() && buffers.take_to_receive().is_some());
     }
 }

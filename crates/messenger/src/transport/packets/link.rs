@@ -161,7 +161,7 @@ impl Link {
     /// Posts the buffers for the packets that the peer may send before the first grant.
     pub(in crate::transport) fn post_first(self: &Arc<Self>) -> Result<(), String> {
         for _ in 0..FIRST_GRANT {
-            let buf = self.endpoint.buffers().take().ok_or("no receive buffers are left")?;
+            let buf = self.endpoint.buffers().take_to_receive().ok_or("no receive buffers are left")?;
             self.endpoint.post_receive(buf)?;
             self.on_posted();
         }
@@ -254,23 +254,22 @@ impl Link {
     /// block the senders.
     pub(in crate::transport) fn take_packet(self: &Arc<Self>, header: PacketHeader, buf: ArenaBuf) {
         let buffers = self.endpoint.buffers();
-        let fresh = buffers.take();
-        let content = match &fresh {
-            Some(_) => buf.freeze().slice(HEADER_BYTES..),
+        let (content, fresh) = match buffers.take_to_receive() {
+            Some(fresh) => (buf.freeze().slice(HEADER_BYTES..), Some(fresh)),
             None => {
                 metrics::counter!("outboard_messenger_copied_packets").increment(1);
                 let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
-                // The buffer returns to the pool, and is taken from the pool and posted again
-                // below. Otherwise the link would have one posted buffer less from now on.
+                // The buffer returns to the pool, is taken again, and is posted below. Otherwise
+                // the link would have one posted buffer less from now on.
                 drop(buf);
-                copy
+                (copy, buffers.take())
             }
         };
         let wanted = self.on_packet(header, content);
         // If the link may not have more posted buffers, post only one, in place of the packet's own
         // buffer.
         let wanted = if wanted > 1 && !self.endpoint.may_grow(wanted) { 1 } else { wanted };
-        let more = std::iter::from_fn(|| buffers.take());
+        let more = std::iter::from_fn(|| buffers.take_to_receive());
         for buf in fresh.into_iter().chain(more).take(wanted as usize) {
             if let Err(why) = self.endpoint.post_receive(buf) {
                 self.fail(&why);
