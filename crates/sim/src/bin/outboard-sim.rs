@@ -85,9 +85,9 @@ struct Arguments {
     /// Print the log of the code under test, for example `debug` or `osd=trace,array=debug`.
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
-    /// Whether reports of failures are not printed.
+    /// Whether the batch looks for a failure that the planted bug causes.
     #[arg(skip)]
-    is_quiet: bool,
+    is_hunt: bool,
 }
 
 /// Parses a duration in minutes.
@@ -167,14 +167,15 @@ fn refuse(why: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Plants each bug, and runs simulations until one of them fails. Prints how many were needed.
+/// Plants each bug, and runs simulations until one of them fails because of the bug. Prints how many
+/// were needed.
 fn hunt_mutants(arguments: &Arguments) -> ExitCode {
     let mut missed = 0;
     for mutant in Mutant::ALL {
         let batch = SeedBatch::new(Arguments {
             mutant: Some(mutant),
             until_failure: true,
-            is_quiet: true,
+            is_hunt: true,
             ..arguments.clone()
         });
         batch.run();
@@ -273,17 +274,30 @@ impl SeedBatch {
                     began.elapsed().as_secs_f64()
                 ));
             }
-            if report.has_failed() {
-                let mut failures = self.failures.lock().expect("no job panics");
-                failures.push(seed);
-                if !self.arguments.is_quiet {
-                    tell(&plan, &report);
-                }
+            if !report.has_failed() {
+                continue;
+            }
+            if self.arguments.is_hunt && self.fails_anyway(&plan) {
+                line(format_args!("seed {seed} fails also without a planted bug, so it does not count"));
+                continue;
+            }
+            let mut failures = self.failures.lock().expect("no job panics");
+            failures.push(seed);
+            if !self.arguments.is_hunt {
+                tell(&plan, &report);
             }
         }
         if self.running.iter().all(|running| running.lock().expect("no job panics").is_none()) {
             self.is_over.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Whether a simulation fails also without the planted bug.
+    fn fails_anyway(&self, plan: &SimulationPlan) -> bool {
+        base::mutant::plant(None);
+        let report = run(plan, false);
+        base::mutant::plant(self.arguments.mutant);
+        report.has_failed()
     }
 
     /// Ends the process if a simulation makes no progress.
