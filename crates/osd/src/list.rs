@@ -11,7 +11,7 @@ use wire::{Error, List, Listed, ObjectReply, PoolName};
 use crate::fail::{Fail, StepResult, unavailable};
 use crate::ids;
 use crate::osd::Osd;
-use crate::patience::{exists, patiently};
+use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::request::RequestContext;
 
@@ -109,32 +109,17 @@ pub(crate) async fn objects(
     limit: usize,
 ) -> StepResult<(Vec<ObjectId>, bool)> {
     let incarnation = place.pg.settle().await?;
-    let failures = place.pg.watch_failures();
-    let listed = place.pg.backing.list(&place.pg.cid, from.clone(), limit).await;
-    // The listing includes queued changes, which must be durable before the osd returns the
-    // listing.
+    let listed = place.pg.backing.list(&place.pg.cid, from, limit).await;
+    // The listing includes the changes that were queued before it ended. Each of them must be
+    // durable before the osd returns the listing. If a change fails that the listing may include,
+    // the incarnation ends.
     place.pg.all_committed().await;
     place.pg.backing.still(incarnation)?;
-    let (mut ids, more) = match listed {
-        Ok(page) => page,
-        Err(StoreError::NoSuchCollection(_)) => return Ok((Vec::new(), false)),
-        Err(e) => return Err(e.into()),
-    };
-    // The listing may also include changes that have failed. Look at each of their objects.
-    let end = ids.last().filter(|_| more).cloned();
-    for oid in failures.failed() {
-        let is_before = from.as_ref().is_some_and(|from| oid < *from);
-        if is_before || end.as_ref().is_some_and(|end| oid > *end) {
-            continue;
-        }
-        let is_there = exists(&ObjectLocation { pg: place.pg.clone(), oid: oid.clone() }).await?;
-        match (ids.binary_search(&oid), is_there) {
-            (Ok(at), false) => drop(ids.remove(at)),
-            (Err(at), true) => ids.insert(at, oid),
-            _ => {}
-        }
+    match listed {
+        Ok(page) => Ok(page),
+        Err(StoreError::NoSuchCollection(_)) => Ok((Vec::new(), false)),
+        Err(e) => Err(e.into()),
     }
-    Ok((ids, more))
 }
 
 /// Returns the smallest id that is greater than `id`.

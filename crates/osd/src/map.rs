@@ -211,7 +211,7 @@ impl NodeMap {
                     late(patience)
                 }
             };
-            let expected = self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
+            let expected = self.does_without(target);
             if there == 0 || (there * 2 <= self.targets.len() && !expected) {
                 return Err(start_error(target, error));
             }
@@ -248,11 +248,12 @@ impl NodeMap {
 
     /// Fails with `failure` if an unreadable target may have a newer map. This is impossible if
     /// most targets are readable, because a map is valid only once most targets have it. It is also
-    /// impossible if the newest map that was read lists the unreadable targets as lost.
+    /// impossible if the node does without the unreadable targets according to the newest map that
+    /// was read.
     fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
         let failed = targets.iter().filter(|t| t.failure().is_some());
-        let surprising = failed.clone().filter(|t| self.record(&t.uuid).is_none_or(|r| !r.lost && !r.out));
+        let surprising = failed.clone().filter(|target| !self.does_without(target));
         if surprising.count() == 0 || failed.count() * 2 < self.targets.len() {
             return Ok(());
         }
@@ -262,6 +263,12 @@ impl NodeMap {
     /// Whether the map lists a target.
     pub(crate) fn has(&self, target: &Target) -> bool {
         self.record(&target.uuid).is_some()
+    }
+
+    /// Whether the map lists a target as lost or out of use, or does not list it because an operator
+    /// has replaced it.
+    fn does_without(&self, target: &Target) -> bool {
+        self.record(&target.uuid).is_none_or(|record| record.lost || record.out)
     }
 
     /// Whether a target that the map does not list was a target of the node before the operator
@@ -289,12 +296,13 @@ impl NodeMap {
         }
     }
 
-    /// Writes the map to every target that has not failed. For success, most targets must store the
-    /// map, or the map must list all other targets as lost or out of use. Waits at most `patience`
-    /// for each target. After an error, possibly only some targets have the map. The next start of
-    /// the node then updates the other targets.
+    /// Writes the map to every target that it lists and that has not failed. For success, most listed
+    /// targets must store the map, or the node must do without all other targets according to the
+    /// map. Waits at most `patience` for each target. After an error, possibly only some targets have
+    /// the map. The next start of the node then updates the other targets.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
-        let there = targets.iter().filter(|target| target.failure().is_none());
+        // A replaced target does not count: the next start of the node may be without it.
+        let there = targets.iter().filter(|target| self.has(target) && target.failure().is_none());
         let copies = there.map(|target| async move {
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
                 // Placement groups that cannot work without the target wait for the target; saving
@@ -316,17 +324,16 @@ impl NodeMap {
         let written = refusals.iter().filter(|refusal| refusal.is_none()).count();
         // A target without space for the map has not failed, but does not have the map.
         let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
-        let says_so = |target: &Rc<Target>| self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
-        let certain =
-            full.is_none() && targets.iter().all(|target| target.failure().is_none() || says_so(target));
-        if written > 0 && (certain || written * 2 > targets.len()) {
+        let is_settled = |target: &Rc<Target>| target.failure().is_none() || self.does_without(target);
+        let certain = full.is_none() && targets.iter().all(is_settled);
+        if written > 0 && (certain || written * 2 > self.targets.len()) {
             return Ok(());
         }
         if let Some(full) = full {
             return Err(full);
         }
         let detail = "more than half of the targets must store the node's map".into();
-        let e = StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail };
+        let e = StoreError::TooFewTargets { there: written, needed: self.targets.len() / 2 + 1, detail };
         if targets.iter().any(|target| target.is_hopeful()) {
             return Err(StoreError::Disconnected(format!("{e}; failed targets are tried again")));
         }

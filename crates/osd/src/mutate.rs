@@ -319,9 +319,6 @@ impl Change<'_> {
         let committing = pg.committing();
         let committed = async move {
             let outcome = queued.await;
-            if outcome.is_err() {
-                committing.fail(&self.place.oid);
-            }
             drop(committing);
             outcome
         };
@@ -343,9 +340,11 @@ impl Change<'_> {
             let dropped = queued.dropped.filter(|m| Some(m.upload) != kept);
             return Ok(ChangeEffect { mutated: queued.mutated, dropped });
         };
-        progress.object.forget();
-        pg.not_recorded(queued.note);
         let fail = Fail::from(error);
+        if !(base::mutant!(KeepCacheAtFailover) && matches!(fail, Fail::Lost(_))) {
+            progress.object.forget();
+        }
+        pg.not_recorded(queued.note);
         if matches!(fail, Fail::Lost(_)) {
             pg.backing.lost(incarnation);
             progress.unsure = true;

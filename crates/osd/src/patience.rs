@@ -10,7 +10,12 @@ use crate::pool::ObjectLocation;
 
 /// First pause before a step is repeated after the store became unreachable. The pause doubles up
 /// to half a second.
-const PAUSE: Duration = Duration::from_millis(5);
+pub(crate) const PAUSE: Duration = Duration::from_millis(5);
+
+/// Returns the next pause.
+pub(crate) fn longer(pause: Duration) -> Duration {
+    (pause * 2).min(Duration::from_millis(500))
+}
 
 /// Repeats an attempt while the store is unreachable, for at most `patience`.
 pub(crate) async fn patiently<T>(
@@ -27,7 +32,7 @@ pub(crate) async fn patiently<T>(
                 tracing::debug!(why, "the store is unreachable; repeating the step");
                 place.pg.backing.lost(incarnation);
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_millis(500));
+                pause = longer(pause);
             }
             outcome => return outcome,
         }
@@ -55,13 +60,6 @@ async fn once_in_turn<T>(place: &ObjectLocation, look: impl AsyncFn(u64) -> Step
     // What was read is valid only in the same incarnation. This includes errors.
     place.pg.backing.still(incarnation)?;
     found
-}
-
-/// Returns whether an object exists, according to its durable record.
-pub(crate) async fn exists(place: &ObjectLocation) -> StepResult<bool> {
-    let object = place.pg.object(&place.oid);
-    let info = once_in_turn(place, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await);
-    Ok(info.await?.is_some())
 }
 
 /// Returns the durable record of an object; `None` if the object does not exist.

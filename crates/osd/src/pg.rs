@@ -143,12 +143,7 @@ struct OpenCommits {
     next: Cell<u64>,
     outstanding: RefCell<BTreeSet<u64>>,
     changed: Notify,
-    /// The sets of all [`FailureWatch`]es.
-    watches: RefCell<Vec<FailedObjects>>,
 }
-
-/// Objects whose changes have failed.
-type FailedObjects = Rc<RefCell<BTreeSet<ObjectId>>>;
 
 /// The request that a change belongs to.
 #[derive(Debug, Clone, Copy)]
@@ -578,13 +573,6 @@ impl Pg {
         Committing { commits, number }
     }
 
-    /// Starts to record the objects whose changes fail.
-    pub(crate) fn watch_failures(&self) -> FailureWatch<'_> {
-        let failed = FailedObjects::default();
-        self.commits.watches.borrow_mut().push(Rc::clone(&failed));
-        FailureWatch { commits: &self.commits, failed }
-    }
-
     /// Waits until each transaction queued so far is durable or has failed.
     pub(crate) async fn all_committed(&self) {
         let end = self.commits.next.get();
@@ -602,35 +590,6 @@ impl Pg {
 pub(crate) struct Committing<'a> {
     commits: &'a OpenCommits,
     number: u64,
-}
-
-impl Committing<'_> {
-    /// Records that the transaction, which changes this object, has failed.
-    pub(crate) fn fail(&self, oid: &ObjectId) {
-        for failed in &*self.commits.watches.borrow() {
-            failed.borrow_mut().insert(oid.clone());
-        }
-    }
-}
-
-/// Records the objects of a group whose changes fail. Until an array has rolled such a change back,
-/// some of its members show the change.
-pub(crate) struct FailureWatch<'a> {
-    commits: &'a OpenCommits,
-    failed: FailedObjects,
-}
-
-impl FailureWatch<'_> {
-    /// Returns the objects whose changes have failed since the watch began.
-    pub(crate) fn failed(&self) -> BTreeSet<ObjectId> {
-        self.failed.borrow().clone()
-    }
-}
-
-impl Drop for FailureWatch<'_> {
-    fn drop(&mut self) {
-        self.commits.watches.borrow_mut().retain(|watch| !Rc::ptr_eq(watch, &self.failed));
-    }
 }
 
 impl Drop for Committing<'_> {

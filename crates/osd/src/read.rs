@@ -28,12 +28,9 @@ use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
 use crate::osd::Osd;
-use crate::patience::patiently;
+use crate::patience::{PAUSE, longer, patiently};
 use crate::pool::ObjectLocation;
 use crate::request::RequestContext;
-
-/// Pause before a read is attempted again after the store became unreachable.
-const PAUSE: Duration = Duration::from_millis(5);
 
 /// Data up to this size, in bytes, travels inside the reply, even if the client offers a sink.
 const INLINE: u64 = 64 << 10;
@@ -87,6 +84,7 @@ impl ObjectRead<'_> {
         }
         let end = wanted_end.min(start.saturating_add(room));
         let until = Instant::now() + self.patience();
+        let mut pause = PAUSE;
         loop {
             let first = self.begin_first(start, end).await?;
             let (info, incarnation) = (first.info, first.incarnation);
@@ -106,7 +104,9 @@ impl ObjectRead<'_> {
                 (Err(Fail::Lost(why)), _) if Instant::now() < until => {
                     tracing::debug!(why, "the store is unreachable; reading again");
                     self.place.pg.backing.lost(incarnation);
-                    tokio::time::sleep(PAUSE).await;
+                    // A member that has the data may be about to be rebuilt, which can take long.
+                    tokio::time::sleep(pause).await;
+                    pause = longer(pause);
                 }
                 (Ok(data), Some(sink)) if data.len() as u64 > self.inline_max() => {
                     self.push(sink, 0, data).await?;

@@ -93,8 +93,9 @@ impl Osd {
     fn target(&self, index: u32) -> wire::Result<Rc<Target>> {
         let uuid = self.target_uuid(index)?;
         self.targets.iter().find(|target| target.uuid == uuid).cloned().ok_or_else(|| {
-            let what =
-                format!("target {uuid} replaces another one, and is used once the node is restarted with it");
+            let what = format!(
+                "target {uuid} was not present at the start of the node, and is used once the node is restarted with it"
+            );
             Error::BadRequest(what)
         })
     }

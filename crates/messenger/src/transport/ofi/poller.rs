@@ -4,6 +4,7 @@
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 
+use base::mem::ArenaBuf;
 use base::spinner::Spinner;
 use fabric::{Completion, CompletionQueue, Operation, Waitable};
 use tokio::io::unix::AsyncFd;
@@ -74,7 +75,7 @@ impl Port<Link> {
             Some(link) => endpoint_of(link).and_then(|endpoint| endpoint.take_posted(completion.token)),
             None => self.take_posted(completion.token),
         };
-        let Some(mut buf) = buf else { return };
+        let Some(buf) = buf else { return };
         if let Err(e) = completion.result {
             match own {
                 Some(link) => link.fail(&e.to_string()),
@@ -84,8 +85,8 @@ impl Port<Link> {
             }
             return;
         }
-        buf.truncate(completion.len);
-        let header = PacketHeader::decode(&buf);
+        let len = completion.len.min(buf.len());
+        let header = PacketHeader::decode(&buf[..len]);
         let sender = header.and_then(|header| {
             let known = self.link_of_packets(header.token)?;
             // With a receive queue per connection, the link is known without the token. The token
@@ -97,24 +98,21 @@ impl Port<Link> {
                 Some(link) => link.fail("the peer sent a packet without the token of this connection"),
                 None => {
                     metrics::counter!("outboard_messenger_stray_packets").increment(1);
-                    drop(buf);
-                    self.repost_stray();
+                    self.repost_stray(buf);
                 }
             }
             return;
         };
-        link.take_packet(header, buf);
+        link.take_packet(header, buf, len);
     }
 
-    /// Posts another buffer after a stray packet (with an unknown token) has used one up, because a
-    /// peer still has credit for the used buffer.
-    fn repost_stray(&self) {
+    /// Posts the buffer of a stray packet (with an unknown token) again, because a peer still has
+    /// credit for the buffer.
+    fn repost_stray(&self, buf: ArenaBuf) {
         // Without a link, no peer has credit.
         let Some(link) = self.any_link() else { return };
-        if let Some(fresh) = self.common.buffers.take()
-            && let Err(why) = link.endpoint.post_receive(fresh)
-        {
-            tracing::warn!(why, "cannot replace a receive buffer");
+        if let Err(why) = link.endpoint.post_receive(buf) {
+            tracing::warn!(why, "cannot post a receive buffer again");
         }
     }
 

@@ -35,9 +35,8 @@ impl Buffers {
         Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
-    /// Takes a buffer for a packet to send, or in place of a buffer that was just returned. Returns
-    /// `None` if all buffers are in use and the pool cannot grow, because it has reached its maximum
-    /// size or the system lacks memory.
+    /// Takes a buffer for a packet to send. Returns `None` if all buffers are in use and the pool
+    /// cannot grow, because it has reached its maximum size or the system lacks memory.
     pub(in crate::transport) fn take(&self) -> Option<ArenaBuf> {
         self.take_above(0)
     }

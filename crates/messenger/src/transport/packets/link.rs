@@ -249,20 +249,21 @@ impl Link {
         .await
     }
 
-    /// Handles a packet from the peer in the buffer in which it arrived, and posts another buffer.
-    /// If no buffer is free, the packet is copied. So a user that keeps received packets does not
-    /// block the senders.
-    pub(in crate::transport) fn take_packet(self: &Arc<Self>, header: PacketHeader, buf: ArenaBuf) {
+    /// Handles a packet of `len` bytes from the peer in the buffer in which it arrived, and posts
+    /// another buffer. If no buffer is free, the packet is copied, and its buffer is posted again. So
+    /// a user that keeps received packets does not block the senders.
+    pub(in crate::transport) fn take_packet(
+        self: &Arc<Self>,
+        header: PacketHeader,
+        buf: ArenaBuf,
+        len: usize,
+    ) {
         let buffers = self.endpoint.buffers();
-        let (content, fresh) = match buffers.take_to_receive() {
-            Some(fresh) => (buf.freeze().slice(HEADER_BYTES..), Some(fresh)),
+        let (content, next) = match buffers.take_to_receive() {
+            Some(next) => (buf.freeze().slice(HEADER_BYTES..len), next),
             None => {
                 metrics::counter!("outboard_messenger_copied_packets").increment(1);
-                let copy = Bytes::copy_from_slice(&buf[HEADER_BYTES..]);
-                // The buffer returns to the pool, is taken again, and is posted below. Otherwise
-                // the link would have one posted buffer less from now on.
-                drop(buf);
-                (copy, buffers.take())
+                (Bytes::copy_from_slice(&buf[HEADER_BYTES..len]), buf)
             }
         };
         let wanted = self.on_packet(header, content);
@@ -270,7 +271,7 @@ impl Link {
         // buffer.
         let wanted = if wanted > 1 && !self.endpoint.may_grow(wanted) { 1 } else { wanted };
         let more = std::iter::from_fn(|| buffers.take_to_receive());
-        for buf in fresh.into_iter().chain(more).take(wanted as usize) {
+        for buf in std::iter::once(next).chain(more).take(wanted as usize) {
             if let Err(why) = self.endpoint.post_receive(buf) {
                 self.fail(&why);
                 return;

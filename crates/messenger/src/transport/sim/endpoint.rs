@@ -299,9 +299,9 @@ async fn drive(link: Weak<Link>, host: SimHost, (id, end): (TransportId, EndInde
 
 fn handle(link: &Arc<Link>, completion: SimCompletion) {
     match completion {
-        SimCompletion::Received(buf) => {
-            match PacketHeader::decode(&buf).filter(|header| link.is_own_token(header.token)) {
-                Some(header) => link.take_packet(header, buf),
+        SimCompletion::Received(buf, len) => {
+            match PacketHeader::decode(&buf[..len]).filter(|header| link.is_own_token(header.token)) {
+                Some(header) => link.take_packet(header, buf, len),
                 None => link.fail("the peer sent a packet without the token of this connection"),
             }
         }

@@ -82,8 +82,8 @@ struct WriteTarget {
 /// What an end of a link reports to its process.
 #[derive(Debug)]
 pub(super) enum SimCompletion {
-    /// A packet has arrived.
-    Received(ArenaBuf),
+    /// A packet of this length in bytes has arrived.
+    Received(ArenaBuf, usize),
     /// An operation has ended. Reads have a token.
     Done(Operation, u64),
     /// The link has failed.
@@ -408,10 +408,9 @@ impl State {
                     count(&self.counts.not_ready);
                     return self.refuse(id, to, "the receiver has posted no buffer");
                 };
-                buf.truncate(data.len());
-                buf.copy_from_slice(&data);
+                buf[..data.len()].copy_from_slice(&data);
                 self.record(id, to, &data);
-                self.complete(id, to, SimCompletion::Received(buf));
+                self.complete(id, to, SimCompletion::Received(buf, data.len()));
                 self.acknowledge(id, to, Operation::Send, notify);
             }
             LinkOperation::Write { key, at, data, is_first, is_last, notify } => {
