@@ -274,7 +274,12 @@ fn bits_flipped_in_reads_of_mounts_damage_nothing() {
             target.drive.sever();
             let drive = target.drive;
             let metadata = [DrivePart::Superblock, DrivePart::Index];
-            for &part in if seed % 4 == 0 { &[DrivePart::Data][..] } else { &metadata[..] } {
+            let parts = match seed % 4 {
+                0 => &[DrivePart::Data][..],
+                1 => &[DrivePart::Log],
+                _ => &metadata,
+            };
+            for &part in parts {
                 let range = drive.part(part);
                 let fault = DriveFault::always(DriveFaultKind::FlipInRead);
                 drive.inject(DriveFault { range, probability: 0.7, ..fault });
