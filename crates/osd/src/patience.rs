@@ -8,11 +8,11 @@ use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
 use crate::pool::ObjectLocation;
 
-/// First pause before a step is repeated after the store became unreachable. The pause doubles up
-/// to half a second.
+/// First pause before a step is repeated after the store became unreachable. Later pauses are
+/// [`longer`].
 pub(crate) const PAUSE: Duration = Duration::from_millis(5);
 
-/// Returns the next pause.
+/// Doubles a pause, up to half a second.
 pub(crate) fn longer(pause: Duration) -> Duration {
     (pause * 2).min(Duration::from_millis(500))
 }

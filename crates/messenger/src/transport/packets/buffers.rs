@@ -52,7 +52,7 @@ impl Buffers {
         let mut state = self.lock();
         let State { chunks, last } = &mut *state;
         for at in (*last..chunks.len()).chain(0..*last) {
-            if chunks[at].free_bytes().0 > kept
+            if (kept == 0 || chunks[at].free_bytes().0 > kept)
                 && let Ok(Some(buf)) = chunks[at].try_alloc(PACKET_BYTES)
             {
                 *last = at;
