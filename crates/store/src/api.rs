@@ -22,8 +22,10 @@ use crate::{
 /// **Order.** The store orders requests by their calls of [`submit`](Submit::submit), not by the
 /// first polls of their futures. The store applies a transaction even if the caller drops the
 /// transaction's future. Transactions of one collection commit in the order in which they were
-/// queued. Transactions of different collections commit in parallel. A read sees every transaction
-/// of its collection that was queued before the read, even if the transaction is not durable yet.
+/// queued. Transactions of different collections commit in parallel. A read or query sees every
+/// transaction of its collection that was queued before it, even if the transaction is not durable
+/// yet. A read of data sees no transaction that was queued after it. A query may see such
+/// transactions.
 ///
 /// **Durability.** The future of a transaction resolves with success once the transaction will
 /// survive a power failure. It resolves with an error if the transaction failed. A failed

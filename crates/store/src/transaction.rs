@@ -328,6 +328,34 @@ impl Transaction {
     pub fn validate(&self) -> Result<()> {
         self.ops.iter().try_for_each(Op::validate)
     }
+
+    /// Whether the transaction may change an object: its existence, its data or its metadata.
+    pub(crate) fn changes(&self, cid: &CollectionId, oid: &ObjectId) -> bool {
+        let is_here = self.collection == *cid;
+        self.ops.iter().any(|op| match op {
+            Op::Touch { oid: changed }
+            | Op::CreateExclusive { oid: changed }
+            | Op::Write { oid: changed, .. }
+            | Op::Zero { oid: changed, .. }
+            | Op::Truncate { oid: changed, .. }
+            | Op::Remove { oid: changed }
+            | Op::SetXattrs { oid: changed, .. }
+            | Op::RemoveXattr { oid: changed, .. }
+            | Op::RemoveXattrs { oid: changed }
+            | Op::OmapSet { oid: changed, .. }
+            | Op::OmapRemove { oid: changed, .. }
+            | Op::OmapRemoveRange { oid: changed, .. }
+            | Op::OmapClear { oid: changed }
+            | Op::OmapSetHeader { oid: changed, .. }
+            | Op::Clone { dst: changed, .. }
+            | Op::CloneRange { dst: changed, .. } => is_here && changed == oid,
+            Op::MoveRename { src, dst_collection, dst } => {
+                (is_here && src == oid) || (dst_collection == cid && dst == oid)
+            }
+            Op::SplitCollection { at, dst } => (is_here || dst == cid) && oid >= at,
+            Op::CreateCollection | Op::RemoveCollection => is_here,
+        })
+    }
 }
 
 impl Op {

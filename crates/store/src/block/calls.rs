@@ -1,7 +1,10 @@
 //! Execution of calls, from their arrival to their reply.
 //!
 //! Calls on one collection run in the order of their arrival. A call that needs data from the drive
-//! is tried again when the data has arrived.
+//! is tried again when the data has arrived. Later calls wait for a transaction that needs data, but
+//! not for a read or query: only transactions that change the object of a read wait for that read.
+
+use std::collections::VecDeque;
 
 use base::block::BLOCK;
 
@@ -181,11 +184,17 @@ impl Core {
         for cid in collections {
             if let Some(queue) = self.queues.get_mut(cid) {
                 queue.pop_front();
-                match queue.front() {
-                    Some(next) => self.runnable.push_back(*next),
-                    None => drop(self.queues.remove(cid)),
-                }
+                self.run_first(cid);
             }
+        }
+    }
+
+    /// Makes the first call in the queue of a collection runnable.
+    fn run_first(&mut self, cid: &CollectionId) {
+        match self.queues.get(cid).map(VecDeque::front) {
+            Some(Some(first)) => self.runnable.push_back(*first),
+            Some(None) => drop(self.queues.remove(cid)),
+            None => {}
         }
     }
 
@@ -199,8 +208,7 @@ impl Core {
         if let CoreCall::Transaction(..) = pending.call {
             return self.run_transaction(op, pending);
         }
-        // A read or query needs to wait only for the transactions queued before it, so it leaves
-        // its queues now.
+        // Other reads and queries need not wait for this call, so it leaves its queues now.
         let collections = std::mem::take(&mut pending.collections);
         self.leave_queues(&collections);
         match pending.call {
@@ -208,6 +216,9 @@ impl Core {
                 send(reply, Ok(self.collections.keys().cloned().collect::<Vec<_>>()));
             }
             CoreCall::Look(cid, look, reply) => {
+                if self.loading_reads.remove(op, &cid) {
+                    self.run_first(&cid);
+                }
                 let number = match pending.failed.take().or_else(|| self.doubt(&cid)) {
                     Some(error) => Err(error),
                     None => match self.collections.get(&cid) {
@@ -222,6 +233,9 @@ impl Core {
                     }
                     Ok(number) => {
                         if let Some((look, reply, needs)) = self.look(number, look, reply, &pending.loaded) {
+                            if let Look::Read(range) = &look {
+                                self.loading_reads.insert(op, &cid, &range.oid);
+                            }
                             pending.call = CoreCall::Look(cid, look, reply);
                             self.wait_for(op, pending, needs);
                         }
@@ -243,6 +257,13 @@ impl Core {
     fn run_transaction(&mut self, op: u64, mut pending: PendingCall) {
         if pending.failed.is_none() && self.commits.is_full() && self.poisoned.is_none() {
             self.starved.push(op);
+            self.pending.insert(op, pending);
+            return;
+        }
+        if let CoreCall::Transaction(transaction, _) = &pending.call
+            && self.loading_reads.hold_up(transaction, &pending.collections)
+        {
+            // The last of the reads makes the transaction runnable.
             self.pending.insert(op, pending);
             return;
         }

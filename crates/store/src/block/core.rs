@@ -21,7 +21,7 @@ use super::io::SplitBuffer;
 use super::messages::{BlockingWork, CoreOutput, ReplySender};
 use super::need::Need;
 use super::presence::Presence;
-use super::reads::{BlockAccess, Look};
+use super::reads::{BlockAccess, LoadingReads, Look};
 use super::recovery::ReadyTarget;
 use super::staged::{Stage, StageWrite, WaitingStage};
 use super::superblock::Superblock;
@@ -107,6 +107,7 @@ pub(crate) struct Core {
     /// Calls that wait for free blocks or for room in the log or the index.
     pub(crate) starved: Vec<u64>,
     pub(crate) commits: Commits,
+    pub(crate) loading_reads: LoadingReads,
     pub(crate) reads: BlockAccess,
     pub(crate) io: HashMap<u64, Purpose>,
     pub(crate) next_id: u64,
@@ -150,6 +151,7 @@ impl Core {
             runnable: VecDeque::new(),
             starved: Vec::new(),
             commits: Commits::new(meta.log_start, superblock.log_sectors()),
+            loading_reads: LoadingReads::default(),
             reads: BlockAccess::default(),
             io: HashMap::default(),
             next_id: 1,
@@ -181,10 +183,10 @@ impl Core {
         self.next_id
     }
 
-    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
+    /// Number of calls that wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
-    pub(crate) fn has_queue(&self) -> bool {
-        !self.pending.is_empty()
+    pub(crate) fn queue_len(&self) -> usize {
+        self.pending.len()
     }
 
     /// Whether no call, read or drive request is in progress.

@@ -39,6 +39,8 @@ mod mailbox;
 mod messages;
 mod mount;
 mod need;
+#[cfg(test)]
+mod order_test;
 mod presence;
 mod query;
 mod reads;

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use base::collections::HashMap;
 use base::mem::ArenaBuf;
 
 use super::extent::Extent;
 use super::io::{IoRequest, SplitBuffer};
 use super::messages::{ReplySender, send};
-use crate::{MetadataQuery, ObjectId, ReadData, StoreError};
+use crate::{CollectionId, MetadataQuery, ObjectId, ReadData, StoreError, Transaction};
 
 /// A range of an object to read.
 #[derive(Debug)]
@@ -39,6 +40,41 @@ pub(super) struct PendingRead {
     pub(super) left: usize,
     pub(super) period: u64,
     pub(super) failed: Option<StoreError>,
+}
+
+/// The reads that have left the queues of their collections, but wait for metadata. A transaction
+/// that changes the object of such a read waits for the read, because the read must not see the
+/// transaction. Other transactions do not wait.
+#[derive(Debug, Default)]
+pub(crate) struct LoadingReads {
+    /// Call numbers and objects of the reads, by collection.
+    reads: HashMap<CollectionId, Vec<(u64, ObjectId)>>,
+}
+
+impl LoadingReads {
+    pub(crate) fn insert(&mut self, op: u64, cid: &CollectionId, oid: &ObjectId) {
+        self.reads.entry(cid.clone()).or_default().push((op, oid.clone()));
+    }
+
+    /// Removes a read. Returns whether it was there.
+    pub(crate) fn remove(&mut self, op: u64, cid: &CollectionId) -> bool {
+        let Some(reads) = self.reads.get_mut(cid) else { return false };
+        let Some(at) = reads.iter().position(|(read, _)| *read == op) else { return false };
+        reads.swap_remove(at);
+        if reads.is_empty() {
+            self.reads.remove(cid);
+        }
+        true
+    }
+
+    /// Whether a transaction on these collections must wait for a read.
+    pub(crate) fn hold_up(&self, transaction: &Transaction, collections: &[CollectionId]) -> bool {
+        !self.reads.is_empty()
+            && collections.iter().any(|cid| {
+                let reads = self.reads.get(cid);
+                reads.is_some_and(|reads| reads.iter().any(|(_, oid)| transaction.changes(cid, oid)))
+            })
+    }
 }
 
 /// The reads and the writes of blocks that are in progress. A read of a block waits for writes of

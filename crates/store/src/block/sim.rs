@@ -305,9 +305,20 @@ impl SimTarget {
     /// Processes one event other than a checkpoint. Returns `false` if no such event is left.
     #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
+        self.step_without(|work| matches!(work, BlockingWork::Checkpoint(_)))
+    }
+
+    /// Processes one event other than a load from the index. Returns `false` if no such event is
+    /// left.
+    #[cfg(test)]
+    pub(crate) fn step_without_loads(&mut self) -> bool {
+        self.step_without(|work| matches!(work, BlockingWork::Load { .. }))
+    }
+
+    #[cfg(test)]
+    fn step_without(&mut self, is_held: impl Fn(&BlockingWork) -> bool) -> bool {
         self.collect();
-        let checkpoint = |w: &BlockingWork| matches!(w, BlockingWork::Checkpoint(_));
-        let (held, work) = std::mem::take(&mut self.work).into_iter().partition(checkpoint);
+        let (held, work) = std::mem::take(&mut self.work).into_iter().partition(is_held);
         self.work = work;
         let something = !self.requests.is_empty() || !self.work.is_empty();
         if something {
@@ -377,10 +388,10 @@ impl SimStore {
         self.target.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether calls wait for their turn, for a load, for free blocks or for a checkpoint.
+    /// Number of calls that wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
-    pub(crate) fn has_queue(&self) -> bool {
-        self.lock().core.has_queue()
+    pub(crate) fn queue_len(&self) -> usize {
+        self.lock().core.queue_len()
     }
 
     /// Processes events until every queued transaction has been applied or has failed, durable or
@@ -388,7 +399,7 @@ impl SimStore {
     #[cfg(test)]
     pub(crate) fn settle_queue(&self) {
         let mut target = self.lock();
-        while target.core.has_queue() {
+        while target.core.queue_len() > 0 {
             assert!(target.step(), "a queued call waits, but no event is left");
         }
     }

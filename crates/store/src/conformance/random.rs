@@ -122,7 +122,7 @@ impl Workload {
 }
 
 /// Runs `steps` random transactions on `store`, which must be empty, and on a [`MemStore`].
-/// Compares the results of the transactions. Compares the whole content after every 50 transactions
+/// Compares the results of the transactions and of reads between them. Compares the whole content after every 50 transactions
 /// and at the end.
 ///
 /// # Panics
@@ -144,7 +144,13 @@ pub async fn random_operations_beside(
 ) {
     let mut workload = Workload::new(seed);
     let mut pending = Vec::new();
+    let mut reads = Vec::new();
     for step in 0..steps {
+        if workload.rng().random_bool(0.3) {
+            let (c, o) = (workload.collection(), workload.object());
+            let expected = model.read(&c, &o, 0, LARGEST, None).await;
+            reads.push((step, store.read(&c, &o, 0, LARGEST, None), expected));
+        }
         let (mut ours, mut theirs) = (workload.transaction(), Vec::new());
         let mut stages = Vec::new();
         if workload.rng().random_bool(0.2) {
@@ -179,6 +185,16 @@ pub async fn random_operations_beside(
                     _ => false,
                 };
                 assert!(same, "step {step}: {found:?}, expected {expected:?}, for {transaction:?}");
+            }
+            for (step, found, expected) in reads.drain(..) {
+                let same = match (found.await, expected) {
+                    (Ok(found), Ok(expected)) => found.contiguous() == expected.contiguous(),
+                    (found, expected) => found.is_err() && expected.is_err(),
+                };
+                assert!(
+                    same,
+                    "the read before step {step} sees other transactions than those queued before it"
+                );
             }
         }
         if step % 50 == 49 {
