@@ -37,6 +37,11 @@ const SEEDS: &[(u64, &str)] = &[
     (7619, "27056e6f"),
     // The osd: a listing contained an object whose creation was rolled back.
     (600359, "27056e6f"),
+    // The store: a read that loaded metadata returned data of a transaction that was queued later.
+    (2311000293, "d57b688f"),
+    // The simulator: the node noticed only at the end that a drive was lost, and the operator no
+    // longer looked.
+    (4033315034, "d57b688f"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

@@ -95,13 +95,15 @@ impl Simulation {
         self.call(client, (id, REQUEST_TIMEOUT), request).await;
     }
 
-    /// Waits until no placement group is degraded. Returns whether this has happened.
+    /// Waits until no placement group is degraded. Returns whether this has happened. Meanwhile, the
+    /// operator takes lost targets out of use, because the node may notice only now that a drive is
+    /// lost.
     async fn redundancy_returns(self: &Rc<Simulation>) -> bool {
         if self.plan.has_lying_drive() {
             return false;
         }
         let needed = self.plan.pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(0);
-        let (client, began) = (self.connect("operator").await, self.now());
+        let (client, operator, began) = (self.connect("operator").await, self.new_operator(), self.now());
         drop(client.set_rebuild_rate(0).await);
         let (mut shown, mut is_full) = (String::new(), false);
         while self.now() - began < REBUILD {
@@ -114,6 +116,7 @@ impl Simulation {
                 if self.plan.targets - self.gone(&status) < needed {
                     break;
                 }
+                self.take_out_failed(&client, operator, &status).await;
                 is_full = status.targets.iter().flat_map(|target| &target.space).any(is_nearly_full);
                 shown = format!("{:?}, {:?}, {:?}", status.health, status.rebuild, status.targets);
             }

@@ -9,7 +9,7 @@ use client::engine::{ChangeRequest, Source};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::sleep;
-use wire::{CodingMode, Mutation, ObjectName, OpBytes, PoolName, Redundancy};
+use wire::{CodingMode, Mutation, NodeStatus, ObjectName, OpBytes, PoolName, Redundancy, TargetState};
 
 use super::{POWER_OFF, REQUEST_TIMEOUT, Simulation, brief};
 use crate::history::{ClientId, Outcome, RefusalKind, Request, Rule};
@@ -223,27 +223,37 @@ impl Simulation {
     pub(super) async fn take_out_lost(&self, operator: ClientId) {
         let client = self.connect("operator").await;
         loop {
-            let Ok(status) = self.administer(operator, "status", client.status()).await else { continue };
-            let lost = (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target));
-            let mut is_done = true;
-            for target in lost {
-                let uuid = self.node.uuid(target);
-                let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else {
-                    continue;
-                };
-                let known = &status.targets[index];
-                if known.state == client::TargetState::Up || known.out {
-                    continue;
-                }
-                let command = client.set_target_out(index as u32, true);
-                let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
-                is_done &= outcome.is_ok();
-            }
-            if is_done {
+            let status = self.administer(operator, "show the status", client.status()).await;
+            if let Ok(status) = status
+                && self.take_out_failed(&client, operator, &status).await
+            {
                 break;
             }
             sleep(Duration::from_secs(1)).await;
         }
         client.close().await;
+    }
+
+    /// Takes each target out of use that the node does not use according to `status`, and whose
+    /// drive is lost or damaged. Returns whether all commands succeeded.
+    pub(super) async fn take_out_failed(
+        &self,
+        client: &Client,
+        operator: ClientId,
+        status: &NodeStatus,
+    ) -> bool {
+        let mut is_done = true;
+        for target in (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target)) {
+            let uuid = self.node.uuid(target);
+            let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else { continue };
+            let known = &status.targets[index];
+            if known.state == TargetState::Up || known.out {
+                continue;
+            }
+            let command = client.set_target_out(index as u32, true);
+            let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
+            is_done &= outcome.is_ok();
+        }
+        is_done
     }
 }
