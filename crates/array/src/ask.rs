@@ -1,12 +1,15 @@
 //! Metadata queries that any member can answer: an object's size and metadata, and the list of
 //! objects.
 
+use std::rc::Rc;
+
 use bytes::Bytes;
 use futures::future::try_join_all;
 use store::{ObjectId, Stat, StoreCalls, StoreError};
 
 use crate::group::Group;
 use crate::interval::Interval;
+use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::objects::Known;
 use crate::record::{SIZE_XATTR, Standing, is_own, own_object};
@@ -37,7 +40,7 @@ impl Group {
         let mut links = self.live_links(interval, oid);
         let asked = self.ask_one_of(&links, oid, &question).await;
         let asked = match asked {
-            Err(e @ StoreError::TooFewTargets { .. }) => Err(self.unless_awaited(interval, oid, e)),
+            Err(e @ StoreError::TooFewTargets { .. }) => Err(self.unless_awaited(interval, oid, false, e)),
             asked => asked,
         };
         let first = links.iter().position(Option::is_some);
@@ -190,33 +193,42 @@ impl Group {
         e
     }
 
-    /// Chooses the error to report if too few fragments of an object are readable. If a stale
-    /// member may still have the current fragment, the object is not lost. Returns a temporary error
-    /// if that member is about to be rebuilt, and asks for its target if the target is missing.
-    /// Otherwise, or if the last rebuild of that member has failed, returns `e`.
-    pub(crate) fn unless_awaited(&self, interval: &Interval, oid: &ObjectId, e: StoreError) -> StoreError {
-        if self.intents.borrow().dirty().contains(oid) {
-            return e;
-        }
-        let is_stale = |position: usize| {
-            interval.record.members[position].standing == Standing::Stale
-                && self.takes_part(interval, position).is_none()
-        };
-        let stale = (0..interval.record.members.len()).filter(|&position| is_stale(position));
-        let awaited: Vec<_> = stale
-            .filter_map(|position| self.targets.iter().find(|t| t.uuid() == interval.target(position)))
-            .filter(|t| !t.is_out() && !self.cannot_rebuild.borrow().contains(&t.uuid()))
+    /// Chooses the error to report if too few fragments of an object are readable. Returns a
+    /// temporary error if a member that is about to be rebuilt may make the object readable: a stale
+    /// member may have the current fragment of an object that has not changed since, and if drives
+    /// have reported I/O errors (`may_recover`), the rebuild of any member may find them working
+    /// again. Asks for the target of a stale member if the target is missing. Otherwise, or if the
+    /// last rebuild of that member has failed, returns `e`.
+    pub(crate) fn unless_awaited(
+        &self,
+        interval: &Interval,
+        oid: &ObjectId,
+        may_recover: bool,
+        e: StoreError,
+    ) -> StoreError {
+        let standing = |position: usize| interval.record.members[position].standing;
+        let behind = (0..interval.record.members.len()).filter(|&position| {
+            standing(position) != Standing::InSync && self.takes_part(interval, position).is_none()
+        });
+        let awaited: Vec<(Standing, &Rc<dyn Member>)> = behind
+            .filter_map(|position| {
+                let target = self.targets.iter().find(|t| t.uuid() == interval.target(position))?;
+                Some((standing(position), target))
+            })
+            .filter(|(_, t)| !t.is_out() && !self.cannot_rebuild.borrow().contains(&t.uuid()))
             .collect();
-        let Some(missing) = awaited.first() else { return e };
-        match awaited.iter().find(|t| t.is_usable() || t.is_hopeful()) {
-            Some(target) => {
-                StoreError::Disconnected(format!("{e}; target {} is not in sync yet", target.uuid()))
-            }
-            None => StoreError::TooFewTargets {
-                there: interval.links.iter().flatten().count(),
-                needed: interval.links.iter().flatten().count() + 1,
-                detail: format!("{e}; target {} may have another; bring it back", missing.uuid()),
-            },
+        let has_changed = self.intents.borrow().dirty().contains(oid);
+        let may_have_it = |standing: &Standing| *standing == Standing::Stale && !has_changed;
+        let helps = |standing: &Standing| may_recover || may_have_it(standing);
+        let soon = awaited.iter().find(|(s, t)| helps(s) && (t.is_usable() || t.is_hopeful()));
+        if let Some((_, target)) = soon {
+            return StoreError::Disconnected(format!("{e}; target {} is not in sync yet", target.uuid()));
+        }
+        let Some((_, missing)) = awaited.iter().find(|(standing, _)| may_have_it(standing)) else { return e };
+        StoreError::TooFewTargets {
+            there: interval.links.iter().flatten().count(),
+            needed: interval.links.iter().flatten().count() + 1,
+            detail: format!("{e}; target {} may have another; bring it back", missing.uuid()),
         }
     }
 }

@@ -190,7 +190,7 @@ impl Group {
                 match ReadPlan::new(&self.layout, whole.size, wanted, |fragment| links[fragment].is_some()) {
                     Ok(plan) => plan,
                     Err(e) => {
-                        let e = self.unless_awaited(interval, whole.oid, e);
+                        let e = self.unless_awaited(interval, whole.oid, !unreadable.is_empty(), e);
                         return Err(self.unless_failing(&unreadable, e).await);
                     }
                 };

@@ -39,6 +39,9 @@ const SEEDS: &[(u64, &str)] = &[
     (600359, "27056e6f"),
     // The store: a read that loaded metadata returned data of a transaction that was queued later.
     (2311000293, "d57b688f"),
+    // The array: a read failed with `Damaged` after a read error of a drive, although two members
+    // were about to be rebuilt.
+    (3888326306, "d6ea8b2a"),
     // The simulator: the node noticed only at the end that a drive was lost, and the operator no
     // longer looked.
     (4033315034, "d57b688f"),
