@@ -45,11 +45,12 @@ impl Submit for HeldStore {
     }
 }
 
-/// A store in memory in which the data of some objects is damaged.
+/// A store in memory in which the data of some objects is damaged, or fails to be read.
 #[derive(Default)]
 struct DamagedStore {
     inner: MemStore,
     damaged: Mutex<Vec<ObjectId>>,
+    failing: Mutex<Vec<ObjectId>>,
 }
 
 impl Submit for DamagedStore {
@@ -60,6 +61,9 @@ impl Submit for DamagedStore {
             StoreRequest::Read { oid, .. } if self.damaged.lock().unwrap().contains(oid) => {
                 let e = StoreError::Corrupt { what: oid.to_string(), detail: "damaged by a test".into() };
                 Box::pin(std::future::ready(Err(e)))
+            }
+            StoreRequest::Read { oid, .. } if self.failing.lock().unwrap().contains(oid) => {
+                Box::pin(std::future::ready(Err(StoreError::Io("failed by a test".into()))))
             }
             _ => self.inner.submit(request),
         }
@@ -272,6 +276,10 @@ async fn a_read_waits_for_a_stale_member_that_has_a_needed_fragment() {
         let read = array.read(&cid, &changed, 0, 8192, None).await;
         assert!(matches!(read, Err(StoreError::Corrupt { .. })), "target 2 missed the change: {read:?}");
         *stores[0].damaged.lock().unwrap() = vec![unchanged.clone()];
+        *stores[0].failing.lock().unwrap() = vec![changed.clone()];
+        let read = array.read(&cid, &changed, 0, 8192, None).await;
+        assert!(matches!(read, Err(StoreError::Disconnected(_))), "target 0 may recover: {read:?}");
+        stores[0].failing.lock().unwrap().clear();
         targets[2].use_it(true);
         group.rebuild(2, &Pace::new(0, 1), &RefCell::default()).await.unwrap();
         for (oid, byte) in [(unchanged, 1), (changed, 2)] {
