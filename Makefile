@@ -43,7 +43,7 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 	@DEVICE=$(DEVICE) tests/rdma/run
 
 # Kinds of faults that reach known defects (docs/simulator.md).
-sim_off := stale-drive,lying-flush,fill-index
+sim_off := stale-drive,lying-flush,fill-index,flip-in-write
 
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim

@@ -110,7 +110,7 @@ impl Member for TestTarget {
     fn failure(&self) -> Option<String> {
         None
     }
-    fn fail(&self, _: &StoreError) {}
+    fn fail(&self, _: u64, _: &StoreError) {}
     fn overdue(&self, _: &CollectionId, _: Duration) {}
     fn fails(&self) -> LocalBoxFuture<'_, bool> {
         Box::pin(std::future::ready(false))

@@ -39,7 +39,7 @@ impl Group {
                 // A member that cannot even answer this query cannot receive data. The other
                 // members continue without this member if they can.
                 if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
-                    link.target.fail(&e);
+                    link.fail(&e);
                 }
                 return Err(e);
             }

@@ -36,8 +36,10 @@ pub trait Member {
     /// Why the target is unusable; `None` if it is usable.
     fn failure(&self) -> Option<String>;
 
-    /// Marks the target as failed, because of the error `e`.
-    fn fail(&self, e: &StoreError);
+    /// Marks the target as failed, because of the error `e` of a call in an incarnation of the
+    /// store. Has no effect if the store has begun another incarnation since, because the target may
+    /// have been remounted.
+    fn fail(&self, incarnation: u64, e: &StoreError);
 
     /// Reports that the target has not answered a call on the collection `cid` for the time
     /// `waited`.

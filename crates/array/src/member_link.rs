@@ -37,6 +37,11 @@ impl MemberLink {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
+    /// Marks the target as failed, because of the error `e` of a call through this link.
+    pub(crate) fn fail(&self, e: &StoreError) {
+        self.target.fail(self.incarnation, e);
+    }
+
     /// Classifies an error of a call on this member. Returns a refusal or a lost connection
     /// unchanged. Any other error means that the target has failed. In that case, the interval
     /// ends, and the caller retries without the target.
@@ -44,7 +49,7 @@ impl MemberLink {
         if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
             return e;
         }
-        self.target.fail(&e);
+        self.fail(&e);
         StoreError::Disconnected(e.to_string())
     }
 }

@@ -55,12 +55,13 @@ impl Group {
     /// Removes everything that a target stores for the group. Stops if the interval ends.
     pub(crate) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
-            match self.wipe_some(target).await {
+            let link = MemberLink::new(Rc::clone(target));
+            match self.wipe_some(&link).await {
                 Ok(false) => return Ok(()),
                 Ok(true) => self.still(interval)?,
                 Err(e) => {
                     if is_of_target(&e) {
-                        target.fail(&e);
+                        link.fail(&e);
                     }
                     return Err(e);
                 }
@@ -83,8 +84,12 @@ impl Group {
             self.end_interval(&interval);
         }
         for target in self.targets.iter().filter(|t| t.is_usable()) {
+            let link = MemberLink::new(Rc::clone(target));
             match self.wipe(target).await {
-                Err(e) if is_of_target(&e) => target.fail(&e),
+                Err(e) if is_of_target(&e) => {
+                    link.still()?;
+                    link.fail(&e);
+                }
                 wiped => wiped?,
             }
         }
@@ -93,15 +98,14 @@ impl Group {
 
     /// Removes everything that a target stores for the group.
     pub(crate) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
-        while self.wipe_some(target).await? {}
+        while self.wipe_some(&MemberLink::new(Rc::clone(target))).await? {}
         Ok(())
     }
 
     /// Removes some of the group's objects from a target or, if the target has no more objects of
     /// the group, the collection. Returns true if the target may still store data of the group.
-    async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
-        let link = MemberLink::new(Rc::clone(target));
-        match self.calls.answer(&link, self.wipe_step(&**target)).await {
+    async fn wipe_some(&self, link: &MemberLink) -> store::Result<bool> {
+        match self.calls.answer(link, self.wipe_step(&*link.target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),
             Err(e) => Err(e),

@@ -284,7 +284,7 @@ impl Group {
                 }
                 Err(e @ StoreError::Disconnected(_)) => gone = Some(e),
                 Err(e) => {
-                    link.target.fail(&e);
+                    link.fail(&e);
                     gone = Some(StoreError::Disconnected(e.to_string()));
                 }
             }

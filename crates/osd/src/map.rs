@@ -113,15 +113,17 @@ impl NodeMap {
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
     /// copies. The map does not list targets that an operator has replaced. Targets that fail or do
     /// not answer within `patience` are not used. The node starts without these targets if the other
-    /// targets certainly have the newest map. Otherwise, if a target was slow, the map is read again,
-    /// in up to [`ROUNDS_MAX`] attempts.
+    /// targets certainly have the newest map. Otherwise, if a target was slow or was remounted
+    /// meanwhile, the map is read again, in up to [`ROUNDS_MAX`] attempts.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
+        let incarnations = || targets.iter().map(|target| target.store.incarnation()).collect::<Vec<_>>();
         for _ in 1..ROUNDS_MAX {
+            let before = incarnations();
             let error = match NodeMap::open_once(targets, patience).await {
-                Err(e) if targets.iter().any(|target| target.is_slow()) => e,
+                Err(e) if targets.iter().any(|target| target.is_slow()) || incarnations() != before => e,
                 opened => return opened,
             };
-            tracing::warn!(%error, "the node cannot start without the copy of its map on a slow target; reading the map again");
+            tracing::warn!(%error, "the node cannot start without the copy of its map on a slow or remounted target; reading the map again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
         NodeMap::open_once(targets, patience).await
@@ -137,20 +139,24 @@ impl NodeMap {
         }
         let mut copies = Vec::new();
         let mut failure = None;
+        let incarnations: Vec<u64> = targets.iter().map(|target| target.store.incarnation()).collect();
         let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
-        for (target, copy) in targets.iter().zip(join_all(reading).await) {
+        let read = targets.iter().zip(incarnations).zip(join_all(reading).await);
+        for ((target, incarnation), copy) in read {
             let copy = match copy {
                 Err(_) => {
                     target.overdue(&ids::node_collection(), patience);
                     failure = Some(start_error(target, late(patience)));
                     None
                 }
+                // The target was remounted meanwhile and may work now.
+                Ok(Err(e)) if target.store.incarnation() != incarnation => return Err(e),
                 Ok(Err(e)) if is_final_for(&e) => {
                     match &e {
                         StartError::Target { source, .. }
                             if !matches!(source, StoreError::Corrupt { .. }) =>
                         {
-                            target.fail(source);
+                            target.fail(incarnation, source);
                         }
                         other => target.lose(other.to_string()),
                     }
@@ -193,16 +199,21 @@ impl NodeMap {
         let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
         let writes = behind.into_iter().map(|(target, _)| async move {
             tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "writing the node's map to a target that lacks it");
-            (target, tokio::time::timeout(patience, write_copy(target, self)).await)
+            let incarnation = target.store.incarnation();
+            (target, incarnation, tokio::time::timeout(patience, write_copy(target, self)).await)
         });
         let written = join_all(writes).await;
-        let there = there.len() + written.iter().filter(|(_, outcome)| matches!(outcome, Ok(Ok(())))).count();
-        for (target, outcome) in written {
+        let there =
+            there.len() + written.iter().filter(|(.., outcome)| matches!(outcome, Ok(Ok(())))).count();
+        for (target, incarnation, outcome) in written {
             let error = match outcome {
                 Ok(Ok(())) => continue,
+                Ok(Err(e)) if target.store.incarnation() != incarnation => {
+                    return Err(start_error(target, e));
+                }
                 Ok(Err(e)) if is_final(&e) || matches!(e, StoreError::NoSpace { .. }) => {
                     target.set_lacks_map(!is_final(&e));
-                    target.fail(&e);
+                    target.fail(incarnation, &e);
                     e
                 }
                 Ok(Err(e)) => return Err(start_error(target, e)),
@@ -304,6 +315,7 @@ impl NodeMap {
         // A replaced target does not count: the next start of the node may be without it.
         let there = targets.iter().filter(|target| self.has(target) && target.failure().is_none());
         let copies = there.map(|target| async move {
+            let incarnation = target.store.incarnation();
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
                 // Placement groups that cannot work without the target wait for the target; saving
                 // the map does not wait.
@@ -313,8 +325,11 @@ impl NodeMap {
             match written {
                 Ok(()) => Ok(None),
                 Err(e @ StoreError::NoSpace { .. }) => Ok(Some(e)),
+                Err(e) if is_final(&e) && target.store.incarnation() != incarnation => {
+                    Err(StoreError::Disconnected(format!("{e}; the target was remounted meanwhile")))
+                }
                 Err(e) if is_final(&e) && targets.len() > 1 => {
-                    target.fail(&e);
+                    target.fail(incarnation, &e);
                     Ok(Some(e))
                 }
                 Err(e) => Err(e),

@@ -71,10 +71,13 @@ impl Target {
         }
     }
 
-    /// Records an error that concerns the whole target. Placement groups with redundancy continue
-    /// without the target.
-    pub(crate) fn fail(&self, e: &StoreError) {
-        self.step(HealthEvent::Failed(e.clone()));
+    /// Records an error of a call in an incarnation of the store, if the error concerns the whole
+    /// target. Placement groups with redundancy continue without the target. If the store has begun
+    /// another incarnation since, the error is outdated and has no effect.
+    pub(crate) fn fail(&self, incarnation: u64, e: &StoreError) {
+        if self.store.incarnation() == incarnation {
+            self.step(HealthEvent::Failed(e.clone()));
+        }
     }
 
     /// Records that the target stays unusable until its store has a new incarnation.
@@ -195,11 +198,12 @@ impl Target {
 
     /// Sends cheap calls to the target and records a failure. Returns whether a call failed.
     pub(crate) async fn fails(&self) -> bool {
+        let incarnation = self.store.incarnation();
         match self.ask_something().await {
             Ok(()) => false,
             Err(StoreError::Disconnected(_)) => true,
             Err(e) => {
-                self.fail(&e);
+                self.fail(incarnation, &e);
                 true
             }
         }
@@ -310,8 +314,8 @@ impl Member for Target {
         Target::failure(self)
     }
 
-    fn fail(&self, e: &StoreError) {
-        Target::fail(self, e);
+    fn fail(&self, incarnation: u64, e: &StoreError) {
+        Target::fail(self, incarnation, e);
     }
 
     fn overdue(&self, cid: &CollectionId, waited: Duration) {

@@ -91,6 +91,9 @@ pub(crate) struct PoolRules {
     pub(crate) redundant: bool,
     /// Intervals in which more faults are active than the pool tolerates.
     pub(crate) beyond_tolerance: Vec<(Duration, Option<Duration>)>,
+    /// Intervals in which objects may be unreadable for a while, because groups of the pool may lack
+    /// members that were slow.
+    pub(crate) maybe_unreadable: Vec<(Duration, Option<Duration>)>,
     /// Whether drives may have lost acknowledged changes of the pool.
     pub(crate) may_lose_changes: bool,
     /// Moment from which on the pool's calls are not checked, because the pool was removed.
@@ -144,6 +147,22 @@ impl History {
     /// If the pool was not declared.
     pub fn beyond_tolerance(&mut self, pool: &str, from: Duration, to: Option<Duration>) {
         self.pools.get_mut(pool).expect("the pool was declared").beyond_tolerance.push((from, to));
+    }
+
+    /// Declares that calls on a pool may fail with `Corrupt` from now on, until
+    /// [`readable`](Self::readable).
+    ///
+    /// # Panics
+    /// If the pool was not declared.
+    pub fn maybe_unreadable(&mut self, pool: &str, now: Duration) {
+        self.pools.get_mut(pool).expect("the pool was declared").maybe_unreadable.push((now, None));
+    }
+
+    /// Declares that all members of the groups of all pools are in sync.
+    pub fn readable(&mut self, now: Duration) {
+        for (_, end) in self.pools.values_mut().flat_map(|pool| &mut pool.maybe_unreadable) {
+            end.get_or_insert(now);
+        }
     }
 
     /// Declares that no more faults are active than a pool tolerates from now on.

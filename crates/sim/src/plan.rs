@@ -465,6 +465,15 @@ impl SimulationPlan {
         self.dma.corrupt > 0.0 || self.faults.iter().any(|fault| fault.kind == FaultKind::DmaTrouble)
     }
 
+    /// Whether the connection between osd and store may make any target slow, so that the groups
+    /// continue without it.
+    #[must_use]
+    pub fn may_slow_targets(&self) -> bool {
+        let is_slow = self.dma.stall > 0.0 || self.dma.drop_doorbell > 0.0;
+        let concerns_channel = |fault: &PlannedFault| fault.kind.concerns_channel();
+        self.placement == Placement::Dpu && (is_slow || self.faults.iter().any(concerns_channel))
+    }
+
     /// Whether a drive acknowledges flushes that it does not execute.
     #[must_use]
     pub fn has_lying_drive(&self) -> bool {

@@ -3,7 +3,9 @@
 use std::process::{Command, Stdio};
 
 /// Kinds of faults that reach known defects. `docs/simulator.md` describes them.
-const OFF: &str = "stale-drive,lying-flush,fill-index";
+const OFF: &str = "stale-drive,lying-flush,fill-index,flip-in-write";
+/// Kinds of faults that do not occur with [`SEEDS`].
+const SEEDS_OFF: &str = "stale-drive,lying-flush,fill-index";
 
 /// Number of simulations in which each expected effect of faults must occur.
 const COVERING: u32 = 500;
@@ -42,6 +44,10 @@ const SEEDS: &[(u64, &str)] = &[
     // The array: a read failed with `Damaged` after a read error of a drive, although two members
     // were about to be rebuilt.
     (3888326306, "d6ea8b2a"),
+    // The osd: an error of a call before a target's remount made the target unusable for good.
+    (20941, "8daead62"),
+    // The simulator: a slow DMA engine excluded members, and a faulty drive was one fault too many.
+    (22361, "8daead62"),
     // The simulator: the node noticed only at the end that a drive was lost, and the operator no
     // longer looked.
     (4033315034, "d57b688f"),
@@ -57,7 +63,7 @@ fn simulate(arguments: &[&str]) -> (String, bool) {
 #[test]
 fn seeds_that_once_showed_a_bug_show_none() {
     for (seed, _) in SEEDS {
-        let (output, succeeds) = simulate(&["--seed", &seed.to_string(), "--off", OFF]);
+        let (output, succeeds) = simulate(&["--seed", &seed.to_string(), "--off", SEEDS_OFF]);
         assert!(succeeds, "{output}");
     }
 }

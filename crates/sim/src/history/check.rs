@@ -295,6 +295,13 @@ impl<'a> HistoryCheck<'a> {
         intervals.iter().any(|(from, _)| *from <= end)
     }
 
+    fn was_maybe_unreadable(&self, call: &RecordedCall) -> bool {
+        let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
+        let intervals = call.request.pool().map(|pool| &self.pool(pool).maybe_unreadable[..]);
+        let mut intervals = intervals.unwrap_or_default().iter();
+        intervals.any(|(from, to)| *from <= end && to.is_none_or(|to| call.start.time <= to))
+    }
+
     /// Returns whether the pool of a call was removed before the call ended.
     fn is_on_removed_pool(&self, call: &RecordedCall) -> bool {
         let removed = call.request.pool().and_then(|pool| self.pool(pool).removed);
@@ -639,7 +646,7 @@ impl<'a> HistoryCheck<'a> {
     ) -> Option<&'static str> {
         let is_change = matches!(call.request, Request::Change(_));
         match kind {
-            RefusalKind::Damaged if !self.was_beyond_tolerance(call) => {
+            RefusalKind::Damaged if !self.was_beyond_tolerance(call) && !self.was_maybe_unreadable(call) => {
                 Some("no more faults are active than the pool tolerates, so no data may be lost")
             }
             RefusalKind::NoSpace if !is_change => Some("the call needs no space"),

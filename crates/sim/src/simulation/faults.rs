@@ -283,6 +283,11 @@ impl Simulation {
             let now = self.now();
             self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);
         }
+        if self.plan.may_slow_targets() {
+            for pool in &self.plan.pools {
+                self.history.borrow_mut().maybe_unreadable(&pool.name, self.now());
+            }
+        }
         let drive = self.node.drive(target);
         let mut detail = StdRng::seed_from_u64(planned.detail);
         let until = Instant::now() + planned.lasts;

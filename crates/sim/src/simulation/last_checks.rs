@@ -110,6 +110,7 @@ impl Simulation {
             if let Ok(status) = client.status().await {
                 if status.health.iter().all(|pool| pool.degraded + pool.unavailable == 0) {
                     client.close().await;
+                    self.history.borrow_mut().readable(self.now());
                     return true;
                 }
                 // A drive is lost, and the pools need all targets.
