@@ -107,9 +107,9 @@ pub(super) fn bulk_rules(change: &ChangeCall, is_redundant: bool) -> &'static [B
     match (payload, is_redundant) {
         (..=BULK_MIN, _) => &[BulkRule::Nothing],
         (..=BULK_MAX, false) => &[BulkRule::Nothing, BulkRule::Parts],
-        (..=BULK_MAX, true) => &[BulkRule::Nothing, BulkRule::Parts, BulkRule::Blocks],
         (_, false) => &[BulkRule::Parts],
-        (_, true) => &[BulkRule::Parts, BulkRule::Blocks],
+        // Data before the first stripe boundary does not count as bulk data.
+        (_, true) => &[BulkRule::Nothing, BulkRule::Parts, BulkRule::Blocks],
     }
 }
 

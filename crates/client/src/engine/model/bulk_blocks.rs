@@ -20,7 +20,8 @@ pub enum BulkRule {
     Parts,
     /// Ops that change a part of a block of bulk data, or whole blocks of it.
     Blocks,
-    /// No ops. This is allowed for payloads of up to 4 MiB.
+    /// No ops. This is allowed for payloads of up to 4 MiB, and for data before the first stripe
+    /// boundary of an object with an erasure code.
     Nothing,
 }
 
