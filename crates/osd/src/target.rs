@@ -334,3 +334,25 @@ impl Member for Target {
         Box::pin(async move { Target::answers(&self).await })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use store::{MemStore, RemountedStore, Submit};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_error_of_a_call_before_a_remount_does_not_fail_the_target() {
+        let store = Arc::new(RemountedStore::new(Arc::new(MemStore::new())));
+        let target = Target::new(Uuid::new_v4(), Arc::clone(&store) as _, TargetRetry::default());
+        let absent = StoreError::Absent("the drive was removed".into());
+        let before = store.incarnation();
+        store.replace(Arc::new(MemStore::new()));
+        target.fail(before, &absent);
+        assert!(target.is_usable(), "{:?}", target.failure());
+        target.fail(store.incarnation(), &absent);
+        assert_eq!(target.state(), (TargetState::Failed, None));
+        store.replace(Arc::new(MemStore::new()));
+        assert!(target.is_usable(), "a remounted target is used again");
+    }
+}

@@ -22,6 +22,7 @@ const SEEDS: &[(u64, &str)] = &[
     (3002, "44883bd1"),
     (3019, "44883bd1"),
     (3030, "44883bd1"),
+    (46256, "d6b37f6d"),
     // The array: a rebuild never ended, because a change of an internal object was recorded.
     (20169, "b656c328"),
     // The store: flipped bits in reads of a mount undid the last checkpoint.

@@ -21,6 +21,7 @@ use bytes::Bytes;
 use client::engine::model::{self, BulkRule, Effect, ModelledObject};
 use wire::{Condition, Mutated, Mutation, QueryAnswer, QueryOp};
 
+use super::fill::WORD;
 use super::object::hash_object;
 use super::{CallId, ChangeCall, DataOrigin, Fill, QueryCall, RangeRead, ReadAnswer, RefusalKind, Seen};
 
@@ -685,9 +686,9 @@ impl<'a> Search<'a> {
                     end.saturating_sub(start)
                 };
                 let runs = left.iter().filter(|(other, _)| other == id);
-                trace.version < version
-                    || runs.map(|(_, range)| common(range)).sum::<u64>()
-                        == trace.range.end - trace.range.start
+                let kept = runs.map(|(_, range)| common(range)).sum::<u64>();
+                // A run may seem longer than it is, because neighbouring bytes continue it by chance.
+                trace.version < version || kept + 2 * (WORD - 1) >= trace.range.end - trace.range.start
             })
         })
     }
