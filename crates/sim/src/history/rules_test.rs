@@ -245,6 +245,11 @@ fn ops_on_bulk_data_may_be_refused() {
         story.call(ChangeCall::new(object).write_full(large).write(at, small), outcome);
         story.rules().is_empty()
     };
+    let mut story = Story::new();
+    let (large, small) = (story.fill(5 << 20), story.fill(4096));
+    let size = 8192 + (5 << 20);
+    story.call(ChangeCall::new(object()).write(8192, large).write(8197, small), changed(1, size));
+    assert!(story.rules().is_empty(), "data before the first stripe boundary is not bulk data");
     let bad = || refused(RefusalKind::BadRequest);
     for pool in ["p", "single"] {
         // Small data is never refused. Data of more than 4 MiB always is.
