@@ -14,7 +14,8 @@ use crate::plan::FaultKind;
 /// Effects that only one kind of fault has.
 const OF_ONE_KIND: &[(FaultKind, &str)] = &[(FaultKind::FlipInWrite, "drive: bits flipped in writes")];
 
-/// Names of other effects that must occur in any large number of simulations with all kinds of faults.
+/// Names of the other effects that must occur in any large number of simulations with all kinds of
+/// faults.
 pub const EXPECTED: &[&str] = &[
     "answer: changed",
     "answer: listed",

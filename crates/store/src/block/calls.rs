@@ -263,7 +263,7 @@ impl Core {
         if let CoreCall::Transaction(transaction, _) = &pending.call
             && self.loading_reads.hold_up(transaction, &pending.collections)
         {
-            // The last of the reads makes the transaction runnable.
+            // The transaction runs again when one of the reads has its metadata.
             self.pending.insert(op, pending);
             return;
         }

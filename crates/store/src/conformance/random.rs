@@ -122,8 +122,8 @@ impl Workload {
 }
 
 /// Runs `steps` random transactions on `store`, which must be empty, and on a [`MemStore`].
-/// Compares the results of the transactions and of reads between them. Compares the whole content after every 50 transactions
-/// and at the end.
+/// Compares the results of the transactions and of reads between them. Compares the whole content
+/// after every 50 transactions and at the end.
 ///
 /// # Panics
 /// If the stores differ.
