@@ -172,6 +172,12 @@ impl ChangeCall {
         with_data.max_by_key(|(_, fill)| fill.len).map(|(index, _)| index)
     }
 
+    /// Whether an op writes the payload at an offset above 0.
+    pub(crate) fn writes_payload_at_offset(&self) -> bool {
+        let op = self.payload().map(|index| &self.ops[index]);
+        matches!(op, Some(Mutation::Write { offset, .. }) if *offset > 0)
+    }
+
     /// Returns the ops. `embedded` returns the data of an op that is not the payload.
     pub(crate) fn ops_with(&self, embedded: impl Fn(Fill) -> Bytes) -> Vec<Mutation> {
         let payload = self.payload();

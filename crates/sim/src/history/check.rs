@@ -104,18 +104,14 @@ impl Default for CheckOptions {
 /// The rules for bulk data that the node may follow for a change.
 pub(super) fn bulk_rules(change: &ChangeCall, is_redundant: bool) -> &'static [BulkRule] {
     let payload = change.payload().and_then(|index| change.pieces()[index]).map_or(0, |fill| fill.len);
-    let ops = change.ops_with(|_| Bytes::new());
-    // Data before the first stripe boundary does not count as bulk data.
-    let may_have_head = ops.iter().any(|op| {
-        let is_payload = matches!(op.source(), Some(OpBytes::Payload));
-        is_payload && matches!(op, Mutation::Write { offset, .. } if *offset > 0)
-    });
-    let is_bulk = payload > BULK_MAX && !may_have_head;
     match (payload, is_redundant) {
         (..=BULK_MIN, _) => &[BulkRule::Nothing],
         (..=BULK_MAX, false) => &[BulkRule::Nothing, BulkRule::Parts],
         (_, false) => &[BulkRule::Parts],
-        (_, true) if is_bulk => &[BulkRule::Parts, BulkRule::Blocks],
+        // Data before the first stripe boundary does not count as bulk data.
+        (_, true) if payload > BULK_MAX && !change.writes_payload_at_offset() => {
+            &[BulkRule::Parts, BulkRule::Blocks]
+        }
         (_, true) => &[BulkRule::Nothing, BulkRule::Parts, BulkRule::Blocks],
     }
 }
@@ -302,6 +298,7 @@ impl<'a> HistoryCheck<'a> {
         intervals.iter().any(|(from, _)| *from <= end)
     }
 
+    /// Returns whether objects may have been unreadable for a while during a call.
     fn was_maybe_unreadable(&self, call: &RecordedCall) -> bool {
         let end = call.end.as_ref().map_or(Duration::MAX, |(end, _)| end.time);
         let intervals = call.request.pool().map(|pool| &self.pool(pool).maybe_unreadable[..]);

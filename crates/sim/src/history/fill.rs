@@ -10,7 +10,7 @@ use std::ops::Range;
 use bytes::Bytes;
 
 /// Bytes per word.
-pub(super) const WORD: u64 = 8;
+const WORD: u64 = 8;
 /// Value of 8 bits of each word before the permutation. Other data has these bits only by chance.
 const MARK: u64 = 0xA5;
 /// Number of bits of a word's place in its fill.

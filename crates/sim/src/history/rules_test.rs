@@ -316,6 +316,22 @@ fn calls_are_answered_after_the_faults_are_healed() {
 }
 
 #[test]
+fn an_object_may_be_unreadable_only_until_all_members_are_in_sync() {
+    let mut story = Story::new();
+    let first = story.put(10, 1);
+    let now = story.tick();
+    story.history.maybe_unreadable("p", now);
+    story.call(read(), refused(RefusalKind::Damaged));
+    story.call(read(), data(1, &[first]));
+    story.accept();
+    let now = story.tick();
+    story.history.readable(now);
+    story.tick();
+    story.call(read(), refused(RefusalKind::Damaged));
+    story.reject(Rule::ExpectedError);
+}
+
+#[test]
 fn beyond_the_tolerance_errors_are_allowed_but_not_wrong_data() {
     let mut story = Story::new();
     let first = story.put(10, 1);

@@ -21,7 +21,6 @@ use bytes::Bytes;
 use client::engine::model::{self, BulkRule, Effect, ModelledObject};
 use wire::{Condition, Mutated, Mutation, QueryAnswer, QueryOp};
 
-use super::fill::WORD;
 use super::object::hash_object;
 use super::{CallId, ChangeCall, DataOrigin, Fill, QueryCall, RangeRead, ReadAnswer, RefusalKind, Seen};
 
@@ -105,7 +104,7 @@ pub(super) struct Maybe<'a> {
     pub(super) change: PreparedChange<'a>,
 }
 
-/// Maximum number of bytes by which data seems to continue the data before it by chance. More equal
+/// Maximum number of bytes by which data seems to continue the data beside it by chance. More equal
 /// bytes are unlikely.
 const CHANCE: u64 = 8;
 
@@ -318,10 +317,12 @@ impl<'a> Search<'a> {
                             let version = answer.version.unwrap_or(HIDDEN);
                             let lowest = shown.entry(*id).or_insert(version);
                             *lowest = version.min(*lowest);
-                            // The first bytes of the next run may continue this run by chance.
-                            let certain = len.saturating_sub(CHANCE);
-                            if version < HIDDEN && certain > 0 {
-                                let trace = ShownRange { range: *at..at + certain, version };
+                            // The bytes before and after this run may continue it by chance. No
+                            // byte continues it before the first byte of the fill.
+                            let start = if *at > 0 { at + CHANCE } else { 0 };
+                            let end = (at + len).saturating_sub(CHANCE);
+                            if version < HIDDEN && start < end {
+                                let trace = ShownRange { range: start..end, version };
                                 trace.add_to(traces.entry(*id).or_default());
                             }
                         }
@@ -686,9 +687,9 @@ impl<'a> Search<'a> {
                     end.saturating_sub(start)
                 };
                 let runs = left.iter().filter(|(other, _)| other == id);
-                let kept = runs.map(|(_, range)| common(range)).sum::<u64>();
-                // A run may seem longer than it is, because neighbouring bytes continue it by chance.
-                trace.version < version || kept + 2 * (WORD - 1) >= trace.range.end - trace.range.start
+                trace.version < version
+                    || runs.map(|(_, range)| common(range)).sum::<u64>()
+                        == trace.range.end - trace.range.start
             })
         })
     }
