@@ -218,7 +218,7 @@ impl Group {
             .filter(|(_, t)| !t.is_out() && !self.cannot_rebuild.borrow().contains(&t.uuid()))
             .collect();
         let has_changed = self.intents.borrow().dirty().contains(oid);
-        let may_have_it = |standing: &Standing| *standing == Standing::Stale && !has_changed;
+        let may_have_it = |standing: &Standing| matches!(standing, Standing::Stale { .. }) && !has_changed;
         let helps = |standing: &Standing| may_recover || may_have_it(standing);
         let soon = awaited.iter().find(|(s, t)| helps(s) && (t.is_usable() || t.is_hopeful()));
         if let Some((_, target)) = soon {

@@ -1,5 +1,6 @@
 //! Creates a group on the targets of a node.
 
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use futures::future::try_join_all;
@@ -30,7 +31,7 @@ impl Group {
         }
         let members =
             chosen.iter().map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync }).collect();
-        let record = GroupRecord { term: 1, members };
+        let record = GroupRecord { term: 1, members, undone: BTreeSet::new() };
         self.calls.set_in_sync(chosen.iter().map(|target| Rc::clone(target)).collect());
         let create = |target: &&Rc<dyn Member>| {
             let (target, record) = (Rc::clone(target), &record);
@@ -43,7 +44,7 @@ impl Group {
         try_join_all(chosen.iter().map(create)).await?;
         // No interval has begun yet, so no member can have accepted changes without the other
         // members.
-        self.terms.set_lineage(record);
+        self.terms.testify(&record);
         Ok(())
     }
 

@@ -96,6 +96,8 @@ pub struct Group {
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
     pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
+    /// Targets that could not receive the changes that they lacked at the beginning of an interval.
+    pub(crate) cannot_catch_up: RefCell<BTreeSet<Uuid>>,
     /// Targets whose last rebuild has failed although its interval had not ended.
     pub(crate) cannot_rebuild: RefCell<BTreeSet<Uuid>>,
     /// Position at which the search for a member to rebuild starts.
@@ -136,6 +138,7 @@ impl Group {
             stages: Stages::default(),
             damaged: Damaged::default(),
             rebuilding: RefCell::default(),
+            cannot_catch_up: RefCell::default(),
             cannot_rebuild: RefCell::default(),
             rebuild_next: Cell::new(0),
             trim_scheduled: Cell::new(false),

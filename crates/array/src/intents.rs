@@ -1,12 +1,14 @@
-//! [`Intents`]: the transactions of a group that are in progress, and the finished transactions
-//! whose intents must be removed (*trimmed*).
+//! [`Intents`]: the changes of a group that are in progress, and the finished changes whose intents
+//! must be removed (*trimmed*).
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use store::ObjectId;
 
-/// The undo objects of one transaction, by position. Each undo object is identified by the index of
-/// its object in the intent.
+use crate::record::ChangeId;
+
+/// The undo objects of one change, by position. Each undo object is identified by the index of its
+/// object in the intent.
 pub(crate) type UndoObjects = Vec<Vec<usize>>;
 
 /// The intents of an interval.
@@ -14,11 +16,15 @@ pub(crate) type UndoObjects = Vec<Vec<usize>>;
 pub(crate) struct Intents {
     /// Number of the interval that these intents belong to.
     interval: u64,
-    /// Number of the next transaction.
-    next: u64,
-    under_way: BTreeSet<u64>,
-    /// Finished transactions whose intents are not trimmed yet.
-    done: BTreeMap<u64, UndoObjects>,
+    /// Id of the next change.
+    next: ChangeId,
+    under_way: BTreeSet<ChangeId>,
+    /// The last change that all members have committed.
+    committed: ChangeId,
+    /// Changes that only some members may have because a member has refused them.
+    refused: BTreeSet<ChangeId>,
+    /// Committed changes whose intents are not trimmed yet.
+    done: BTreeMap<ChangeId, UndoObjects>,
     /// True while a transaction that trims intents is in progress.
     trimming: bool,
     /// Objects that have dirty notes, because they changed while a member was unavailable.
@@ -26,19 +32,21 @@ pub(crate) struct Intents {
 }
 
 impl Intents {
-    pub(crate) fn new(interval: u64, dirty: BTreeSet<ObjectId>) -> Intents {
-        Intents { interval, dirty, ..Intents::default() }
+    /// Creates the intents of an interval, whose first change is `next`. All members have committed
+    /// the change `committed` of an earlier interval.
+    pub(crate) fn new(
+        interval: u64,
+        next: ChangeId,
+        committed: ChangeId,
+        dirty: BTreeSet<ObjectId>,
+    ) -> Intents {
+        Intents { interval, next, committed, dirty, ..Intents::default() }
     }
 
-    /// Records that a transaction has used this number. Later transactions get higher numbers.
-    pub(crate) fn number_used(&mut self, number: u64) {
-        self.next = self.next.max(number + 1);
-    }
-
-    /// Adds a finished transaction of an earlier interval. The member at `position` has the undo
-    /// objects `kept`.
-    pub(crate) fn add_done(&mut self, number: u64, position: usize, members: usize, kept: Vec<usize>) {
-        self.done.entry(number).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
+    /// Adds a committed change of an earlier interval. The member at `position` has the undo objects
+    /// `kept`.
+    pub(crate) fn add_done(&mut self, change: ChangeId, position: usize, members: usize, kept: Vec<usize>) {
+        self.done.entry(change).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
     }
 
     /// Number of the interval.
@@ -46,17 +54,17 @@ impl Intents {
         self.interval
     }
 
-    /// Number of the next transaction.
-    pub(crate) fn next(&self) -> u64 {
+    /// Id of the next change.
+    pub(crate) fn next(&self) -> ChangeId {
         self.next
     }
 
-    /// Highest number up to which all transactions are finished.
-    pub(crate) fn settled(&self) -> u64 {
-        self.under_way.first().copied().unwrap_or(self.next).saturating_sub(1)
+    /// The last change that all members have committed. Earlier changes may still be in progress.
+    pub(crate) fn last_committed(&self) -> ChangeId {
+        self.committed
     }
 
-    /// Returns true if no finished transaction has an intent that must be trimmed.
+    /// Returns true if no committed change has an intent that must be trimmed.
     pub(crate) fn is_trimmed(&self) -> bool {
         self.done.is_empty()
     }
@@ -66,9 +74,9 @@ impl Intents {
         self.done.values().flatten().map(Vec::len).sum()
     }
 
-    /// Finished transactions up to number `through` whose intents are not trimmed yet.
-    pub(crate) fn done_through(&self, through: u64) -> impl Iterator<Item = (u64, &UndoObjects)> {
-        self.done.range(..=through).map(|(number, undo_objects)| (*number, undo_objects))
+    /// Committed changes up to `through` whose intents are not trimmed yet.
+    pub(crate) fn done_through(&self, through: ChangeId) -> impl Iterator<Item = (ChangeId, &UndoObjects)> {
+        self.done.range(..=through).map(|(change, undo_objects)| (*change, undo_objects))
     }
 
     /// Objects that have dirty notes, because they changed while a member was unavailable.
@@ -81,46 +89,55 @@ impl Intents {
         self.dirty.extend(oids);
     }
 
-    /// Starts a transaction and returns its number. If the transaction must also trim intents,
-    /// returns the highest intent number to trim.
-    pub(crate) fn start(&mut self) -> (u64, Option<u64>) {
-        let number = self.next;
-        self.next += 1;
-        self.under_way.insert(number);
-        let settled = self.settled();
-        let has_settled = self.done.first_key_value().is_some_and(|(first, _)| *first <= settled);
-        let trims = (!self.trimming && has_settled).then_some(settled);
+    /// The changes that only some members may have because a member has refused them.
+    pub(crate) fn refused(&self) -> &BTreeSet<ChangeId> {
+        &self.refused
+    }
+
+    /// Starts a change and returns its id. If the change must also trim intents, returns the last
+    /// change whose intent it trims: a committed change before which no change is in progress.
+    pub(crate) fn start(&mut self) -> (ChangeId, Option<ChangeId>) {
+        let change = self.next;
+        self.next.number += 1;
+        self.under_way.insert(change);
+        let first = self.under_way.first().copied().unwrap_or(change);
+        let settled = self.done.range(..first).next_back().map(|(settled, _)| *settled);
+        let trims = settled.filter(|_| !self.trimming);
         self.trimming |= trims.is_some();
-        (number, trims)
+        (change, trims)
     }
 
-    /// Records that every member has committed a transaction. The transaction has trimmed the
-    /// intents up to number `trims`.
-    pub(crate) fn committed(&mut self, number: u64, undo_objects: UndoObjects, trims: Option<u64>) {
-        self.trim_ended(trims);
-        self.under_way.remove(&number);
-        self.done.insert(number, undo_objects);
+    /// Records that every member has committed a change. The change has trimmed the intents up to
+    /// `trims`.
+    pub(crate) fn committed(&mut self, change: ChangeId, undo_objects: UndoObjects, trims: Option<ChangeId>) {
+        self.done.insert(change, undo_objects);
+        self.committed = self.committed.max(change);
         if let Some(through) = trims {
-            self.done = self.done.split_off(&(through + 1));
+            self.done = self.done.split_off(&through);
+            self.done.remove(&through);
         }
+        self.under_way.remove(&change);
+        self.trim_ended(trims);
     }
 
-    /// Records that no member has executed transaction `number`. Removes the dirty notes `dirty`,
-    /// which only this transaction added.
-    pub(crate) fn refused(&mut self, number: u64, trims: Option<u64>, dirty: &[ObjectId]) {
-        self.trim_ended(trims);
-        self.under_way.remove(&number);
-        self.done.insert(number, Vec::new());
+    /// Records that no member has executed a change. Removes the dirty notes `dirty`, which only
+    /// this change added.
+    pub(crate) fn refused_by_all(&mut self, change: ChangeId, trims: Option<ChangeId>, dirty: &[ObjectId]) {
         self.dirty.retain(|oid| !dirty.contains(oid));
-    }
-
-    /// Records that only some members may have a transaction. The transaction stays in progress
-    /// until the next interval rolls it back.
-    pub(crate) fn left_open(&mut self, trims: Option<u64>) {
+        self.under_way.remove(&change);
         self.trim_ended(trims);
     }
 
-    fn trim_ended(&mut self, trims: Option<u64>) {
+    /// Records that only some members may have a change, and whether a member has refused it. The
+    /// change stays in progress, because the next interval decides about it.
+    pub(crate) fn left_undecided(&mut self, change: ChangeId, trims: Option<ChangeId>, is_refused: bool) {
+        if is_refused {
+            self.refused.insert(change);
+        }
+        self.trim_ended(trims);
+    }
+
+    fn trim_ended(&mut self, trims: Option<ChangeId>) {
         self.trimming &= trims.is_none();
     }
 }

@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use crate::member::Member;
 use crate::member_link::MemberLink;
-use crate::record::{GroupRecord, Standing};
+use crate::record::{ChangeId, GroupRecord, Standing};
 
 /// Pause after a failed attempt to open an interval, before the next attempt with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
@@ -25,8 +25,8 @@ pub struct Interval {
     /// Members in sync, by position. `None` for a member that is not in sync.
     pub(crate) links: Vec<Option<MemberLink>>,
     pub(crate) record: GroupRecord,
-    /// Numbers of the transactions that were rolled back when the interval began.
-    pub(crate) undone: BTreeSet<u64>,
+    /// The changes that were undone when the interval began.
+    pub(crate) undone: BTreeSet<ChangeId>,
     /// Targets that are not members, but still store data of the group that is no longer needed.
     pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }

@@ -53,11 +53,15 @@ mod array;
 mod array_test;
 mod ask;
 mod calls;
+mod catch_up;
 mod coder;
 mod coding;
 mod copy;
 mod create;
 mod damaged;
+mod decision;
+#[cfg(test)]
+mod decision_model_test;
 mod group;
 mod intents;
 mod interval;

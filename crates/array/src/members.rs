@@ -16,6 +16,7 @@ use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 
+use crate::decision::{Decision, GroupEvidence, MemberState, MemberVerdict, Undecided};
 use crate::group::Group;
 use crate::member::Member;
 use crate::member_link::MemberLink;
@@ -24,66 +25,74 @@ use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal
 use crate::view::MemberView;
 
 impl Group {
-    /// Returns the available members in sync, by position. The returned flag is true if these
-    /// members count as current only because an operator has declared other members lost.
+    /// Decides how the group continues, from what the available targets have stored.
     ///
     /// # Errors
-    /// [`StoreError::TooFewTargets`] if too few members are available, or if missing members may
-    /// have newer changes.
-    pub(crate) fn members(
-        &self,
-        record: &GroupRecord,
-        views: &[MemberView],
-    ) -> store::Result<(Vec<Option<MemberView>>, bool)> {
-        if record.members.len() != self.layout.fragments() {
-            let detail = format!(
-                "its membership record lists {} members instead of {}",
-                record.members.len(),
-                self.layout.fragments()
-            );
+    /// [`StoreError::TooFewTargets`] if the group cannot continue with these targets.
+    /// [`StoreError::Corrupt`] if the membership record does not match the redundancy scheme.
+    pub(crate) fn decide(&self, views: &[MemberView]) -> store::Result<Decision> {
+        let states: Vec<MemberState> = views.iter().map(|view| view.state.clone()).collect();
+        let (witness, intents) = (self.terms.witness(), self.intents.borrow());
+        let is_lost = |uuid: &Uuid| self.is_written_off(uuid);
+        let evidence = GroupEvidence {
+            needed: self.layout.k,
+            states: &states,
+            witness: witness.as_ref(),
+            refused: intents.refused(),
+            is_lost: &is_lost,
+        };
+        let mut decision = evidence.decide().map_err(|undecided| self.refusal(undecided))?;
+        let (there, needed) = (decision.record.members.len(), self.layout.fragments());
+        if there != needed {
+            let detail = format!("its membership record lists {there} members instead of {needed}");
             return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
         }
-        let mut members = vec![None; record.members.len()];
-        let mut missing = Vec::new();
-        for position in record.in_sync() {
-            let uuid = record.members[position].target;
-            members[position] = views.iter().find(|view| view.link.target.uuid() == uuid).cloned();
-            if members[position].is_none() {
-                missing.push(uuid);
+        // A member that could not receive the changes that it lacks is rebuilt instead.
+        let cannot_catch_up = self.cannot_catch_up.borrow();
+        for (verdict, member) in decision.verdicts.iter_mut().zip(&decision.record.members) {
+            let lacks_any = matches!(verdict, MemberVerdict::Continues { lacks } if !lacks.is_empty());
+            if lacks_any && cannot_catch_up.contains(&member.target) {
+                *verdict = MemberVerdict::Missing;
             }
         }
-        let (there, needed) = (members.iter().flatten().count(), self.layout.k);
-        let known = self.terms.lineage();
-        let newer = known.as_ref().filter(|last| last.term > record.term);
-        // Members that may have accepted changes without the available members: either in the last
-        // interval, or before this process opened its first interval.
-        let ahead: Vec<Uuid> = match (newer, &*known) {
-            (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
-            (None, Some(_)) => Vec::new(),
-            (None, None) => missing.clone(),
-        };
+        Ok(decision)
+    }
+
+    /// The error of a group that cannot continue.
+    fn refusal(&self, undecided: Undecided) -> StoreError {
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let on_word = newer.is_some() || ahead.len() >= needed;
-        let away = ahead.iter().filter(|uuid| !self.is_written_off(uuid)).count();
-        if newer.is_some() && away >= needed {
-            let detail = format!(
-                "the available members lack acknowledged changes; bring back {needed} of the targets {}, or take these targets out if they are lost",
-                list(&ahead)
-            );
-            return Err(StoreError::TooFewTargets { there: 0, needed, detail });
-        }
-        if there < needed {
-            let detail = format!("bring back one of the targets {}", list(&missing));
-            return Err(StoreError::TooFewTargets { there, needed, detail });
-        }
-        if away >= needed {
-            let detail = format!(
-                "these missing targets may have acknowledged changes that the available targets lack: {}; bring them back, or take them out if they are lost",
-                list(&ahead)
-            );
-            return Err(StoreError::TooFewTargets { there, needed: there + 1, detail });
-        }
-        Ok((members, on_word))
+        let needed = self.layout.k;
+        let (there, needed, detail) = match undecided {
+            Undecided::NoData => {
+                let detail = "no available target stores data of the group; bring missing targets back";
+                (0, needed, detail.to_owned())
+            }
+            Undecided::Outdated { ahead } => {
+                let detail = format!(
+                    "the available members lack acknowledged changes; bring back {needed} of the targets {}, or take these targets out if they are lost",
+                    list(&ahead)
+                );
+                (0, needed, detail)
+            }
+            Undecided::TooFew { there, missing } => {
+                (there, needed, format!("bring back one of the targets {}", list(&missing)))
+            }
+            Undecided::Doubt { there, ahead } => {
+                let detail = format!(
+                    "these missing targets may have acknowledged changes that the available targets lack: {}; bring them back, or take them out if they are lost",
+                    list(&ahead)
+                );
+                (there, there + 1, detail)
+            }
+            Undecided::Lost { there, back } => {
+                let detail = format!(
+                    "the targets {} have lost acknowledged changes; replace their content by a newer copy if you have one",
+                    list(&back)
+                );
+                (there, needed, detail)
+            }
+        };
+        StoreError::TooFewTargets { there, needed, detail }
     }
 
     /// Returns true if an operator has declared a target lost, or if the target has left the node.
@@ -91,48 +100,60 @@ impl Group {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
-    /// Makes the members agree on a membership record. Returns the record, and the objects that
-    /// have dirty notes.
+    /// Makes the members that continue agree on a membership record. Returns the record, and the
+    /// objects that have dirty notes. `members` are the views of these members, by position.
     pub(crate) async fn agree(
         &self,
-        old: GroupRecord,
+        decision: &Decision,
         views: &[MemberView],
         members: &[Option<MemberView>],
-        on_word: bool,
     ) -> store::Result<(GroupRecord, BTreeSet<ObjectId>)> {
         let there = || members.iter().flatten();
         let mut dirty: BTreeSet<ObjectId> = there().flat_map(|view| view.dirty.iter().cloned()).collect();
-        let mut record = old;
-        for (member, view) in record.members.iter_mut().zip(members) {
-            if on_word && view.is_none() {
-                member.standing = Standing::Blank;
-            } else if view.is_none() && member.standing == Standing::InSync {
-                member.standing = Standing::Stale;
-                // The intents name every object whose last change the missing member may lack.
-                let intents = there().flat_map(|view| view.intents.values());
-                dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
+        let Decision { record: old, verdicts, undone, trimmed, on_word, .. } = decision;
+        let mut record = old.clone();
+        for (member, verdict) in record.members.iter_mut().zip(verdicts) {
+            match verdict {
+                MemberVerdict::Continues { .. } => {}
+                MemberVerdict::Missing | MemberVerdict::NotInSync if *on_word => {
+                    member.standing = Standing::Blank
+                }
+                MemberVerdict::Missing => {
+                    member.standing = Standing::Stale { term: old.term, trimmed: *trimmed };
+                    // The intents name every object whose last change the missing member may lack.
+                    let intents = there().flat_map(|view| view.intents.values());
+                    dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
+                }
+                MemberVerdict::WentBack => {
+                    tracing::warn!(cid = %self.cid, target_uuid = %member.target, "a member has lost changes that it had stored; it will be rebuilt");
+                    metrics::counter!("outboard_osd_members_went_back_total").increment(1);
+                    member.standing = Standing::Blank;
+                }
+                MemberVerdict::NotInSync => {}
             }
         }
         let drops_notes = self.drops_notes.replace(false);
         if drops_notes || dirty.len() > self.dirty_max {
-            let stale = record.members.iter_mut().filter(|m| m.standing == Standing::Stale);
+            let stale = record.members.iter_mut().filter(|m| matches!(m.standing, Standing::Stale { .. }));
             stale.for_each(|m| m.standing = Standing::Blank);
         }
         self.find_replacements(&mut record);
+        if record.members != old.members || !undone.is_subset(&old.undone) {
+            record.undone = undone.clone();
+        }
         let needs_notes = record.needs_notes();
         if !needs_notes {
             dirty.clear();
         }
-        let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
-        self.terms.heard_of(heard);
-        let has_it = |view: &MemberView| view.record == record && (view.dirty == dirty || !needs_notes);
-        if on_word || self.terms.highest() > record.term || !there().all(has_it) {
-            record.term = self.terms.next(on_word);
+        views.iter().for_each(|view| self.terms.heard_of(view.heard()));
+        let has_it = |view: &MemberView| view.state.record == record && (view.dirty == dirty || !needs_notes);
+        if *on_word || self.terms.highest() > record.term || !there().all(has_it) {
+            record.term = self.terms.next(*on_word);
             // Write the dirty notes before the record, in case a crash separates the two writes: an
             // unnecessary note is harmless, but a missing note is not.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
-            self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
+            self.put_in_force(old, &record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
             let (in_sync, of) = (record.in_sync().count(), record.members.len());
             tracing::info!(cid = %self.cid, term = record.term, in_sync, of, on_word, "the group has a new membership record");
         }
@@ -142,20 +163,24 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force in two steps. First all members store the record as a proposal. When
-    /// all members have the proposal, they store the record as their membership record.
+    /// Puts a record in force, which replaces the record `old`. First all members store the record
+    /// as a proposal. When all members have the proposal, the witness stores the term. Then the
+    /// members store the record as their membership record. With the proposal, the members also
+    /// store `old` as their record, because it may be in force without that: a new proposal replaces
+    /// an older one.
     pub(crate) async fn put_in_force(
         &self,
+        old: &GroupRecord,
         record: &GroupRecord,
         links: &[&MemberLink],
     ) -> store::Result<()> {
         self.terms.heard_of(record.term);
         let oid = own_object();
-        let proposal = vec![(key_proposal(), record.encode())];
-        let propose =
-            Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
+        let entries = vec![(key_record(), old.encode()), (key_proposal(), record.encode())];
+        let propose = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
         let propose = propose.from_reserve();
         try_join_all(links.iter().map(|link| self.calls.apply_to(link, propose.clone()))).await?;
+        self.terms.testify(record);
         let entries = vec![(key_record(), record.encode())];
         let note = Transaction::new(self.cid.clone())
             .with(Op::OmapSet { oid: oid.clone(), entries })

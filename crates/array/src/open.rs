@@ -1,14 +1,10 @@
-//! Opens an interval: reads the group's records on all targets, and makes sure that all members in
-//! sync have the same transactions.
+//! Opens an interval: reads the group's records on all targets, decides which members continue and
+//! which changes they keep, and carries out this decision.
 //!
-//! The membership record with the highest term is valid: the array acknowledges no change before
-//! all members in sync have stored the current record. The available members in sync form the new
-//! interval. If other members are missing, the available members first store a record that lists
-//! the missing members as stale. They store this record as a proposal, and as their membership
-//! record once all of them have the proposal. The array keeps a transaction that every member in
-//! sync has. A transaction that only some members have was never acknowledged, so the array rolls
-//! it back. The intents name all objects that may need a rollback, so the array does not scan the
-//! objects.
+//! `docs/redundancy.md` states the rules. The order of the steps matters, because the process may
+//! end after each of them: dirty notes, the proposed record on all members that continue, the
+//! witness, the record, the undoing of changes, and the copying of changes to members that lack
+//! them. The intents name all objects that these steps concern, so no step scans the objects.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -19,11 +15,12 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, StoreError};
 use tokio::time::Instant;
 
+use crate::decision::{Decision, MemberVerdict};
 use crate::group::Group;
 use crate::intents::Intents;
 use crate::interval::{Interval, over};
 use crate::member::Member;
-use crate::record::GroupRecord;
+use crate::record::{ChangeId, GroupRecord, MemberRecord};
 use crate::removal::leftovers;
 use crate::task::spawn;
 use crate::view::{MemberView, Views};
@@ -100,22 +97,54 @@ impl Group {
         if self.number() != number {
             return Err(over(number));
         }
-        let (record, members, on_word) =
-            self.judge_views(&views).map_err(|e| self.calls.unless_hopeful(e))?;
+        let decision = self.decide(&views).map_err(|e| self.calls.unless_hopeful(e))?;
+        let mut members = continuing(&decision, &views);
         let in_sync = members.iter().flatten().map(|view| Rc::clone(&view.link.target));
         self.calls.set_in_sync(in_sync.collect());
-        let undone = self.take_back(&members).await?;
-        let (record, dirty) = self.agree(record, &views, &members, on_word).await?;
+        *self.rebuilding.borrow_mut() = None;
+        let (record, dirty) = self.agree(&decision, &views, &members).await?;
+        self.carry_out(number, &decision, &record, &mut members).await?;
         if self.number() != number {
             return Err(over(number));
         }
-        *self.intents.borrow_mut() = intents_of(number, &members, &undone, dirty);
-        *self.rebuilding.borrow_mut() = None;
-        self.terms.set_lineage(record.clone());
+        *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
+        self.cannot_catch_up.borrow_mut().clear();
+        self.terms.testify(&record);
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
-        Ok(Interval { number, links, record, undone, leftovers })
+        Ok(Interval { number, links, record, undone: decision.undone, leftovers })
+    }
+
+    /// Carries out a decision that is stored: undoes changes, and then copies changes to the members
+    /// that lack them. Updates the views of these members.
+    async fn carry_out(
+        &self,
+        number: u64,
+        decision: &Decision,
+        record: &GroupRecord,
+        members: &mut [Option<MemberView>],
+    ) -> store::Result<()> {
+        let lacks = |position: usize| match &decision.verdicts[position] {
+            MemberVerdict::Continues { lacks } => lacks.clone(),
+            _ => BTreeSet::new(),
+        };
+        let whole: Vec<Option<MemberView>> = (0..)
+            .zip(members.iter())
+            .map(|(position, view)| view.clone().filter(|_| lacks(position).is_empty()))
+            .collect();
+        let have: Vec<&MemberView> = whole.iter().flatten().collect();
+        self.undo_changes(&decision.undone, &members.iter().flatten().collect::<Vec<_>>(), &have).await?;
+        let links = whole.iter().map(|view| view.as_ref().map(|view| view.link.clone())).collect();
+        let (record, undone, leftovers) = (record.clone(), BTreeSet::new(), RefCell::default());
+        let sources = Interval { number, links, record, undone, leftovers };
+        for (position, member) in members.iter_mut().enumerate() {
+            let lacks = lacks(position);
+            let Some(view) = member.as_mut().filter(|_| !lacks.is_empty()) else { continue };
+            self.catch_up(&sources, &have, position, view, &lacks).await?;
+            *view = self.view(&view.link).await?;
+        }
+        Ok(())
     }
 
     /// Reads the group's records on the targets. Asks slow targets only if too few other targets
@@ -132,7 +161,7 @@ impl Group {
         while !(waiting.is_empty() && slow.is_empty()) {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
-                if self.judge_views(&found.views).is_ok() {
+                if self.decide(&found.views).is_ok() {
                     // The group can continue without the targets that have not answered. Report
                     // these targets as slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
@@ -163,47 +192,36 @@ impl Group {
         }
         Ok(found)
     }
+}
 
-    /// Returns the valid membership record and the available members in sync. The returned flag is
-    /// true if these members count as current only because an operator has declared other members
-    /// lost.
-    fn judge_views(
-        &self,
-        views: &[MemberView],
-    ) -> store::Result<(GroupRecord, Vec<Option<MemberView>>, bool)> {
-        let records = views.iter().map(|view| &view.record);
-        let newest = match base::mutant!(AcceptOldRecord) {
-            false => records.max_by_key(|record| record.term),
-            true => records.min_by_key(|record| record.term),
-        };
-        let Some(record) = newest.cloned() else {
-            let detail = "no available target stores data of the group; bring missing targets back".into();
-            return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
-        };
-        let (members, on_word) = self.members(&record, views)?;
-        Ok((record, members, on_word))
-    }
+/// Returns the views of the members that continue, by position.
+fn continuing(decision: &Decision, views: &[MemberView]) -> Vec<Option<MemberView>> {
+    let continues = decision.record.members.iter().zip(&decision.verdicts);
+    let view = |(member, verdict): (&MemberRecord, &MemberVerdict)| {
+        let view = views.iter().find(|view| view.state.target == member.target)?;
+        matches!(verdict, MemberVerdict::Continues { .. }).then(|| view.clone())
+    };
+    continues.map(view).collect()
 }
 
 /// Returns the intents of earlier intervals that remain when an interval begins.
 fn intents_of(
     interval: u64,
+    record: &GroupRecord,
     members: &[Option<MemberView>],
-    undone: &BTreeSet<u64>,
+    decision: &Decision,
     dirty: BTreeSet<ObjectId>,
 ) -> Intents {
-    let mut intents = Intents::new(interval, dirty);
+    let next = ChangeId { term: record.term, number: decision.last.number + 1 };
+    let mut intents = Intents::new(interval, next, decision.last_kept, dirty);
     for (position, view) in members.iter().enumerate() {
-        let Some(view) = view else { continue };
-        intents.number_used(view.trimmed);
-        for (&number, intent) in &view.intents {
-            intents.number_used(number);
-            if undone.contains(&number) {
+        for (&change, intent) in view.iter().flat_map(|view| &view.intents) {
+            if decision.undone.contains(&change) {
                 continue;
             }
             let objects = intent.objects.iter().enumerate();
             let kept = objects.filter(|(_, t)| t.undo.keeps_object()).map(|(i, _)| i).collect();
-            intents.add_done(number, position, members.len(), kept);
+            intents.add_done(change, position, members.len(), kept);
         }
     }
     intents

@@ -23,8 +23,8 @@ use crate::member_link::MemberLink;
 use crate::pace::Pace;
 use crate::rebuilding::{MissingObjects, Rebuilding};
 use crate::record::{
-    GroupEntry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
-    own_object,
+    ChangeId, GroupEntry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record,
+    key_trimmed, own_object,
 };
 
 /// Pause before a failed rebuild of a group's member is retried.
@@ -143,24 +143,23 @@ impl Group {
         let target = self.member(interval, position)?;
         let link = MemberLink::new(Rc::clone(&target));
         let own = match record.members[position].standing {
-            Standing::Stale => self.own_entries(&link).await?,
+            Standing::Stale { term, trimmed } => self.own_entries(&link, term, trimmed).await?,
             _ => None,
         };
+        // No change is in progress, so all committed changes are settled.
+        let settled = self.intents.borrow().last_committed();
+        let entries = vec![(key_record(), record.encode()), (key_trimmed(), settled.encode().into())];
+        let note = Op::OmapSet { oid: own_object(), entries };
         let missing = match own {
-            Some(own) => MissingObjects::Only(self.clean(&link, own).await?),
+            Some(own) => MissingObjects::Only(self.clean(&link, own, note).await?),
             None => {
                 self.wipe(&target).await?;
                 self.create_on(&target, &record).await?;
+                let note = Transaction::new(self.cid.clone()).with(note);
+                self.calls.apply_to(&link, note.from_reserve()).await?;
                 MissingObjects::all()
             }
         };
-        let settled = self.intents.borrow().settled();
-        let entries = vec![
-            (key_record(), record.encode()),
-            (key_trimmed(), Bytes::copy_from_slice(&settled.to_be_bytes())),
-        ];
-        let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-        self.calls.apply_to(&link, note.from_reserve()).await?;
         // Transactions change the owner's metadata object without a lock. Copy this object while
         // `Group::gate` is locked against transactions.
         self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
@@ -180,21 +179,50 @@ impl Group {
         })
     }
 
-    /// Reads the group's records on a stale member. Returns `None` if the member has no records.
-    async fn own_entries(&self, link: &MemberLink) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
-        match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
-            Ok(entries) => Ok(Some(entries)),
-            Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
-            Err(e) => Err(e),
+    /// Reads the group's records on a stale member. Returns `None` if the member has no records, or
+    /// lacks changes that it had stored when it was last in sync: the record of `term`, and the
+    /// changes up to `trimmed`. Then the dirty notes do not name all objects that it lacks.
+    async fn own_entries(
+        &self,
+        link: &MemberLink,
+        term: u64,
+        trimmed: ChangeId,
+    ) -> store::Result<Option<Vec<GroupEntry>>> {
+        let entries = match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
+            Ok(entries) => entries,
+            Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        let entries = entries.iter().map(|(key, value)| GroupEntry::decode(key, value));
+        let entries: Vec<GroupEntry> = entries.collect::<store::Result<_>>()?;
+        let (mut heard, mut last) = (0, ChangeId::default());
+        for entry in &entries {
+            match entry {
+                GroupEntry::Record(record) | GroupEntry::Proposal(record) => heard = heard.max(record.term),
+                GroupEntry::Trimmed(change) | GroupEntry::Intent(change, _) => last = last.max(*change),
+                GroupEntry::Dirty(_) => {}
+            }
         }
+        if heard < term || last < trimmed {
+            tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), "a stale member has lost changes that it had stored; all objects will be copied to it");
+            metrics::counter!("outboard_osd_members_went_back_total").increment(1);
+            return Ok(None);
+        }
+        Ok(Some(entries))
     }
 
-    /// Removes the old records and undo objects of a member. Returns the objects whose content on
-    /// this member may differ from their content on the other members.
-    async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
+    /// Removes the old undo objects of a member, and replaces its old records by those that `note`
+    /// sets. Returns the objects whose content on this member may differ from their content on the
+    /// other members.
+    async fn clean(
+        &self,
+        link: &MemberLink,
+        own: Vec<GroupEntry>,
+        note: Op,
+    ) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
-        for (key, value) in &own {
-            match GroupEntry::decode(key, value)? {
+        for entry in own {
+            match entry {
                 GroupEntry::Intent(_, intent) => {
                     missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
                 }
@@ -213,7 +241,7 @@ impl Group {
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
-            let ops = if last { vec![forget_all_but_dirty()] } else { removals };
+            let ops = if last { vec![forget_all_but_dirty(), note.clone()] } else { removals };
             self.calls
                 .apply_to(link, Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
                 .await?;
@@ -288,10 +316,10 @@ impl RebuildRun<'_> {
         let _closed = group.gate.write().await;
         let _alone = group.intervals.lock().await;
         group.still(&self.interval)?;
-        let old = self.interval.record.clone();
-        let mut members = old.members;
+        let old = &self.interval.record;
+        let mut members = old.members.clone();
         members[self.position].standing = Standing::InSync;
-        let record = GroupRecord { term: group.terms.next(false), members };
+        let record = GroupRecord { term: group.terms.next(false), members, undone: BTreeSet::new() };
         // If other members still need dirty notes, the rebuilt member must have the notes, too. The
         // next interval removes notes that no member needs any more.
         if record.needs_notes() {
@@ -299,8 +327,7 @@ impl RebuildRun<'_> {
             group.note_dirty(&self.link, dirty.iter()).await?;
         }
         let links: Vec<&MemberLink> = self.interval.links.iter().flatten().chain([&self.link]).collect();
-        group.put_in_force(&record, &links).await?;
-        group.terms.set_lineage(record.clone());
+        group.put_in_force(old, &record, &links).await?;
         let target = self.link.target.uuid();
         tracing::info!(cid = %group.cid, position = self.position, term = record.term, target_uuid = %target, "a rebuilt member is in sync again");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);

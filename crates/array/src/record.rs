@@ -3,16 +3,23 @@
 //! same entries, except for the undo information in the intents.
 //!
 //! ```text
-//! e            membership record: term, members and their standings (format byte, then postcard)
-//! p            proposed membership record, in force when all members listed as in sync have it
-//! t            number up to which all transactions are settled (8 bytes)
-//! i number     intent of transaction `number`: what it changes, and how to undo that (postcard)
-//! d object     dirty note: the object `object` changed while a member was unavailable
+//! e               membership record: term, members and their standings, changes that were undone
+//!                 (format byte, then postcard)
+//! p               proposed membership record
+//! t               id of the change up to which all changes are settled: term, number
+//! i term number   intent of a change: what it changes, and how to undo that (postcard)
+//! d object        dirty note: the object `object` changed while a member was unavailable
 //! ```
+//!
+//! Integers in keys, and the two integers of `t`, have 8 bytes each, most significant first.
+//! Nodes with records of format 1 identified a change by its number alone. The keys and the undo
+//! objects of such changes still do. They count as changes of term 0.
 //!
 //! A transaction copies the data that it overwrites to an undo object. The undo object stays until
 //! every member has committed the transaction. If only some members commit it, those members
 //! restore the old data from the undo object.
+
+use std::collections::BTreeSet;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
@@ -20,38 +27,72 @@ use serde::{Deserialize, Serialize};
 use store::{ObjectId, Op, StoreError};
 use uuid::Uuid;
 
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
+/// Earlier format of the membership record, which can still be read.
+const OLD_FORMAT: u8 = 1;
 /// Prefix of the ids of the array's own objects, which sort before all other objects.
 const OWN: &[u8] = b"\0\0\0\0\0a";
 
 /// Name of the xattr that stores an object's size in bytes.
 pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 
+/// Identifies a change of a group: one transaction. Later changes have greater ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+pub(crate) struct ChangeId {
+    /// Term of the interval in which the change was made.
+    pub(crate) term: u64,
+    /// Number within the group.
+    pub(crate) number: u64,
+}
+
+impl ChangeId {
+    /// Encodes the id for keys. Encoded ids of changes after term 0 have the order of the ids.
+    pub(crate) fn encode(self) -> Vec<u8> {
+        let term = if self.term > 0 { self.term.to_be_bytes().to_vec() } else { Vec::new() };
+        [&term[..], &self.number.to_be_bytes()].concat()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<ChangeId> {
+        let (term, number) = bytes.split_at_checked(bytes.len().checked_sub(8)?)?;
+        let integer = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
+        let term = if term.is_empty() { 0 } else { integer(term)? };
+        Some(ChangeId { term, number: integer(number)? })
+    }
+}
+
 /// Standing of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Standing {
     /// The member has every acknowledged change.
     InSync,
-    /// The member was unavailable. It lacks only changes of objects with dirty notes.
-    Stale,
+    /// The member was unavailable. If it still has what it had when it was last in sync, it lacks
+    /// only changes of objects with dirty notes.
+    Stale {
+        /// The term of the last record that lists the member as in sync.
+        term: u64,
+        /// The member had every change up to this one.
+        trimmed: ChangeId,
+    },
     /// The member's content is unknown. A rebuild copies everything.
     Blank,
 }
 
 /// A member: the target that stores the fragment of one position, and its standing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct MemberRecord {
     pub(crate) target: Uuid,
     pub(crate) standing: Standing,
 }
 
 /// Membership record of a group.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
-    /// Number of the record, which grows with each change of the members in sync.
+    /// Number of the record. It grows with each decision about members or changes.
     pub(crate) term: u64,
     /// The members, in the order of their positions.
     pub(crate) members: Vec<MemberRecord>,
+    /// Changes that a decision has undone. A member that still has one of them must undo it.
+    pub(crate) undone: BTreeSet<ChangeId>,
 }
 
 impl GroupRecord {
@@ -62,7 +103,7 @@ impl GroupRecord {
 
     /// Returns true if a member needs dirty notes, because it is stale.
     pub(crate) fn needs_notes(&self) -> bool {
-        self.members.iter().any(|m| m.standing == Standing::Stale)
+        self.members.iter().any(|m| matches!(m.standing, Standing::Stale { .. }))
     }
 
     /// Encodes the record for storage.
@@ -72,7 +113,41 @@ impl GroupRecord {
     }
 
     fn decode(bytes: &[u8]) -> Option<GroupRecord> {
-        postcard::from_bytes(bytes.strip_prefix(&[FORMAT])?).ok()
+        let (format, record) = bytes.split_first()?;
+        match *format {
+            FORMAT => plain(record),
+            OLD_FORMAT => plain::<OldRecord>(record).map(GroupRecord::from),
+            _ => None,
+        }
+    }
+}
+
+/// Membership record of format 1.
+#[derive(Serialize, Deserialize)]
+struct OldRecord {
+    term: u64,
+    members: Vec<(Uuid, OldStanding)>,
+}
+
+#[derive(Serialize, Deserialize)]
+enum OldStanding {
+    InSync,
+    Stale,
+    Blank,
+}
+
+impl From<OldRecord> for GroupRecord {
+    fn from(old: OldRecord) -> GroupRecord {
+        let member = |(target, standing)| MemberRecord {
+            target,
+            standing: match standing {
+                OldStanding::InSync => Standing::InSync,
+                OldStanding::Stale => Standing::Stale { term: 0, trimmed: ChangeId::default() },
+                OldStanding::Blank => Standing::Blank,
+            },
+        };
+        let members = old.members.into_iter().map(member).collect();
+        GroupRecord { term: old.term, members, undone: BTreeSet::new() }
     }
 }
 
@@ -129,10 +204,10 @@ pub(crate) fn own_object() -> ObjectId {
 }
 
 /// Id of the undo object for object number `index` of a transaction.
-pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
+pub(crate) fn undo_object(change: ChangeId, index: usize) -> ObjectId {
     let mut id = BytesMut::from(OWN);
     id.put_slice(b"undo");
-    id.put_u64(intent);
+    id.put_slice(&change.encode());
     id.put_u32(index as u32);
     fixed(id.to_vec())
 }
@@ -155,11 +230,8 @@ pub(crate) fn key_trimmed() -> Bytes {
     Bytes::from_static(b"t")
 }
 
-pub(crate) fn key_intent(number: u64) -> Bytes {
-    let mut key = BytesMut::with_capacity(9);
-    key.put_u8(b'i');
-    key.put_u64(number);
-    key.freeze()
+pub(crate) fn key_intent(change: ChangeId) -> Bytes {
+    [b"i", &change.encode()[..]].concat().into()
 }
 
 pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
@@ -176,8 +248,8 @@ pub(crate) fn forget_all_but_dirty() -> Op {
 pub(crate) enum GroupEntry {
     Record(GroupRecord),
     Proposal(GroupRecord),
-    Trimmed(u64),
-    Intent(u64, Intent),
+    Trimmed(ChangeId),
+    Intent(ChangeId, Intent),
     Dirty(ObjectId),
 }
 
@@ -187,14 +259,13 @@ impl GroupEntry {
     /// # Errors
     /// [`StoreError::Corrupt`] if the entry is invalid.
     pub(crate) fn decode(key: &[u8], value: &[u8]) -> store::Result<GroupEntry> {
-        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
         let entry = match key.split_first() {
             Some((b'e', [])) => GroupRecord::decode(value).map(GroupEntry::Record),
             Some((b'p', [])) => GroupRecord::decode(value).map(GroupEntry::Proposal),
-            Some((b't', [])) => number(value).map(GroupEntry::Trimmed),
-            Some((b'i', rest)) => {
-                number(rest).zip(plain(value)).map(|(n, intent)| GroupEntry::Intent(n, intent))
-            }
+            Some((b't', [])) => ChangeId::decode(value).map(GroupEntry::Trimmed),
+            Some((b'i', change)) => ChangeId::decode(change)
+                .zip(plain(value))
+                .map(|(change, intent)| GroupEntry::Intent(change, intent)),
             Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(GroupEntry::Dirty),
             _ => None,
         };
@@ -234,8 +305,10 @@ mod tests {
     #[test]
     fn decoding_a_record_entry_returns_the_encoded_record() {
         let oid = ObjectId::new("object").unwrap();
-        let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
-        let record = GroupRecord { term: 3, members: vec![member] };
+        let change = |term, number| ChangeId { term, number };
+        let standing = Standing::Stale { term: 2, trimmed: change(2, 5) };
+        let member = MemberRecord { target: Uuid::from_u128(7), standing };
+        let record = GroupRecord { term: 3, members: vec![member], undone: [change(2, 9)].into() };
         let touched = Touched {
             oid: oid.clone(),
             undo: Undo::Restore { size: 9000, saved: vec![(4096, 4096)] },
@@ -247,14 +320,38 @@ mod tests {
         let round = |key: Bytes, value: Bytes| GroupEntry::decode(&key, &value).unwrap();
         assert_eq!(round(key_proposal(), record.encode()), GroupEntry::Proposal(record.clone()));
         assert_eq!(round(key_record(), record.encode()), GroupEntry::Record(record));
-        assert_eq!(round(key_intent(5), encode(&intent)), GroupEntry::Intent(5, intent));
-        assert_eq!(round(key_trimmed(), 4u64.to_be_bytes().to_vec().into()), GroupEntry::Trimmed(4));
+        for change in [change(3, 5), change(0, 5)] {
+            assert_eq!(
+                round(key_intent(change), encode(&intent)),
+                GroupEntry::Intent(change, intent.clone())
+            );
+            assert_eq!(round(key_trimmed(), change.encode().into()), GroupEntry::Trimmed(change));
+        }
         assert_eq!(round(key_dirty(&oid), Bytes::new()), GroupEntry::Dirty(oid));
     }
 
     #[test]
+    fn records_of_format_1_can_be_decoded() {
+        // A record of term 3 with the members 7 (in sync), 8 (stale) and 9 (blank), and the intent 5
+        // of a change without objects.
+        let uuid = |n: u8| [&[16][..], &[0; 15], &[n]].concat();
+        let members = [(7, 0), (8, 1), (9, 2)].map(|(n, standing)| [uuid(n), vec![standing]].concat());
+        let stored = [&[1, 3, 3][..], &members.concat()].concat();
+        let Ok(GroupEntry::Record(record)) = GroupEntry::decode(b"e", &stored) else { panic!() };
+        let standings: Vec<Standing> = record.members.iter().map(|m| m.standing).collect();
+        let stale = Standing::Stale { term: 0, trimmed: ChangeId::default() };
+        assert_eq!((record.term, standings), (3, vec![Standing::InSync, stale, Standing::Blank]));
+        assert_eq!(record.members[1].target, Uuid::from_u128(8));
+        let change = ChangeId { term: 0, number: 5 };
+        assert_eq!(key_intent(change), [&b"i"[..], &5u64.to_be_bytes()].concat());
+        let intent = GroupEntry::decode(&key_intent(change), &[0]).unwrap();
+        assert_eq!(intent, GroupEntry::Intent(change, Intent { objects: Vec::new() }));
+    }
+
+    #[test]
     fn the_arrays_own_objects_are_recognized_by_their_ids() {
-        assert!(is_own(&own_object()) && is_own(&undo_object(1, 0)));
+        let change = ChangeId { term: 1, number: 1 };
+        assert!(is_own(&own_object()) && is_own(&undo_object(change, 0)));
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap()));
         assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\x01\0a"[..]).unwrap()));
     }

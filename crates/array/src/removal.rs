@@ -32,8 +32,9 @@ pub(crate) fn leftovers(
     let standing = |record: &GroupRecord, target: &Rc<dyn Member>| {
         record.members.iter().find(|m| m.target == target.uuid()).map(|m| m.standing)
     };
-    let is_needless =
-        |view: &&MemberView| is_whole || standing(&view.record, &view.link.target) == Some(Standing::Blank);
+    let is_needless = |view: &&MemberView| {
+        is_whole || standing(&view.state.record, &view.link.target) == Some(Standing::Blank)
+    };
     let needless = views.iter().filter(is_needless).map(|view| &view.link.target);
     needless.chain(remains).filter(|target| standing(record, target).is_none()).cloned().collect()
 }

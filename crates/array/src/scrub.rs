@@ -7,12 +7,15 @@ use base::block::BLOCK;
 use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
+use uuid::Uuid;
 
 use crate::ask::is_damage;
+use crate::decision::MemberState;
 use crate::group::Group;
-use crate::interval::Interval;
+use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::read::WholeObject;
+use crate::view::MemberView;
 
 /// Number of bytes of each fragment that a scrub compares at a time.
 const SEGMENT: u64 = 512 << 10;
@@ -59,6 +62,36 @@ struct ScrubFinding {
 }
 
 impl Group {
+    /// Compares the records that the members store. If they differ, the content of a member was
+    /// replaced by an older copy. In this case, ends the interval, because the decision at the
+    /// beginning of the next interval excludes this member. Requests wait meanwhile.
+    ///
+    /// # Errors
+    /// [`StoreError::Disconnected`] if the interval has ended.
+    pub async fn compare_records(&self) -> store::Result<()> {
+        let interval = self.any_interval().await?;
+        let _closed = self.gate.write().await;
+        self.still(&interval)?;
+        let mut records = Vec::new();
+        for link in interval.links.iter().flatten() {
+            match self.view(link).await {
+                Ok(MemberView { state, .. }) => {
+                    records.push(Some(MemberState { target: Uuid::nil(), ..state }))
+                }
+                Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => records.push(None),
+                Err(e @ StoreError::Disconnected(_)) => return Err(e),
+                // The checks of the objects report this error.
+                Err(_) => {}
+            }
+        }
+        if records.iter().all(|record| *record == records[0]) {
+            return Ok(());
+        }
+        tracing::warn!(cid = %self.cid, "the members of a group store different records, so one of them has lost changes");
+        self.end_interval(&interval);
+        Err(over(interval.number))
+    }
+
     /// Lists the objects that at least one member has, from `from` on, in the order of their ids.
     /// The returned flag is true if more objects follow.
     pub async fn scrub_page(

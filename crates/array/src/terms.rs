@@ -1,9 +1,10 @@
 //! [`Terms`]: the terms that a group has seen, and the choice of the next term.
 
-use std::cell::{Cell, Ref, RefCell};
+use std::cell::{Cell, RefCell};
 
 use base::clock::WallClock;
 
+use crate::decision::WitnessEntry;
 use crate::record::GroupRecord;
 
 /// Minimum increase of the term after an operator has declared members lost. It makes the new term
@@ -16,16 +17,16 @@ pub(crate) struct Terms {
     clock: WallClock,
     /// Highest term that was ever seen or proposed. Each new term is higher.
     highest: Cell<u64>,
-    /// Membership record of the last interval; `None` before the first one. Members that this
-    /// record does not list as in sync may lack acknowledged changes.
-    lineage: RefCell<Option<GroupRecord>>,
+    /// The last term of which this process knows that all members in sync have stored its record
+    /// as a proposal; `None` before the first interval.
+    witness: RefCell<Option<WitnessEntry>>,
 }
 
 impl Terms {
     /// Creates the terms of a group that has seen no term. `clock` orders the declarations of
     /// operators.
     pub(crate) fn new(clock: WallClock) -> Terms {
-        Terms { clock, highest: Cell::new(0), lineage: RefCell::default() }
+        Terms { clock, highest: Cell::new(0), witness: RefCell::default() }
     }
 
     /// Highest term seen so far.
@@ -49,12 +50,15 @@ impl Terms {
         next.saturating_add(LOSS_STEP).max(seconds.saturating_mul(LOSS_STEP))
     }
 
-    /// Membership record of the last interval, if there was one.
-    pub(crate) fn lineage(&self) -> Ref<'_, Option<GroupRecord>> {
-        self.lineage.borrow()
+    /// The last term that the members in sync know, if there was one.
+    pub(crate) fn witness(&self) -> Option<WitnessEntry> {
+        self.witness.borrow().clone()
     }
 
-    pub(crate) fn set_lineage(&self, record: GroupRecord) {
-        *self.lineage.borrow_mut() = Some(record);
+    /// Records that all members in sync have stored a record, at least as a proposal.
+    pub(crate) fn testify(&self, record: &GroupRecord) {
+        let in_sync = record.in_sync().map(|position| record.members[position].target).collect();
+        *self.witness.borrow_mut() = Some(WitnessEntry { term: record.term, in_sync });
+        self.heard_of(record.term);
     }
 }

@@ -12,7 +12,7 @@ use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
 use crate::read::WholeObject;
 use crate::record::{
-    Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
+    ChangeId, Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
 };
 use crate::rows::{ArrayChange, Split};
 use crate::undo::copy_ranges;
@@ -20,11 +20,11 @@ use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 
 /// A transaction of the array, prepared as one transaction for each member.
 struct Prepared {
-    number: u64,
+    change: ChangeId,
     transactions: Vec<Option<(MemberLink, Transaction)>>,
     undo_objects: UndoObjects,
-    /// The transaction removes the intents up to this number.
-    trims: Option<u64>,
+    /// The transaction removes the intents up to this change.
+    trims: Option<ChangeId>,
     /// Objects for which the transaction writes dirty notes.
     dirty: Vec<ObjectId>,
 }
@@ -33,8 +33,8 @@ struct Prepared {
 enum TransactionFailure {
     /// The transaction has changed nothing.
     Nowhere(StoreError),
-    /// Some members may have executed the transaction.
-    Somewhere(StoreError),
+    /// Some members may have executed the transaction. A member may have refused it.
+    Somewhere { error: StoreError, is_refused: bool },
 }
 
 impl Group {
@@ -128,11 +128,11 @@ impl Group {
             .await
     }
 
-    /// Assigns a number to the transaction, and builds a transaction for each member. The caller
+    /// Assigns an id to the transaction, and builds a transaction for each member. The caller
     /// must queue these transactions on the members before it awaits anything else.
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
-        let (number, trims) = intents.start();
+        let (change, trims) = intents.start();
         let dirty = |one: &&ObjectEdit| one.guard.is_some() && !intents.dirty().contains(&one.oid);
         let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
             false => Vec::new(),
@@ -140,7 +140,7 @@ impl Group {
         };
         let mut common: Vec<(Bytes, Bytes)> =
             dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-        common.extend(trims.map(|through| (key_trimmed(), Bytes::copy_from_slice(&through.to_be_bytes()))));
+        common.extend(trims.map(|through| (key_trimmed(), through.encode().into())));
         let (mut transactions, mut undo_objects) = (Vec::new(), Vec::new());
         for position in 0..self.layout.fragments() {
             let Some(link) = self.takes_part(interval, position) else {
@@ -149,10 +149,10 @@ impl Group {
                 continue;
             };
             let mut ops = Vec::new();
-            let (intent, kept) = self.member_ops(work, number, position, &mut ops);
+            let (intent, kept) = self.member_ops(work, change, position, &mut ops);
             trims.iter().for_each(|&through| trim_ops(&intents, position, through, &mut ops));
             let mut entries = common.clone();
-            entries.push((key_intent(number), encode(&intent)));
+            entries.push((key_intent(change), encode(&intent)));
             ops.push(Op::OmapSet { oid: own_object(), entries });
             transactions.push(Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve })));
             undo_objects.push(kept);
@@ -164,7 +164,7 @@ impl Group {
             let changed = work.iter().filter(|one| one.guard.is_some()).map(|one| &one.oid);
             changed.filter(|oid| is_copied(oid)).for_each(|oid| rebuilding.changes(oid));
         }
-        Prepared { number, transactions, undo_objects, trims, dirty }
+        Prepared { change, transactions, undo_objects, trims, dirty }
     }
 
     /// Appends the ops that the member at `position` executes. Returns the intent, and the indices
@@ -172,7 +172,7 @@ impl Group {
     fn member_ops(
         &self,
         work: &[ObjectEdit],
-        number: u64,
+        change: ChangeId,
         position: usize,
         ops: &mut Vec<Op>,
     ) -> (Intent, Vec<usize>) {
@@ -187,7 +187,7 @@ impl Group {
             if undo.keeps_object() {
                 kept.push(index);
             }
-            let (oid, keep) = (&one.oid, undo_object(number, index));
+            let (oid, keep) = (&one.oid, undo_object(change, index));
             if let Undo::Restore { saved, .. } = &undo {
                 ops.extend(copy_ranges(oid, &keep, saved));
             }
@@ -215,16 +215,18 @@ impl Group {
         prepared: Prepared,
         work: &mut [ObjectEdit],
     ) -> store::Result<()> {
-        let Prepared { number, transactions, undo_objects, trims, dirty } = prepared;
+        let Prepared { change, transactions, undo_objects, trims, dirty } = prepared;
         let outcome = self.judge(interval, self.send(transactions).await);
         {
             let mut intents = self.intents.borrow_mut();
             // A later interval has its own intents, which reflect the outcome of this transaction.
             if intents.interval() == interval.number {
                 match &outcome {
-                    Ok(()) => intents.committed(number, undo_objects, trims),
-                    Err(TransactionFailure::Nowhere(_)) => intents.refused(number, trims, &dirty),
-                    Err(TransactionFailure::Somewhere(_)) => intents.left_open(trims),
+                    Ok(()) => intents.committed(change, undo_objects, trims),
+                    Err(TransactionFailure::Nowhere(_)) => intents.refused_by_all(change, trims, &dirty),
+                    Err(TransactionFailure::Somewhere { is_refused, .. }) => {
+                        intents.left_undecided(change, trims, *is_refused);
+                    }
                 }
             }
         }
@@ -238,12 +240,12 @@ impl Group {
         work.iter().flat_map(|one| one.guard.as_ref()).for_each(|guard| guard.forget());
         match failed {
             TransactionFailure::Nowhere(e)
-            | TransactionFailure::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
-            // The next interval normally rolls the transaction back. Until it has done so, the
-            // failure is not certain.
-            TransactionFailure::Somewhere(e) => {
+            | TransactionFailure::Somewhere { error: e @ StoreError::Disconnected(_), .. } => Err(e),
+            // The next interval normally undoes the change. Until it has done so, the failure is not
+            // certain.
+            TransactionFailure::Somewhere { error, .. } => {
                 let next = self.any_interval().await?;
-                if next.undone.contains(&number) { Err(e) } else { Err(over(interval.number)) }
+                if next.undone.contains(&change) { Err(error) } else { Err(over(interval.number)) }
             }
         }
     }
@@ -294,8 +296,9 @@ impl Group {
             (None, Some(e)) if !done => Err(TransactionFailure::Nowhere(e)),
             (gone, refused) => {
                 self.end_interval(interval);
-                let e = gone.or(refused).unwrap_or_else(|| over(interval.number));
-                Err(TransactionFailure::Somewhere(e))
+                let is_refused = refused.is_some();
+                let error = gone.or(refused).unwrap_or_else(|| over(interval.number));
+                Err(TransactionFailure::Somewhere { error, is_refused })
             }
         }
     }
@@ -316,12 +319,12 @@ fn apply(
     Ok(())
 }
 
-/// Appends the ops that remove the intents up to number `through`, and their undo objects.
-fn trim_ops(intents: &Intents, position: usize, through: u64, ops: &mut Vec<Op>) {
-    let oid = own_object();
-    ops.push(Op::OmapRemoveRange { oid, from: key_intent(0), to: key_intent(through + 1) });
-    for (number, kept) in intents.done_through(through) {
+/// Appends the ops that remove the intents up to the change `through`, and their undo objects.
+fn trim_ops(intents: &Intents, position: usize, through: ChangeId, ops: &mut Vec<Op>) {
+    let keys = intents.done_through(through).map(|(change, _)| key_intent(change)).collect();
+    ops.push(Op::OmapRemove { oid: own_object(), keys });
+    for (change, kept) in intents.done_through(through) {
         let kept = kept.get(position).into_iter().flatten();
-        ops.extend(kept.map(|index| Op::Remove { oid: undo_object(number, *index) }));
+        ops.extend(kept.map(|index| Op::Remove { oid: undo_object(change, *index) }));
     }
 }

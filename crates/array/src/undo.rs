@@ -1,4 +1,4 @@
-//! Rolls back transactions that only some members have.
+//! Undoes changes that too few members have.
 
 use std::collections::BTreeSet;
 
@@ -6,28 +6,30 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::group::Group;
 use crate::member_link::MemberLink;
-use crate::record::{Intent, Touched, Undo, key_intent, own_object, undo_object};
+use crate::record::{ChangeId, Intent, Touched, Undo, key_intent, own_object, undo_object};
 use crate::view::MemberView;
 
 impl Group {
-    /// Rolls back all transactions that only some members have. Returns the numbers of these
-    /// transactions.
-    pub(crate) async fn take_back(&self, members: &[Option<MemberView>]) -> store::Result<BTreeSet<u64>> {
-        let trimmed = members.iter().flatten().map(MemberView::finished).max().unwrap_or(0);
-        let intents = members.iter().flatten().flat_map(|v| v.intents.keys().copied());
-        let partial =
-            |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
-        let undone: BTreeSet<u64> = intents.filter(partial).collect();
-        // Roll back the newest transaction first. The member `peer` never had this transaction, and
-        // has already rolled back all newer transactions. Its metadata is therefore the metadata
-        // before this transaction.
-        for &number in undone.iter().rev() {
-            let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
-            for view in members.iter().flatten() {
-                let Some(intent) = view.intents.get(&number) else { continue };
+    /// Undoes changes on the members that have them, the last change first. `whole` are the members
+    /// that have all changes which the group keeps.
+    ///
+    /// # Errors
+    /// If a member fails. Then another interval undoes the rest.
+    pub(crate) async fn undo_changes(
+        &self,
+        undone: &BTreeSet<ChangeId>,
+        members: &[&MemberView],
+        whole: &[&MemberView],
+    ) -> store::Result<()> {
+        for &change in undone.iter().rev() {
+            // The metadata of this member shows the state without the change.
+            let peer = whole.iter().find(|view| !view.intents.contains_key(&change));
+            let Some(peer) = peer else { continue };
+            for view in members {
+                let Some(intent) = view.intents.get(&change) else { continue };
                 let target = view.link.target.uuid();
-                tracing::info!(cid = %self.cid, number, target_uuid = %target, "rolling back a transaction that only some members have");
-                let undo = self.undo(view, number, intent, &peer.link).await?;
+                tracing::info!(cid = %self.cid, ?change, target_uuid = %target, "undoing a change that too few members have");
+                let undo = self.undo(view, change, intent, &peer.link).await?;
                 if base::mutant!(SkipUndo) {
                     continue;
                 }
@@ -35,23 +37,23 @@ impl Group {
             }
             metrics::counter!("outboard_osd_group_undone_total").increment(1);
         }
-        Ok(undone)
+        Ok(())
     }
 
-    /// Builds the transaction that rolls back transaction `number` on one member. `peer` is a
-    /// member without that transaction.
+    /// Builds the transaction that undoes a change on one member. `peer` is a member without that
+    /// change.
     async fn undo(
         &self,
         view: &MemberView,
-        number: u64,
+        change: ChangeId,
         intent: &Intent,
         peer: &MemberLink,
     ) -> store::Result<Transaction> {
         let mut ops = Vec::new();
         for (index, touched) in intent.objects.iter().enumerate() {
-            self.undo_object(view, undo_object(number, index), touched, peer, &mut ops).await?;
+            self.undo_object(view, undo_object(change, index), touched, peer, &mut ops).await?;
         }
-        ops.push(Op::OmapRemove { oid: own_object(), keys: vec![key_intent(number)] });
+        ops.push(Op::OmapRemove { oid: own_object(), keys: vec![key_intent(change)] });
         Ok(Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
     }
 

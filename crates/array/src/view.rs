@@ -6,20 +6,18 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, StoreCalls, StoreError, Transaction};
 
+use crate::decision::MemberState;
 use crate::group::Group;
 use crate::member::Member;
 use crate::member_link::MemberLink;
-use crate::record::{GroupEntry, GroupRecord, Intent, own_object};
+use crate::record::{ChangeId, GroupEntry, Intent, own_object};
 
 /// The records that one target stores about a group.
 #[derive(Clone)]
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
-    pub(crate) record: GroupRecord,
-    /// The highest term of the target's membership record and proposal.
-    pub(crate) heard: u64,
-    pub(crate) trimmed: u64,
-    pub(crate) intents: BTreeMap<u64, Intent>,
+    pub(crate) state: MemberState,
+    pub(crate) intents: BTreeMap<ChangeId, Intent>,
     pub(crate) dirty: BTreeSet<ObjectId>,
 }
 
@@ -28,7 +26,7 @@ pub(crate) enum MemberFinding {
     Nothing,
     /// Objects without a membership record, left by an interrupted removal.
     Remains,
-    View(MemberView),
+    View(Box<MemberView>),
 }
 
 /// Results of looking for a group on all targets.
@@ -44,21 +42,16 @@ impl Views {
         match found {
             MemberFinding::Nothing => {}
             MemberFinding::Remains => self.remains.push(target),
-            MemberFinding::View(view) => self.views.push(view),
+            MemberFinding::View(view) => self.views.push(*view),
         }
     }
 }
 
 impl MemberView {
-    /// Returns true if the target has committed the transaction. All transactions up to `trimmed`
-    /// count as committed.
-    pub(crate) fn has(&self, number: u64) -> bool {
-        number <= self.finished() || self.intents.contains_key(&number)
-    }
-
-    /// All members have the transactions up to this number.
-    pub(crate) fn finished(&self) -> u64 {
-        if base::mutant!(RollBackAcknowledged) { 0 } else { self.trimmed }
+    /// The highest term of the target's record and proposal.
+    pub(crate) fn heard(&self) -> u64 {
+        let MemberState { record, proposal, .. } = &self.state;
+        proposal.iter().map(|proposal| proposal.term).fold(record.term, u64::max)
     }
 }
 
@@ -70,7 +63,7 @@ impl Group {
     ) -> (Rc<dyn Member>, store::Result<MemberFinding>) {
         let link = MemberLink::new(Rc::clone(&target));
         let found = match self.view(&link).await {
-            Ok(view) => Ok(MemberFinding::View(view)),
+            Ok(view) => Ok(MemberFinding::View(Box::new(view))),
             Err(StoreError::NoSuchCollection(_)) => Ok(MemberFinding::Nothing),
             Err(StoreError::NoSuchObject(_)) => Ok(MemberFinding::Remains),
             Err(e) => Err(link.classified(e)),
@@ -78,29 +71,29 @@ impl Group {
         (target, found)
     }
 
-    async fn view(&self, link: &MemberLink) -> store::Result<MemberView> {
+    /// Reads what a member stores about the group.
+    pub(crate) async fn view(&self, link: &MemberLink) -> store::Result<MemberView> {
         let store = &link.target.store();
         // After this empty transaction, every transaction queued in earlier intervals has an
         // outcome.
         let settle = store.queue_transaction_in(link.incarnation, Transaction::new(self.cid.clone()));
         self.calls.answer(link, settle).await?;
-        let (mut record, mut trimmed, mut heard) = (None, 0, 0);
+        let (mut record, mut proposal, mut trimmed) = (None, None, ChangeId::default());
         let (mut intents, mut dirty) = (BTreeMap::new(), BTreeSet::new());
         for (key, value) in self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await? {
             match GroupEntry::decode(&key, &value)? {
-                GroupEntry::Record(found) => {
-                    heard = heard.max(found.term);
-                    record = Some(found);
-                }
-                GroupEntry::Proposal(found) => heard = heard.max(found.term),
+                GroupEntry::Record(found) => record = Some(found),
+                GroupEntry::Proposal(found) => proposal = Some(found),
                 GroupEntry::Trimmed(through) => trimmed = through,
-                GroupEntry::Intent(number, intent) => drop(intents.insert(number, intent)),
+                GroupEntry::Intent(change, intent) => drop(intents.insert(change, intent)),
                 GroupEntry::Dirty(oid) => {
                     dirty.insert(oid);
                 }
             }
         }
         let record = record.ok_or_else(|| StoreError::NoSuchObject(own_object().to_string()))?;
-        Ok(MemberView { link: link.clone(), record, heard, trimmed, intents, dirty })
+        let (target, changes) = (link.target.uuid(), intents.keys().copied().collect());
+        let state = MemberState { target, record, proposal, trimmed, changes };
+        Ok(MemberView { link: link.clone(), state, intents, dirty })
     }
 }

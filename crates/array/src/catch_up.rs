@@ -1,0 +1,321 @@
+//! Copies changes to a member that lacks them, before an interval begins.
+//!
+//! A member may lack a change that the group keeps, because the member had not committed it before
+//! a crash, or has lost it since. The member receives all such changes in one transaction. This
+//! transaction leaves the same records on the member as the changes themselves: the intents and the
+//! undo objects. If the process ends, another decision therefore finds a member that either has the
+//! changes or lacks them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
+use std::ops::Range;
+
+use base::block::{BLOCK, Payload, align_down, align_up};
+use bytes::{Bytes, BytesMut};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
+
+use crate::group::Group;
+use crate::interval::{Interval, over};
+use crate::member_link::{MemberLink, is_refusal};
+use crate::read::WholeObject;
+use crate::record::{ChangeId, Intent, Touched, Undo, encode, key_intent, own_object, undo_object};
+use crate::stage::FragmentStage;
+use crate::undo::copy_ranges;
+use crate::view::MemberView;
+
+/// Number of bytes of a fragment up to which a transaction contains its new data. More data is
+/// staged first.
+const INLINE: u64 = 1 << 20;
+
+/// What some changes have done to one object, as far as the members that have them know.
+#[derive(Default)]
+struct ObjectChanges {
+    /// The first of the changes, and the object's index in its intent.
+    first: Option<(ChangeId, usize)>,
+    /// The object was created or removed, so a member that lacks the changes has another object of
+    /// this id, or none.
+    is_replaced: bool,
+    has_data: bool,
+    xattrs: bool,
+    omap_keys: BTreeSet<Bytes>,
+    omap_ranges: Vec<(Bytes, Option<Bytes>)>,
+    /// Ranges of fragments that may have changed. The parity of a range changes at the same
+    /// offsets.
+    ranges: Vec<Range<u64>>,
+    /// Lowest offset of a fragment from which on everything may have changed.
+    tail: Option<u64>,
+}
+
+/// The transaction that a member receives, and the stages that it names.
+struct CatchUp<'a> {
+    group: &'a Group,
+    sources: &'a Interval,
+    position: usize,
+    view: &'a MemberView,
+    ops: Vec<Op>,
+    stages: Vec<FragmentStage>,
+}
+
+impl Group {
+    /// Copies changes to the member at a position, which lacks them. `sources` links the members
+    /// `whole`, which have all changes that the group keeps.
+    ///
+    /// # Errors
+    /// If a member fails, or if this member refuses the transaction. In the second case, the next
+    /// decision treats the member as missing, so that it is rebuilt.
+    pub(crate) async fn catch_up(
+        &self,
+        sources: &Interval,
+        whole: &[&MemberView],
+        position: usize,
+        view: &MemberView,
+        lacks: &BTreeSet<ChangeId>,
+    ) -> store::Result<()> {
+        let (objects, mut intents) = collect(whole, lacks);
+        let target = view.link.target.uuid();
+        tracing::info!(cid = %self.cid, target_uuid = %target, changes = lacks.len(), objects = objects.len(), "copying changes to a member that lacks them");
+        let (ops, stages) = (Vec::new(), Vec::new());
+        let mut copy = CatchUp { group: self, sources, position, view, ops, stages };
+        let outcome = async {
+            for (oid, changes) in &objects {
+                let undo = copy.object(oid, changes).await?;
+                if let Some((change, index)) = changes.first
+                    && let Some(intent) = intents.get_mut(&change)
+                {
+                    intent.objects[index].undo = undo;
+                }
+            }
+            let entries = intents.iter().map(|(change, intent)| (key_intent(*change), encode(intent)));
+            copy.ops.push(Op::OmapSet { oid: own_object(), entries: entries.collect() });
+            let ops = std::mem::take(&mut copy.ops);
+            let transaction = Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
+            self.calls.apply_to(&view.link, transaction).await
+        };
+        match outcome.await {
+            Err(e) if is_refusal(&e) => {
+                tracing::warn!(cid = %self.cid, target_uuid = %target, error = %e, "a member cannot receive the changes that it lacks; it will be rebuilt");
+                self.cannot_catch_up.borrow_mut().insert(target);
+                Err(over(sources.number))
+            }
+            outcome => {
+                metrics::counter!("outboard_osd_changes_copied_total").increment(lacks.len() as u64);
+                outcome
+            }
+        }
+    }
+}
+
+/// Collects what the changes have done to each object, and the intents that a member without an own
+/// intent gets.
+fn collect(
+    whole: &[&MemberView],
+    lacks: &BTreeSet<ChangeId>,
+) -> (BTreeMap<ObjectId, ObjectChanges>, BTreeMap<ChangeId, Intent>) {
+    let mut objects: BTreeMap<ObjectId, ObjectChanges> = BTreeMap::new();
+    let mut intents = BTreeMap::new();
+    for &change in lacks {
+        let intent = intents.entry(change).or_insert_with(|| Intent { objects: Vec::new() });
+        for touched in whole.iter().filter_map(|view| view.intents.get(&change)).flat_map(|i| &i.objects) {
+            let index = intent.objects.iter().position(|known| known.oid == touched.oid);
+            let index = index.unwrap_or_else(|| {
+                let undo = Undo::Unchanged;
+                intent.objects.push(Touched { undo, ..touched.clone() });
+                intent.objects.len() - 1
+            });
+            let changes = objects.entry(touched.oid.clone()).or_default();
+            changes.first.get_or_insert((change, index));
+            changes.add(touched);
+        }
+    }
+    (objects, intents)
+}
+
+impl ObjectChanges {
+    fn add(&mut self, touched: &Touched) {
+        self.xattrs |= touched.xattrs;
+        self.omap_keys.extend(touched.omap_keys.iter().cloned());
+        self.omap_ranges.extend(touched.omap_ranges.iter().cloned());
+        match &touched.undo {
+            Undo::Unchanged => {}
+            Undo::Remove | Undo::Return => self.is_replaced = true,
+            Undo::Restore { size, saved } => {
+                (self.has_data, self.xattrs) = (true, true);
+                self.ranges.extend(saved.iter().map(|(at, len)| *at..at + len));
+                self.tail = Some(self.tail.map_or(*size, |tail| tail.min(*size)));
+            }
+        }
+    }
+
+    /// Ranges of a fragment that may differ, in order and without overlaps. The fragment has now
+    /// `len` bytes.
+    fn differing(&self, len: u64) -> Vec<Range<u64>> {
+        let tail = self.tail.map(|tail| align_down(tail)..len);
+        let mut all: Vec<Range<u64>> = self
+            .ranges
+            .iter()
+            .cloned()
+            .chain(tail)
+            .map(|range| align_down(range.start)..align_up(range.end).unwrap_or(u64::MAX).min(len))
+            .filter(|range| range.start < range.end)
+            .collect();
+        all.sort_by_key(|range| range.start);
+        let mut merged: Vec<Range<u64>> = Vec::new();
+        for range in all {
+            match merged.last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                _ => merged.push(range),
+            }
+        }
+        merged
+    }
+}
+
+impl CatchUp<'_> {
+    /// Appends the ops that bring one object up to date. Returns how to undo them.
+    async fn object(&mut self, oid: &ObjectId, changes: &ObjectChanges) -> store::Result<Undo> {
+        let (group, view) = (self.group, self.view);
+        let store = view.link.target.store();
+        let size = match group.calls.answer(&view.link, store.stat(&group.cid, oid)).await {
+            Ok(stat) => Some(stat.size),
+            Err(StoreError::NoSuchObject(_)) => None,
+            Err(e) => return Err(e),
+        };
+        let undo = if changes.is_replaced {
+            self.replace(oid, changes, size.is_some()).await?
+        } else if changes.has_data {
+            self.data(oid, changes, size.unwrap_or(0)).await?
+        } else {
+            Undo::Unchanged
+        };
+        if !changes.is_replaced {
+            self.metadata(oid, changes).await?;
+        }
+        Ok(undo)
+    }
+
+    /// Id of the undo object.
+    fn keep(changes: &ObjectChanges) -> ObjectId {
+        let (change, index) = changes.first.unwrap_or_default();
+        undo_object(change, index)
+    }
+
+    /// Replaces the whole object, which may exist on the member (`is_there`).
+    async fn replace(
+        &mut self,
+        oid: &ObjectId,
+        changes: &ObjectChanges,
+        is_there: bool,
+    ) -> store::Result<Undo> {
+        if is_there {
+            let (src, dst_collection) = (oid.clone(), self.group.cid.clone());
+            self.ops.push(Op::MoveRename { src, dst_collection, dst: Self::keep(changes) });
+        }
+        if let Some(size) = self.size(oid).await? {
+            self.ops.push(Op::Touch { oid: oid.clone() });
+            let len = self.group.layout.fragment_size(self.position, size);
+            self.write(WholeObject { oid, size }, iter::once(0..len).collect()).await?;
+            let whole = ObjectChanges {
+                xattrs: true,
+                omap_ranges: vec![(Bytes::new(), None)],
+                ..ObjectChanges::default()
+            };
+            self.metadata(oid, &whole).await?;
+        }
+        Ok(if is_there { Undo::Return } else { Undo::Remove })
+    }
+
+    /// Replaces the ranges of the data that may differ. The member's fragment has `old` bytes.
+    async fn data(&mut self, oid: &ObjectId, changes: &ObjectChanges, old: u64) -> store::Result<Undo> {
+        let size = self.size(oid).await?.unwrap_or(0);
+        let len = self.group.layout.fragment_size(self.position, size);
+        let differing = changes.differing(len.max(old));
+        let saved: Vec<(u64, u64)> = differing
+            .iter()
+            .map(|range| range.start..range.end.min(old.next_multiple_of(BLOCK)))
+            .filter(|range| range.start < range.end)
+            .map(|range| (range.start, range.end.next_multiple_of(BLOCK) - range.start))
+            .collect();
+        self.ops.extend(copy_ranges(oid, &Self::keep(changes), &saved));
+        let new = differing.into_iter().map(|range| range.start..range.end.min(len));
+        let new = new.filter(|range| range.start < range.end).collect();
+        self.ops.push(Op::Truncate { oid: oid.clone(), size: len });
+        self.write(WholeObject { oid, size }, new).await?;
+        Ok(Undo::Restore { size: old, saved })
+    }
+
+    async fn size(&self, oid: &ObjectId) -> store::Result<Option<u64>> {
+        let mut links = self.sources.links.clone();
+        self.group.size_by_any(&mut links, oid).await
+    }
+
+    /// Appends ops that write ranges of the member's fragment, reconstructed from the sources.
+    async fn write(&mut self, whole: WholeObject<'_>, ranges: Vec<Range<u64>>) -> store::Result<()> {
+        let (group, link) = (self.group, &self.view.link);
+        let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        let store = link.target.store();
+        let stage = match total > INLINE {
+            true => Some(group.calls.answer(link, store.stage(total)).await?),
+            false => None,
+        };
+        self.stages.extend(stage.map(|id| FragmentStage { link: link.clone(), id }));
+        let mut at = 0;
+        for range in ranges {
+            let mut from = range.start;
+            while from < range.end {
+                let part = from..range.end.min(from + INLINE);
+                let (offset, len) = (part.start, part.end - part.start);
+                let read = group.reconstruct(self.sources, whole, self.position, part.clone()).await?;
+                let mut bytes = BytesMut::from(&read.bytes[..]);
+                bytes.resize(len as usize, 0);
+                let payload = Payload::compute(0, bytes.freeze());
+                let source = match stage {
+                    None => WriteSource::Inline(payload),
+                    Some(stage) => {
+                        group.calls.answer(link, store.stage_write(stage, at, payload)).await?;
+                        WriteSource::Staged { stage, offset: at, len }
+                    }
+                };
+                self.ops.push(Op::Write { oid: whole.oid.clone(), offset, source });
+                (from, at) = (part.end, at + len);
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends the ops that copy changed xattrs and omap entries.
+    async fn metadata(&mut self, oid: &ObjectId, changes: &ObjectChanges) -> store::Result<()> {
+        let (group, links) = (self.group, &self.sources.links);
+        let none_if_gone = |e| match e {
+            StoreError::NoSuchObject(_) => Ok(Vec::new()),
+            e => Err(e),
+        };
+        if changes.xattrs {
+            let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&group.cid, oid).await;
+            let xattrs = group.ask_one_of(links, oid, asked).await.or_else(none_if_gone)?;
+            self.ops.push(Op::RemoveXattrs { oid: oid.clone() });
+            self.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
+        }
+        let mut entries = Vec::new();
+        if !changes.omap_keys.is_empty() {
+            let keys: Vec<Bytes> = changes.omap_keys.iter().cloned().collect();
+            let asked =
+                async |peer: &MemberLink| peer.target.store().omap_get(&group.cid, oid, keys.clone()).await;
+            entries.extend(group.ask_one_of(links, oid, asked).await.or_else(none_if_gone)?);
+            self.ops.push(Op::OmapRemove { oid: oid.clone(), keys });
+        }
+        let peer = links.iter().flatten().next().cloned();
+        for (from, to) in &changes.omap_ranges {
+            let Some(peer) = &peer else { continue };
+            let found = group.calls.all_entries(peer, oid, from, to.as_ref()).await;
+            entries.extend(found.or_else(none_if_gone)?);
+            self.ops.push(match to {
+                Some(to) => Op::OmapRemoveRange { oid: oid.clone(), from: from.clone(), to: to.clone() },
+                None => Op::OmapClear { oid: oid.clone() },
+            });
+        }
+        if !entries.is_empty() {
+            self.ops.push(Op::OmapSet { oid: oid.clone(), entries });
+        }
+        Ok(())
+    }
+}

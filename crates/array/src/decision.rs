@@ -1,0 +1,262 @@
+//! The decision with which an interval begins: which members continue, and which changes they keep.
+//!
+//! This module is pure logic over the state that the members have stored. `docs/redundancy.md`
+//! states the rules and why they hold. A test explores all states of a small group
+//! (`decision_model_test`).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use uuid::Uuid;
+
+use crate::record::{ChangeId, GroupRecord, Standing};
+
+/// What a member has stored about its group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MemberState {
+    pub(crate) target: Uuid,
+    pub(crate) record: GroupRecord,
+    pub(crate) proposal: Option<GroupRecord>,
+    /// Every change up to this one is settled.
+    pub(crate) trimmed: ChangeId,
+    /// The changes whose intents the member has.
+    pub(crate) changes: BTreeSet<ChangeId>,
+}
+
+impl MemberState {
+    /// Whether the member has stored a record, as its record or as a proposal.
+    fn knows(&self, record: &GroupRecord) -> bool {
+        self.record == *record || self.proposal.as_ref() == Some(record)
+    }
+
+    /// The last change that the member certainly has.
+    fn last(&self) -> ChangeId {
+        self.changes.last().copied().unwrap_or_default().max(self.trimmed)
+    }
+}
+
+/// The entry of the witness about a group: the last term, and the targets that are in sync in it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct WitnessEntry {
+    pub(crate) term: u64,
+    pub(crate) in_sync: BTreeSet<Uuid>,
+}
+
+/// What a decision is based on.
+pub(crate) struct GroupEvidence<'a> {
+    /// Number of members that suffice to read every object.
+    pub(crate) needed: usize,
+    /// States of the available targets.
+    pub(crate) states: &'a [MemberState],
+    /// `None` if the witness is lost, or does not know the group.
+    pub(crate) witness: Option<&'a WitnessEntry>,
+    /// Changes that some members have refused, so that no client has received a success.
+    pub(crate) refused: &'a BTreeSet<ChangeId>,
+    /// Targets that an operator has declared lost.
+    pub(crate) is_lost: &'a dyn Fn(&Uuid) -> bool,
+}
+
+/// What happens to the member at a position.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum MemberVerdict {
+    /// The member continues. First it receives the changes that it lacks.
+    Continues { lacks: BTreeSet<ChangeId> },
+    /// The member was in sync, but is not available.
+    Missing,
+    /// The member was in sync, but has lost changes that it had stored.
+    WentBack,
+    /// The member was not in sync before.
+    NotInSync,
+}
+
+/// The outcome of a decision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Decision {
+    /// The record that was in force.
+    pub(crate) record: GroupRecord,
+    /// By position.
+    pub(crate) verdicts: Vec<MemberVerdict>,
+    /// Changes that the members which continue undo.
+    pub(crate) undone: BTreeSet<ChangeId>,
+    /// Every change up to this one is settled.
+    pub(crate) trimmed: ChangeId,
+    /// The last change that the group keeps.
+    pub(crate) last_kept: ChangeId,
+    /// The last change of the members that continue, kept or not.
+    pub(crate) last: ChangeId,
+    /// Whether the group continues only because an operator has declared targets lost.
+    pub(crate) on_word: bool,
+}
+
+/// Reason why no interval can begin.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Undecided {
+    /// No available target stores the group.
+    NoData,
+    /// The available members lack acknowledged changes. At least `needed` of these targets have
+    /// them.
+    Outdated { ahead: Vec<Uuid> },
+    /// Too few members in sync are available. These targets are missing.
+    TooFew { there: usize, missing: Vec<Uuid> },
+    /// The missing targets may have acknowledged changes that the available members lack.
+    Doubt { there: usize, ahead: Vec<Uuid> },
+    /// Too few members have all acknowledged changes: these targets have lost some.
+    Lost { there: usize, back: Vec<Uuid> },
+}
+
+/// The record in force, as far as the evidence shows.
+#[derive(Clone)]
+struct Base {
+    record: GroupRecord,
+    /// A later record under which no change was acknowledged. A member that has it also has what
+    /// it had before.
+    unused: Option<GroupRecord>,
+    /// Whether the witness confirms that no later record is in force.
+    is_witnessed: bool,
+    on_word: bool,
+}
+
+impl GroupEvidence<'_> {
+    /// Decides how the group continues.
+    ///
+    /// # Errors
+    /// If the group cannot continue.
+    pub(crate) fn decide(&self) -> Result<Decision, Undecided> {
+        let base = self.base()?;
+        let decided = self.decide_on(&base);
+        match self.base_before(&base).filter(|_| decided.is_err()) {
+            Some(before) => self.decide_on(&before).or(decided),
+            None => decided,
+        }
+    }
+
+    fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
+        let Base { record, unused, is_witnessed, mut on_word } = base.clone();
+        let state_of = |uuid: &Uuid| self.states.iter().find(|state| state.target == *uuid);
+        let in_sync: Vec<(usize, Uuid)> =
+            record.in_sync().map(|position| (position, record.members[position].target)).collect();
+        let missing: Vec<Uuid> =
+            in_sync.iter().map(|(_, uuid)| *uuid).filter(|uuid| state_of(uuid).is_none()).collect();
+        let current: BTreeMap<usize, &MemberState> = in_sync
+            .iter()
+            .filter_map(|(position, uuid)| Some((*position, state_of(uuid)?)))
+            .filter(|(_, state)| state.knows(&record) || Some(&state.record) == unused.as_ref())
+            .collect();
+        let trimmed = match base::mutant!(RollBackAcknowledged) {
+            false => current.values().map(|state| state.trimmed).max().unwrap_or_default(),
+            true => ChangeId::default(),
+        };
+        let counted: BTreeMap<usize, &MemberState> =
+            current.iter().filter(|(_, state)| state.last() >= trimmed).map(|(&p, &s)| (p, s)).collect();
+        if counted.len() < self.needed {
+            let there = counted.len();
+            if in_sync.len() - missing.len() < self.needed {
+                return Err(Undecided::TooFew { there, missing });
+            }
+            let back = in_sync.iter().filter(|(p, uuid)| !counted.contains_key(p) && !missing.contains(uuid));
+            return Err(Undecided::Lost { there, back: back.map(|(_, uuid)| *uuid).collect() });
+        }
+        if !is_witnessed && missing.len() >= self.needed {
+            on_word = true;
+            if missing.iter().filter(|uuid| !(self.is_lost)(uuid)).count() >= self.needed {
+                return Err(Undecided::Doubt { there: counted.len(), ahead: missing });
+            }
+        }
+        let (whole, undone) = self.keep(&record, &counted, trimmed);
+        let kept: BTreeSet<ChangeId> =
+            whole.iter().flat_map(|p| counted[p].changes.difference(&undone)).copied().collect();
+        let verdict = |position: usize| match counted.get(&position) {
+            Some(state) => {
+                let lacks =
+                    kept.iter().filter(|change| **change > trimmed && !state.changes.contains(change));
+                MemberVerdict::Continues { lacks: lacks.copied().collect() }
+            }
+            None if record.members[position].standing != Standing::InSync => MemberVerdict::NotInSync,
+            None if missing.contains(&record.members[position].target) => MemberVerdict::Missing,
+            None => MemberVerdict::WentBack,
+        };
+        let verdicts = (0..record.members.len()).map(verdict).collect();
+        let last = counted.values().map(|state| state.last()).max().unwrap_or_default();
+        let last_kept = kept.last().copied().unwrap_or_default().max(trimmed);
+        Ok(Decision { record, verdicts, undone, trimmed, last_kept, last, on_word })
+    }
+
+    /// Finds the record in force.
+    fn base(&self) -> Result<Base, Undecided> {
+        let records = self.states.iter().map(|state| &state.record);
+        if base::mutant!(AcceptOldRecord) {
+            let oldest = records.min_by_key(|record| record.term).ok_or(Undecided::NoData)?;
+            return Ok(Base { record: oldest.clone(), unused: None, is_witnessed: true, on_word: false });
+        }
+        let newest = records.max_by_key(|record| record.term).ok_or(Undecided::NoData)?;
+        // The witness is written before any member stores the record.
+        let Some(witness) = self.witness.filter(|witness| newest.term <= witness.term) else {
+            return Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: false });
+        };
+        let stored = self.states.iter().flat_map(|state| [Some(&state.record), state.proposal.as_ref()]);
+        let is_witnessed = |record: &&GroupRecord| {
+            let in_sync = record.in_sync().map(|position| record.members[position].target);
+            record.term == witness.term && in_sync.collect::<BTreeSet<Uuid>>() == witness.in_sync
+        };
+        if let Some(record) = stored.flatten().find(is_witnessed) {
+            return Ok(Base { record: record.clone(), unused: None, is_witnessed: true, on_word: false });
+        }
+        let left = witness.in_sync.iter().filter(|uuid| !(self.is_lost)(uuid)).count();
+        if left >= self.needed {
+            return Err(Undecided::Outdated { ahead: witness.in_sync.iter().copied().collect() });
+        }
+        Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: true })
+    }
+
+    /// Returns the record before the witnessed one, if a member in sync shows that the witnessed
+    /// record was not in force on all members: the member has it, or a later one, only as a proposal.
+    /// No change of its term was acknowledged then, so the record before it suffices.
+    fn base_before(&self, base: &Base) -> Option<Base> {
+        let witnessed = &base.record;
+        let in_sync = |uuid: &Uuid| witnessed.in_sync().any(|p| witnessed.members[p].target == *uuid);
+        let proposed = |state: &MemberState| state.proposal.as_ref().map(|record| record.term);
+        let is_before = |state: &&MemberState| {
+            in_sync(&state.target)
+                && state.record.term < witnessed.term
+                && proposed(state) >= Some(witnessed.term)
+        };
+        let state = self.states.iter().filter(|_| base.is_witnessed).find(is_before)?;
+        let unused = Some(witnessed.clone());
+        Some(Base { record: state.record.clone(), unused, is_witnessed: true, on_word: false })
+    }
+
+    /// Decides which changes after `trimmed` the group keeps. Returns the positions of the members
+    /// that have all of them, and the changes to undo.
+    fn keep(
+        &self,
+        record: &GroupRecord,
+        counted: &BTreeMap<usize, &MemberState>,
+        trimmed: ChangeId,
+    ) -> (BTreeSet<usize>, BTreeSet<ChangeId>) {
+        let mut holders: BTreeMap<ChangeId, BTreeSet<usize>> = BTreeMap::new();
+        for (&position, state) in counted {
+            let is_open = |change: &&ChangeId| **change > trimmed || record.undone.contains(change);
+            for &change in state.changes.iter().filter(is_open) {
+                holders.entry(change).or_default().insert(position);
+            }
+        }
+        let mut whole: BTreeSet<usize> = counted.keys().copied().collect();
+        let mut undone = BTreeSet::new();
+        for (change, have_it) in &holders {
+            let rest: BTreeSet<usize> = whole.intersection(have_it).copied().collect();
+            // A member commits changes in their order, so it has refused a change that it lacks
+            // although it has a later one.
+            let has_later = |position: &usize| counted[position].last() > *change;
+            let is_refused = self.refused.contains(change) && rest != whole
+                || counted.keys().any(|position| !have_it.contains(position) && has_later(position));
+            if rest.len() < self.needed || is_refused || record.undone.contains(change) {
+                undone.insert(*change);
+            } else {
+                whole = rest;
+            }
+        }
+        // A member without the change provides the old metadata. If there is no such member, nobody
+        // has learned that the change was undone.
+        undone.retain(|change| !whole.is_subset(&holders[change]));
+        (whole, undone)
+    }
+}
