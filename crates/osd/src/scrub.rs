@@ -61,6 +61,7 @@ impl Osd {
         repair: bool,
     ) -> wire::Result<()> {
         let refused = |e: StoreError| refusal(e.into());
+        self.insist(async || group.compare_records().await).await.map_err(refused)?;
         let mut from: Option<ObjectId> = None;
         loop {
             let page = self.insist(async || group.scrub_page(from.clone(), PAGE).await).await;

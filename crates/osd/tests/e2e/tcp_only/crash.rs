@@ -1,5 +1,7 @@
 //! Tests of power loss in pools with redundancy. All drives stop at the same random moment, each
-//! drive keeps a random part of the data that was not flushed, and some drives may be lost.
+//! drive keeps a random part of the data that was not flushed, and some drives may be lost. Other
+//! drives may have gone back to an earlier moment, because the end of their log was damaged or an
+//! older copy replaced their content.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +15,7 @@ use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
-use crate::redundancy::{config, redundancy};
+use crate::redundancy::{config, redundancy, wait_until_whole_but};
 
 const SIZE: usize = 12 << 20;
 const OBJECTS: usize = 4;
@@ -129,26 +131,43 @@ async fn change(client: &Client, number: usize, seed: u64, acknowledged: &Atomic
     versions
 }
 
-/// Starts a node on the possible contents of the drives after a power loss, without the `lost`
-/// drives, and checks all objects. Returns the number of objects that lost a change that was not
-/// acknowledged.
-async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, lost: &[usize], seed: u64) -> usize {
-    let node = start(&drives(&images), lost, seed, None);
-    let client = node.client_with(Options::default()).await;
+/// The drives that a power loss affects in addition.
+struct Faults {
+    /// Drives that fail before the node starts.
+    lost: Vec<usize>,
+    /// Drives that have gone back to an earlier moment.
+    back: Vec<usize>,
+}
+
+/// Checks all objects. Returns their contents, and the number of objects that lost a change that was
+/// not acknowledged.
+async fn check_objects(story: &Story, cut: &Cut, client: &Client, what: &str) -> (Vec<Option<Bytes>>, usize) {
     let pool = client.pool("pool").unwrap();
-    let mut unfinished = 0;
+    let (mut contents, mut unfinished) = (Vec::new(), 0);
     for (number, versions) in story.versions.iter().enumerate() {
         let found = match pool.object(&format!("o{number}")).unwrap().get().await {
             Ok(bytes) => Some(bytes),
             Err(e) if e.is_not_found() => None,
-            Err(e) => panic!("object {number} without {lost:?}: {e}"),
+            Err(e) => panic!("object {number} {what}: {e}"),
         };
         let least = cut.acknowledged[number];
         let fits = versions[least..].iter().take(2).position(|version| *version == found);
         let was = versions.iter().rposition(|version| *version == found);
-        assert!(fits.is_some(), "object {number} is as after change {was:?}, not {least}; without {lost:?}");
+        assert!(fits.is_some(), "object {number} is as after change {was:?}, not {least}, {what}");
         unfinished += usize::from(fits == Some(0) && least < CHANGES);
+        contents.push(found);
     }
+    (contents, unfinished)
+}
+
+/// Starts a node on the possible contents of the drives after a power loss, and checks all objects.
+/// Returns the number of objects that lost a change that was not acknowledged.
+async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, faults: &Faults, seed: u64) -> usize {
+    let Faults { lost, back } = faults;
+    let node = start(&drives(&images), lost, seed, None);
+    let client = node.client_with(Options::default()).await;
+    let what = format!("without {lost:?}, after {back:?} went back");
+    let (contents, unfinished) = check_objects(story, cut, &client, &what).await;
     client.start_scrub("pool", false).await.unwrap();
     let scrub = loop {
         let scrub = client.scrub_status("pool").await.unwrap();
@@ -162,41 +181,79 @@ async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, lost: &[usize], s
         (0, 0, None),
         "a stripe mixes old and new data"
     );
+    if !back.is_empty() {
+        // The drives that went back have all changes again: other drives may fail.
+        wait_until_whole_but(&client, lost.len()).await;
+        let count = redundancy_of(&client).await.tolerates() - lost.len();
+        let others = (0..images.len()).filter(|drive| !lost.contains(drive) && !back.contains(drive));
+        others.take(count).for_each(|drive| node.stores[drive].set_down(true));
+        let again = check_objects(story, cut, &client, &format!("{what} and other drives failed")).await;
+        assert!(again.0 == contents, "{what}: the content changed when other drives failed");
+    }
     unfinished
 }
 
-async fn crash(text: &str, checks: usize) {
+async fn redundancy_of(client: &Client) -> client::Redundancy {
+    client.pools().await.unwrap()[0].redundancy
+}
+
+/// Returns an earlier moment at which clients knew of fewer changes, if there is one.
+fn earlier<'a>(story: &'a Story, cut: &Cut, rng: &mut StdRng) -> Option<&'a Cut> {
+    let known = |cut: &Cut| cut.acknowledged.iter().sum::<usize>();
+    story.cuts.iter().filter(|earlier| known(earlier) < known(cut)).choose(rng)
+}
+
+/// Checks the node after power losses at random moments. If `go_back` is true, a drive has also gone
+/// back to an earlier moment.
+async fn crash(text: &str, checks: usize, go_back: bool) {
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
     let story = tell(text, seed).await;
     assert!(story.cuts.len() >= OBJECTS * CHANGES, "{} moments", story.cuts.len());
     let tolerates = redundancy(text).tolerates();
-    let (mut unfinished, mut checked) = (0, 0);
+    let (mut unfinished, mut checked, mut went_back) = (0, 0, 0);
     // The number of changes in flight depends on the machine. The loop continues until enough
     // changes were cut off.
     while checked < checks || (unfinished <= 5 && checked < 10 * checks) {
         checked += 1;
         let cut = story.cuts.iter().choose(&mut rng).unwrap();
-        let both = story.drives.iter().zip(&story.images).zip(&cut.positions);
-        let image = |((drive, image), position): ((&Arc<RecordedDrive>, &Vec<u8>), &usize)| {
-            Crashes::new(drive, image.clone()).image(*position, &mut rng)
-        };
-        let images: Vec<Vec<u8>> = both.map(image).collect();
         // A mirror loses no drive here, because the other copies cannot know whether the lost drive
         // has accepted further changes alone.
-        let count = if text.starts_with("ec") { rng.random_range(0..=tolerates) } else { 0 };
-        let lost = (0..images.len()).choose_multiple(&mut rng, count);
-        unfinished += check(&story, images, cut, &lost, seed).await;
+        let most = if text.starts_with("ec") { tolerates } else { 0 };
+        let mut faulty = (0..story.images.len()).choose_multiple(&mut rng, tolerates);
+        let before = if go_back { earlier(&story, cut, &mut rng) } else { None };
+        let back = faulty.split_off(faulty.len() - usize::from(before.is_some()));
+        faulty.truncate(rng.random_range(0..=most.min(faulty.len())));
+        let faults = Faults { lost: faulty, back };
+        went_back += faults.back.len();
+        let mut images = Vec::new();
+        for (number, (drive, image)) in story.drives.iter().zip(&story.images).enumerate() {
+            let moment = if faults.back.contains(&number) { before.unwrap_or(cut) } else { cut };
+            let mut crashes = Crashes::new(drive, image.clone());
+            images.push(crashes.image(moment.positions[number], &mut rng));
+        }
+        unfinished += check(&story, images, cut, &faults, seed).await;
     }
+    assert!(!go_back || went_back > checks / 2, "a drive went back only {went_back} times");
     assert!(unfinished > 5, "{checked} crashes cut off only {unfinished} changes");
 }
 
 #[tokio::test]
 async fn a_power_loss_leaves_no_stripe_that_mixes_old_and_new_data() {
-    crash("ec:4+2", 40).await;
+    crash("ec:4+2", 40, false).await;
 }
 
 #[tokio::test]
 async fn a_power_loss_leaves_identical_copies_in_a_mirror() {
-    crash("mirror:2", 40).await;
+    crash("mirror:2", 40, false).await;
+}
+
+#[tokio::test]
+async fn a_drive_that_goes_back_costs_a_code_no_acknowledged_change() {
+    crash("ec:4+2", 40, true).await;
+}
+
+#[tokio::test]
+async fn a_drive_that_goes_back_costs_a_mirror_no_acknowledged_change() {
+    crash("mirror:2", 40, true).await;
 }

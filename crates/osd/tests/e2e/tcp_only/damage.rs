@@ -6,7 +6,8 @@ use base::block::Payload;
 use bytes::Bytes;
 use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
-use crate::redundancy::{Rig, UNIT};
+use crate::common::data;
+use crate::redundancy::{Rig, UNIT, wait_until_whole};
 
 const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
 
@@ -179,6 +180,45 @@ async fn a_scrub_finds_and_repairs_every_damaged_fragment() {
             assert_eq!((again.damaged, again.repaired, again.inconsistent), (0, 0, 0), "{what}");
             rig.check(&what).await;
         }
+    }
+}
+
+/// Returns the omap entries of the first object of a user's collection, in which the array keeps its
+/// records.
+async fn records(store: &dyn ObjectStore) -> (CollectionId, ObjectId, Vec<(Bytes, Bytes)>) {
+    let (cid, ..) = fragments(store).await.remove(0);
+    let own = store.list(&cid, None, 1).await.unwrap().0.remove(0);
+    let (entries, more) = store.omap_iterate(&cid, &own, Bytes::new(), 1000).await.unwrap();
+    assert!(!more && !entries.is_empty());
+    (cid, own, entries)
+}
+
+/// The content of one target is replaced by an older copy while the node is running. The checksums
+/// of the copy are correct, but its records show that it lacks changes.
+#[tokio::test]
+async fn a_scrub_rebuilds_a_target_with_older_content() {
+    for redundancy in ["ec:2+1", "mirror:2"] {
+        let mut rig = Rig::new(redundancy, 1).await;
+        rig.fill(&[70_001]).await;
+        let store = rig.node.stores[0].inner();
+        let (cid, own, old) = records(store).await;
+        let fragment = content(store).await.unwrap().remove(0);
+        let new = data(70_001, 3);
+        rig.pool.object("o70001").unwrap().put(new.clone()).await.unwrap();
+        rig.objects[0].1 = new;
+        let (oid, source) = (fragment.0, WriteSource::Inline(Payload::compute(0, fragment.1.clone())));
+        let replace = Transaction::new(cid)
+            .with(Op::OmapClear { oid: own.clone() })
+            .with(Op::OmapSet { oid: own, entries: old })
+            .with(Op::Write { oid, offset: 0, source });
+        store.queue_transaction(replace).await.unwrap();
+        assert!(content(store).await.unwrap()[0].1 == fragment.1, "the fault fired");
+        let found = scrub(&rig).await;
+        assert_eq!((found.inconsistent, found.failure), (0, None), "{redundancy}");
+        wait_until_whole(&rig.client).await;
+        assert!(content(store).await.unwrap()[0].1 != fragment.1, "{redundancy}: the target is rebuilt");
+        rig.check(redundancy).await;
+        assert_eq!(scrub(&rig).await.inconsistent, 0, "{redundancy}");
     }
 }
 
