@@ -43,9 +43,7 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 	@DEVICE=$(DEVICE) tests/rdma/run
 
 # Kinds of faults that reach known defects (docs/simulator.md).
-sim_off := stale-drive,lying-flush,fill-index,flip-in-write
-# Planted bugs may need damaged writes. A seed that fails without the bug does not count.
-mutants_off := stale-drive,lying-flush,fill-index
+sim_off := fill-index
 
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim
@@ -56,7 +54,7 @@ sim-sample: setup ## Simulate a whole node from new seeds for MINUTES=4; SEED=FI
 
 sim-mutants: setup ## Plant ten bugs, one at a time, and check that simulations find each of them
 	RUSTFLAGS="--cfg mutants" $(CARGO) build --profile sim --locked -p outboard-sim --target-dir $${CARGO_TARGET_DIR:-target}/mutants
-	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(mutants_off)
+	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
 
 lint: setup ## Check documents, type names and formatting, and run clippy; warnings are errors
 	@scripts/setup lint
