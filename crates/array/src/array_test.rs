@@ -123,6 +123,21 @@ impl Member for TestTarget {
     }
 }
 
+/// A witness in memory.
+#[derive(Default)]
+struct TestWitness(RefCell<Option<WitnessEntry>>);
+
+impl Witness for TestWitness {
+    fn entry(&self, _: (u32, u32)) -> Option<WitnessEntry> {
+        self.0.borrow().clone()
+    }
+
+    fn store(&self, _: (u32, u32), entry: WitnessEntry) -> LocalBoxFuture<'_, Result<()>> {
+        *self.0.borrow_mut() = Some(entry);
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
 fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
     let source = WriteSource::Inline(Payload::compute(0, Bytes::from(vec![byte; 8192])));
     Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset: 0, source })
@@ -161,6 +176,7 @@ async fn group_over(
         dirty_max: 16,
         coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
         clock: WallClock::default(),
+        witness: Rc::new(TestWitness::default()),
     });
     let group = Rc::new(group.unwrap());
     group.create(&ranked).await.unwrap();

@@ -44,7 +44,7 @@ impl Group {
         try_join_all(chosen.iter().map(create)).await?;
         // No interval has begun yet, so no member can have accepted changes without the other
         // members.
-        self.terms.testify(&record);
+        self.terms.testify(&record).await?;
         Ok(())
     }
 

@@ -29,16 +29,18 @@ impl MemberState {
     }
 
     /// The last change that the member certainly has.
-    fn last(&self) -> ChangeId {
+    pub(crate) fn last(&self) -> ChangeId {
         self.changes.last().copied().unwrap_or_default().max(self.trimmed)
     }
 }
 
 /// The entry of the witness about a group: the last term, and the targets that are in sync in it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct WitnessEntry {
-    pub(crate) term: u64,
-    pub(crate) in_sync: BTreeSet<Uuid>,
+pub struct WitnessEntry {
+    /// The term of the last membership record that all its members in sync have stored.
+    pub term: u64,
+    /// The targets that this record calls in sync.
+    pub in_sync: BTreeSet<Uuid>,
 }
 
 /// What a decision is based on.

@@ -29,6 +29,7 @@ use crate::objects::Objects;
 use crate::rebuilding::Rebuilding;
 use crate::stage::Stages;
 use crate::terms::Terms;
+use crate::witness::Witness;
 
 /// Options of a new [`Group`].
 pub struct GroupOptions {
@@ -61,6 +62,8 @@ pub struct GroupOptions {
     pub coding: Rc<CodingDispatcher>,
     /// Time of day, which orders the declarations of operators that members are lost.
     pub clock: WallClock,
+    /// Knows the group's last term.
+    pub witness: Rc<dyn Witness>,
 }
 
 /// The state of a placement group with redundancy: its members and what is known about each.
@@ -128,7 +131,7 @@ impl Group {
             coding: options.coding,
             targets: options.targets,
             intervals: Intervals::default(),
-            terms: Terms::new(options.clock),
+            terms: Terms::new(options.clock, options.witness, options.place),
             dirty_max: options.dirty_max,
             drops_notes: Cell::new(false),
             no_room: RefCell::default(),

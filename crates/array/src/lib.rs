@@ -93,6 +93,7 @@ mod terms;
 mod transact;
 mod undo;
 mod view;
+mod witness;
 mod work;
 
 pub use array::{Array, ArrayFuture};
@@ -105,3 +106,4 @@ pub use probe::NewObjects;
 pub use rebuild::{RETRY, Rebuilt};
 pub use record::SIZE_XATTR;
 pub use scrub::Findings;
+pub use witness::{Witness, WitnessEntry};

@@ -180,7 +180,7 @@ impl Group {
         let propose = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
         let propose = propose.from_reserve();
         try_join_all(links.iter().map(|link| self.calls.apply_to(link, propose.clone()))).await?;
-        self.terms.testify(record);
+        self.terms.testify(record).await?;
         let entries = vec![(key_record(), record.encode())];
         let note = Transaction::new(self.cid.clone())
             .with(Op::OmapSet { oid: oid.clone(), entries })

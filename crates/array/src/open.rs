@@ -104,12 +104,12 @@ impl Group {
         *self.rebuilding.borrow_mut() = None;
         let (record, dirty) = self.agree(&decision, &views, &members).await?;
         self.carry_out(number, &decision, &record, &mut members).await?;
+        self.terms.testify(&record).await?;
         if self.number() != number {
             return Err(over(number));
         }
         *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
         self.cannot_catch_up.borrow_mut().clear();
-        self.terms.testify(&record);
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();

@@ -7,10 +7,8 @@ use base::block::BLOCK;
 use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
-use uuid::Uuid;
 
 use crate::ask::is_damage;
-use crate::decision::MemberState;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
@@ -75,9 +73,8 @@ impl Group {
         let mut records = Vec::new();
         for link in interval.links.iter().flatten() {
             match self.view(link).await {
-                Ok(MemberView { state, .. }) => {
-                    records.push(Some(MemberState { target: Uuid::nil(), ..state }))
-                }
+                // A member that was rebuilt has other intents than the other members.
+                Ok(MemberView { state, .. }) => records.push(Some((state.last(), state.record))),
                 Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => records.push(None),
                 Err(e @ StoreError::Disconnected(_)) => return Err(e),
                 // The checks of the objects report this error.

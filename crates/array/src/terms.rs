@@ -1,32 +1,34 @@
 //! [`Terms`]: the terms that a group has seen, and the choice of the next term.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
+use std::rc::Rc;
 
 use base::clock::WallClock;
 
 use crate::decision::WitnessEntry;
 use crate::record::GroupRecord;
+use crate::witness::Witness;
 
 /// Minimum increase of the term after an operator has declared members lost. It makes the new term
 /// exceed all terms that the lost members may know. The new term is also at least this step times
 /// the number of seconds since 1970, so that the most recent declaration wins.
 const LOSS_STEP: u64 = 1 << 32;
 
-/// The numbers of a group's terms: the highest one, and what is known about the last term.
+/// The numbers of a group's terms: the highest one, and what the witness knows.
 pub(crate) struct Terms {
     clock: WallClock,
     /// Highest term that was ever seen or proposed. Each new term is higher.
     highest: Cell<u64>,
-    /// The last term of which this process knows that all members in sync have stored its record
-    /// as a proposal; `None` before the first interval.
-    witness: RefCell<Option<WitnessEntry>>,
+    witness: Rc<dyn Witness>,
+    /// The group's place, by which the witness knows it.
+    place: (u32, u32),
 }
 
 impl Terms {
     /// Creates the terms of a group that has seen no term. `clock` orders the declarations of
     /// operators.
-    pub(crate) fn new(clock: WallClock) -> Terms {
-        Terms { clock, highest: Cell::new(0), witness: RefCell::default() }
+    pub(crate) fn new(clock: WallClock, witness: Rc<dyn Witness>, place: (u32, u32)) -> Terms {
+        Terms { clock, highest: Cell::new(0), witness, place }
     }
 
     /// Highest term seen so far.
@@ -50,15 +52,19 @@ impl Terms {
         next.saturating_add(LOSS_STEP).max(seconds.saturating_mul(LOSS_STEP))
     }
 
-    /// The last term that the members in sync know, if there was one.
+    /// What the witness knows about the group.
     pub(crate) fn witness(&self) -> Option<WitnessEntry> {
-        self.witness.borrow().clone()
+        self.witness.entry(self.place)
     }
 
-    /// Records that all members in sync have stored a record, at least as a proposal.
-    pub(crate) fn testify(&self, record: &GroupRecord) {
-        let in_sync = record.in_sync().map(|position| record.members[position].target).collect();
-        *self.witness.borrow_mut() = Some(WitnessEntry { term: record.term, in_sync });
+    /// Tells the witness that all members in sync have stored a record, at least as a proposal.
+    /// Waits until the witness has stored this.
+    ///
+    /// # Errors
+    /// [`StoreError::Disconnected`](store::StoreError::Disconnected) if the witness cannot store it.
+    pub(crate) async fn testify(&self, record: &GroupRecord) -> store::Result<()> {
         self.heard_of(record.term);
+        let in_sync = record.in_sync().map(|position| record.members[position].target).collect();
+        self.witness.store(self.place, WitnessEntry { term: record.term, in_sync }).await
     }
 }

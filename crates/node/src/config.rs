@@ -213,7 +213,7 @@ pub struct DebugSection {
 }
 
 /// Configuration keys of section `osd`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
+#[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct OsdSection {
     /// CPUs of an osd that emulates a DPU: "auto" (the last quarter of the machine's CPUs, at least
     /// one), "any", or a list such as "2,4-7".
@@ -250,6 +250,10 @@ pub struct OsdSection {
     /// long. Only the time that the node runs counts. A retry after the expiry is refused.
     #[config(default = "24h")]
     pub session_expiry: Period,
+    /// File of the witness, which knows the last state of each redundant placement group. A relative
+    /// path starts at the node's directory. The file must not be on a drive of the node's targets.
+    #[config(default = "witness")]
+    pub witness: String,
     /// The parts of an unfinished upload are removed when they are this old and their uploader has
     /// disconnected.
     #[config(default = "1h")]

@@ -4,6 +4,7 @@
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
 //! DIR/targets/N.img        targets, unless the configuration names others
+//! DIR/witness              last state of the placement groups, unless `osd.witness` names another file
 //! DIR/run/lock             locked while the node runs; contains the supervisor's pid
 //! DIR/run/making.json      files that the first `up` creates; removed when the node is complete
 //! DIR/run/state.json       state of the processes, for `status` and for finding the endpoint
@@ -262,15 +263,15 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirE
     }
 }
 
-/// Replaces the content of `path` by `text` atomically and durably.
+/// Replaces the content of `path` atomically and durably.
 ///
 /// # Errors
 /// If the operating system reports an error.
-pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
+pub fn replace_file(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
     let new = path.with_extension("new");
     let write = || {
         let mut file = File::create(&new)?;
-        file.write_all(text.as_bytes())?;
+        file.write_all(content.as_ref())?;
         file.sync_all()
     };
     if let Err(e) = write() {

@@ -34,3 +34,4 @@ pub mod supervise;
 pub mod targets;
 pub mod units;
 pub mod watchdog;
+mod witness_file;

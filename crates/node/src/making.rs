@@ -78,7 +78,7 @@ impl Making {
             config: text.to_owned(),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),
         };
-        replace_file(&dir.making(), &making.text())?;
+        replace_file(&dir.making(), making.text())?;
         for (n, target) in config.targets.iter().enumerate() {
             let label = format!("creating target {} of {}", n + 1, config.targets.len());
             let path = dir.path().join(target);
@@ -96,7 +96,7 @@ impl Making {
     /// # Errors
     /// If the operating system reports an error.
     pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
-        replace_file(&dir.making(), &self.text())
+        replace_file(&dir.making(), self.text())
     }
 
     fn text(&self) -> String {

@@ -24,6 +24,7 @@ use super::coding;
 use super::config::{self, Config};
 use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
+use crate::witness_file::WitnessFile;
 
 /// Maximum size of a staging buffer, in bytes: two segments of 2 MiB.
 const LARGEST_BUFFER: usize = 4 << 20;
@@ -186,6 +187,7 @@ pub async fn serve(
         rebuild_share: config.osd.rebuild_share,
         missed_objects_per_pg: config.osd.missed_objects_per_pg,
         session_expiry: config.osd.session_expiry.0,
+        witness: Some(WitnessFile::at(config.osd.witness.as_ref())),
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

@@ -25,7 +25,9 @@ use crate::ids;
 use crate::start_error::StartError;
 use crate::target::Target;
 
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
+/// Format of ages without a counter of the witness.
+const OLD_FORMAT: u8 = 1;
 /// Key of the age in the omap.
 const KEY: Bytes = Bytes::from_static(b"age");
 
@@ -37,11 +39,14 @@ pub(crate) struct Age {
     started: Instant,
 }
 
-/// The age as stored: a format byte, then both numbers, big-endian.
+/// The age as stored: a format byte, then the numbers, big-endian. Older versions of the node do not
+/// store the counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StoredAge {
     generation: u64,
     ran_ms: u64,
+    /// Counter of the [witness](crate::witness); 0 if none was stored.
+    witness: u64,
 }
 
 impl Age {
@@ -51,7 +56,11 @@ impl Age {
     ///
     /// # Errors
     /// If no target can be read.
-    pub(crate) async fn begin(targets: &[Rc<Target>], patience: Duration) -> Result<Age, StartError> {
+    pub(crate) async fn begin(
+        targets: &[Rc<Target>],
+        witness: u64,
+        patience: Duration,
+    ) -> Result<Age, StartError> {
         let mut newest: Option<StoredAge> = None;
         let mut answers = 0;
         let mut failure = None;
@@ -63,6 +72,7 @@ impl Age {
                     newest = both.reduce(|a, b| StoredAge {
                         generation: a.generation.max(b.generation),
                         ran_ms: a.ran_ms.max(b.ran_ms),
+                        witness: a.witness.max(b.witness),
                     });
                 }
                 Err(source) => failure = Some(StartError::Target { target: target.uuid, source }),
@@ -74,7 +84,7 @@ impl Age {
         let generation = newest.map_or(SessionId::FIRST_GENERATION, |stored| stored.generation + 1);
         let before_ms = newest.map_or(0, |stored| stored.ran_ms);
         let age = Age { generation, before_ms, started: Instant::now() };
-        age.save(targets, patience).await;
+        age.save(targets, witness, patience).await;
         Ok(age)
     }
 
@@ -93,9 +103,10 @@ impl Age {
         self.started.elapsed()
     }
 
-    /// Writes the age to all usable targets. Gives up on a target after `patience`.
-    pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) {
-        let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms() };
+    /// Writes the age, and the counter of the witness, to all usable targets. Gives up on a target
+    /// after `patience`.
+    pub(crate) async fn save(&self, targets: &[Rc<Target>], witness: u64, patience: Duration) {
+        let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms(), witness };
         let there = targets.iter().filter(|target| target.failure().is_none());
         let saved = join_all(there.map(|target| write(target, stored, patience))).await;
         if !saved.contains(&true) {
@@ -105,6 +116,14 @@ impl Age {
             );
         }
     }
+}
+
+/// Returns the highest counter of the witness that any usable target stores; 0 if there is none.
+/// Waits at most `patience` for each target.
+pub(crate) async fn witness_counter(targets: &[Rc<Target>], patience: Duration) -> u64 {
+    let there = targets.iter().filter(|target| target.failure().is_none());
+    let read = join_all(there.map(|target| read(target, patience))).await;
+    read.into_iter().flatten().flatten().map(|stored| stored.witness).max().unwrap_or(0)
 }
 
 async fn read(target: &Target, patience: Duration) -> store::Result<Option<StoredAge>> {
@@ -135,23 +154,30 @@ async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
 
 impl StoredAge {
     fn encode(self) -> Bytes {
-        let mut value = BytesMut::with_capacity(17);
+        let mut value = BytesMut::with_capacity(25);
         value.put_u8(FORMAT);
         value.put_u64(self.generation);
         value.put_u64(self.ran_ms);
+        value.put_u64(self.witness);
         value.freeze()
     }
 
     /// Decodes bytes from [`StoredAge::encode`]; `None` for other bytes.
     fn decode(bytes: &[u8]) -> Option<StoredAge> {
-        let (&FORMAT, rest) = bytes.split_first()? else { return None };
-        let (generation, ran_ms) = rest.split_at_checked(8)?;
-        let generation = u64::from_be_bytes(generation.try_into().ok()?);
-        let ran_ms = u64::from_be_bytes(ran_ms.try_into().ok()?);
+        let (format, rest) = bytes.split_first()?;
+        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
+        let (generation, rest) = rest.split_at_checked(8)?;
+        let (ran_ms, rest) = rest.split_at_checked(8)?;
+        let (generation, ran_ms) = (number(generation)?, number(ran_ms)?);
+        let witness = match *format {
+            FORMAT => number(rest)?,
+            OLD_FORMAT => rest.is_empty().then_some(0)?,
+            _ => return None,
+        };
         // A generation beyond this range counts as damage. Half of the generations that fit into a
         // session id therefore remain for later starts.
         let possible = SessionId::FIRST_GENERATION..SessionId::FIRST_GENERATION + (1 << 46);
-        possible.contains(&generation).then_some(StoredAge { generation, ran_ms })
+        possible.contains(&generation).then_some(StoredAge { generation, ran_ms, witness })
     }
 }
 
@@ -171,7 +197,9 @@ mod tests {
 
     #[test]
     fn an_age_survives_encoding_and_decoding() {
-        let stored = StoredAge { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7 };
+        let stored = StoredAge { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7, witness: 3 };
         assert_eq!(StoredAge::decode(&stored.encode()), Some(stored));
+        let old = [&[OLD_FORMAT], &stored.encode()[1..17]].concat();
+        assert_eq!(StoredAge::decode(&old), Some(StoredAge { witness: 0, ..stored }));
     }
 }

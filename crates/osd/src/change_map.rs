@@ -22,10 +22,10 @@ impl Osd {
     pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
         // The map epoch grows even if saving fails, because some targets may have stored the failed
         // map.
-        map.epoch += 1;
+        map.epoch += 1 + self.epoch_step.take();
         self.map.borrow_mut().epoch = map.epoch;
         let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
-        if let Err(e) = map.save(&self.targets, self.config.target_timeout).await {
+        if let Err(e) = map.save(&self.targets, &self.witness, self.config.target_timeout).await {
             self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
             return Err(refusal(e.into()));
         }

@@ -8,6 +8,8 @@ use array::CodingConfig;
 use base::clock::WallClock;
 use wire::{OffloadStatus, Placement};
 
+use crate::witness::WitnessAt;
+
 /// Configuration of an osd. The defaults suit a production node; tests shorten the times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
@@ -66,6 +68,9 @@ pub struct OsdConfig {
     pub pid: u32,
     /// Clock for the times of object changes and pool creations.
     pub clock: WallClock,
+    /// Where the osd stores its witness. If `None`, the osd keeps the witness in memory. After a
+    /// restart, it then cannot tell whether missing targets have newer data.
+    pub witness: Option<WitnessAt>,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -155,6 +160,7 @@ impl Default for OsdConfig {
             coding: CodingConfig::default(),
             pid: std::process::id(),
             clock: WallClock::default(),
+            witness: None,
         }
     }
 }

@@ -64,6 +64,7 @@ mod timed;
 mod times;
 mod turnstile;
 mod upkeep;
+mod witness;
 mod written;
 
 pub use array::{CodingConfig, StripesAt};
@@ -71,3 +72,4 @@ pub use audit::inspect_object;
 pub use config::{OffloadSource, OsdConfig, TargetRetry};
 pub use server::OsdServer;
 pub use start_error::StartError;
+pub use witness::{WitnessAt, WitnessStorage};

@@ -15,9 +15,11 @@ use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::Redundancy;
 
+use crate::age;
 use crate::ids;
 use crate::start_error::StartError;
 use crate::target::Target;
+use crate::witness::NodeWitness;
 
 /// Maximum size of the map, in bytes. The maximum numbers of pools and targets need far less.
 const MAP_BYTES_MAX: u64 = 1 << 20;
@@ -114,22 +116,31 @@ impl NodeMap {
     /// copies. The map does not list targets that an operator has replaced. Targets that fail or do
     /// not answer within `patience` are not used. The node starts without these targets if the other
     /// targets certainly have the newest map. Otherwise, if a target was slow or was remounted
-    /// meanwhile, the map is read again, in up to [`ROUNDS_MAX`] attempts.
-    pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
+    /// meanwhile, the map is read again, in up to [`ROUNDS_MAX`] attempts. `witness` knows the epoch
+    /// of the newest map, unless it is lost.
+    pub(crate) async fn open(
+        targets: &[Rc<Target>],
+        witness: &NodeWitness,
+        patience: Duration,
+    ) -> Result<NodeMap, StartError> {
         let incarnations = || targets.iter().map(|target| target.store.incarnation()).collect::<Vec<_>>();
         for _ in 1..ROUNDS_MAX {
             let before = incarnations();
-            let error = match NodeMap::open_once(targets, patience).await {
+            let error = match NodeMap::open_once(targets, witness, patience).await {
                 Err(e) if targets.iter().any(|target| target.is_slow()) || incarnations() != before => e,
                 opened => return opened,
             };
             tracing::warn!(%error, "the node cannot start without the copy of its map on a slow or remounted target; reading the map again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
-        NodeMap::open_once(targets, patience).await
+        NodeMap::open_once(targets, witness, patience).await
     }
 
-    async fn open_once(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
+    async fn open_once(
+        targets: &[Rc<Target>],
+        witness: &NodeWitness,
+        patience: Duration,
+    ) -> Result<NodeMap, StartError> {
         let uuids: Vec<Uuid> = targets.iter().map(|t| t.uuid).collect();
         if let Some(twice) = uuids.iter().enumerate().find(|(i, u)| uuids[..*i].contains(u)) {
             return Err(StartError::SameTarget(*twice.1));
@@ -180,18 +191,42 @@ impl NodeMap {
             }
         };
         map.check_targets(targets, &copies)?;
-        map.check_failed(targets, failure)?;
+        witness.check(map.node, age::witness_counter(targets, patience).await);
+        let is_newest = map.is_newest(targets, witness)?;
+        if !is_newest {
+            map.check_failed(targets, failure)?;
+        }
+        let unread = targets.iter().filter(|target| map.has(target) && target.failure().is_some());
+        unread.for_each(|target| target.set_missed_map(true));
         map.tell(targets);
-        map.bring_up_to_date(targets, &copies, patience).await?;
+        map.bring_up_to_date(targets, &copies, is_newest, patience).await?;
+        witness.retain_pools(|id| map.pools.iter().any(|pool| pool.id == id));
+        witness.store_map_epoch(map.epoch).await.map_err(StartError::Witness)?;
         Ok(map)
     }
 
+    /// Returns whether the witness confirms that no target has a newer map that was saved.
+    ///
+    /// # Errors
+    /// [`StartError::OutdatedMap`] if the witness knows of a newer map.
+    fn is_newest(&self, targets: &[Rc<Target>], witness: &NodeWitness) -> Result<bool, StartError> {
+        let Some(epoch) = witness.map_epoch(self.node) else { return Ok(false) };
+        if epoch > self.epoch {
+            let is_there = |uuid| targets.iter().any(|t| t.uuid == uuid && t.failure().is_none());
+            let missing = self.targets.iter().map(|record| record.uuid).filter(|uuid| !is_there(*uuid));
+            let (node, missing) = (self.node, missing.map(|uuid| uuid.to_string()).collect::<Vec<_>>());
+            return Err(StartError::OutdatedMap { node, missing: missing.join(", ") });
+        }
+        Ok(true)
+    }
+
     /// Writes the map to targets with outdated copies. A target that does not store the map counts
-    /// as failed if enough other targets have the map.
+    /// as failed if enough other targets have the map, or if `is_newest` is true.
     async fn bring_up_to_date(
         &self,
         targets: &[Rc<Target>],
         copies: &[Option<NodeMap>],
+        is_newest: bool,
         patience: Duration,
     ) -> Result<(), StartError> {
         let known = targets.iter().zip(copies).filter(|(target, _)| self.has(target));
@@ -222,7 +257,7 @@ impl NodeMap {
                     late(patience)
                 }
             };
-            let expected = self.does_without(target);
+            let expected = is_newest || self.does_without(target);
             if there == 0 || (there * 2 <= self.targets.len() && !expected) {
                 return Err(start_error(target, error));
             }
@@ -309,11 +344,20 @@ impl NodeMap {
 
     /// Writes the map to every target that it lists and that has not failed. For success, most listed
     /// targets must store the map, or the node must do without all other targets according to the
-    /// map. Waits at most `patience` for each target. After an error, possibly only some targets have
-    /// the map. The next start of the node then updates the other targets.
-    pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
+    /// map. If the witness is durable, one target suffices. The witness stores the map epoch. Waits at most `patience` for each
+    /// target. After an error, possibly only some targets have the map. The next start of the node
+    /// then updates the other targets.
+    pub(crate) async fn save(
+        &self,
+        targets: &[Rc<Target>],
+        witness: &NodeWitness,
+        patience: Duration,
+    ) -> Result<(), StoreError> {
         // A replaced target does not count: the next start of the node may be without it.
-        let there = targets.iter().filter(|target| self.has(target) && target.failure().is_none());
+        let listed = || targets.iter().filter(|target| self.has(target));
+        // A write of the map clears this mark.
+        listed().for_each(|target| target.set_missed_map(true));
+        let there = listed().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
             let incarnation = target.store.incarnation();
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
@@ -341,8 +385,8 @@ impl NodeMap {
         let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
         let is_settled = |target: &Rc<Target>| target.failure().is_none() || self.does_without(target);
         let certain = full.is_none() && targets.iter().all(is_settled);
-        if written > 0 && (certain || written * 2 > self.targets.len()) {
-            return Ok(());
+        if written > 0 && (certain || written * 2 > self.targets.len() || witness.is_durable()) {
+            return witness.store_map_epoch(self.epoch).await;
         }
         if let Some(full) = full {
             return Err(full);
@@ -435,6 +479,7 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     target.backing.incarnation();
     target.backing.queue(transaction).await?;
     target.set_lacks_map(false);
+    target.set_missed_map(false);
     Ok(())
 }
 

@@ -31,11 +31,17 @@ use crate::start_error::StartError;
 use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
+use crate::witness::NodeWitness;
 
 /// Time after the osd's start during which a closed session keeps its results if it was created
 /// before the start. Other sessions from before the start may still reconnect and send retries. The
 /// time equals the default time limit of a client's requests.
 const SETTLING: Duration = Duration::from_secs(60);
+
+/// Increase of the map epoch at the first change after a start without some targets. These targets
+/// may have stored maps that were not saved, and the next map must be newer. The increase exceeds the
+/// number of attempts to save a map between two starts.
+const MISSING_STEP: u64 = 1 << 32;
 
 /// An object storage daemon. One thread owns it.
 pub(crate) struct Osd {
@@ -47,6 +53,8 @@ pub(crate) struct Osd {
     pub(crate) map: RefCell<NodeMap>,
     /// Lock that is held during a change of the map.
     pub(crate) changing_map: Mutex<()>,
+    /// Additional increase of the map epoch at the next change of the map.
+    pub(crate) epoch_step: Cell<u64>,
     /// Whether the last change of the map failed, so that perhaps only some targets have stored the
     /// changed map.
     pub(crate) map_is_uncertain: Cell<bool>,
@@ -71,6 +79,7 @@ pub(crate) struct Osd {
     pub(crate) removed_pools: RefCell<Vec<Rc<ActivePool>>>,
     pub(crate) coding: Rc<CodingDispatcher>,
     pub(crate) age: Rc<Age>,
+    pub(crate) witness: Rc<NodeWitness>,
 }
 
 /// Returns the component that writes stripes to these targets.
@@ -105,7 +114,8 @@ impl Osd {
         for target in &targets {
             target.store.register_memory(staging.arena());
         }
-        let map = NodeMap::open(&targets, config.target_timeout).await?;
+        let witness = NodeWitness::load(config.witness.clone());
+        let map = NodeMap::open(&targets, &witness, config.target_timeout).await?;
         targets.retain(|target| {
             let is_listed = map.has(target);
             if !is_listed {
@@ -113,7 +123,9 @@ impl Osd {
             }
             is_listed
         });
-        let age = Age::begin(&targets, config.target_timeout).await?;
+        let age = Age::begin(&targets, witness.counter(), config.target_timeout).await?;
+        let is_missing = |target: &Rc<Target>| target.failure().is_some();
+        let epoch_step = if targets.iter().any(is_missing) { MISSING_STEP } else { 0 };
         let coding =
             CodingDispatcher::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
@@ -123,6 +135,7 @@ impl Osd {
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
             changing_map: Mutex::default(),
+            epoch_step: Cell::new(epoch_step),
             map_is_uncertain: Cell::new(false),
             pools: RefCell::default(),
             sessions: RefCell::new(Sessions::new(config.sessions, age.generation())),
@@ -138,6 +151,7 @@ impl Osd {
             scrubs: Scrubs::default(),
             removed_pools: RefCell::default(),
             age: Rc::new(age),
+            witness: Rc::new(witness),
             config,
         };
         for record in map.pools.iter().filter(|record| !record.removing) {
@@ -186,6 +200,7 @@ impl Osd {
             dirty_max: self.config.missed_objects_per_pg,
             coding: Rc::clone(&self.coding),
             clock: self.config.clock.clone(),
+            witness: Rc::clone(&self.witness) as _,
         }
     }
 

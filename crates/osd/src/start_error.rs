@@ -32,6 +32,19 @@ pub enum StartError {
         /// The node.
         node: Uuid,
     },
+    /// All available targets have an older map than the node's last one.
+    #[error(
+        "a missing target has a newer map of node {node} than the available targets; bring back one of the targets {missing}"
+    )]
+    OutdatedMap {
+        /// The node.
+        node: Uuid,
+        /// The missing targets.
+        missing: String,
+    },
+    /// The witness cannot be stored.
+    #[error("{0}; make its file writable, and free some space on its file system")]
+    Witness(StoreError),
     /// A target's copy of the node's map cannot be read.
     #[error("the node's map on target {target} is corrupt: {detail}; run fsck")]
     CorruptMap {

@@ -42,6 +42,8 @@ pub(crate) struct Target {
     out: Cell<bool>,
     /// Whether the target had no space for the node's map when the node started.
     lacks_map: Cell<bool>,
+    /// Whether the target has not stored a map that other targets have stored.
+    missed_map: Cell<bool>,
     /// Collections in which the target did not answer calls in time. Probes also send calls in
     /// these collections.
     suspects: RefCell<Vec<CollectionId>>,
@@ -67,6 +69,7 @@ impl Target {
             is_probed: Cell::new(false),
             out: Cell::new(false),
             lacks_map: Cell::new(false),
+            missed_map: Cell::new(false),
             suspects: RefCell::default(),
         }
     }
@@ -106,6 +109,16 @@ impl Target {
     /// Returns whether the target lacks the node's map because it has no space.
     pub(crate) fn lacks_map(&self) -> bool {
         self.lacks_map.get()
+    }
+
+    /// Records whether the target has not stored a map that other targets have stored.
+    pub(crate) fn set_missed_map(&self, missed: bool) {
+        self.missed_map.set(missed);
+    }
+
+    /// Returns whether the target has not stored a map that other targets have stored.
+    pub(crate) fn missed_map(&self) -> bool {
+        self.missed_map.get()
     }
 
     /// Returns why placement groups do not use the target; `None` if it is used.

@@ -100,8 +100,15 @@ impl Osd {
         })
     }
 
-    /// Returns whether a target is a member of any placement group and lacks changes of that group.
+    /// Returns whether a target lacks the newest map, or is a member of any placement group and lacks
+    /// changes of that group.
     pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
+        let missed_map = |target: &Rc<Target>| target.uuid == uuid && target.missed_map();
+        if self.map.borrow().record(&uuid).is_some_and(|record| record.lost)
+            || self.targets.iter().any(missed_map)
+        {
+            return true;
+        }
         // While a group has no current interval, its last known interval counts.
         let intervals = self.open_groups().into_iter().filter_map(|(_, group)| group.last_interval());
         intervals.into_iter().any(|interval| interval.lacks_target(uuid))

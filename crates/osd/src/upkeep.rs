@@ -50,8 +50,9 @@ impl Osd {
         }
     }
 
-    /// Writes the map to targets that had no space for it when the node started. These targets
-    /// count as failed until they have the map.
+    /// Writes the map to targets that had no space for it when the node started, and to targets that
+    /// were not usable when the map changed. The first kind of target counts as failed until it has
+    /// the map.
     async fn give_map_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval * MAP_INTERVALS).await;
@@ -62,6 +63,12 @@ impl Osd {
                     tracing::info!(target_uuid = %target.uuid, "the target has space again and has stored the node's map");
                     target.try_again();
                 }
+            }
+            let is_back = |target: &&Rc<Target>| target.missed_map() && target.failure().is_none();
+            for target in self.targets.iter().filter(is_back) {
+                let _one_at_a_time = self.changing_map.lock().await;
+                let map = self.map.borrow().clone();
+                map.give(target, self.config.target_timeout).await;
             }
         }
     }

@@ -15,4 +15,5 @@ pub mod plan;
 pub mod role;
 pub mod simulation;
 pub mod trace;
+mod witness;
 pub mod workload;

@@ -19,7 +19,7 @@ use messenger::transport::sim::SimNetwork;
 use messenger::{ConnectionConfig, SimStack};
 use node::remount;
 use node::targets::Mounted;
-use osd::{OsdConfig, OsdServer};
+use osd::{OsdConfig, OsdServer, WitnessAt};
 use proxy::{
     Attachment, AttachmentOptions, LocalServer, ServedTarget, ServerOptions, StoreEndpoint, StoreListener,
 };
@@ -37,6 +37,7 @@ use crate::coverage::Coverage;
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
+use crate::witness::SimWitness;
 
 /// Address at which the osd serves clients.
 pub const ENDPOINT: &str = "node:7400";
@@ -74,6 +75,7 @@ pub struct SimNode {
     engine_coverage: RefCell<Coverage>,
     /// Faults of the engines that compute parity.
     coding_faults: Faults,
+    witness: Arc<SimWitness>,
     osds_started: Cell<u64>,
     drives_made: Cell<usize>,
     /// The present drive of each target.
@@ -127,6 +129,7 @@ impl SimNode {
             engine_trace: Cell::new(0),
             engine_coverage: RefCell::default(),
             coding_faults: Faults::default(),
+            witness: Arc::default(),
             osds_started: Cell::new(0),
             drives_made: Cell::new(plan.targets),
             drives: RefCell::new(drives),
@@ -530,6 +533,7 @@ impl SimNode {
             clock: self.wall_clock(NodeRole::Osd),
             pid: 1,
             coding,
+            witness: Some(WitnessAt(Arc::clone(&self.witness) as _)),
             ..OsdConfig::default()
         };
         let seconds = |seconds| Duration::from_secs(seconds);

@@ -9,3 +9,4 @@ mod recovery;
 mod stalls;
 mod start;
 mod times;
+mod witness;

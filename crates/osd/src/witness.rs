@@ -1,0 +1,272 @@
+//! The witness: what the osd stores outside the targets, so that a node can tell after a restart
+//! whether missing targets may have newer data than the available ones.
+//!
+//! The witness has an entry for each placement group with redundancy: its last term, and the targets
+//! in sync in this term (`docs/redundancy.md`). It also has the epoch of the node's map. It is one
+//! small file beside the node's configuration, which is replaced as a whole:
+//!
+//! ```text
+//! magic "OBWITNES", format (1 byte), CRC-32C of the rest (4 bytes, big-endian)
+//! node, counter, map epoch, targets, groups (postcard)
+//! ```
+//!
+//! One write stores all entries that have changed since the last write began. A failure of a target
+//! therefore costs one or two writes, although it concerns many groups.
+//!
+//! The counter grows with each write. The targets store the counter together with the node's age. A
+//! witness with a lower counter than any target's is an old copy, and counts as lost. A witness of
+//! another node counts as lost, too. A lost witness is replaced by a new one.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use array::WitnessEntry;
+use base::BoxFuture;
+use base::block::crc32c;
+use futures::future::LocalBoxFuture;
+use serde::{Deserialize, Serialize};
+use store::StoreError;
+use tokio::sync::Mutex;
+use uuid::Uuid;
+
+const MAGIC: &[u8] = b"OBWITNES";
+const FORMAT: u8 = 1;
+/// Length of the magic, the format and the checksum.
+const HEAD: usize = MAGIC.len() + 5;
+
+/// Stores the content of the witness durably, outside the node's targets.
+pub trait WitnessStorage: Send + Sync {
+    /// Reads the content; `None` if there is none.
+    ///
+    /// # Errors
+    /// If there is content that cannot be read.
+    fn load(&self) -> io::Result<Option<Vec<u8>>>;
+
+    /// Replaces the content. When the future resolves, the new content is durable. If the process or
+    /// the machine ends earlier, [`load`](WitnessStorage::load) returns the old or the new content.
+    ///
+    /// # Errors
+    /// If the content cannot be stored. Either content may be stored in this case.
+    fn replace(&self, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
+}
+
+/// Configuration of where the osd stores its witness.
+#[derive(Clone)]
+pub struct WitnessAt(pub Arc<dyn WitnessStorage>);
+
+impl std::fmt::Debug for WitnessAt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("WitnessAt")
+    }
+}
+
+/// The content of the witness, as stored.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct StoredWitness {
+    node: Uuid,
+    counter: u64,
+    /// Epoch of the last map that was saved; 0 if none is known.
+    map_epoch: u64,
+    targets: Vec<Uuid>,
+    groups: Vec<StoredEntry>,
+}
+
+/// A group's entry, as stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct StoredEntry {
+    pool: u32,
+    group: u32,
+    term: u64,
+    /// Indices into [`StoredWitness::targets`].
+    in_sync: Vec<u16>,
+}
+
+/// What the witness knows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Knowledge {
+    node: Uuid,
+    map_epoch: u64,
+    groups: BTreeMap<(u32, u32), WitnessEntry>,
+}
+
+/// The witness of a node. If it has no storage, it is lost when the osd ends.
+pub(crate) struct NodeWitness {
+    storage: Option<WitnessAt>,
+    knowledge: RefCell<Knowledge>,
+    /// Number of changes of `knowledge`.
+    changes: Cell<u64>,
+    /// Number of changes that are stored.
+    stored: Cell<u64>,
+    /// Counter of the last write, which may have failed.
+    counter: Cell<u64>,
+    /// Counter of the last write that has succeeded.
+    durable: Cell<u64>,
+    writing: Mutex<()>,
+}
+
+impl NodeWitness {
+    /// Reads the witness. Damaged or unreadable content counts as lost.
+    pub(crate) fn load(storage: Option<WitnessAt>) -> NodeWitness {
+        let loaded = storage.as_ref().map_or(Ok(None), |at| at.0.load());
+        let found = loaded.map_err(|e| e.to_string()).and_then(|bytes| {
+            let decode = |bytes: Vec<u8>| StoredWitness::decode(&bytes).ok_or("it is damaged".to_owned());
+            bytes.map(decode).transpose()
+        });
+        let content = found.unwrap_or_else(|why| {
+            tracing::error!(why, "the witness cannot be read, and counts as lost; groups whose targets are all present continue");
+            None
+        });
+        let content = content.unwrap_or_default();
+        NodeWitness {
+            storage,
+            counter: Cell::new(content.counter),
+            durable: Cell::new(content.counter),
+            knowledge: RefCell::new(content.into()),
+            changes: Cell::new(0),
+            stored: Cell::new(0),
+            writing: Mutex::default(),
+        }
+    }
+
+    /// Returns the epoch of the last map of the node that was saved; `None` if it is unknown.
+    pub(crate) fn map_epoch(&self, node: Uuid) -> Option<u64> {
+        let knowledge = self.knowledge.borrow();
+        (knowledge.node == node && knowledge.map_epoch > 0).then_some(knowledge.map_epoch)
+    }
+
+    /// Returns whether the witness survives the end of the osd.
+    pub(crate) fn is_durable(&self) -> bool {
+        self.storage.is_some()
+    }
+
+    /// Returns the counter that is stored. The targets store it, too.
+    pub(crate) fn counter(&self) -> u64 {
+        self.durable.get()
+    }
+
+    /// Checks that the witness belongs to the node, and that it is not older than the counter that
+    /// the targets have stored. Otherwise, forgets what it knows.
+    pub(crate) fn check(&self, node: Uuid, counter: u64) {
+        let mut knowledge = self.knowledge.borrow_mut();
+        let is_empty = *knowledge == Knowledge::default();
+        if knowledge.node == node && self.counter.get() >= counter {
+            return;
+        }
+        if !is_empty {
+            let (own, found) = (self.counter.get(), knowledge.node);
+            tracing::error!(%node, found = %found, own, expected = counter, "the witness belongs to another node or is an old copy, and counts as lost");
+        }
+        *knowledge = Knowledge { node, ..Knowledge::default() };
+        self.counter.set(self.counter.get().max(counter));
+        self.changes.set(self.changes.get() + 1);
+    }
+
+    /// Stores the epoch of the map.
+    ///
+    /// # Errors
+    /// If the witness cannot be stored.
+    pub(crate) async fn store_map_epoch(&self, epoch: u64) -> store::Result<()> {
+        self.change(|knowledge| std::mem::replace(&mut knowledge.map_epoch, epoch) != epoch).await
+    }
+
+    /// Forgets the groups of pools for which `is_pool` returns false. The next write stores this.
+    pub(crate) fn retain_pools(&self, is_pool: impl Fn(u32) -> bool) {
+        self.knowledge.borrow_mut().groups.retain(|(pool, _), _| is_pool(*pool));
+    }
+
+    /// Changes what the witness knows, and waits until it is stored. `change` returns whether it has
+    /// changed anything.
+    async fn change(&self, change: impl FnOnce(&mut Knowledge) -> bool) -> store::Result<()> {
+        if change(&mut self.knowledge.borrow_mut()) {
+            self.changes.set(self.changes.get() + 1);
+        }
+        let needed = self.changes.get();
+        if self.stored.get() >= needed {
+            return Ok(());
+        }
+        let _one_at_a_time = self.writing.lock().await;
+        if self.stored.get() >= needed {
+            return Ok(());
+        }
+        let Some(storage) = &self.storage else {
+            self.stored.set(self.changes.get());
+            return Ok(());
+        };
+        let changes = self.changes.get();
+        let counter = self.counter.get() + 1;
+        self.counter.set(counter);
+        let content = StoredWitness::new(&self.knowledge.borrow(), counter);
+        storage.0.replace(content.encode()).await.map_err(|e| {
+            tracing::error!(error = %e, "the witness cannot be stored; placement groups whose members change wait");
+            StoreError::Disconnected(format!("the witness cannot be stored: {e}"))
+        })?;
+        metrics::counter!("outboard_osd_witness_writes_total").increment(1);
+        self.stored.set(changes);
+        self.durable.set(counter);
+        Ok(())
+    }
+}
+
+impl array::Witness for NodeWitness {
+    fn entry(&self, place: (u32, u32)) -> Option<WitnessEntry> {
+        self.knowledge.borrow().groups.get(&place).cloned()
+    }
+
+    fn store(&self, place: (u32, u32), entry: WitnessEntry) -> LocalBoxFuture<'_, store::Result<()>> {
+        Box::pin(self.change(move |knowledge| {
+            let old = knowledge.groups.insert(place, entry.clone());
+            old.as_ref() != Some(&entry)
+        }))
+    }
+}
+
+impl StoredWitness {
+    fn new(knowledge: &Knowledge, counter: u64) -> StoredWitness {
+        let mut targets: Vec<Uuid> =
+            knowledge.groups.values().flat_map(|entry| entry.in_sync.iter().copied()).collect();
+        targets.sort_unstable();
+        targets.dedup();
+        let index = |uuid: &Uuid| targets.binary_search(uuid).unwrap_or_default() as u16;
+        let entry = |(&(pool, group), entry): (&(u32, u32), &WitnessEntry)| StoredEntry {
+            pool,
+            group,
+            term: entry.term,
+            in_sync: entry.in_sync.iter().map(index).collect(),
+        };
+        let groups = knowledge.groups.iter().map(entry).collect();
+        StoredWitness { node: knowledge.node, counter, map_epoch: knowledge.map_epoch, targets, groups }
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        // Encoding plain data into a growing vector cannot fail.
+        let body = postcard::to_allocvec(self).expect("plain data can be encoded");
+        let mut bytes = [MAGIC, &[FORMAT]].concat();
+        bytes.extend_from_slice(&crc32c(&body).to_be_bytes());
+        bytes.extend_from_slice(&body);
+        bytes
+    }
+
+    /// Decodes bytes from [`StoredWitness::encode`]; `None` for other bytes.
+    fn decode(bytes: &[u8]) -> Option<StoredWitness> {
+        let (head, body) = bytes.split_at_checked(HEAD)?;
+        let rest = head.strip_prefix(MAGIC)?.strip_prefix(&[FORMAT])?;
+        (rest == crc32c(body).to_be_bytes()).then_some(())?;
+        let content: StoredWitness = postcard::from_bytes(body).ok()?;
+        let known = |index: &u16| usize::from(*index) < content.targets.len();
+        content.groups.iter().flat_map(|entry| &entry.in_sync).all(known).then_some(content)
+    }
+}
+
+impl From<StoredWitness> for Knowledge {
+    fn from(content: StoredWitness) -> Knowledge {
+        let targets = &content.targets;
+        let entry = |stored: &StoredEntry| {
+            let in_sync = stored.in_sync.iter().map(|index| targets[usize::from(*index)]).collect();
+            ((stored.pool, stored.group), WitnessEntry { term: stored.term, in_sync })
+        };
+        let groups = content.groups.iter().map(entry).collect();
+        Knowledge { node: content.node, map_epoch: content.map_epoch, groups }
+    }
+}
