@@ -1,0 +1,113 @@
+//! [`Filler`]: fills the targets with objects, and removes these objects.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use client::{Error, NodeError};
+
+use crate::calls::CheckedPool;
+use crate::content;
+use crate::record::RoundRecord;
+
+/// Sizes of objects, in bytes. When an object of one size finds no space, the filler continues with
+/// the next size.
+const SIZES: [u64; 3] = [1 << 20, 64 << 10, 4096];
+/// Number of refusals of a size after which the filler continues with the next size. Several
+/// refusals are needed, because the name of an object determines its targets.
+const REFUSALS: u32 = 12;
+/// Time after which the filler gives up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Fills the targets.
+#[derive(Debug)]
+pub struct Filler {
+    pool: CheckedPool,
+    record: Arc<RoundRecord>,
+    /// Numbers of the objects that exist or may exist.
+    objects: Vec<u64>,
+    next: u64,
+}
+
+impl Filler {
+    /// Creates a filler that has stored nothing.
+    pub fn new(pool: CheckedPool, record: Arc<RoundRecord>) -> Filler {
+        Filler { pool, record, objects: Vec::new(), next: 0 }
+    }
+
+    fn name(number: u64) -> String {
+        format!("fill/{number}")
+    }
+
+    /// Stores objects until none has space. Returns the number of stored objects; `None` if the
+    /// targets did not become full in time.
+    pub async fn fill(&mut self) -> Option<usize> {
+        self.record.may_be_full();
+        let began = Instant::now();
+        for size in SIZES {
+            let mut refusals = 0;
+            while refusals < REFUSALS {
+                if began.elapsed() > PATIENCE || self.record.is_over() {
+                    return None;
+                }
+                refusals += self.put_some(size).await;
+            }
+        }
+        Some(self.objects.len())
+    }
+
+    /// Stores several objects at the same time. Returns how many of them found no space.
+    async fn put_some(&mut self, size: u64) -> u32 {
+        let mut puts = tokio::task::JoinSet::new();
+        for _ in 0..8 {
+            self.next += 1;
+            let number = self.next;
+            self.objects.push(number);
+            let pool = self.pool.clone();
+            puts.spawn(async move {
+                let object = pool.pool().object(&Filler::name(number))?;
+                object.put(content::stamped(number, 0, 0, size)).await
+            });
+        }
+        let mut refused = 0;
+        for result in puts.join_all().await {
+            match result {
+                Err(Error::Node(NodeError::NoSpace { .. })) => refused += 1,
+                Err(error) => self.record.note(format!("a put of the filler failed: {error}")),
+                Ok(_) => {}
+            }
+        }
+        refused
+    }
+
+    /// Removes all objects. Removals work on full targets.
+    ///
+    /// # Errors
+    /// If a removal fails for a reason that no fault excuses.
+    pub async fn empty(&mut self) -> Result<(), String> {
+        for part in self.objects.chunks(8) {
+            let mut removals = tokio::task::JoinSet::new();
+            for number in part {
+                let (pool, number) = (self.pool.clone(), *number);
+                removals.spawn(async move {
+                    let began = Instant::now();
+                    // Faults may last longer than one call.
+                    while began.elapsed() < PATIENCE {
+                        match pool.pool().object(&Filler::name(number))?.remove().await {
+                            Ok(_) => return Ok(()),
+                            Err(error) if error.is_not_found() => return Ok(()),
+                            Err(error @ Error::Node(NodeError::NoSpace { .. })) => return Err(error),
+                            Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
+                        }
+                    }
+                    Err(Error::TimedOut(PATIENCE))
+                });
+            }
+            for result in removals.join_all().await {
+                result.map_err(|error| format!("an object on a full target cannot be removed: {error}"))?;
+            }
+        }
+        self.objects.clear();
+        self.record.is_no_longer_full();
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! The plan of a run: kinds of faults, and the configuration of each round.
+
+use std::fmt;
+use std::str::FromStr;
+
+use client::{Placement, Redundancy};
+use rand::Rng;
+use rand::rngs::SmallRng;
+
+/// A kind of fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FaultKind {
+    /// SIGKILL of one role.
+    Kill,
+    /// SIGKILL of the supervisor, and a new start of the node.
+    KillSupervisor,
+    /// SIGKILL of all processes, and a new start of the node.
+    KillAll,
+    /// SIGSTOP of a process for 0.1 to 60 s.
+    Stop,
+    /// `outboard down` and `outboard up`.
+    Restart,
+    /// The file of a target disappears, and the role that owns the target is killed.
+    LoseDrive,
+    /// A write of a target fails, and the file of the target disappears.
+    FailDrive,
+    /// The node is started without the file of a target.
+    StartWithoutDrive,
+    /// The file of a target is lost for ever, and an operator replaces the target.
+    ReplaceDrive,
+    /// The file of a target is replaced by an older copy.
+    StaleImage,
+    /// Bits of the file of a target flip while the node is down.
+    Damage,
+    /// A write of a target fails.
+    WriteError,
+    /// DMA transfers fail.
+    Dma,
+    /// Another client fills the targets.
+    Fill,
+    /// All connections are reset, and new connections are refused.
+    Cut,
+    /// No data passes between clients and node.
+    Hold,
+    /// Data between clients and node is late.
+    Delay,
+    /// A client ends without closing its session.
+    KillClient,
+}
+
+impl FaultKind {
+    /// All kinds. Each has its name, its weight in the random choice, and its description.
+    const TABLE: [(FaultKind, &str, u32, &str); 18] = [
+        (FaultKind::Kill, "kill", 5, "SIGKILL of the store, osd or node"),
+        (FaultKind::KillSupervisor, "kill-supervisor", 1, "SIGKILL of the supervisor; `outboard up`"),
+        (FaultKind::KillAll, "kill-all", 2, "SIGKILL of all processes; `outboard up`"),
+        (FaultKind::Stop, "stop", 4, "SIGSTOP of a process for 0.1 to 60 s; other roles may be killed"),
+        (FaultKind::Restart, "restart", 2, "`outboard down`; `outboard up`"),
+        (FaultKind::LoseDrive, "lose-drive", 3, "a target's file disappears, and its role is killed"),
+        (FaultKind::FailDrive, "fail-drive", 2, "a target's file disappears, and a write of it fails"),
+        (FaultKind::StartWithoutDrive, "start-without-drive", 1, "the node starts without a target's file"),
+        (FaultKind::ReplaceDrive, "replace-drive", 1, "a target's file is lost; `outboard target replace`"),
+        (FaultKind::StaleImage, "stale-image", 1, "an older copy replaces a target's file"),
+        (FaultKind::Damage, "damage", 1, "bits of a target's file flip while the node is down"),
+        (FaultKind::WriteError, "write-error", 2, "a write of a target fails once"),
+        (FaultKind::Dma, "dma", 1, "DMA transfers fail, stall, or lose doorbells (placement dpu)"),
+        (FaultKind::Fill, "fill", 2, "another client fills the targets, then removes its objects"),
+        (FaultKind::Cut, "cut", 3, "connections are reset and refused"),
+        (FaultKind::Hold, "hold", 2, "connections stay open, but pass no data"),
+        (FaultKind::Delay, "delay", 1, "connections pass data late"),
+        (FaultKind::KillClient, "kill-client", 2, "a client process vanishes in the middle of its calls"),
+    ];
+
+    /// Returns all kinds.
+    pub fn all() -> Vec<FaultKind> {
+        FaultKind::TABLE.iter().map(|row| row.0).collect()
+    }
+
+    fn row(self) -> &'static (FaultKind, &'static str, u32, &'static str) {
+        FaultKind::TABLE.iter().find(|row| row.0 == self).unwrap_or(&FaultKind::TABLE[0])
+    }
+
+    /// Returns the name on the command line.
+    pub fn name(self) -> &'static str {
+        self.row().1
+    }
+
+    /// Returns whether the fault concerns clients and network, and not the node.
+    pub fn is_outside(self) -> bool {
+        matches!(self, FaultKind::Cut | FaultKind::Hold | FaultKind::Delay | FaultKind::KillClient)
+    }
+
+    /// Returns whether the fault can be injected into nodes with this configuration.
+    pub fn applies_to(self, config: &RoundConfig) -> bool {
+        match self {
+            FaultKind::ReplaceDrive => config.redundancy.tolerates() > 0,
+            FaultKind::Dma => config.placement == Placement::Dpu,
+            _ => true,
+        }
+    }
+
+    /// Chooses a kind from a list with the weights of the kinds.
+    pub fn choose(kinds: &[FaultKind], random: &mut SmallRng) -> Option<FaultKind> {
+        let total: u32 = kinds.iter().map(|kind| kind.row().2).sum();
+        if total == 0 {
+            return None;
+        }
+        let mut chosen = random.random_range(0..total);
+        kinds.iter().copied().find(|kind| {
+            let weight = kind.row().2;
+            let is_chosen = chosen < weight;
+            chosen = chosen.saturating_sub(weight);
+            is_chosen
+        })
+    }
+
+    /// Returns the list of all kinds for the help text.
+    pub fn help() -> String {
+        let lines = FaultKind::TABLE.iter().map(|(_, name, _, what)| format!("  {name:20} {what}\n"));
+        format!("Kinds of faults:\n{}", lines.collect::<String>())
+    }
+}
+
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for FaultKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<FaultKind, String> {
+        let row = FaultKind::TABLE.iter().find(|row| row.1 == name);
+        row.map(|row| row.0).ok_or_else(|| format!("no kind of fault has this name; {}", FaultKind::help()))
+    }
+}
+
+/// The configuration of a round.
+#[derive(Debug, Clone)]
+pub struct RoundConfig {
+    /// Seed of the round.
+    pub seed: u64,
+    /// Redundancy scheme of the pool.
+    pub redundancy: Redundancy,
+    /// Placement of the osd.
+    pub placement: Placement,
+    /// Number of targets.
+    pub targets: usize,
+    /// Size of a target, in the syntax of the command line.
+    pub target_size: String,
+    /// Kinds of faults.
+    pub kinds: Vec<FaultKind>,
+    /// How long faults are injected, in seconds.
+    pub fault_seconds: u64,
+    /// Number of writers.
+    pub writers: usize,
+}
+
+impl RoundConfig {
+    /// Returns how many targets a node needs, so that it can start after the pool has lost as many
+    /// targets as it tolerates: a node needs more than half of its targets, and a replaced target
+    /// needs the others.
+    pub fn targets_for(redundancy: Redundancy) -> usize {
+        let (width, lost) = (redundancy.targets(), redundancy.tolerates());
+        (width + 1).max(2 * lost + 1).max(3)
+    }
+}
+
+impl fmt::Display for RoundConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RoundConfig { redundancy, placement, targets, seed, .. } = self;
+        write!(f, "{redundancy}, placement {placement}, {targets} targets, seed {seed}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::SeedableRng;
+
+    #[test]
+    fn each_kind_has_a_row_and_can_be_chosen() {
+        let mut random = SmallRng::seed_from_u64(1);
+        let chosen: std::collections::BTreeSet<_> =
+            (0..2000).filter_map(|_| FaultKind::choose(&FaultKind::all(), &mut random)).collect();
+        assert_eq!(chosen.len(), FaultKind::all().len());
+        for kind in FaultKind::all() {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        assert!("kil".parse::<FaultKind>().unwrap_err().contains("kill-supervisor"));
+        assert_eq!(FaultKind::choose(&[], &mut random), None);
+    }
+
+    #[test]
+    fn a_node_keeps_most_of_its_targets_when_a_pool_loses_as_many_as_it_tolerates() {
+        let counts = ["single", "mirror:2", "mirror:3", "ec:2+1", "ec:4+2"].map(|scheme| {
+            let redundancy: Redundancy = scheme.parse().unwrap();
+            let targets = RoundConfig::targets_for(redundancy);
+            assert!(2 * redundancy.tolerates() < targets);
+            targets
+        });
+        assert_eq!(counts, [3, 3, 5, 4, 7]);
+    }
+}
