@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants thrash thrash-sample lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 # Kinds of faults that reach known defects (docs/simulator.md).
 sim_off := fill-index
 
+# Kinds of faults that reach known defects (docs/thrash.md).
+thrash_off := --without stale-image,damage
+
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim
 	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
@@ -55,6 +58,15 @@ sim-sample: setup ## Simulate a whole node from new seeds for MINUTES=4; SEED=FI
 sim-mutants: setup ## Plant ten bugs, one at a time, and check that simulations find each of them
 	RUSTFLAGS="--cfg mutants" $(CARGO) build --profile sim --locked -p outboard-sim --target-dir $${CARGO_TARGET_DIR:-target}/mutants
 	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
+
+# For example, ARGS="--pools mirror:2 --without stale-image" (docs/thrash.md).
+thrash: setup ## Inject faults into real nodes for MINUTES=60, and check all answers; SEED=FIRST, ARGS="--pools single"
+	$(CARGO) build --release --locked --bin outboard --bin outboard-thrash
+	@$${CARGO_TARGET_DIR:-target}/release/outboard-thrash --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# Uses the programs that the tests build, so that CI builds nothing for this target.
+thrash-sample: build-tests ## Inject faults into real nodes for MINUTES=2
+	@$${CARGO_TARGET_DIR:-target}/debug/outboard-thrash --minutes $(or $(MINUTES),2) $(if $(SEED),--seed $(SEED)) $(thrash_off)
 
 lint: setup ## Check documents, type names and formatting, and run clippy; warnings are errors
 	@scripts/setup lint

@@ -18,34 +18,34 @@ use tokio::sync::RwLock;
 use crate::calls::{CheckedPool, POOL};
 use crate::filler::Filler;
 use crate::ledger::{BrokenPromise, BrokenReport};
-use crate::plan::{FaultKind, RoundConfig};
+use crate::plan::{RoundConfig, ThrashFault};
 use crate::record::RoundRecord;
 use crate::relay::Relay;
 use crate::thrashed_node::{NodeSummary, ProcessRecord, ThrashedNode, state_of, wait};
 
 /// Why a fault was not injected, or what went wrong.
 #[derive(Debug)]
-pub enum FaultError {
+pub enum InjectError {
     /// The fault is not possible now.
     NotPossible(String),
     /// The node broke a promise.
     Broken(BrokenReport),
 }
 
-impl FaultError {
-    fn not_healed(text: String) -> FaultError {
-        FaultError::Broken(BrokenReport { promise: BrokenPromise::NotHealed, text })
+impl InjectError {
+    fn not_healed(text: String) -> InjectError {
+        InjectError::Broken(BrokenReport { promise: BrokenPromise::NotHealed, text })
     }
 }
 
-type FaultResult<T = ()> = Result<T, FaultError>;
+type FaultResult<T = ()> = Result<T, InjectError>;
 
 fn not_possible<T>(why: impl Into<String>) -> FaultResult<T> {
-    Err(FaultError::NotPossible(why.into()))
+    Err(InjectError::NotPossible(why.into()))
 }
 
-fn file_error(error: std::io::Error) -> FaultError {
-    FaultError::NotPossible(format!("a file of a target cannot be changed: {error}"))
+fn file_error(error: std::io::Error) -> InjectError {
+    InjectError::NotPossible(format!("a file of a target cannot be changed: {error}"))
 }
 
 /// Injects the faults of the node.
@@ -109,7 +109,7 @@ impl Injector {
     }
 
     /// Injects random faults until the end of the time for faults.
-    pub fn run(&mut self, kinds: &[FaultKind]) {
+    pub fn run(&mut self, kinds: &[ThrashFault]) {
         let end = Duration::from_secs(self.config.fault_seconds);
         while !self.record.is_over() && self.record.now() < end {
             let pause = self.random.random_range(0.2..3.0);
@@ -117,12 +117,12 @@ impl Injector {
             if !self.away.is_empty() && self.random.random_range(0..3) == 0 {
                 self.return_drives();
             }
-            let Some(kind) = FaultKind::choose(kinds, &mut self.random) else { return };
+            let Some(kind) = ThrashFault::choose(kinds, &mut self.random) else { return };
             self.inject(kind, end.saturating_sub(self.record.now()));
         }
     }
 
-    fn inject(&mut self, kind: FaultKind, left: Duration) {
+    fn inject(&mut self, kind: ThrashFault, left: Duration) {
         self.refresh();
         self.record.note(format!("{kind}: begins"));
         match self.try_inject(kind, left) {
@@ -130,34 +130,34 @@ impl Injector {
                 self.record.fired(kind.name());
                 self.record.note(format!("{kind}: {what}"));
             }
-            Err(FaultError::NotPossible(why)) => self.record.note(format!("{kind}: not possible: {why}")),
-            Err(FaultError::Broken(report)) => self.record.violated(None, report),
+            Err(InjectError::NotPossible(why)) => self.record.note(format!("{kind}: not possible: {why}")),
+            Err(InjectError::Broken(report)) => self.record.violated(None, report),
         }
     }
 
-    fn try_inject(&mut self, kind: FaultKind, left: Duration) -> FaultResult<String> {
+    fn try_inject(&mut self, kind: ThrashFault, left: Duration) -> FaultResult<String> {
         match kind {
-            FaultKind::Kill => self.kill_role(None),
-            FaultKind::KillSupervisor => self.kill_supervisor(),
-            FaultKind::KillAll => {
+            ThrashFault::Kill => self.kill_role(None),
+            ThrashFault::KillSupervisor => self.kill_supervisor(),
+            ThrashFault::KillAll => {
                 self.kill_all()?;
                 self.start()
             }
-            FaultKind::Stop => self.stop_process(left),
-            FaultKind::Restart => {
+            ThrashFault::Stop => self.stop_process(left),
+            ThrashFault::Restart => {
                 self.down()?;
                 self.start()
             }
-            FaultKind::LoseDrive => self.lose_drive(),
-            FaultKind::FailDrive => self.fail_drive(),
-            FaultKind::StartWithoutDrive => self.start_without_drive(),
-            FaultKind::ReplaceDrive => self.replace_drive(),
-            FaultKind::StaleImage => self.stale_image(),
-            FaultKind::Damage => self.damage(),
-            FaultKind::WriteError => self.write_error(),
-            FaultKind::Dma => self.dma(),
-            FaultKind::Fill => self.fill(),
-            FaultKind::Cut | FaultKind::Hold | FaultKind::Delay | FaultKind::KillClient => {
+            ThrashFault::LoseDrive => self.lose_drive(),
+            ThrashFault::FailDrive => self.fail_drive(),
+            ThrashFault::StartWithoutDrive => self.start_without_drive(),
+            ThrashFault::ReplaceDrive => self.replace_drive(),
+            ThrashFault::StaleImage => self.stale_image(),
+            ThrashFault::Damage => self.damage(),
+            ThrashFault::WriteError => self.write_error(),
+            ThrashFault::Dma => self.dma(),
+            ThrashFault::Fill => self.fill(),
+            ThrashFault::Cut | ThrashFault::Hold | ThrashFault::Delay | ThrashFault::KillClient => {
                 not_possible("another thread injects faults of the network")
             }
         }
@@ -175,16 +175,16 @@ impl Injector {
 
     /// Starts the node, and tells its address to the relays.
     fn start(&mut self) -> FaultResult<String> {
-        let endpoint = self.node.up().map_err(FaultError::not_healed)?;
+        let endpoint = self.node.up().map_err(InjectError::not_healed)?;
         self.relays.iter().for_each(|relay| relay.set_upstream(&endpoint));
         Ok(format!("the node runs again at {endpoint}"))
     }
 
     fn down(&self) -> FaultResult {
-        self.node.down().map_err(FaultError::not_healed)?;
+        self.node.down().map_err(InjectError::not_healed)?;
         match self.node.processes() {
             left if left.is_empty() => Ok(()),
-            left => Err(FaultError::not_healed(format!("outboard down has left processes: {left:?}"))),
+            left => Err(InjectError::not_healed(format!("outboard down has left processes: {left:?}"))),
         }
     }
 
@@ -262,7 +262,11 @@ impl Injector {
         if processes.is_empty() {
             return not_possible("no process runs");
         }
-        let process = processes[self.random.random_range(0..processes.len())].clone();
+        // The supervisor does little, so it is stopped less often than the roles.
+        let process = match self.random.random_range(0..5) {
+            0 => processes[0].clone(),
+            _ => self.random_role(None)?,
+        };
         // Short and long stops are equally likely, from 0.1 to 60 s.
         let seconds = 0.1 * 600_f64.powf(self.random.random_range(0.0..1.0));
         let time = Duration::from_secs_f64(seconds).min(left.max(Duration::from_secs(2)));
@@ -425,7 +429,7 @@ impl Injector {
         });
         match whole {
             true => Ok("a write failed, and the target was remounted".to_owned()),
-            false => Err(FaultError::not_healed(format!(
+            false => Err(InjectError::not_healed(format!(
                 "60 s after a failed write, the node is not whole: {:?}",
                 self.node.summary().map(|summary| summary.problems)
             ))),
@@ -471,7 +475,7 @@ impl Injector {
             replaced.map_err(|why| last = why).is_ok()
         });
         if !done {
-            return Err(FaultError::not_healed(format!("target {target} cannot be replaced: {last}")));
+            return Err(InjectError::not_healed(format!("target {target} cannot be replaced: {last}")));
         }
         self.down()?;
         self.start()?;
@@ -561,7 +565,7 @@ impl Injector {
             }
         };
         // Undo the harm before the result is judged, so that the round can continue.
-        self.kill_all().or_else(|_| Ok::<(), FaultError>(()))?;
+        self.kill_all().or_else(|_| Ok::<(), InjectError>(()))?;
         fs::rename(&intact, &image).map_err(file_error)?;
         self.start()?;
         self.record.set_data_is_lost(false);
@@ -569,7 +573,7 @@ impl Injector {
         self.record.forget_pause();
         if what == "stale" && !reported {
             let text = format!("target {target} was replaced by an older copy, but status shows no problem");
-            return Err(FaultError::Broken(BrokenReport { promise: BrokenPromise::NotReported, text }));
+            return Err(InjectError::Broken(BrokenReport { promise: BrokenPromise::NotReported, text }));
         }
         let start = started.err().map_or("started".to_owned(), |_| "refused to start".to_owned());
         Ok(format!("the node with the {what} target {target} {start}, reported: {reported}"))
@@ -615,7 +619,7 @@ impl Injector {
     fn empty(&mut self) -> FaultResult {
         match self.runtime.block_on(self.filler.empty()) {
             Ok(()) => Ok(()),
-            Err(text) => Err(FaultError::Broken(BrokenReport { promise: BrokenPromise::Unavailable, text })),
+            Err(text) => Err(InjectError::Broken(BrokenReport { promise: BrokenPromise::Unavailable, text })),
         }
     }
 
@@ -627,7 +631,7 @@ impl Injector {
         let _ = self.node.run(&["debug", "clear"]);
         if self.node.process("supervisor").is_none() {
             self.record.note("the node does not run, and is started");
-            if let Err(FaultError::Broken(report)) = self.start() {
+            if let Err(InjectError::Broken(report)) = self.start() {
                 self.record.violated(None, report);
             }
         }
@@ -654,7 +658,7 @@ impl Injector {
         if wait(Duration::from_secs(180), || whole(&self.node)) {
             return Ok(());
         }
-        Err(FaultError::not_healed(format!(
+        Err(InjectError::not_healed(format!(
             "the node is not whole 4 minutes after the last fault; problems: {:?}",
             self.node.summary().map(|summary| summary.problems)
         )))
@@ -664,14 +668,14 @@ impl Injector {
     /// unless a fault has damaged a drive.
     pub fn scrub(&self) -> FaultResult {
         for first in [true, false] {
-            let found = self.node.scrub(POOL).map_err(FaultError::not_healed)?;
+            let found = self.node.scrub(POOL).map_err(InjectError::not_healed)?;
             let excused = first && self.was_damaged;
             if (found.damaged > 0 || found.inconsistent > 0) && !excused {
                 let report = BrokenReport {
                     promise: BrokenPromise::MixedContent,
                     text: format!("a scrub found {found:?}"),
                 };
-                return Err(FaultError::Broken(report));
+                return Err(InjectError::Broken(report));
             }
         }
         Ok(())
@@ -690,7 +694,7 @@ impl Injector {
         self.down()?;
         match self.node.run(&["fsck"]) {
             Ok(_) => Ok(()),
-            Err(why) => Err(FaultError::not_healed(format!("fsck: {why}"))),
+            Err(why) => Err(InjectError::not_healed(format!("fsck: {why}"))),
         }
     }
 }

@@ -450,14 +450,16 @@ impl ObjectLedger {
             let past = self.past.iter().rev().find(|(state, _)| fits(state.as_deref()));
             past.or((!self.past.is_empty() && fits(None)).then_some(&(None, None)))
         };
-        let (promise, cause) = if let Some(change) = repeated() {
-            (BrokenPromise::RepeatedChange, format!("; this is the state after a second {change}"))
-        } else if let Some((_, after)) = earlier() {
+        // After the repetition of an old overwrite, the state is also an earlier one. A lost change is
+        // the more likely cause.
+        let (promise, cause) = if let Some((_, after)) = earlier() {
             let state = match after {
                 Some(change) => format!("; this is the earlier state after {change}"),
                 None => "; this is the state before the first change".to_owned(),
             };
             (BrokenPromise::LostChange, state)
+        } else if let Some(change) = repeated() {
+            (BrokenPromise::RepeatedChange, format!("; this is the state after a second {change}"))
         } else {
             (otherwise, String::new())
         };

@@ -32,7 +32,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
-use crate::plan::{FaultKind, RoundConfig};
+use crate::plan::{RoundConfig, ThrashFault};
 
 /// Inject faults into real nodes, and check that no acknowledged change is lost
 ///
@@ -41,7 +41,7 @@ use crate::plan::{FaultKind, RoundConfig};
 /// change is lost, no content is mixed, no change was made twice, and that calls succeed 30 s after
 /// the last fault.
 #[derive(Debug, Parser)]
-#[command(version, after_help = FaultKind::help())]
+#[command(version, after_help = ThrashFault::help())]
 struct ThrashArgs {
     /// Duration of the run, in minutes; the last round ends later
     #[arg(long, default_value_t = 10.0)]
@@ -57,10 +57,10 @@ struct ThrashArgs {
     placement: Vec<Placement>,
     /// Kinds of faults to inject; all by default
     #[arg(long, value_delimiter = ',', value_name = "KIND")]
-    faults: Vec<FaultKind>,
+    faults: Vec<ThrashFault>,
     /// Kinds of faults not to inject
     #[arg(long, value_delimiter = ',', value_name = "KIND")]
-    without: Vec<FaultKind>,
+    without: Vec<ThrashFault>,
     /// How long faults are injected in a round, in seconds; by default a tenth of the run, from 20 to
     /// 150 s
     #[arg(long, value_name = "SECONDS")]
@@ -149,8 +149,8 @@ fn run(args: &ThrashArgs) -> Result<usize, String> {
     if args.pools.is_empty() || args.placement.is_empty() || args.writers == 0 {
         return Err("at least one pool, one placement and one writer are needed".to_owned());
     }
-    let kinds = if args.faults.is_empty() { FaultKind::all() } else { args.faults.clone() };
-    let kinds: Vec<FaultKind> = kinds.into_iter().filter(|kind| !args.without.contains(kind)).collect();
+    let kinds = if args.faults.is_empty() { ThrashFault::all() } else { args.faults.clone() };
+    let kinds: Vec<ThrashFault> = kinds.into_iter().filter(|kind| !args.without.contains(kind)).collect();
     let seed = args.seed.unwrap_or_else(|| rand::rng().random_range(0..1_000_000_000));
     let fault_seconds = args.fault_seconds.unwrap_or(((args.minutes * 6.0) as u64).clamp(20, 150));
     let root = match &args.dir {

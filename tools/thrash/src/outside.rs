@@ -6,7 +6,7 @@ use std::time::Duration;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use crate::plan::FaultKind;
+use crate::plan::ThrashFault;
 use crate::record::RoundRecord;
 use crate::relay::{Relay, RelayMode};
 use crate::writer::WriterGroup;
@@ -14,7 +14,7 @@ use crate::writer::WriterGroup;
 /// Injects faults of the network and of clients until the end of the time for faults. Leaves the
 /// network intact.
 pub fn run(
-    kinds: &[FaultKind],
+    kinds: &[ThrashFault],
     seconds: u64,
     relay: &Relay,
     groups: &mut [WriterGroup],
@@ -30,7 +30,7 @@ pub fn run(
     };
     while record.now() < end && !record.is_over() {
         sleep(Duration::from_secs_f64(random.random_range(2.0..10.0)));
-        let (Some(kind), seconds) = (FaultKind::choose(kinds, &mut random), random.random_range(0.0..1.0))
+        let (Some(kind), seconds) = (ThrashFault::choose(kinds, &mut random), random.random_range(0.0..1.0))
         else {
             return;
         };
@@ -41,15 +41,15 @@ pub fn run(
         if record.now() >= end {
             return;
         }
-        if kind == FaultKind::KillClient {
+        if kind == ThrashFault::KillClient {
             groups[group].replace();
             record.note(format!("{kind}: a client of several writers was killed"));
             record.fired(kind.name());
             continue;
         }
         let mode = match kind {
-            FaultKind::Cut => RelayMode::Cut,
-            FaultKind::Hold => RelayMode::Hold,
+            ThrashFault::Cut => RelayMode::Cut,
+            ThrashFault::Hold => RelayMode::Hold,
             _ => RelayMode::Delay(delay),
         };
         let before = relay.affected();

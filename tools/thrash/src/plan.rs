@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 
 /// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FaultKind {
+pub enum ThrashFault {
     /// SIGKILL of one role.
     Kill,
     /// SIGKILL of the supervisor, and a new start of the node.
@@ -48,36 +48,36 @@ pub enum FaultKind {
     KillClient,
 }
 
-impl FaultKind {
+impl ThrashFault {
     /// All kinds. Each has its name, its weight in the random choice, and its description.
-    const TABLE: [(FaultKind, &str, u32, &str); 18] = [
-        (FaultKind::Kill, "kill", 5, "SIGKILL of the store, osd or node"),
-        (FaultKind::KillSupervisor, "kill-supervisor", 1, "SIGKILL of the supervisor; `outboard up`"),
-        (FaultKind::KillAll, "kill-all", 2, "SIGKILL of all processes; `outboard up`"),
-        (FaultKind::Stop, "stop", 4, "SIGSTOP of a process for 0.1 to 60 s; other roles may be killed"),
-        (FaultKind::Restart, "restart", 2, "`outboard down`; `outboard up`"),
-        (FaultKind::LoseDrive, "lose-drive", 3, "a target's file disappears, and its role is killed"),
-        (FaultKind::FailDrive, "fail-drive", 2, "a target's file disappears, and a write of it fails"),
-        (FaultKind::StartWithoutDrive, "start-without-drive", 1, "the node starts without a target's file"),
-        (FaultKind::ReplaceDrive, "replace-drive", 1, "a target's file is lost; `outboard target replace`"),
-        (FaultKind::StaleImage, "stale-image", 1, "an older copy replaces a target's file"),
-        (FaultKind::Damage, "damage", 1, "bits of a target's file flip while the node is down"),
-        (FaultKind::WriteError, "write-error", 2, "a write of a target fails once"),
-        (FaultKind::Dma, "dma", 1, "DMA transfers fail, stall, or lose doorbells (placement dpu)"),
-        (FaultKind::Fill, "fill", 2, "another client fills the targets, then removes its objects"),
-        (FaultKind::Cut, "cut", 3, "connections are reset and refused"),
-        (FaultKind::Hold, "hold", 2, "connections stay open, but pass no data"),
-        (FaultKind::Delay, "delay", 1, "connections pass data late"),
-        (FaultKind::KillClient, "kill-client", 2, "a client process vanishes in the middle of its calls"),
+    const TABLE: [(ThrashFault, &str, u32, &str); 18] = [
+        (ThrashFault::Kill, "kill", 5, "SIGKILL of the store, osd or node"),
+        (ThrashFault::KillSupervisor, "kill-supervisor", 1, "SIGKILL of the supervisor; `outboard up`"),
+        (ThrashFault::KillAll, "kill-all", 2, "SIGKILL of all processes; `outboard up`"),
+        (ThrashFault::Stop, "stop", 4, "SIGSTOP of a process for 0.1 to 60 s; other roles may be killed"),
+        (ThrashFault::Restart, "restart", 2, "`outboard down`; `outboard up`"),
+        (ThrashFault::LoseDrive, "lose-drive", 3, "a target's file disappears, and its role is killed"),
+        (ThrashFault::FailDrive, "fail-drive", 2, "a target's file disappears, and a write of it fails"),
+        (ThrashFault::StartWithoutDrive, "start-without-drive", 1, "the node starts without a target's file"),
+        (ThrashFault::ReplaceDrive, "replace-drive", 1, "a target's file is lost; `outboard target replace`"),
+        (ThrashFault::StaleImage, "stale-image", 1, "an older copy replaces a target's file"),
+        (ThrashFault::Damage, "damage", 1, "bits of a target's file flip while the node is down"),
+        (ThrashFault::WriteError, "write-error", 2, "a write of a target fails once"),
+        (ThrashFault::Dma, "dma", 1, "DMA transfers fail, stall, or lose doorbells (placement dpu)"),
+        (ThrashFault::Fill, "fill", 2, "another client fills the targets, then removes its objects"),
+        (ThrashFault::Cut, "cut", 3, "connections are reset and refused"),
+        (ThrashFault::Hold, "hold", 2, "connections stay open, but pass no data"),
+        (ThrashFault::Delay, "delay", 1, "connections pass data late"),
+        (ThrashFault::KillClient, "kill-client", 2, "a client process vanishes in the middle of its calls"),
     ];
 
     /// Returns all kinds.
-    pub fn all() -> Vec<FaultKind> {
-        FaultKind::TABLE.iter().map(|row| row.0).collect()
+    pub fn all() -> Vec<ThrashFault> {
+        ThrashFault::TABLE.iter().map(|row| row.0).collect()
     }
 
-    fn row(self) -> &'static (FaultKind, &'static str, u32, &'static str) {
-        FaultKind::TABLE.iter().find(|row| row.0 == self).unwrap_or(&FaultKind::TABLE[0])
+    fn row(self) -> &'static (ThrashFault, &'static str, u32, &'static str) {
+        ThrashFault::TABLE.iter().find(|row| row.0 == self).unwrap_or(&ThrashFault::TABLE[0])
     }
 
     /// Returns the name on the command line.
@@ -87,20 +87,20 @@ impl FaultKind {
 
     /// Returns whether the fault concerns clients and network, and not the node.
     pub fn is_outside(self) -> bool {
-        matches!(self, FaultKind::Cut | FaultKind::Hold | FaultKind::Delay | FaultKind::KillClient)
+        matches!(self, ThrashFault::Cut | ThrashFault::Hold | ThrashFault::Delay | ThrashFault::KillClient)
     }
 
     /// Returns whether the fault can be injected into nodes with this configuration.
     pub fn applies_to(self, config: &RoundConfig) -> bool {
         match self {
-            FaultKind::ReplaceDrive => config.redundancy.tolerates() > 0,
-            FaultKind::Dma => config.placement == Placement::Dpu,
+            ThrashFault::ReplaceDrive => config.redundancy.tolerates() > 0,
+            ThrashFault::Dma => config.placement == Placement::Dpu,
             _ => true,
         }
     }
 
     /// Chooses a kind from a list with the weights of the kinds.
-    pub fn choose(kinds: &[FaultKind], random: &mut SmallRng) -> Option<FaultKind> {
+    pub fn choose(kinds: &[ThrashFault], random: &mut SmallRng) -> Option<ThrashFault> {
         let total: u32 = kinds.iter().map(|kind| kind.row().2).sum();
         if total == 0 {
             return None;
@@ -116,23 +116,23 @@ impl FaultKind {
 
     /// Returns the list of all kinds for the help text.
     pub fn help() -> String {
-        let lines = FaultKind::TABLE.iter().map(|(_, name, _, what)| format!("  {name:20} {what}\n"));
+        let lines = ThrashFault::TABLE.iter().map(|(_, name, _, what)| format!("  {name:20} {what}\n"));
         format!("Kinds of faults:\n{}", lines.collect::<String>())
     }
 }
 
-impl fmt::Display for FaultKind {
+impl fmt::Display for ThrashFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-impl FromStr for FaultKind {
+impl FromStr for ThrashFault {
     type Err = String;
 
-    fn from_str(name: &str) -> Result<FaultKind, String> {
-        let row = FaultKind::TABLE.iter().find(|row| row.1 == name);
-        row.map(|row| row.0).ok_or_else(|| format!("no kind of fault has this name; {}", FaultKind::help()))
+    fn from_str(name: &str) -> Result<ThrashFault, String> {
+        let row = ThrashFault::TABLE.iter().find(|row| row.1 == name);
+        row.map(|row| row.0).ok_or_else(|| format!("no kind of fault has this name; {}", ThrashFault::help()))
     }
 }
 
@@ -150,7 +150,7 @@ pub struct RoundConfig {
     /// Size of a target, in the syntax of the command line.
     pub target_size: String,
     /// Kinds of faults.
-    pub kinds: Vec<FaultKind>,
+    pub kinds: Vec<ThrashFault>,
     /// How long faults are injected, in seconds.
     pub fault_seconds: u64,
     /// Number of writers.
@@ -183,13 +183,13 @@ mod tests {
     fn each_kind_has_a_row_and_can_be_chosen() {
         let mut random = SmallRng::seed_from_u64(1);
         let chosen: std::collections::BTreeSet<_> =
-            (0..2000).filter_map(|_| FaultKind::choose(&FaultKind::all(), &mut random)).collect();
-        assert_eq!(chosen.len(), FaultKind::all().len());
-        for kind in FaultKind::all() {
+            (0..2000).filter_map(|_| ThrashFault::choose(&ThrashFault::all(), &mut random)).collect();
+        assert_eq!(chosen.len(), ThrashFault::all().len());
+        for kind in ThrashFault::all() {
             assert_eq!(kind.name().parse(), Ok(kind));
         }
-        assert!("kil".parse::<FaultKind>().unwrap_err().contains("kill-supervisor"));
-        assert_eq!(FaultKind::choose(&[], &mut random), None);
+        assert!("kil".parse::<ThrashFault>().unwrap_err().contains("kill-supervisor"));
+        assert_eq!(ThrashFault::choose(&[], &mut random), None);
     }
 
     #[test]

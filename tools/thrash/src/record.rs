@@ -31,8 +31,9 @@ pub struct RoundViolation {
 /// What excuses the failure of a call.
 #[derive(Debug, Clone, Copy, Default)]
 struct Excuses {
-    /// Targets may be full until this time; `None` in the first field means without end.
+    /// Time since which targets may be full.
     full_since: Option<Instant>,
+    /// Time until which targets may be full; `None` while they are full.
     full_until: Option<Instant>,
     /// A pool without redundancy has a damaged or stale target.
     data_is_lost: bool,
@@ -134,8 +135,12 @@ impl RoundRecord {
         locked(&self.outcomes).clone()
     }
 
-    fn count(&self, outcome: &str) {
-        *locked(&self.outcomes).entry(outcome.to_owned()).or_default() += 1;
+    /// Counts an outcome of a call. Returns the new count.
+    fn count(&self, outcome: &str) -> u64 {
+        let mut outcomes = locked(&self.outcomes);
+        let count = outcomes.entry(outcome.to_owned()).or_default();
+        *count += 1;
+        *count
     }
 
     /// Records the success of a call.
@@ -173,7 +178,10 @@ impl RoundRecord {
             Error::Closed => "Closed".to_owned(),
             _ => "other error".to_owned(),
         };
-        self.count(&name);
+        // The first failures of each kind explain the counts of the summary.
+        if self.count(&name) <= 2 {
+            self.note(format!("{what} failed: {error}"));
+        }
         let excuses = *locked(&self.excuses);
         let excused = match error {
             Error::Node(NodeError::NoSpace { .. }) => {

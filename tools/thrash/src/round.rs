@@ -13,10 +13,10 @@ use tokio::runtime::Handle;
 use tokio::sync::{RwLock, oneshot};
 
 use crate::calls::{CheckedPool, POOL};
-use crate::injector::{FaultError, Injector, InjectorParts};
+use crate::injector::{InjectError, Injector, InjectorParts};
 use crate::ledger::{BrokenPromise, BrokenReport};
 use crate::outside;
-use crate::plan::{FaultKind, RoundConfig};
+use crate::plan::{RoundConfig, ThrashFault};
 use crate::record::{HEAL_TIME, RoundRecord, history_of, locked};
 use crate::relay::Relay;
 use crate::thrashed_node::ThrashedNode;
@@ -161,7 +161,7 @@ pub fn run(
         },
     );
     let applicable = config.kinds.iter().copied().filter(|kind| kind.applies_to(config));
-    let (outside_kinds, node_kinds): (Vec<FaultKind>, Vec<FaultKind>) =
+    let (outside_kinds, node_kinds): (Vec<ThrashFault>, Vec<ThrashFault>) =
         applicable.partition(|kind| kind.is_outside());
     std::thread::scope(|scope| {
         let random = SmallRng::seed_from_u64(seed(2));
@@ -195,8 +195,8 @@ pub fn run(
         && let Err(error) = last_checks(&runtime.handle, &checks, &record, &mut injector)
     {
         match error {
-            FaultError::Broken(report) => record.violated(None, report),
-            FaultError::NotPossible(why) => return Err(why),
+            InjectError::Broken(report) => record.violated(None, report),
+            InjectError::NotPossible(why) => return Err(why),
         }
     }
     if record.is_violated() {
@@ -275,7 +275,7 @@ fn last_checks(
     pool: &CheckedPool,
     record: &Arc<RoundRecord>,
     injector: &mut Injector,
-) -> Result<(), FaultError> {
+) -> Result<(), InjectError> {
     check_objects(runtime, pool, record);
     injector.empty_at_last()?;
     injector.await_whole()?;

@@ -41,6 +41,8 @@ pub struct TargetSummary {
     pub id: Option<usize>,
     /// State of the target.
     pub state: Option<String>,
+    /// Why the target cannot be queried.
+    pub error: Option<String>,
 }
 
 /// A pool in the output of `outboard status --json`.
@@ -85,7 +87,8 @@ impl NodeSummary {
 
     /// Returns the numbers of the targets that are not in use or not in sync.
     pub fn targets_not_in(&self) -> Vec<usize> {
-        let others = self.targets.iter().filter(|target| target.state.as_deref() != Some("in"));
+        let is_in = |target: &&TargetSummary| target.state.as_deref() == Some("in") && target.error.is_none();
+        let others = self.targets.iter().filter(|target| !is_in(target));
         others.filter_map(|target| target.id).collect()
     }
 }
