@@ -20,6 +20,8 @@ pub type PossibleState = Option<Arc<ExpectedObject>>;
 
 /// Number of earlier states that the ledger keeps to diagnose a violation.
 const PAST_STATES: usize = 64;
+/// Number of parts of an object's data that the report of a violation describes.
+const DESCRIBED_RUNS: usize = 40;
 /// An object with this number of changes of unknown outcome is changed no more.
 pub const UNKNOWN_MAX: usize = 3;
 
@@ -538,7 +540,12 @@ fn describe(view: &ObjectView) -> String {
     match view {
         ObjectView::Absent => "no object".to_owned(),
         ObjectView::Present { version, data, xattrs, omap } => {
-            let runs: Vec<String> = content::recognise(data).iter().map(ToString::to_string).collect();
+            let runs = content::recognise(data);
+            let more = runs.len().saturating_sub(DESCRIBED_RUNS);
+            let mut runs: Vec<String> = runs.iter().take(DESCRIBED_RUNS).map(ToString::to_string).collect();
+            if more > 0 {
+                runs.push(format!("and {more} more parts"));
+            }
             let len = data.len();
             format!("{len} bytes; {}; xattrs {xattrs:?}; omap {omap:?} (version {version})", runs.join("; "))
         }

@@ -262,10 +262,10 @@ impl RoundRecord {
         self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Returns all events, or those from `from` to `to`, as text.
-    pub fn events(&self, from: Duration, to: Duration) -> String {
+    /// Returns all events as text.
+    pub fn events(&self) -> String {
         let mut text = String::new();
-        for (at, note) in locked(&self.notes).iter().filter(|(at, _)| (from..=to).contains(at)) {
+        for (at, note) in locked(&self.notes).iter() {
             let _ = writeln!(text, "  {:9.3} {note}", at.as_secs_f64());
         }
         text

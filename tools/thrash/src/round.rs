@@ -89,17 +89,17 @@ impl RoundSummary {
         )
     }
 
-    /// Returns the report of all violations: what was broken, the history of the object, and the
-    /// events.
+    /// Returns the report of all violations: what was broken, the history of the object of the first
+    /// one, and the events. Further violations are often consequences.
     pub fn violations(&self) -> String {
         let mut text = String::new();
-        for violation in self.record.violations() {
+        for (n, violation) in self.record.violations().iter().enumerate() {
             let _ = writeln!(text, "VIOLATION at {:.3} s: {}", violation.at.as_secs_f64(), violation.report);
-            if let Some(ledger) = &violation.ledger {
+            if let (0, Some(ledger)) = (n, &violation.ledger) {
                 text += &history_of(&locked(ledger));
             }
         }
-        let _ = write!(text, "events:\n{}", self.record.events(Duration::ZERO, Duration::MAX));
+        let _ = write!(text, "events:\n{}", self.record.events());
         text
     }
 }
