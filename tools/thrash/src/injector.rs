@@ -4,8 +4,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::Read;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,9 +39,9 @@ impl InjectError {
     }
 }
 
-type FaultResult<T = ()> = Result<T, InjectError>;
+type InjectResult<T = ()> = Result<T, InjectError>;
 
-fn not_possible<T>(why: impl Into<String>) -> FaultResult<T> {
+fn not_possible<T>(why: impl Into<String>) -> InjectResult<T> {
     Err(InjectError::NotPossible(why.into()))
 }
 
@@ -66,7 +67,7 @@ pub struct Injector {
     lacking: BTreeSet<usize>,
     /// Files of targets that are away, and the paths to which they were moved.
     away: BTreeMap<usize, PathBuf>,
-    /// Targets that may contain damaged data. A scrub repairs it.
+    /// Targets that may contain damaged or old data. A scrub repairs it.
     damaged: BTreeSet<usize>,
     /// Whether a target was damaged or replaced by an older copy in this round.
     pub was_damaged: bool,
@@ -138,7 +139,7 @@ impl Injector {
         }
     }
 
-    fn try_inject(&mut self, kind: ThrashFault, left: Duration) -> FaultResult<String> {
+    fn try_inject(&mut self, kind: ThrashFault, left: Duration) -> InjectResult<String> {
         match kind {
             ThrashFault::Kill => self.kill_role(None),
             ThrashFault::KillSupervisor => self.kill_supervisor(),
@@ -177,13 +178,13 @@ impl Injector {
     // Start and stop.
 
     /// Starts the node, and tells its address to the relays.
-    fn start(&mut self) -> FaultResult<String> {
+    fn start(&mut self) -> InjectResult<String> {
         let endpoint = self.node.up().map_err(InjectError::not_healed)?;
         self.relays.iter().for_each(|relay| relay.set_upstream(&endpoint));
         Ok(format!("the node runs again at {endpoint}"))
     }
 
-    fn down(&self) -> FaultResult {
+    fn down(&self) -> InjectResult {
         self.node.down().map_err(InjectError::not_healed)?;
         match self.node.processes() {
             left if left.is_empty() => Ok(()),
@@ -191,7 +192,7 @@ impl Injector {
         }
     }
 
-    fn kill_all(&self) -> FaultResult {
+    fn kill_all(&self) -> InjectResult {
         match self.node.kill_all() {
             Ok(0) => not_possible("no process was running"),
             Ok(_) => Ok(()),
@@ -200,7 +201,7 @@ impl Injector {
     }
 
     /// Stops the node, by `down` or by SIGKILL.
-    fn halt(&mut self) -> FaultResult<&'static str> {
+    fn halt(&mut self) -> InjectResult<&'static str> {
         if self.random.random_range(0..2) == 0 {
             self.down()?;
             Ok("stopped")
@@ -213,7 +214,7 @@ impl Injector {
     // Processes.
 
     /// Returns the running process of a random role, except the supervisor and `other`.
-    fn random_role(&mut self, other: Option<&str>) -> FaultResult<ProcessRecord> {
+    fn random_role(&mut self, other: Option<&str>) -> InjectResult<ProcessRecord> {
         let roles: Vec<ProcessRecord> = self.node.processes().into_iter().collect();
         let roles: Vec<_> = roles
             .into_iter()
@@ -225,7 +226,7 @@ impl Injector {
         Ok(roles[self.random.random_range(0..roles.len())].clone())
     }
 
-    fn kill_role(&mut self, other: Option<&str>) -> FaultResult<String> {
+    fn kill_role(&mut self, other: Option<&str>) -> InjectResult<String> {
         let process = self.random_role(other)?;
         match self.node.kill(&process) {
             Ok(()) => Ok(format!("the {} ({}) is dead", process.role, process.pid)),
@@ -234,7 +235,7 @@ impl Injector {
     }
 
     /// Kills the role that owns the targets.
-    fn kill_owner(&self) -> FaultResult {
+    fn kill_owner(&self) -> InjectResult {
         let role = self.owner();
         let Some(process) = self.node.process(role) else { return not_possible(format!("no {role} runs")) };
         self.node.kill(&process).or_else(not_possible)
@@ -247,7 +248,7 @@ impl Injector {
         }
     }
 
-    fn kill_supervisor(&mut self) -> FaultResult<String> {
+    fn kill_supervisor(&mut self) -> InjectResult<String> {
         let Some(process) = self.node.process("supervisor") else {
             return not_possible("no supervisor runs");
         };
@@ -260,7 +261,7 @@ impl Injector {
         self.start()
     }
 
-    fn stop_process(&mut self, left: Duration) -> FaultResult<String> {
+    fn stop_process(&mut self, left: Duration) -> InjectResult<String> {
         let processes = self.node.processes();
         if processes.is_empty() {
             return not_possible("no process runs");
@@ -308,14 +309,14 @@ impl Injector {
     }
 
     /// Chooses a target whose data may be lost now, for a time.
-    fn choose_target(&mut self) -> FaultResult<usize> {
+    fn choose_target(&mut self) -> InjectResult<usize> {
         let tolerated = self.config.redundancy.tolerates();
         if self.lacking.len() >= tolerated.max(1) {
             self.return_drives();
         }
         // Wait for targets that are about to return: an absent target is remounted after up to 16 s.
         let mut unfit = String::new();
-        for _ in 0..50 {
+        for attempt in 0..50 {
             let summary = self.refresh();
             let candidates: Vec<usize> =
                 (0..self.config.targets).filter(|target| !self.lacking.contains(target)).collect();
@@ -334,6 +335,9 @@ impl Injector {
                 continue;
             }
             unfit = format!("targets {:?} lack data, targets {not_in:?} are not in", self.lacking);
+            if attempt == 16 && self.replace_unusable()? {
+                continue;
+            }
             self.sleep(Duration::from_millis(500));
         }
         not_possible(unfit)
@@ -356,7 +360,7 @@ impl Injector {
     }
 
     /// Moves the file of a target away.
-    fn take_away(&mut self, target: usize) -> FaultResult {
+    fn take_away(&mut self, target: usize) -> InjectResult {
         let image = self.node.image(target);
         let path = image.with_extension("away");
         fs::rename(&image, &path).map_err(file_error)?;
@@ -383,7 +387,7 @@ impl Injector {
         })
     }
 
-    fn lose_drive(&mut self) -> FaultResult<String> {
+    fn lose_drive(&mut self) -> InjectResult<String> {
         let target = self.choose_target()?;
         self.take_away(target)?;
         self.kill_owner()?;
@@ -391,7 +395,7 @@ impl Injector {
         Ok(format!("target {target} is lost{}", if noticed { "" } else { ", but not reported as failed" }))
     }
 
-    fn fail_drive(&mut self) -> FaultResult<String> {
+    fn fail_drive(&mut self) -> InjectResult<String> {
         let chosen = self.choose_target()?;
         // The fault hits the next write of any target. No target can be remounted without its file,
         // and the others keep their open files.
@@ -435,7 +439,7 @@ impl Injector {
         }
     }
 
-    fn write_error(&mut self) -> FaultResult<String> {
+    fn write_error(&mut self) -> InjectResult<String> {
         if !self.lacking.is_empty() {
             return not_possible(format!("targets {:?} lack data", self.lacking));
         }
@@ -468,7 +472,7 @@ impl Injector {
         rows.iter().any(|fault| fault["fired"].as_u64().unwrap_or(0) > 0)
     }
 
-    fn start_without_drive(&mut self) -> FaultResult<String> {
+    fn start_without_drive(&mut self) -> InjectResult<String> {
         let target = self.choose_target()?;
         let how = self.halt()?;
         self.take_away(target)?;
@@ -476,7 +480,7 @@ impl Injector {
         Ok(format!("the node was {how}, and started without target {target}"))
     }
 
-    fn replace_drive(&mut self) -> FaultResult<String> {
+    fn replace_drive(&mut self) -> InjectResult<String> {
         let target = self.choose_target()?;
         let image = self.node.image(target);
         fs::rename(&image, image.with_extension("lost")).map_err(file_error)?;
@@ -489,7 +493,7 @@ impl Injector {
     }
 
     /// Replaces a target as an operator does.
-    fn replace_target(&mut self, target: usize) -> FaultResult {
+    fn replace_target(&mut self, target: usize) -> InjectResult {
         let id = target.to_string();
         // The operator repeats a command that fails because a role is being restarted.
         let mut last = String::new();
@@ -506,7 +510,23 @@ impl Injector {
         Ok(())
     }
 
-    fn stale_image(&mut self) -> FaultResult<String> {
+    /// Replaces damaged targets that the node does not use. Returns whether there were any.
+    fn replace_unusable(&mut self) -> InjectResult<bool> {
+        if self.config.redundancy.tolerates() == 0 {
+            return Ok(false);
+        }
+        let not_in = self.node.summary().unwrap_or_default().targets_not_in();
+        let unusable: Vec<usize> =
+            not_in.into_iter().filter(|target| self.damaged.contains(target)).collect();
+        for target in &unusable {
+            self.record.note(format!("the operator replaces the damaged target {target}"));
+            self.replace_target(*target)?;
+            self.damaged.remove(target);
+        }
+        Ok(!unusable.is_empty())
+    }
+
+    fn stale_image(&mut self) -> InjectResult<String> {
         let target = self.choose_target()?;
         let image = self.node.image(target);
         let old = image.with_extension("old");
@@ -528,23 +548,29 @@ impl Injector {
         self.choose_target()?;
         let how = self.halt()?;
         self.lacking.insert(target);
+        self.damaged.insert(target);
         self.was_damaged = true;
         fs::rename(&old, &image).map_err(file_error)?;
         self.start()?;
         Ok(format!("the node was {how}, and target {target} is {changes} changes old"))
     }
 
-    fn damage(&mut self) -> FaultResult<String> {
+    fn damage(&mut self) -> InjectResult<String> {
         let target = self.choose_target()?;
         let seed = self.random.random();
+        let image = self.node.image(target);
+        let before = block_hashes(&image).map_err(file_error)?;
+        let pause = self.random.random_range(0.2..2.0);
+        self.sleep(Duration::from_secs_f64(pause));
         if self.config.redundancy.tolerates() == 0 {
-            return self.without_data("damaged", target, |image| flip_bits(image, seed).map(|_| ()));
+            let flip = |image: &PathBuf| flip_bits(image, &before, seed).map(|_| ());
+            return self.without_data("damaged", target, flip);
         }
         let how = self.halt()?;
         self.lacking.insert(target);
         self.damaged.insert(target);
         self.was_damaged = true;
-        let flipped = flip_bits(&self.node.image(target), seed).map_err(file_error)?;
+        let flipped = flip_bits(&image, &before, seed).map_err(file_error)?;
         self.start()?;
         Ok(format!("the node was {how}, and target {target} has flipped bits in bytes {flipped:?}"))
     }
@@ -556,7 +582,7 @@ impl Injector {
         what: &str,
         target: usize,
         harm: impl FnOnce(&PathBuf) -> std::io::Result<()>,
-    ) -> FaultResult<String> {
+    ) -> InjectResult<String> {
         let gate = Arc::clone(&self.gate);
         let Ok(closed) = self
             .runtime
@@ -607,7 +633,7 @@ impl Injector {
 
     // DMA and space.
 
-    fn dma(&mut self) -> FaultResult<String> {
+    fn dma(&mut self) -> InjectResult<String> {
         let faults = [
             "dma.transfer=fail,count=20",
             "dma.transfer=stall,late=3000ms,count=5",
@@ -623,7 +649,7 @@ impl Injector {
         if fired { Ok(format!("{fault} has fired")) } else { not_possible(format!("{fault} has not fired")) }
     }
 
-    fn fill(&mut self) -> FaultResult<String> {
+    fn fill(&mut self) -> InjectResult<String> {
         if self.config.redundancy.tolerates() == 0 {
             // Calls on an absent target would wait for its return.
             self.return_drives();
@@ -642,7 +668,7 @@ impl Injector {
     }
 
     /// Removes the objects that fill the targets.
-    fn empty(&mut self) -> FaultResult {
+    fn empty(&mut self) -> InjectResult {
         match self.runtime.block_on(self.filler.empty()) {
             Ok(()) => Ok(()),
             Err(text) => Err(InjectError::Broken(BrokenReport { promise: BrokenPromise::Unavailable, text })),
@@ -651,36 +677,34 @@ impl Injector {
 
     // The end of the round.
 
-    /// Ends all faults, except that the targets may stay full.
-    pub fn heal(&mut self) {
+    /// Ends all faults, except that the targets may stay full. An operator replaces damaged targets
+    /// that the node refuses to use.
+    pub fn heal(&mut self) -> InjectResult {
         self.return_drives();
         let _ = self.node.run(&["debug", "clear"]);
         if self.node.process("supervisor").is_none() {
             self.record.note("the node does not run, and is started");
-            if let Err(InjectError::Broken(report)) = self.start() {
-                self.record.violated(None, report);
-            }
+            self.start()?;
         }
+        if !self.damaged.is_empty() {
+            wait(Duration::from_secs(20), || {
+                self.node.summary().is_ok_and(|s| !s.pools.is_empty() && s.targets_not_in().is_empty())
+            });
+            self.replace_unusable()?;
+        }
+        Ok(())
     }
 
     /// Waits until all placement groups have all their targets. After a while, replaces targets that
     /// do not return.
-    pub fn await_whole(&mut self) -> FaultResult {
+    pub fn await_whole(&mut self) -> InjectResult {
         let whole = |node: &ThrashedNode| {
             node.summary().is_ok_and(|summary| summary.is_whole() && summary.targets_not_in().is_empty())
         };
         if wait(Duration::from_secs(60), || whole(&self.node)) {
             return Ok(());
         }
-        let not_in = self.node.summary().unwrap_or_default().targets_not_in();
-        if self.config.redundancy.tolerates() > 0 && self.was_damaged {
-            let lost: Vec<usize> =
-                not_in.into_iter().filter(|target| self.lacking.contains(target)).collect();
-            for target in &lost {
-                self.record.note(format!("the operator replaces target {target}, which does not return"));
-                self.replace_target(*target)?;
-            }
-        }
+        self.replace_unusable()?;
         if wait(Duration::from_secs(180), || whole(&self.node)) {
             return Ok(());
         }
@@ -692,7 +716,7 @@ impl Injector {
 
     /// Scrubs the pool twice. The second scrub must find nothing, and neither may the first one,
     /// unless a fault has damaged a drive.
-    pub fn scrub(&self) -> FaultResult {
+    pub fn scrub(&self) -> InjectResult {
         for first in [true, false] {
             let found = self.node.scrub(POOL).map_err(InjectError::not_healed)?;
             let excused = first && self.was_damaged;
@@ -711,12 +735,12 @@ impl Injector {
     ///
     /// # Errors
     /// If an object cannot be removed.
-    pub fn empty_at_last(&mut self) -> FaultResult {
+    pub fn empty_at_last(&mut self) -> InjectResult {
         if self.record.is_full() { self.empty() } else { Ok(()) }
     }
 
     /// Stops the node, and checks its targets.
-    pub fn fsck(&self) -> FaultResult {
+    pub fn fsck(&self) -> InjectResult {
         self.down()?;
         match self.node.run(&["fsck"]) {
             Ok(_) => Ok(()),
@@ -725,29 +749,42 @@ impl Injector {
     }
 }
 
-/// Flips bits in up to four bytes of a file. Returns the offsets of the bytes. Log and index, which
-/// occupy less than a fifth of the target (`docs/format.md`), are hit as often as all other data.
-/// Blocks that contain only zeros are not hit.
-fn flip_bits(path: &PathBuf, seed: u64) -> std::io::Result<Vec<u64>> {
+/// Length of the blocks in which the file of a target is compared.
+const BLOCK: usize = 4096;
+
+/// Returns a hash of each block of a file.
+fn block_hashes(path: &Path) -> std::io::Result<Vec<u64>> {
+    let mut file = fs::File::open(path)?;
+    let mut hashes = Vec::new();
+    let mut block = [0; BLOCK];
+    while file.read_exact(&mut block).is_ok() {
+        hashes.push(xxhash_rust::xxh3::xxh3_64(&block));
+    }
+    Ok(hashes)
+}
+
+/// Flips bits in up to four blocks of a file, and returns the offsets of the damaged bytes. Hits
+/// blocks that have changed since `before`: the newest entries of the log, and new data. The log
+/// occupies an eighth of the file (`docs/format.md`) and is hit half the time.
+fn flip_bits(path: &Path, before: &[u64], seed: u64) -> std::io::Result<Vec<u64>> {
     use rand::SeedableRng;
     let mut random = SmallRng::seed_from_u64(seed);
+    let now = block_hashes(path)?;
+    let changed: Vec<usize> = (0..now.len()).filter(|n| before.get(*n) != now.get(*n)).collect();
+    let log: Vec<usize> = changed.iter().copied().filter(|n| *n < now.len() / 8).collect();
     let file = fs::OpenOptions::new().read(true).write(true).open(path)?;
-    let len = file.metadata()?.len();
     let mut offsets = Vec::new();
     for _ in 0..random.random_range(1..=4) {
-        let end = if random.random_range(0..2) == 0 { len * 3 / 16 } else { len };
-        let mut block = [0; 4096];
-        for _ in 0..100 {
-            let start = random.random_range(0..end / 4096) * 4096;
-            let at = random.random_range(0..4096);
-            file.read_exact_at(&mut block, start)?;
-            if block != [0; 4096] {
-                block[at] ^= 1 << random.random_range(0..8);
-                file.write_all_at(&block[at..=at], start + at as u64)?;
-                offsets.push(start + at as u64);
-                break;
-            }
-        }
+        let hits_log = random.random_range(0..2) == 0;
+        let (choice, at) = (random.random_range(0.0..1.0), random.random_range(0..BLOCK as u64));
+        let blocks = if hits_log && !log.is_empty() { &log } else { &changed };
+        let Some(block) = blocks.get((choice * blocks.len() as f64) as usize) else { continue };
+        let offset = (*block * BLOCK) as u64 + at;
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, offset)?;
+        byte[0] ^= 1 << random.random_range(0..8);
+        file.write_all_at(&byte, offset)?;
+        offsets.push(offset);
     }
     file.sync_all()?;
     Ok(offsets)

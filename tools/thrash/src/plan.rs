@@ -61,7 +61,7 @@ impl ThrashFault {
         (ThrashFault::StartWithoutDrive, "start-without-drive", 1, "the node starts without a target's file"),
         (ThrashFault::ReplaceDrive, "replace-drive", 1, "a target's file is lost; `outboard target replace`"),
         (ThrashFault::StaleImage, "stale-image", 1, "an older copy replaces a target's file"),
-        (ThrashFault::Damage, "damage", 1, "bits of a target's file flip while the node is down"),
+        (ThrashFault::Damage, "damage", 1, "bits of a target's newest blocks flip while the node is down"),
         (ThrashFault::WriteError, "write-error", 2, "a write of a target fails once"),
         (ThrashFault::Dma, "dma", 1, "DMA transfers fail, stall, or lose doorbells (placement dpu)"),
         (ThrashFault::Fill, "fill", 2, "another client fills the targets, then removes its objects"),

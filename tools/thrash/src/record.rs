@@ -229,7 +229,8 @@ impl RoundRecord {
 
     /// Records a violation, and ends the round.
     pub fn violated(&self, ledger: Option<&SharedLedger>, report: BrokenReport) {
-        self.note(format!("VIOLATION: {report}"));
+        let text = report.to_string();
+        self.note(format!("VIOLATION: {}", text.chars().take(200).collect::<String>()));
         let at = self.now();
         locked(&self.violations).push(RoundViolation { ledger: ledger.cloned(), at, report });
         self.end();

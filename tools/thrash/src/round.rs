@@ -93,12 +93,14 @@ impl RoundSummary {
     /// one, and the events. Further violations are often consequences.
     pub fn violations(&self) -> String {
         let mut text = String::new();
-        for (n, violation) in self.record.violations().iter().enumerate() {
+        let violations = self.record.violations();
+        for (n, violation) in violations.iter().take(3).enumerate() {
             let _ = writeln!(text, "VIOLATION at {:.3} s: {}", violation.at.as_secs_f64(), violation.report);
             if let (0, Some(ledger)) = (n, &violation.ledger) {
                 text += &history_of(&locked(ledger));
             }
         }
+        let _ = writeln!(text, "{} violations in all", violations.len());
         let _ = write!(text, "events:\n{}", self.record.events());
         text
     }
@@ -179,7 +181,9 @@ pub fn run(
     });
     let mut summary = RoundSummary { record: Arc::clone(&record), time_to_heal: None };
     if !record.is_over() {
-        injector.heal();
+        if let Err(InjectError::Broken(report)) = injector.heal() {
+            record.violated(None, report);
+        }
         let healed = record.heal();
         summary.time_to_heal = await_service(&runtime.handle, &checks, &record, healed);
     }
@@ -244,6 +248,9 @@ fn await_service(
             Err(_) => last = "a call was not answered within 5 s".to_owned(),
         }
         std::thread::sleep(Duration::from_millis(200));
+    }
+    if record.is_violated() {
+        return None;
     }
     let text = format!("calls still fail {} s after the last fault: {last}", SERVICE_PATIENCE.as_secs());
     record.violated(None, BrokenReport { promise: BrokenPromise::Unavailable, text });
