@@ -26,12 +26,14 @@ pub struct Filler {
     /// Numbers of the objects that exist or may exist.
     objects: Vec<u64>,
     next: u64,
+    /// Number of failures for other reasons than a lack of space.
+    failures: u32,
 }
 
 impl Filler {
     /// Creates a filler that has stored nothing.
     pub fn new(pool: CheckedPool, record: Arc<RoundRecord>) -> Filler {
-        Filler { pool, record, objects: Vec::new(), next: 0 }
+        Filler { pool, record, objects: Vec::new(), next: 0, failures: 0 }
     }
 
     fn name(number: u64) -> String {
@@ -68,13 +70,20 @@ impl Filler {
                 object.put(content::stamped(number, 0, 0, size)).await
             });
         }
-        let mut refused = 0;
+        let (mut refused, mut failure) = (0, None);
         for result in puts.join_all().await {
             match result {
                 Err(Error::Node(NodeError::NoSpace { .. })) => refused += 1,
-                Err(error) => self.record.note(format!("a put of the filler failed: {error}")),
+                Err(error) => failure = Some(error),
                 Ok(_) => {}
             }
+        }
+        if let Some(error) = failure {
+            self.failures += 1;
+            if self.failures <= 2 {
+                self.record.note(format!("a put of the filler failed: {error}"));
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
         }
         refused
     }

@@ -658,6 +658,8 @@ impl Injector {
         let keeps = self.random.random_range(0..3) == 0;
         let filled = self.runtime.block_on(self.filler.fill());
         self.sleep(hold);
+        // Groups may wait for an absent target, and only this thread returns it.
+        self.return_drives();
         if !keeps {
             self.empty()?;
         }
