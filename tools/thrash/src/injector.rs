@@ -116,7 +116,11 @@ impl Injector {
     pub fn run(&mut self, kinds: &[ThrashFault]) {
         let end = Duration::from_secs(self.config.fault_seconds);
         while !self.record.is_over() && self.record.now() < end {
-            let pause = self.random.random_range(0.2..3.0);
+            // Some faults follow at once, during the recovery from the one before.
+            let pause = match self.random.random_range(0..3) {
+                0 => 0.0,
+                _ => self.random.random_range(0.2..3.0),
+            };
             self.sleep(Duration::from_secs_f64(pause));
             if !self.away.is_empty() && self.random.random_range(0..3) == 0 {
                 self.return_drives();
