@@ -46,7 +46,7 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 sim_off := fill-index
 
 # Kinds of faults that reach known defects (docs/thrash.md).
-thrash_off := --without stale-image,damage
+thrash_off := --without stale-single
 
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim

@@ -160,7 +160,7 @@ impl Injector {
             ThrashFault::FailDrive => self.fail_drive(),
             ThrashFault::StartWithoutDrive => self.start_without_drive(),
             ThrashFault::ReplaceDrive => self.replace_drive(),
-            ThrashFault::StaleImage => self.stale_image(),
+            ThrashFault::StaleImage | ThrashFault::StaleSingle => self.stale_image(),
             ThrashFault::Damage => self.damage(),
             ThrashFault::WriteError => self.write_error(),
             ThrashFault::Dma => self.dma(),

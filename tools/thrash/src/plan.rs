@@ -28,8 +28,10 @@ pub enum ThrashFault {
     StartWithoutDrive,
     /// The file of a target is lost for ever, and an operator replaces the target.
     ReplaceDrive,
-    /// The file of a target is replaced by an older copy.
+    /// The file of a target of a pool with redundancy is replaced by an older copy.
     StaleImage,
+    /// The file of a target of a pool without redundancy is replaced by an older copy.
+    StaleSingle,
     /// Bits of the file of a target flip while the node is down.
     Damage,
     /// A write of a target fails.
@@ -50,7 +52,7 @@ pub enum ThrashFault {
 
 impl ThrashFault {
     /// All kinds. Each has its name, its weight in the random choice, and its description.
-    const TABLE: [(ThrashFault, &str, u32, &str); 18] = [
+    const TABLE: [(ThrashFault, &str, u32, &str); 19] = [
         (ThrashFault::Kill, "kill", 5, "SIGKILL of the store, osd or node"),
         (ThrashFault::KillSupervisor, "kill-supervisor", 1, "SIGKILL of the supervisor; `outboard up`"),
         (ThrashFault::KillAll, "kill-all", 2, "SIGKILL of all processes; `outboard up`"),
@@ -61,6 +63,7 @@ impl ThrashFault {
         (ThrashFault::StartWithoutDrive, "start-without-drive", 1, "the node starts without a target's file"),
         (ThrashFault::ReplaceDrive, "replace-drive", 1, "a target's file is lost; `outboard target replace`"),
         (ThrashFault::StaleImage, "stale-image", 1, "an older copy replaces a target's file"),
+        (ThrashFault::StaleSingle, "stale-single", 1, "the same in a pool without redundancy"),
         (ThrashFault::Damage, "damage", 1, "bits of a target's newest blocks flip while the node is down"),
         (ThrashFault::WriteError, "write-error", 2, "a write of a target fails once"),
         (ThrashFault::Dma, "dma", 1, "DMA transfers fail, stall, or lose doorbells (placement dpu)"),
@@ -93,7 +96,8 @@ impl ThrashFault {
     /// Returns whether the fault can be injected into nodes with this configuration.
     pub fn applies_to(self, config: &RoundConfig) -> bool {
         match self {
-            ThrashFault::ReplaceDrive => config.redundancy.tolerates() > 0,
+            ThrashFault::ReplaceDrive | ThrashFault::StaleImage => config.redundancy.tolerates() > 0,
+            ThrashFault::StaleSingle => config.redundancy.tolerates() == 0,
             ThrashFault::Dma => config.placement == Placement::Dpu,
             _ => true,
         }
