@@ -176,13 +176,21 @@ pub fn remember(text: &str, name: &str, value: &Value) -> String {
     }
 }
 
+/// First line of each generated configuration file.
+const FIRST_LINE: &str =
+    "# Configuration of this Outboard node. Keys that are commented out show their default.";
+
+/// Returns whether [`generate`] wrote the text of a configuration file, so that a first `up` created
+/// the node. The operator may have changed the text later.
+pub fn is_generated(text: &str) -> bool {
+    text.starts_with(FIRST_LINE)
+}
+
 /// Generates the text of a configuration file: every key with its description. The keys in `chosen`
 /// are set; the other keys show their defaults and are commented out.
 pub fn generate(chosen: &[(&str, Value)]) -> String {
-    let mut text = String::from(
-        "# Configuration of this Outboard node. Keys that are commented out show their default.\n\
-         # Order of precedence: flags, environment variables, this file, defaults.\n",
-    );
+    let mut text =
+        format!("{FIRST_LINE}\n# Order of precedence: flags, environment variables, this file, defaults.\n");
     let mut section = "";
     for key in keys() {
         if key.section != section {

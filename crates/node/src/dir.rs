@@ -1,28 +1,33 @@
-//! A node's directory: its configuration, targets, run-time files and logs, and the lock that gives
-//! one supervisor exclusive ownership.
+//! A node's directory: its configuration, identity, targets, run-time files and logs, and the lock
+//! that gives one supervisor exclusive ownership.
 //!
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
+//! DIR/node.json            identity of the node: the UUIDs of its targets
+//! DIR/making.json          files that the first `up` creates; removed when the node is complete
 //! DIR/targets/N.img        targets, unless the configuration names others
 //! DIR/witness              last state of the placement groups, unless `osd.witness` names another file
 //! DIR/run/lock             locked while the node runs; contains the supervisor's pid
-//! DIR/run/making.json      files that the first `up` creates; removed when the node is complete
 //! DIR/run/state.json       state of the processes, for `status` and for finding the endpoint
 //! DIR/run/store.sock       control socket between osd and store
 //! DIR/run/ROLE.debug       debug socket of a role
 //! DIR/log/ROLE.log         logs of the roles
 //! ```
+//!
+//! `run/` contains only the state of a running node. It may be deleted while the node is stopped.
+//! Files that must survive a power cut are changed through [`durable`](super::durable).
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use rustix::fs::FlockOperation;
 
 use super::config_file;
+use super::durable::{create_directory, sync_parent};
 
 /// Path of the control socket, relative to the node's directory. Roles run in this directory, so
 /// the relative path suffices. It fits into the 107 bytes of a UNIX socket's address, however long
@@ -30,7 +35,9 @@ use super::config_file;
 pub const STORE_SOCKET: &str = "run/store.sock";
 
 /// Path of the record of a first `up`, relative to the node's directory; see [`NodeDir::making`].
-const MAKING: &str = "run/making.json";
+const MAKING: &str = "making.json";
+/// Path of the same record, as older versions of Outboard wrote it.
+const OLD_MAKING: &str = "run/making.json";
 
 /// Reason why a node's directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -103,18 +110,25 @@ impl DirLock {
 }
 
 impl NodeDir {
-    /// Creates the directory and its subdirectories if they are missing.
+    /// Creates the directory and its subdirectories if they are missing. Only the owner may enter
+    /// them, because a user who can open the control socket or the targets can read and change all
+    /// data. The directories are durable when this function returns.
     ///
     /// # Errors
     /// If the operating system reports an error.
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
-        for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
-            let mut builder = std::fs::DirBuilder::new();
-            // Only the owner may enter: a user who can open the control socket or the targets can
-            // read and change all data.
-            builder.recursive(true).mode(0o700).create(&folder).map_err(io_error("create", &folder))?;
+        let folders = [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")];
+        folders.iter().try_for_each(|folder| create_directory(folder))?;
+        // An earlier `up` may have been killed after it had created a directory and before it could
+        // sync the parent directory.
+        sync_parent(&folders[1])?;
+        let dir = NodeDir::at(root)?;
+        match sync_parent(&dir.root) {
+            // The directory was created by a user with more permissions.
+            Err(DirError::Io { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {}
+            result => result?,
         }
-        NodeDir::at(root)
+        Ok(dir)
     }
 
     /// Opens the directory of a node that has been started before.
@@ -130,7 +144,7 @@ impl NodeDir {
 
     /// Returns whether `root` contains a node, or files of an interrupted first `up`.
     pub fn is_begun(root: &Path) -> bool {
-        root.join(config_file::FILE).exists() || root.join(MAKING).exists()
+        [config_file::FILE, MAKING, OLD_MAKING].iter().any(|file| root.join(file).exists())
     }
 
     fn at(root: &Path) -> Result<NodeDir, DirError> {
@@ -153,9 +167,24 @@ impl NodeDir {
         self.root.join("run/state.json")
     }
 
+    /// Returns the path of the node's [identity](super::identity).
+    pub fn identity(&self) -> PathBuf {
+        self.root.join("node.json")
+    }
+
     /// Returns the path of the record of a first `up`, which exists until the node is complete.
     pub fn making(&self) -> PathBuf {
         self.root.join(MAKING)
+    }
+
+    /// Returns the path at which older versions of Outboard write the record of a first `up`.
+    pub fn old_making(&self) -> PathBuf {
+        self.root.join(OLD_MAKING)
+    }
+
+    /// Returns whether the directory contains the log of a role, so that a role has been started.
+    pub fn has_logs(&self) -> bool {
+        std::fs::read_dir(self.root.join("log")).is_ok_and(|mut entries| entries.next().is_some())
     }
 
     /// Returns the path of the log of `role`.
@@ -177,6 +206,8 @@ impl NodeDir {
     /// # Errors
     /// [`DirError::InUse`] if a process owns the directory.
     pub fn lock(&self) -> Result<DirLock, DirError> {
+        // `run/` may have been deleted.
+        create_directory(&self.root.join("run"))?;
         let path = self.lock_path();
         let mut options = OpenOptions::new();
         let mut file = options
@@ -255,53 +286,13 @@ fn read_pid(file: &mut File) -> Option<u32> {
     text.trim().parse().ok()
 }
 
-fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirError {
+/// Converts an error of the operating system. `action` is what was attempted with `path`.
+pub fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirError {
     let path = path.to_owned();
     move |source| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => DirError::Full { action, path },
         _ => DirError::Io { action, path, source },
     }
-}
-
-/// Replaces the content of `path` atomically and durably.
-///
-/// # Errors
-/// If the operating system reports an error.
-pub fn replace_file(path: &Path, content: impl AsRef<[u8]>) -> Result<(), DirError> {
-    let new = path.with_extension("new");
-    let write = || {
-        let mut file = File::create(&new)?;
-        file.write_all(content.as_ref())?;
-        file.sync_all()
-    };
-    if let Err(e) = write() {
-        // Remove the incomplete file, because it occupies space that other files may need.
-        let _ = std::fs::remove_file(&new);
-        return Err(io_error("write", &new)(e));
-    }
-    std::fs::rename(&new, path).map_err(io_error("replace", path))?;
-    sync_parent(path)
-}
-
-/// Removes a file durably, if it exists.
-///
-/// # Errors
-/// If the operating system reports an error.
-pub fn remove_file(path: &Path) -> Result<(), DirError> {
-    match std::fs::remove_file(path) {
-        Ok(()) => sync_parent(path),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(io_error("remove", path)(e)),
-    }
-}
-
-/// Makes the entry of a file in its directory durable.
-///
-/// # Errors
-/// If the operating system reports an error.
-pub fn sync_parent(path: &Path) -> Result<(), DirError> {
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("write", parent))
 }
 
 #[cfg(test)]
@@ -320,18 +311,6 @@ mod tests {
         drop(lock);
         assert_eq!(dir.owner().unwrap(), None);
         dir.lock().unwrap();
-    }
-
-    #[test]
-    fn replacing_a_file_on_a_full_file_system_keeps_the_old_content() {
-        let root = tempfile::tempdir().unwrap();
-        let path = root.path().join("state.json");
-        replace_file(&path, "old").unwrap();
-        std::os::unix::fs::symlink("/dev/full", root.path().join("state.new")).unwrap();
-        let error = replace_file(&path, "new").unwrap_err().to_string();
-        assert!(error.contains("is full; free some space"), "{error}");
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "old");
-        replace_file(&path, "new").unwrap();
     }
 
     #[test]

@@ -15,9 +15,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use super::config::SuperviseSection;
+use super::dir::NodeDir;
+use super::identity::{Identity, KnownTarget};
 use super::logging;
 use super::state::Role;
-use super::targets::KnownTarget;
 use super::units::ByteSize;
 use super::watchdog::{self, Watchdog, awake_for};
 
@@ -41,11 +42,11 @@ pub struct RoleSpec {
     pub listen: Option<String>,
     /// Address for the role's metrics.
     pub metrics: String,
-    /// Known paths and UUIDs of the role's targets. With them, a restarted role that cannot mount
-    /// one target can serve the other targets.
+    /// Known paths and UUIDs of the role's targets, if the node's identity does not name them. With
+    /// them, a role that cannot mount one target can serve the other targets.
     pub known_targets: Vec<KnownTarget>,
-    /// Working directory.
-    pub dir: PathBuf,
+    /// The node's directory, which is also the working directory.
+    pub dir: NodeDir,
     /// File for the role's standard error.
     pub log: PathBuf,
     /// Maximum size of the log; see `log.max_size` in the configuration.
@@ -170,7 +171,7 @@ impl Keeper {
         if let Some(listen) = &spec.listen {
             command.args(["--listen", listen]);
         }
-        for known in &spec.known_targets {
+        for known in self.known_targets() {
             command.args(["--known-target".into(), known.to_argument()]);
         }
         // The allocator keeps freed memory for two seconds, because a role under load soon needs
@@ -180,9 +181,19 @@ impl Keeper {
         }
         // The role has its own process group, so Ctrl-C on the terminal reaches only the
         // supervisor, which stops the roles one after the other.
-        command.process_group(0).kill_on_drop(true).current_dir(&spec.dir);
+        command.process_group(0).kill_on_drop(true).current_dir(spec.dir.path());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         command.spawn()
+    }
+
+    /// Returns the targets for the command line of a role that owns targets. The node's identity is
+    /// read at each start, because `target replace` may have changed it.
+    fn known_targets(&self) -> Vec<KnownTarget> {
+        match (self.spec.role, Identity::load(&self.spec.dir)) {
+            (Role::Supervisor | Role::Osd, _) => Vec::new(),
+            (Role::Store | Role::Node, Ok(Some(identity))) => identity.targets().to_vec(),
+            (Role::Store | Role::Node, Ok(None) | Err(_)) => self.spec.known_targets.clone(),
+        }
     }
 
     /// Watches a process until the process ends.

@@ -1,11 +1,29 @@
 //! The creation of a node by its first `up`: a node is created completely or not at all.
 //!
-//! Before the first `up` writes anything else, it records its plan in `run/making.json`. When the
-//! targets are complete, the first `up` writes the configuration. It removes the record just before
-//! it starts the role that serves clients. An `up` that finds the record therefore knows that no
-//! client has ever stored anything in this node. This `up` removes the target files that the record
-//! names, the configuration if it is unchanged, and the record of the processes. Then it creates
-//! the node anew.
+//! The first `up` changes the node's directory in this order. Each step is durable before the next
+//! step begins ([`durable`](super::durable)):
+//!
+//! 1. `up` creates the directory and its subdirectories ([`NodeDir::create`]).
+//! 2. `up` writes its plan to the record `making.json`.
+//! 3. `up` creates the target files, each under a temporary name and then under its own name.
+//! 4. `up` writes the [identity](super::identity).
+//! 5. `up` writes the configuration, unless the operator has written it.
+//! 6. `up` starts the roles that serve no clients, and then removes the record.
+//! 7. `up` starts the role that serves clients.
+//!
+//! An `up` that finds the record therefore knows that no client has ever stored anything in this
+//! node. This `up` removes the target files that the record names, the configuration if it is
+//! unchanged, the identity, and the record of the processes. It removes the record last, and then
+//! creates the node anew. After an interruption, the next `up` finds one of these states:
+//!
+//! | interrupted | state | the next `up` |
+//! |---|---|---|
+//! | before step 2 is complete | directories, or only the operator's configuration | begins with step 1 |
+//! | from step 2 to step 6 | the record exists | removes the files, then begins with step 1 |
+//! | after the record was removed | identity, configuration and all targets exist | starts the node |
+//!
+//! If the operator has written or changed the configuration, the record remains after the files
+//! have been removed, and names no files. It shows the next `up` that the node has never run.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,14 +33,18 @@ use store::{BlockStore, StoreError};
 use uuid::Uuid;
 
 use super::config::Config;
-use super::dir::{DirError, NodeDir, remove_file, replace_file};
+use super::config_file;
+use super::dir::{DirError, NodeDir};
+use super::durable::{remove_file, replace_file};
+use super::identity::{self, Identity, IdentityError, KnownTarget};
+use super::plan::{self, PlanError};
 use super::targets::{self, TargetError};
 
 /// The record of the files that a first `up` creates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Making {
-    /// Text of the configuration file.
-    config: String,
+    /// Text of the configuration file; `None` if the operator has written the file.
+    config: Option<String>,
     /// The target files that the first `up` creates. Target files that existed before are not
     /// listed.
     files: Vec<NewTargetFile>,
@@ -44,6 +66,12 @@ pub enum MakingError {
     /// A target cannot be created, or cannot be removed again.
     #[error(transparent)]
     Target(#[from] TargetError),
+    /// There is too little space for the targets.
+    #[error(transparent)]
+    Space(#[from] PlanError),
+    /// The node has been created before, and its targets do not match.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
     /// The node's directory cannot be written.
     #[error(transparent)]
     Dir(#[from] DirError),
@@ -61,24 +89,37 @@ pub enum MakingError {
 }
 
 impl Making {
-    /// Creates the targets and then the configuration file of a node whose plan has been
-    /// [checked](super::plan).
+    /// Creates the targets, the identity, and the configuration file with the text `text`. `text` is
+    /// `None` if the operator has written the file. If records show that the node has run and only
+    /// its configuration is lost, creates no targets.
     ///
     /// # Errors
     /// If a part cannot be created. Call [`undo`] to remove the parts that were created.
-    pub fn make(dir: &NodeDir, config: &Config, text: &str, format: bool) -> Result<(), MakingError> {
+    pub fn make(dir: &NodeDir, config: &Config, text: Option<&str>, format: bool) -> Result<(), MakingError> {
         let is_new = |path: &&PathBuf| !dir.path().join(path).exists();
-        if targets::has_run(dir)
-            && let Some(path) = config.targets.iter().find(is_new)
-        {
-            return Err(TargetError::Missing { path: dir.path().join(path) }.into());
+        if identity::is_recorded(dir) {
+            if let Some(path) = config.targets.iter().find(is_new) {
+                return Err(IdentityError::Missing { path: dir.path().join(path) }.into());
+            }
+            identity::settle(dir, &config.targets)?;
+            return Ok(text.map_or(Ok(()), |text| replace_file(&dir.config(), text))?);
+        }
+        // Check everything before the first change.
+        let new: Vec<PathBuf> =
+            config.targets.iter().filter(is_new).map(|path| dir.path().join(path)).collect();
+        plan::check_space(&new, config.target_size.0)?;
+        for path in config.targets.iter().map(|path| dir.path().join(path)).filter(|path| path.exists()) {
+            if !targets::is_to_be_formatted(&path, format)? {
+                uuid_at(path)?;
+            }
         }
         let new_file = |path: &PathBuf| NewTargetFile { path: path.clone(), uuid: base::entropy::uuid() };
         let making = Making {
-            config: text.to_owned(),
+            config: text.map(str::to_owned),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),
         };
-        replace_file(&dir.making(), making.text())?;
+        making.save(dir)?;
+        let mut known = Vec::new();
         for (n, target) in config.targets.iter().enumerate() {
             let label = format!("creating target {} of {}", n + 1, config.targets.len());
             let path = dir.path().join(target);
@@ -86,8 +127,13 @@ impl Making {
                 Some(file) => targets::make_file(&path, config, Some(file.uuid), &label)?,
                 None => targets::make_on_device(&path, format, &label)?,
             }
+            known.push(KnownTarget::new(target.clone(), uuid_at(path)?));
         }
-        Ok(replace_file(&dir.config(), text)?)
+        Identity::new(known).save(dir)?;
+        if let Some(text) = text {
+            replace_file(&dir.config(), text)?;
+        }
+        Ok(())
     }
 
     /// Reverts [`finish`]: writes the record again, so that the next `up` creates the node anew.
@@ -96,27 +142,66 @@ impl Making {
     /// # Errors
     /// If the operating system reports an error.
     pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
-        replace_file(&dir.making(), self.text())
+        self.save(dir)
     }
 
-    fn text(&self) -> String {
-        serde_json::to_string_pretty(self).expect("plain data has a JSON form")
+    fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
+        let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
+        replace_file(&dir.making(), &text)
     }
 
-    /// Reads the record of the node in `dir`; `None` if the creation has ended.
+    /// Reads the record of the node in `dir`, also at the path that older versions use; `None` if
+    /// the creation has ended.
     fn load(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
-        let path = dir.making();
-        let unknown = |why: String| MakingError::Unknown { path: path.clone(), why };
-        match std::fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| unknown(e.to_string())),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(unknown(e.to_string())),
+        for path in [dir.making(), dir.old_making()] {
+            let unknown = |why: String| MakingError::Unknown { path: path.clone(), why };
+            match std::fs::read(&path) {
+                Ok(text) => {
+                    return serde_json::from_slice(&text).map(Some).map_err(|e| unknown(e.to_string()));
+                }
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(unknown(e.to_string())),
+            }
         }
+        Ok(None)
+    }
+
+    /// Removes the record at both paths.
+    fn remove(dir: &NodeDir) -> Result<(), DirError> {
+        remove_file(&dir.old_making())?;
+        remove_file(&dir.making())
     }
 }
 
+/// Returns whether the node in `dir`, whose operator has written the configuration `config`, has
+/// never run, so that `up` may create its targets. A node has run if a record names its targets, if
+/// a first `up` has written the configuration, if a role has a log, or if only some of its targets
+/// are missing. A record of an interrupted first `up` shows that the node has never run.
+///
+/// # Errors
+/// If the record or the configuration cannot be read.
+pub fn has_never_run(dir: &NodeDir, config: &Config) -> Result<bool, MakingError> {
+    if identity::is_recorded(dir) {
+        return Ok(false);
+    }
+    if Making::load(dir)?.is_some() {
+        return Ok(true);
+    }
+    let path = dir.config();
+    let text =
+        std::fs::read_to_string(&path).map_err(|e| MakingError::Unknown { path, why: e.to_string() })?;
+    let paths = || config.targets.iter().map(|path| dir.path().join(path));
+    let some_are_missing =
+        paths().any(|path| !path.exists()) && paths().any(|path| BlockStore::uuid_at(&path).is_ok());
+    Ok(!config_file::is_generated(&text) && !dir.has_logs() && !some_are_missing)
+}
+
+fn uuid_at(path: PathBuf) -> Result<Uuid, TargetError> {
+    BlockStore::uuid_at(&path).map_err(|source| TargetError::Store { path, source })
+}
+
 /// Removes the files of an interrupted first `up`, and returns `true`. If the directory has no
-/// record of a first `up`, does nothing and returns `false`. No process may use the targets.
+/// files of a first `up`, does nothing and returns `false`. No process may use the targets.
 ///
 /// # Errors
 /// If a file cannot be removed.
@@ -133,13 +218,23 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
             Err(source) => return Err(TargetError::Store { path, source }.into()),
         }
     }
-    // Keep a configuration that a user has changed meanwhile.
-    if std::fs::read_to_string(dir.config()).is_ok_and(|text| text == making.config) {
+    // Keep a configuration that the operator has written or changed.
+    let text = std::fs::read_to_string(dir.config()).ok();
+    let has_own_config = text.is_some() && text == making.config;
+    if has_own_config {
         remove_file(&dir.config())?;
     }
+    remove_file(&dir.identity())?;
     remove_file(&dir.state())?;
-    remove_file(&dir.making())?;
-    Ok(true)
+    let nothing = Making { config: None, files: Vec::new() };
+    if dir.config().exists() {
+        // Keep the record, because it shows that the node has never run.
+        nothing.save(dir)?;
+        remove_file(&dir.old_making())?;
+    } else {
+        Making::remove(dir)?;
+    }
+    Ok(has_own_config || !making.files.is_empty())
 }
 
 /// Ends the creation of the node in `dir`: from now on clients may store data. Returns the record
@@ -149,6 +244,117 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
 /// If the operating system reports an error.
 pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
     let making = Making::load(dir)?;
-    remove_file(&dir.making())?;
+    Making::remove(dir)?;
     Ok(making)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+    use crate::durable::steps;
+
+    fn config(text: &str) -> Config {
+        config_file::of_text(text, Path::new("outboard.toml"), |_| None).unwrap()
+    }
+
+    const TEXT: &str = "targets = [\"targets/0.img\", \"targets/1.img\"]\ntarget_size = \"16MiB\"\n";
+
+    #[test]
+    fn a_power_cut_during_the_first_up_leaves_a_record_or_a_complete_node_or_no_node() {
+        let base = tempfile::tempdir().unwrap();
+        let base = base.path().canonicalize().unwrap();
+        let root = base.join("new/node");
+        let steps = steps::record(|| {
+            let dir = NodeDir::create(&root).unwrap();
+            Making::make(&dir, &config(TEXT), Some(TEXT), false).unwrap();
+            finish(&dir).unwrap();
+        });
+        let targets = ["targets/0.img", "targets/1.img"];
+        let parts = |state: &BTreeSet<PathBuf>| {
+            let has = |path: &&&str| state.contains(&root.join(path));
+            ["node.json", "outboard.toml"].iter().chain(&targets).filter(has).count()
+        };
+        let states = steps::states(&steps, &[&base]);
+        for state in &states {
+            let has_record = state.contains(&root.join("making.json"));
+            let files = |name: &str| state.iter().filter(|path| path.ends_with(name)).count();
+            let unfinished = files("0.img.unfinished") + files("1.img.unfinished");
+            assert!(has_record || (matches!(parts(state), 0 | 4) && unfinished == 0), "{state:?}\n{steps:?}");
+        }
+        let last = &states[states.len() - 1];
+        assert_eq!(parts(last), 4, "the complete node is durable: {last:?}");
+        assert!(!last.contains(&root.join("making.json")));
+    }
+
+    #[test]
+    fn a_power_cut_during_the_removal_leaves_the_record_until_the_other_files_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path().canonicalize().unwrap();
+        let dir = NodeDir::create(&root).unwrap();
+        Making::make(&dir, &config(TEXT), Some(TEXT), false).unwrap();
+        let files = ["targets/0.img", "targets/1.img", "node.json", "outboard.toml", "making.json"];
+        let mut initial: Vec<PathBuf> = files.iter().map(|file| root.join(file)).collect();
+        initial.extend([root.clone(), root.join("targets")]);
+        let initial: Vec<&Path> = initial.iter().map(|path| &**path).collect();
+        let steps = steps::record(|| assert!(undo(&dir).unwrap()));
+        let states = steps::states(&steps, &initial);
+        for state in &states {
+            let left = files.iter().filter(|file| state.contains(&root.join(file))).count();
+            assert!(left == 0 || state.contains(&root.join("making.json")), "{state:?}\n{steps:?}");
+        }
+        let left = std::fs::read_dir(&root)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect::<BTreeSet<_>>();
+        assert_eq!(left, ["log", "run", "targets"].map(Into::into).into());
+    }
+
+    #[test]
+    fn a_record_of_an_older_version_is_recognised_at_its_old_path() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        Making::make(&dir, &config(TEXT), Some(TEXT), false).unwrap();
+        std::fs::remove_file(dir.identity()).unwrap();
+        std::fs::rename(dir.making(), dir.old_making()).unwrap();
+        assert!(NodeDir::is_begun(root.path()));
+        assert!(undo(&dir).unwrap());
+        assert!(!dir.config().exists() && !dir.old_making().exists());
+        assert!(!dir.path().join("targets/0.img").exists());
+    }
+
+    #[test]
+    fn only_a_node_that_shows_no_trace_of_a_run_has_never_run() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let config = config(TEXT);
+        std::fs::write(dir.config(), TEXT).unwrap();
+        assert!(has_never_run(&dir, &config).unwrap());
+        // A role has been started.
+        std::fs::write(dir.log("store"), "").unwrap();
+        assert!(!has_never_run(&dir, &config).unwrap());
+        std::fs::remove_file(dir.log("store")).unwrap();
+        // A first `up` has written the configuration.
+        let generated =
+            config_file::generate(&[("targets", toml::Value::Array(vec!["targets/0.img".into()]))]);
+        std::fs::write(dir.config(), generated).unwrap();
+        assert!(!has_never_run(&dir, &config).unwrap());
+        std::fs::write(dir.config(), TEXT).unwrap();
+        // The first `up` was interrupted. Afterwards the record still shows that nothing has run.
+        Making::make(&dir, &config, None, false).unwrap();
+        std::fs::write(dir.log("store"), "").unwrap();
+        assert!(undo(&dir).unwrap() && !dir.identity().exists());
+        assert!(!undo(&dir).unwrap(), "a second undo finds nothing");
+        assert!(has_never_run(&dir, &config).unwrap());
+        Making::make(&dir, &config, None, false).unwrap();
+        finish(&dir).unwrap();
+        assert!(!has_never_run(&dir, &config).unwrap());
+        // Without the identity, the existing target shows that the node was created.
+        std::fs::remove_file(dir.identity()).unwrap();
+        std::fs::remove_file(dir.log("store")).unwrap();
+        std::fs::remove_file(dir.path().join("targets/1.img")).unwrap();
+        assert!(!has_never_run(&dir, &config).unwrap());
+    }
 }

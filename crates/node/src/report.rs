@@ -11,6 +11,7 @@ use uuid::Uuid;
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::FdUsage;
+use super::identity::{Identity, IdentityError};
 use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
@@ -297,10 +298,37 @@ impl OsdReport {
     }
 }
 
+/// The problem of a node that is stopped.
+const DOWN: &str = "the node is down; start it with `outboard up`";
+
 impl NodeReport {
     /// Creates the report of a node of which only the address is known, and not the directory.
     pub fn of_endpoint(endpoint: &str) -> NodeReport {
         NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
+    }
+
+    /// Adds the node's identity, and the problem if it is damaged or missing. `has_run` is whether
+    /// the node has been started.
+    pub fn add_identity(&mut self, identity: Result<Option<Identity>, IdentityError>, has_run: bool) {
+        match identity {
+            // The supervisor's record was deleted while the node was stopped.
+            Ok(Some(identity)) if self.placement.is_none() && !self.up => {
+                self.problems = vec![DOWN.to_owned()];
+                self.targets = identity
+                    .targets()
+                    .iter()
+                    .map(|t| TargetReport::of(t.path().to_owned(), t.uuid()))
+                    .collect();
+            }
+            Ok(Some(_)) => {}
+            Ok(None) if has_run => self.problems.push(
+                "the node's identity node.json is missing; restart the node while all targets are present, \
+                 or restore the file from a backup"
+                    .to_owned(),
+            ),
+            Ok(None) => {}
+            Err(e) => self.problems.push(e.to_string()),
+        }
     }
 
     /// Creates the report of a node from its supervisor's record. If the node is not up, the record
@@ -327,13 +355,9 @@ impl NodeReport {
             format!("the {} is being killed and started again: {why}", p.role.as_str())
         }));
         if !up {
-            problems = vec!["the node is down; start it with `outboard up`".to_owned()];
+            problems = vec![DOWN.to_owned()];
         }
-        let targets = state.targets.into_iter().map(|t| TargetReport {
-            path: Some(t.path),
-            uuid: t.uuid,
-            ..TargetReport::default()
-        });
+        let targets = state.targets.into_iter().map(|t| TargetReport::of(t.path, t.uuid));
         NodeReport {
             dir,
             up,
@@ -484,6 +508,11 @@ impl PoolReport {
 }
 
 impl TargetReport {
+    /// Creates the report of a target whose state is unknown.
+    fn of(path: PathBuf, uuid: Uuid) -> TargetReport {
+        TargetReport { path: Some(path), uuid, ..TargetReport::default() }
+    }
+
     fn set_space(&mut self, status: client::TargetStatus) {
         let space = match status.space {
             Ok(space) => space,

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use wire::Placement;
 
-use super::dir::{DirError, NodeDir, replace_file};
+use super::dir::{DirError, NodeDir};
+use super::durable::replace_file;
 
 /// The role of a process in a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

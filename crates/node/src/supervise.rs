@@ -217,7 +217,7 @@ mod tests {
             listen: Some("127.0.0.1:0".into()),
             metrics: "m:0".into(),
             known_targets: vec![],
-            dir: dir.path().to_owned(),
+            dir: dir.clone(),
             log: dir.log(role.as_str()),
             log_max: crate::units::ByteSize(1 << 20),
         }

@@ -1,11 +1,9 @@
-//! Creates the targets of a node at its first start, mounts them in the role that owns them, and
+//! Creates single targets, mounts them in the role that owns them, and
 //! checks them while the node is stopped.
 
-use std::ffi::OsString;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 
 use base::block::BLOCK;
@@ -18,9 +16,11 @@ use uuid::Uuid;
 pub use store::FsckReport;
 
 use super::config::Config;
-use super::dir::{DirError, NodeDir, remove_file, sync_parent};
-use super::plan::{self, PlanError};
-use super::state::{MountedTarget, NodeState};
+use super::dir::DirError;
+use super::durable::{remove_file, rename};
+use super::identity::KnownTarget;
+use super::plan::PlanError;
+use super::state::MountedTarget;
 use super::watchdog::Checkpoints;
 use crate::progress::ProgressMeter;
 
@@ -34,15 +34,6 @@ pub enum TargetError {
         path: PathBuf,
         /// The store's error.
         source: StoreError,
-    },
-    /// The file of a target is missing, although the node has run before.
-    #[error(
-        "target {} is missing, but the node has run with it; restore the file, mount its drive, or create a new node in another directory",
-        path.display()
-    )]
-    Missing {
-        /// Path of the file.
-        path: PathBuf,
     },
     /// There is too little space for the targets.
     #[error(transparent)]
@@ -93,49 +84,6 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
     move |source| TargetError::Io { path, action, source }
 }
 
-/// Creates the targets that the configuration of an existing node names and that do not exist:
-/// missing files, and, with `format`, targets on devices without a target. Files are created only
-/// for a node that has never run (its `run/state.json` names no targets). After the first run, a
-/// missing file means that a drive is not mounted, and a new file must not replace the target on
-/// this drive.
-///
-/// # Errors
-/// If a target cannot be created, or is missing.
-pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
-    let count = config.targets.len();
-    let has_run = has_run(dir);
-    let is_missing = |path: &PathBuf| !path.exists();
-    let paths: Vec<PathBuf> = config.targets.iter().map(|target| dir.path().join(target)).collect();
-    if !has_run {
-        let missing: Vec<PathBuf> = paths.iter().filter(|path| is_missing(path)).cloned().collect();
-        plan::check_space(&missing, config.target_size.0)?;
-    }
-    // Check all devices before the first one is formatted.
-    for path in paths.iter().filter(|path| !is_missing(path)) {
-        is_to_be_formatted(path, format)?;
-    }
-    for (n, path) in paths.iter().enumerate() {
-        let label = format!("creating target {} of {count}", n + 1);
-        if !is_missing(path) {
-            make_on_device(path, format, &label)?;
-        } else if !has_run {
-            make_file(path, config, None, &label)?;
-        } else if count > 1 {
-            // The other targets may have the data of the missing target.
-            tracing::error!(path = %path.display(), "target {n} is missing; the node starts without it");
-        } else {
-            return Err(TargetError::Missing { path: path.clone() });
-        }
-    }
-    Ok(())
-}
-
-/// Returns whether the node has run with targets. Returns `true` if its `run/state.json` is
-/// unreadable, so that missing targets are not created again.
-pub fn has_run(dir: &NodeDir) -> bool {
-    dir.state().exists() && NodeState::load(dir).is_none_or(|state| !state.targets.is_empty())
-}
-
 /// Creates a target on a block device that has none, if the device may be formatted. Does nothing
 /// for a file.
 ///
@@ -149,8 +97,11 @@ pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), Targ
 }
 
 /// Returns whether a target must be created at `path`: the path is a block device without a target,
-/// and may be formatted. Fails if the device is not suitable.
-fn is_to_be_formatted(path: &Path, format: bool) -> Result<bool, TargetError> {
+/// and may be formatted.
+///
+/// # Errors
+/// If the device is not suitable.
+pub fn is_to_be_formatted(path: &Path, format: bool) -> Result<bool, TargetError> {
     let there = std::fs::metadata(path).map_err(in_system("inspect it", path))?;
     let is_to_be = format && there.file_type().is_block_device() && has_no_target(path)?;
     if is_to_be {
@@ -189,8 +140,10 @@ pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) 
         let _ = std::fs::remove_file(&unfinished);
     }
     made?;
-    std::fs::rename(&unfinished, path).map_err(in_system("rename it into place", path))?;
-    Ok(sync_parent(path)?)
+    // The last step of `mkfs` is a flush, so the content of the file is durable.
+    #[cfg(test)]
+    super::durable::steps::note(super::durable::steps::Step::Write(unfinished.clone()));
+    Ok(rename(&unfinished, path)?)
 }
 
 /// Creates a target with the UUID `uuid` in place of a lost target. An existing file is kept under
@@ -206,7 +159,7 @@ pub fn make_replacement(path: &Path, config: &Config, uuid: Uuid) -> Result<(), 
         }
         Ok(_) => {
             let kept = path.with_extension(format!("before-{uuid}"));
-            std::fs::rename(path, &kept).map_err(in_system("rename the existing file", path))?;
+            rename(path, &kept)?;
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(in_system("inspect it", path)(e)),
@@ -221,46 +174,13 @@ fn mkfs(path: &Path, options: MkfsOptions, label: &str) -> Result<(), TargetErro
     made.map(drop).map_err(in_store(path))
 }
 
-/// A target that the node has used before, in the text form `PATH=UUID`. Its UUID is known even if
-/// the target cannot be mounted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KnownTarget {
-    path: PathBuf,
-    uuid: Uuid,
-}
-
-impl KnownTarget {
-    /// Converts an announced target.
-    pub fn of(target: &MountedTarget) -> KnownTarget {
-        KnownTarget { path: target.path.clone(), uuid: target.uuid }
-    }
-
-    /// Returns `PATH=UUID` for a role's command line. The result preserves a path that is not
-    /// UTF-8.
-    pub fn to_argument(&self) -> OsString {
-        let mut argument = self.path.clone().into_os_string();
-        argument.push(format!("={}", self.uuid));
-        argument
-    }
-}
-
-impl FromStr for KnownTarget {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<KnownTarget, String> {
-        let parsed = text.rsplit_once('=').and_then(|(path, uuid)| Some((path.into(), uuid.parse().ok()?)));
-        let (path, uuid) = parsed.ok_or_else(|| format!("{text:?} is not PATH=UUID"))?;
-        Ok(KnownTarget { path, uuid })
-    }
-}
-
 /// The targets that a role mounts.
 #[derive(Debug, Clone)]
 pub struct TargetPaths {
     /// Path of each target's file or device.
     pub paths: Vec<PathBuf>,
-    /// Targets whose UUIDs are known. If one of them cannot be mounted, the role serves the other
-    /// targets.
+    /// Targets whose UUIDs are known. If one of them cannot be mounted, or its path contains another
+    /// target, the role serves the other targets.
     pub known: Vec<KnownTarget>,
 }
 
@@ -307,8 +227,8 @@ fn mount_each<T, D>(
     mount: impl Fn(&Path, &MountOptions) -> store::Result<T>,
     parts: impl Fn(T) -> (Arc<BlockStore>, D),
 ) -> Result<(Vec<Mounted>, Vec<D>), TargetError> {
-    let mount = |(index, path): (usize, &PathBuf)| {
-        let options = mount_options(index, config, faults);
+    let mount = |(index, path): (usize, &PathBuf), expected_uuid: Option<Uuid>| {
+        let options = MountOptions { expected_uuid, ..mount_options(index, config, faults) };
         let (store, driver) = parts(mount(path, &options)?);
         let uuid = store.uuid();
         tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");
@@ -317,19 +237,19 @@ fn mount_each<T, D>(
     let (mut mounted, mut drivers) = (Vec::new(), Vec::new());
     let mut failure = None;
     for (index, path) in targets.paths.iter().enumerate() {
-        let known = targets.known.iter().find(|known| known.path == *path);
-        match (mount((index, path)), known) {
+        let known = targets.known.iter().find(|known| known.path() == path);
+        match (mount((index, path), known.map(KnownTarget::uuid)), known) {
             (Ok((target, driver)), _) => {
                 mounted.push(target);
                 drivers.push(driver);
             }
             (Err(e), Some(known)) if may_be_absent(&e) => {
-                tracing::error!(target_uuid = %known.uuid, path = %path.display(), "the target cannot be mounted: {e}");
+                tracing::error!(target_uuid = %known.uuid(), path = %path.display(), "the target cannot be mounted: {e}");
                 let why = if let StoreError::Io(why) = &e { why.clone() } else { e.to_string() };
                 let shown = path.display().to_string();
                 let why = if why.contains(&shown) { why } else { format!("{shown}: {why}") };
                 let absent = AbsentStore::new(why);
-                mounted.push(Mounted { path: path.clone(), uuid: known.uuid, store: Err(absent) });
+                mounted.push(Mounted { path: path.clone(), uuid: known.uuid(), store: Err(absent) });
                 failure = Some(in_store(path)(e));
             }
             (Err(e), _) => return Err(in_store(path)(e)),
@@ -342,9 +262,15 @@ fn mount_each<T, D>(
 }
 
 /// Returns whether the role may run without a target that failed to mount with this error. The role
-/// may not run if the target is in use, or is a different target than expected.
+/// may not run if the target is in use.
 fn may_be_absent(e: &StoreError) -> bool {
-    matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. } | StoreError::NotATarget(_))
+    matches!(
+        e,
+        StoreError::Io(_)
+            | StoreError::Corrupt { .. }
+            | StoreError::NotATarget(_)
+            | StoreError::WrongUuid { .. }
+    )
 }
 
 /// Returns the checkpoints of all mounted targets, for the watchdog.

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use base::BoxFuture;
 use osd::{WitnessAt, WitnessStorage};
 
-use super::dir::{DirError, replace_file};
+use super::dir::DirError;
+use super::durable::replace_file;
 
 /// The file of the osd's witness. A write replaces the file atomically and durably, on a thread of
 /// its own, because it waits for the drive.

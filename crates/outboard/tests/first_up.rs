@@ -115,7 +115,7 @@ impl Place {
         assert_eq!(files, made, "{when}");
         let config = std::fs::read_to_string(self.node().join("outboard.toml")).unwrap();
         assert!(config.contains("\ntarget_size = \"32MiB\""), "{when}: {config}");
-        assert!(!self.has("run/making.json"), "{when}");
+        assert!(!self.has("making.json") && self.has("node.json"), "{when}");
         self.ok(&["pool", "create", "p"]);
         self.ok(&["down"]);
         self.ok(&["up", "--detach"]);
@@ -136,15 +136,16 @@ fn said(output: &Output) -> String {
 }
 
 /// Files whose appearance marks the points at which a first `up` is interrupted: while it creates
-/// the first target, while it creates the second target, and when all targets are complete.
-const POINTS: [&str; 3] = ["targets/0.img.unfinished", "targets/0.img", "outboard.toml"];
+/// the first target, while it creates the second target, when all targets are complete, and when the
+/// configuration is complete.
+const POINTS: [&str; 4] = ["targets/0.img.unfinished", "targets/0.img", "node.json", "outboard.toml"];
 
 #[test]
 fn the_next_up_works_after_the_first_up_was_killed() {
     for point in POINTS {
         let place = Place::new();
         place.interrupt_at(point, Signal::KILL, &[]);
-        assert!(place.has("run/making.json"), "{point}: `up` was killed too late");
+        assert!(place.has("making.json"), "{point}: `up` was killed too late");
         place.makes_another(point);
     }
 }
@@ -164,7 +165,7 @@ fn interrupting_up_detach_also_stops_the_node_in_the_background() {
         let place = Place::new();
         place.interrupt_at("outboard.toml", signal, &["--detach"]);
         place.until("the record of the first `up` exists, or the node is removed", || {
-            !place.has("outboard.toml") || place.has("run/making.json")
+            !place.has("outboard.toml") || place.has("making.json")
         });
         place.makes_another(&format!("{signal:?}"));
     }

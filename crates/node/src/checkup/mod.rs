@@ -11,6 +11,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::Resource;
 use serde::Serialize;
 
+use crate::dir::NodeDir;
+use crate::identity::{self, Identity, IdentityError};
 use crate::units::ByteSize;
 
 /// Severity of a finding.
@@ -55,6 +57,7 @@ const FILES_WANTED: u64 = 4096;
 /// targets, relative to `dir`.
 pub fn all(dir: &Path, targets: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
+    findings.extend(identity(dir));
     findings.extend(file_system(dir));
     findings.extend(places(dir, targets).iter().map(|place| direct_io(place)));
     findings.extend(rdma::all());
@@ -234,6 +237,30 @@ fn file_system(dir: &Path) -> Option<Finding> {
         });
     }
     None
+}
+
+/// Checks the identity of an existing node.
+fn identity(dir: &Path) -> Option<Finding> {
+    let dir = NodeDir::open(dir).ok()?;
+    let (grade, found, remedy) = match Identity::load(&dir) {
+        Ok(Some(identity)) => (Grade::Good, format!("names {} targets", identity.targets().len()), None),
+        // The operator has written the configuration of a node that has never run.
+        Ok(None) if !identity::is_recorded(&dir) && !dir.has_logs() => return None,
+        Ok(None) => {
+            let remedy = "start the node while all targets are present, which writes the file; or restore it from a backup";
+            (Grade::Costs, format!("{} is missing", dir.identity().display()), Some(remedy.to_owned()))
+        }
+        Err(IdentityError::Damaged { path, why }) => {
+            let remedy = "restore the file from a backup, or, if all targets are present, remove it";
+            (Grade::Prevents, format!("{} cannot be read: {why}", path.display()), Some(remedy.to_owned()))
+        }
+        Err(e) => {
+            let remedy = "use the version of Outboard that wrote the file";
+            (Grade::Prevents, e.to_string(), Some(remedy.to_owned()))
+        }
+    };
+    let why = "node.json names the targets of the node, so that no other drive is used in their place";
+    Some(Finding { what: "node identity", grade, found, why, remedy })
 }
 
 fn direct_io(there: &Path) -> Finding {

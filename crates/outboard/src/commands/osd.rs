@@ -6,10 +6,11 @@ use clap::Args;
 
 use crate::args::NodeArgs;
 use node::failure::Result;
+use node::identity::KnownTarget;
 use node::role::RoleArgs;
 use node::roles::osd::{self, StoresAt};
 use node::store_address::StoreAddress;
-use node::targets::{KnownTarget, TargetPaths};
+use node::targets::TargetPaths;
 
 /// Run the osd role: serve clients, with the store in another process or in the same process
 ///
@@ -34,8 +35,8 @@ pub struct OsdArgs {
     /// Target to mount in this process: a file or a raw block device; the flag may be repeated
     #[arg(long = "target", value_name = "PATH")]
     pub targets: Vec<PathBuf>,
-    /// UUID of the target at PATH. If this target cannot be mounted, the role serves the other
-    /// targets instead of failing
+    /// UUID of the target at PATH. If this target cannot be mounted, or PATH contains another
+    /// target, the role serves the other targets instead of failing
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
 }

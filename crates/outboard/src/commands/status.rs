@@ -11,6 +11,7 @@ use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;
 use node::failure::{Doing, Result};
+use node::identity::{self, Identity};
 use node::report::NodeReport;
 use node::state::NodeState;
 
@@ -43,7 +44,9 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     let mut report = match (&dir, &node.endpoint) {
         (Some(dir), _) => {
             let up = dir.owner().doing(doing)?.is_some();
-            NodeReport::of_state(dir.path(), up, NodeState::load(dir))
+            let mut report = NodeReport::of_state(dir.path(), up, NodeState::load(dir));
+            report.add_identity(Identity::load(dir), identity::is_recorded(dir) || dir.has_logs());
+            report
         }
         (None, endpoint) => NodeReport::of_endpoint(endpoint.as_deref().unwrap_or_default()),
     };

@@ -6,10 +6,11 @@ use clap::Args;
 
 use crate::args::NodeArgs;
 use node::failure::Result;
+use node::identity::KnownTarget;
 use node::role::RoleArgs;
 use node::roles::store;
 use node::store_address::StoreAddress;
-use node::targets::{KnownTarget, TargetPaths};
+use node::targets::TargetPaths;
 
 /// Run the store role: mount targets and serve them to an osd
 ///
@@ -26,8 +27,8 @@ pub struct StoreArgs {
     /// Target to mount: a file or a raw block device; the flag may be repeated
     #[arg(long = "target", value_name = "PATH", required = true)]
     pub targets: Vec<PathBuf>,
-    /// UUID of the target at PATH. If this target cannot be mounted, the role serves the other
-    /// targets instead of failing
+    /// UUID of the target at PATH. If this target cannot be mounted, or PATH contains another
+    /// target, the role serves the other targets instead of failing
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
     /// Address at which to wait for the osd: the path of a UNIX socket, or tcp:HOST:PORT. TCP has

@@ -11,6 +11,7 @@ use crate::output;
 use node::config_file;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
+use node::identity::Identity;
 use node::report::{ReportedState, trouble};
 use node::targets;
 use node::units::ByteSize;
@@ -126,12 +127,22 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
         let why = format!("the node has targets 0 to {}", count.saturating_sub(1));
         return Err(Failure::usage(doing(), why));
     };
-    let path = dir.path().join(path);
+    if Identity::load(&dir).doing(doing())?.is_none() {
+        let why = format!(
+            "the node's identity {} is missing; restart the node, which writes the file: outboard down && outboard up",
+            dir.identity().display()
+        );
+        return Err(Failure::new(doing(), why));
+    }
     // Ask the node before any file is changed, because the node may refuse the replacement.
     let uuid = uuid::Uuid::new_v4();
     session::run(node, super::options(), async move |client| {
         client.replace_target(id, uuid).await.doing(format!("replacing target {id}"))
     })?;
+    // Change the identity before the target is created, which takes long. If the command is
+    // interrupted, the node starts without the new target, and the command can be repeated.
+    Identity::replace_target(&dir, path, uuid).doing(doing())?;
+    let path = dir.path().join(path);
     targets::make_replacement(&path, &config, uuid).doing(doing())?;
     output::line(format!(
         "created a new target {id} at {}; restart the node to rebuild its data: outboard down && outboard up",

@@ -16,8 +16,10 @@ use crate::output;
 use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use node::config::Config;
 use node::config_file;
-use node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
+use node::dir::{DirLock, NodeDir, STORE_SOCKET};
+use node::durable::replace_file;
 use node::failure::{Doing, Failure, Result};
+use node::identity::{self, Identity, Settled};
 use node::keeper::RoleSpec;
 use node::making::{self, Making};
 use node::plan::{Chosen, Plan, nth_port};
@@ -25,9 +27,8 @@ use node::port::{self, PortClaim};
 use node::role::{self, StopSignals};
 use node::state::{MountedTarget, NodeState, Process, ProcessState, Role};
 use node::supervise::{SuperviseError, Supervisor};
-use node::targets::KnownTarget;
 use node::units::ByteSize;
-use node::{logging, metrics, targets};
+use node::{logging, metrics};
 
 /// Time between two checks whether a role of an earlier supervisor has ended.
 const PREDECESSOR_POLL: Duration = Duration::from_millis(20);
@@ -122,7 +123,7 @@ fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Creates the node, or adds a missing port and missing targets to an existing node. Returns a
+/// Creates the node, or adds a missing port to an existing node and checks its targets. Returns a
 /// claim on the node's port if this call chose the port.
 fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     if making::undo(dir).doing(doing)? {
@@ -132,15 +133,26 @@ fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim
     }
     if !dir.config().exists() {
         let plan = Plan::new(dir.path(), &chosen(args), env).doing(doing)?;
-        if let Err(e) = Making::make(dir, &plan.config, &plan.text, args.format) {
-            let left = making::undo(dir).err().map_or(String::new(), |left| format!("; {left}"));
-            return Err(Failure::new(doing, format!("{e}{left}")));
-        }
+        make(dir, &plan.config, Some(&plan.text), args.format, doing)?;
         return Ok(plan.claim);
     }
     let claim = settle_port(dir, args, doing)?;
-    targets::make_missing(dir, &configure(dir, args, doing)?, args.format).doing(doing)?;
+    let config = configure(dir, args, doing)?;
+    if making::has_never_run(dir, &config).doing(doing)? {
+        make(dir, &config, None, args.format, doing)?;
+    } else {
+        let settled = identity::settle(dir, &config.targets).doing(doing)?;
+        settled.notes.into_iter().for_each(output::note);
+    }
     Ok(claim)
+}
+
+/// Creates the parts of a new node. `text` is the text of its configuration file, if the file does
+/// not exist.
+fn make(dir: &NodeDir, config: &Config, text: Option<&str>, format: bool, doing: &str) -> Result<()> {
+    let Err(e) = Making::make(dir, config, text, format) else { return Ok(()) };
+    let left = making::undo(dir).err().map_or(String::new(), |left| format!("; {left}"));
+    Err(Failure::new(doing, format!("{e}{left}")))
 }
 
 /// Chooses a port for a node whose configuration names none. The node's directory records the
@@ -272,16 +284,21 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
     let mut supervisor = Process::new(Role::Supervisor);
     supervisor.set_pid(std::process::id());
     (supervisor.state, supervisor.metrics) = (ProcessState::Running, Some(metrics));
+    let Settled { identity, is_recorded, has_file, .. } =
+        identity::settle(dir, &config.targets).map_err(|e| e.to_string())?;
+    if has_file && !is_recorded {
+        identity.save(dir).map_err(|e| e.to_string())?;
+    }
+    let known = identity.targets().iter();
     let state = NodeState {
         placement: config.placement,
         endpoint: None,
         engine: None,
         emulated: false,
-        // The targets of the last run, until the roles announce the targets that they have mounted.
-        targets: NodeState::load(dir).map(|last| last.targets).unwrap_or_default(),
+        targets: known.map(|t| MountedTarget { path: t.path().to_owned(), uuid: t.uuid() }).collect(),
         processes: vec![supervisor],
     };
-    let mut roles = roles(dir, config, &state.targets)?;
+    let mut roles = roles(dir, config, &identity)?;
     let serving = roles.pop().ok_or("the node has no roles")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
@@ -297,6 +314,10 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
                 making.resume(dir).map_err(|e| e.to_string())?;
             }
             return Err(e.to_string());
+        }
+        // The osd has accepted the targets, so an identity that was derived from them is correct.
+        if let Err(e) = identity.record(dir) {
+            tracing::error!("cannot record the node's identity: {e}");
         }
         if background {
             role::outlive_caller().map_err(|e| e.to_string())?;
@@ -321,13 +342,8 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
     );
 }
 
-/// Returns the roles of a node in the order in which they start. `last_run` contains the targets of
-/// the node's last run.
-fn roles(
-    dir: &NodeDir,
-    config: &Config,
-    last_run: &[MountedTarget],
-) -> std::result::Result<Vec<RoleSpec>, String> {
+/// Returns the roles of a node in the order in which they start.
+fn roles(dir: &NodeDir, config: &Config, identity: &Identity) -> std::result::Result<Vec<RoleSpec>, String> {
     let targets = |args: &mut Vec<OsString>| {
         for target in &config.targets {
             args.extend(["--target".into(), target.clone().into_os_string()]);
@@ -335,7 +351,7 @@ fn roles(
     };
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {
         let known_targets = match role {
-            Role::Store | Role::Node => last_run.iter().map(KnownTarget::of).collect(),
+            Role::Store | Role::Node => identity.targets().to_vec(),
             Role::Supervisor | Role::Osd => Vec::new(),
         };
         Ok(RoleSpec {
@@ -345,7 +361,7 @@ fn roles(
             listen: (role != Role::Store).then(|| config.listen.clone()),
             metrics: nth_port(&config.metrics.listen, port).map_err(|e| format!("metrics.listen: {e}"))?,
             known_targets,
-            dir: dir.path().to_owned(),
+            dir: dir.clone(),
             log: dir.log(role.as_str()),
             log_max: config.log.max_size,
         })

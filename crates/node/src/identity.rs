@@ -1,0 +1,446 @@
+//! The node's identity: the targets that belong to the node, in the file `node.json`.
+//!
+//! `node.json` is beside the configuration, and not in `run/`, because `run/` may be deleted while
+//! the node is stopped. The first `up` writes the file before a client can store data
+//! ([`making`](super::making)). Later `up` commands create no targets. They use only targets whose
+//! UUIDs the file names, so an empty or foreign drive never replaces a drive that is not mounted.
+//!
+//! The UUID identifies a target, and the path is only the place where the target was last. If
+//! targets have exchanged their paths, the node therefore recognises them, and `up` records the new
+//! paths.
+//!
+//! Older versions of Outboard have no `node.json`. The first start with this version derives the
+//! identity from the superblocks of the targets, and from `run/state.json` for targets that cannot
+//! be read. The supervisor writes the file only after the osd has accepted the targets, because a
+//! foreign target must not become part of the identity.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+use store::{BlockStore, StoreError};
+use uuid::Uuid;
+
+use super::dir::{DirError, NodeDir, io_error};
+use super::durable::replace_file;
+use super::state::{MountedTarget, NodeState};
+
+/// Format version of the file.
+const FORMAT: u32 = 1;
+
+/// Reason why the identity of a node, or its targets, cannot be determined.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// The file cannot be read, or is invalid.
+    #[error(
+        "the node's identity {} cannot be read: {why}; restore the file from a backup, or, if all targets are present, remove it: the next `outboard up` rebuilds it from the targets",
+        path.display()
+    )]
+    Damaged {
+        /// Path of the file.
+        path: PathBuf,
+        /// Reason.
+        why: String,
+    },
+    /// A later version of Outboard has written the file.
+    #[error(
+        "the node's identity {} has format {found}, but this program reads format {FORMAT}; use the version of Outboard that wrote the file",
+        path.display()
+    )]
+    Format {
+        /// Path of the file.
+        path: PathBuf,
+        /// Format version of the file.
+        found: u32,
+    },
+    /// The configuration has more or fewer targets than the node.
+    #[error(
+        "the configuration names {configured} targets, but the node's identity {} names {recorded}; restore the list `targets` in outboard.toml, because the number of targets is fixed",
+        path.display()
+    )]
+    Count {
+        /// Path of the file.
+        path: PathBuf,
+        /// Number of targets in the file.
+        recorded: usize,
+        /// Number of targets in the configuration.
+        configured: usize,
+    },
+    /// Two paths contain targets with the same UUID.
+    #[error(
+        "{} and {} contain the same target {uuid}; one of them is a copy: remove the copy, and restore the node's other target",
+        paths[0].display(), paths[1].display()
+    )]
+    Twice {
+        /// The paths.
+        paths: [PathBuf; 2],
+        /// UUID of the target.
+        uuid: Uuid,
+    },
+    /// The node has run with a target that is missing.
+    #[error(
+        "target {} is missing, but the node has run with it; restore the file, mount its drive, or create a new node in another directory",
+        path.display()
+    )]
+    Missing {
+        /// Path of the target.
+        path: PathBuf,
+    },
+    /// The target at a path does not belong to the node.
+    #[error(
+        "{} contains target {found}, which does not belong to this node; the node's target is {expected}: mount its drive, or correct the path in outboard.toml",
+        path.display()
+    )]
+    Foreign {
+        /// Path of the target.
+        path: PathBuf,
+        /// UUID of the target at the path.
+        found: Uuid,
+        /// UUID of the node's target.
+        expected: Uuid,
+    },
+    /// The node was created, but no record names the target that belongs to this path.
+    #[error(
+        "target {} cannot be used ({why}), and its UUID is unknown, because {} is missing; restore the target or mount its drive, or restore node.json from a backup; if this node has never run, remove its directory",
+        path.display(), file.display()
+    )]
+    Unrecorded {
+        /// Path of the target.
+        path: PathBuf,
+        /// Why the target cannot be used.
+        why: String,
+        /// Path of the missing file.
+        file: PathBuf,
+    },
+    /// A target is in use.
+    #[error("target {}: {source}", path.display())]
+    InUse {
+        /// Path of the target.
+        path: PathBuf,
+        /// The store's error.
+        source: StoreError,
+    },
+    /// The file cannot be written.
+    #[error(transparent)]
+    Dir(#[from] DirError),
+}
+
+/// A target of the node, in the text form `PATH=UUID`. Its UUID is known even if the target cannot
+/// be mounted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KnownTarget {
+    /// Path of the target's file or device, as in the configuration.
+    path: PathBuf,
+    /// UUID of the target.
+    uuid: Uuid,
+}
+
+impl KnownTarget {
+    /// Creates the record of a target.
+    pub fn new(path: PathBuf, uuid: Uuid) -> KnownTarget {
+        KnownTarget { path, uuid }
+    }
+
+    /// Converts an announced target.
+    pub fn of(target: &MountedTarget) -> KnownTarget {
+        KnownTarget { path: target.path.clone(), uuid: target.uuid }
+    }
+
+    /// Returns the path of the target, as in the configuration.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the UUID of the target.
+    pub fn uuid(&self) -> Uuid {
+        self.uuid
+    }
+
+    /// Returns `PATH=UUID` for a role's command line. The result preserves a path that is not
+    /// UTF-8.
+    pub fn to_argument(&self) -> OsString {
+        let mut argument = self.path.clone().into_os_string();
+        argument.push(format!("={}", self.uuid));
+        argument
+    }
+}
+
+impl FromStr for KnownTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<KnownTarget, String> {
+        let parsed = text.rsplit_once('=').and_then(|(path, uuid)| Some((path.into(), uuid.parse().ok()?)));
+        let (path, uuid) = parsed.ok_or_else(|| format!("{text:?} is not PATH=UUID"))?;
+        Ok(KnownTarget { path, uuid })
+    }
+}
+
+/// The content of `node.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Format version of the file.
+    format: u32,
+    /// The targets, in the order of the configuration.
+    targets: Vec<KnownTarget>,
+}
+
+/// The identity of a node, and its relation to the targets that are present.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Settled {
+    /// The identity. Its paths are the configured paths.
+    pub identity: Identity,
+    /// Whether `node.json` contains exactly this identity.
+    pub is_recorded: bool,
+    /// Whether `node.json` exists. If not, the identity was derived from the targets.
+    pub has_file: bool,
+    /// Messages for the operator about targets that have moved or are not used.
+    pub notes: Vec<String>,
+}
+
+impl Identity {
+    /// Creates the identity of a node with these targets.
+    pub fn new(targets: Vec<KnownTarget>) -> Identity {
+        Identity { format: FORMAT, targets }
+    }
+
+    /// Returns the targets, in the order of the configuration.
+    pub fn targets(&self) -> &[KnownTarget] {
+        &self.targets
+    }
+
+    /// Reads the identity of the node in `dir`; `None` if the file does not exist.
+    ///
+    /// # Errors
+    /// If the file cannot be read, is damaged, or has another format.
+    pub fn load(dir: &NodeDir) -> Result<Option<Identity>, IdentityError> {
+        #[derive(Deserialize)]
+        struct Head {
+            format: u32,
+        }
+        let path = dir.identity();
+        let damaged = |why: String| IdentityError::Damaged { path: path.clone(), why };
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(damaged(e.to_string())),
+        };
+        // A later format may have other fields, so read the version first.
+        let head: Head = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
+        if head.format != FORMAT {
+            return Err(IdentityError::Format { path, found: head.format });
+        }
+        serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
+    }
+
+    /// Writes the file atomically and durably.
+    ///
+    /// # Errors
+    /// If the operating system reports an error.
+    pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
+        let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
+        replace_file(&dir.identity(), &text)
+    }
+
+    /// Records that the target with the UUID `uuid` is now the target at `path`, in place of a lost
+    /// target. Does nothing if the file does not exist.
+    ///
+    /// # Errors
+    /// If the file cannot be read or written.
+    pub fn replace_target(dir: &NodeDir, path: &Path, uuid: Uuid) -> Result<(), IdentityError> {
+        let _lock = lock(dir)?;
+        let Some(mut identity) = Identity::load(dir)? else { return Ok(()) };
+        identity.targets.iter_mut().filter(|target| target.path == path).for_each(|t| t.uuid = uuid);
+        Ok(identity.save(dir)?)
+    }
+
+    /// Writes the file if it does not exist.
+    ///
+    /// # Errors
+    /// If the operating system reports an error.
+    pub fn record(&self, dir: &NodeDir) -> Result<(), DirError> {
+        let _lock = lock(dir)?;
+        if dir.identity().exists() { Ok(()) } else { self.save(dir) }
+    }
+
+    /// Determines which of the node's targets belongs to each of `paths`, where the targets `found`
+    /// are. A target that was found belongs to its path. Of the other targets, each keeps its
+    /// recorded path if possible. Both slices have as many items as the node has targets.
+    fn assign(&self, paths: &[PathBuf], found: &[Option<Uuid>]) -> Vec<Uuid> {
+        let mut left: Vec<&KnownTarget> =
+            self.targets.iter().filter(|target| !found.contains(&Some(target.uuid))).collect();
+        let own = |uuid: &Uuid| self.targets.iter().any(|target| target.uuid == *uuid);
+        let mut assigned: Vec<Option<Uuid>> = found.iter().map(|found| found.filter(own)).collect();
+        for (path, assigned) in paths.iter().zip(&mut assigned).filter(|(_, assigned)| assigned.is_none()) {
+            if let Some(at) = left.iter().position(|target| target.path == *path) {
+                *assigned = Some(left.remove(at).uuid);
+            }
+        }
+        let mut left = left.into_iter().map(|target| target.uuid);
+        // `left` suffices, because the paths found are different.
+        assigned.into_iter().filter_map(|assigned| assigned.or_else(|| left.next())).collect()
+    }
+}
+
+/// Takes the lock that protects the file against concurrent changes by the supervisor and by
+/// commands. The lock ends when the returned value is dropped.
+fn lock(dir: &NodeDir) -> Result<File, DirError> {
+    let lock = || {
+        let file = File::open(dir.path())?;
+        rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+        Ok(file)
+    };
+    lock().map_err(io_error("lock", dir.path()))
+}
+
+/// Returns whether a record shows that the node in `dir` has had targets: `node.json`, or the
+/// `run/state.json` of an older version. An unreadable record counts.
+pub fn is_recorded(dir: &NodeDir) -> bool {
+    let in_state = || NodeState::load(dir).is_none_or(|state| !state.targets.is_empty());
+    dir.identity().exists() || (dir.state().exists() && in_state())
+}
+
+/// Determines the identity of an existing node, whose configuration names the targets `paths`. No
+/// process may use the targets. Changes no file.
+///
+/// # Errors
+/// If the identity is damaged, unknown or contradicts the configuration, or if no target of the
+/// node is present.
+pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError> {
+    let recorded = Identity::load(dir)?;
+    let seen = look(dir, paths)?;
+    let Some(recorded) = recorded else { return adopt(dir, paths, &seen) };
+    if recorded.targets.len() != paths.len() {
+        let (recorded, configured) = (recorded.targets.len(), paths.len());
+        return Err(IdentityError::Count { path: dir.identity(), recorded, configured });
+    }
+    let found: Vec<Option<Uuid>> = seen.iter().map(|seen| seen.as_ref().ok().copied()).collect();
+    let uuids = recorded.assign(paths, &found);
+    let (mut notes, mut first) = (Vec::new(), None);
+    for ((path, expected), seen) in paths.iter().zip(&uuids).zip(&seen) {
+        let path = dir.path().join(path);
+        let error = match seen {
+            Ok(found) if found == expected => continue,
+            Ok(found) => IdentityError::Foreign { path, found: *found, expected: *expected },
+            Err(_) if !path.exists() => IdentityError::Missing { path },
+            // The role that mounts the target reports why it cannot be used.
+            Err(_) => continue,
+        };
+        notes.push(format!("{error}; the node starts without this target"));
+        first.get_or_insert(error);
+    }
+    if let Some(error) = first.filter(|_| notes.len() == paths.len()) {
+        return Err(error);
+    }
+    let targets = paths.iter().cloned().zip(uuids).map(|(path, uuid)| KnownTarget { path, uuid }).collect();
+    let identity = Identity { targets, ..recorded.clone() };
+    Ok(Settled { is_recorded: identity == recorded, identity, has_file: true, notes })
+}
+
+/// Reads the UUIDs of the targets at `paths`.
+fn look(dir: &NodeDir, paths: &[PathBuf]) -> Result<Vec<Result<Uuid, StoreError>>, IdentityError> {
+    let mut seen: Vec<Result<Uuid, StoreError>> = Vec::new();
+    for path in paths {
+        let full = dir.path().join(path);
+        let found = match BlockStore::uuid_at(&full) {
+            Err(source @ StoreError::InUse(_)) => return Err(IdentityError::InUse { path: full, source }),
+            found => found,
+        };
+        if let Ok(uuid) = &found
+            && let Some(other) = seen.iter().position(|seen| seen.as_ref().ok() == Some(uuid))
+        {
+            let paths = [dir.path().join(&paths[other]), full];
+            return Err(IdentityError::Twice { paths, uuid: *uuid });
+        }
+        seen.push(found);
+    }
+    Ok(seen)
+}
+
+/// Derives the identity of a node without `node.json` from its targets, and from the
+/// `run/state.json` of an older version for targets that cannot be read.
+fn adopt(
+    dir: &NodeDir,
+    paths: &[PathBuf],
+    seen: &[Result<Uuid, StoreError>],
+) -> Result<Settled, IdentityError> {
+    let last = NodeState::load(dir).map(|state| state.targets).unwrap_or_default();
+    let mut targets = Vec::new();
+    for (path, seen) in paths.iter().zip(seen) {
+        let uuid = match seen {
+            Ok(uuid) => *uuid,
+            Err(e) => match last.iter().find(|target| target.path == *path) {
+                Some(target) => target.uuid,
+                None => {
+                    let (path, file) = (dir.path().join(path), dir.identity());
+                    return Err(IdentityError::Unrecorded { path, why: e.to_string(), file });
+                }
+            },
+        };
+        targets.push(KnownTarget { path: path.clone(), uuid });
+    }
+    if seen.iter().all(Result::is_err) {
+        let missing = paths.iter().map(|path| dir.path().join(path)).find(|path| !path.exists());
+        if let Some(path) = missing {
+            return Err(IdentityError::Missing { path });
+        }
+    }
+    let identity = Identity::new(targets);
+    Ok(Settled { identity, is_recorded: false, has_file: false, notes: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn target(path: &str, uuid: u128) -> KnownTarget {
+        KnownTarget::new(path.into(), Uuid::from_u128(uuid))
+    }
+
+    fn assigned(paths: &[&str], found: &[u128]) -> Vec<u128> {
+        let identity = Identity::new(vec![target("a", 1), target("b", 2), target("c", 3)]);
+        let paths: Vec<PathBuf> = paths.iter().map(PathBuf::from).collect();
+        let found: Vec<_> = found.iter().map(|n| (*n > 0).then_some(Uuid::from_u128(*n))).collect();
+        identity.assign(&paths, &found).iter().map(Uuid::as_u128).collect()
+    }
+
+    #[test]
+    fn targets_are_assigned_by_their_uuids_and_absent_targets_by_their_paths() {
+        assert_eq!(assigned(&["a", "b", "c"], &[1, 2, 3]), [1, 2, 3]);
+        assert_eq!(assigned(&["a", "b", "c"], &[0, 2, 0]), [1, 2, 3]);
+        assert_eq!(assigned(&["a", "b", "c"], &[3, 0, 1]), [3, 2, 1], "a and c were exchanged");
+        assert_eq!(assigned(&["a", "b", "c"], &[1, 9, 3]), [1, 2, 3], "9 is foreign");
+        assert_eq!(
+            assigned(&["a", "b", "c"], &[2, 0, 3]),
+            [2, 1, 3],
+            "b moved to a, and its old path is empty"
+        );
+        assert_eq!(assigned(&["x", "b", "c"], &[1, 0, 0]), [1, 2, 3], "the configuration names a new path");
+        assert_eq!(assigned(&["x", "y", "c"], &[0, 0, 9]), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_saved_identity_can_be_loaded_and_a_damaged_one_is_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        assert_eq!(Identity::load(&dir).unwrap(), None);
+        let identity = Identity::new(vec![target("targets/0.img", 1), target("/dev/b", 2)]);
+        identity.record(&dir).unwrap();
+        assert_eq!(Identity::load(&dir).unwrap().as_ref(), Some(&identity));
+        Identity::replace_target(&dir, Path::new("/dev/b"), Uuid::from_u128(3)).unwrap();
+        identity.record(&dir).unwrap();
+        let loaded = Identity::load(&dir).unwrap().unwrap();
+        assert_eq!(loaded.targets, [target("targets/0.img", 1), target("/dev/b", 3)]);
+        for (text, said) in
+            [("", "from the targets"), ("{}", "from the targets"), ("{\"format\":2}", "format 2")]
+        {
+            std::fs::write(dir.identity(), text).unwrap();
+            let error = Identity::load(&dir).unwrap_err().to_string();
+            assert!(error.contains("node.json") && error.contains(said), "{text}: {error}");
+            assert!(is_recorded(&dir), "a damaged identity shows that the node was created");
+        }
+    }
+}
