@@ -161,7 +161,7 @@ pub mod steps {
                 }
             }
             let is_reachable = |path: &&PathBuf| {
-                let is_initial = |path: &Path| initial.iter().any(|initial| *initial == path);
+                let is_initial = |path: &Path| initial.contains(&path);
                 let mut above = path.ancestors().take_while(|path| !is_initial(path));
                 above.all(|path| durable.contains(path))
             };

@@ -218,7 +218,7 @@ impl Identity {
     /// If the file cannot be read, is damaged, or has another format.
     pub fn load(dir: &NodeDir) -> Result<Option<Identity>, IdentityError> {
         #[derive(Deserialize)]
-        struct Head {
+        struct FormatVersion {
             format: u32,
         }
         let path = dir.identity();
@@ -229,9 +229,9 @@ impl Identity {
             Err(e) => return Err(damaged(e.to_string())),
         };
         // A later format may have other fields, so read the version first.
-        let head: Head = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
-        if head.format != FORMAT {
-            return Err(IdentityError::Format { path, found: head.format });
+        let version: FormatVersion = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
+        if version.format != FORMAT {
+            return Err(IdentityError::Format { path, found: version.format });
         }
         serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
@@ -241,7 +241,7 @@ impl Identity {
     /// # Errors
     /// If the operating system reports an error.
     pub fn save(&self, dir: &NodeDir) -> Result<(), DirError> {
-        let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form");
+        let text = serde_json::to_string_pretty(self).expect("plain data has a JSON form") + "\n";
         replace_file(&dir.identity(), &text)
     }
 
@@ -329,7 +329,7 @@ pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError
             // The role that mounts the target reports why it cannot be used.
             Err(_) => continue,
         };
-        notes.push(format!("{error}; the node starts without this target"));
+        notes.push(without(&error));
         first.get_or_insert(error);
     }
     if let Some(error) = first.filter(|_| notes.len() == paths.len()) {
@@ -368,28 +368,33 @@ fn adopt(
     seen: &[Result<Uuid, StoreError>],
 ) -> Result<Settled, IdentityError> {
     let last = NodeState::load(dir).map(|state| state.targets).unwrap_or_default();
-    let mut targets = Vec::new();
+    let (mut targets, mut notes) = (Vec::new(), Vec::new());
     for (path, seen) in paths.iter().zip(seen) {
-        let uuid = match seen {
-            Ok(uuid) => *uuid,
-            Err(e) => match last.iter().find(|target| target.path == *path) {
-                Some(target) => target.uuid,
-                None => {
-                    let (path, file) = (dir.path().join(path), dir.identity());
-                    return Err(IdentityError::Unrecorded { path, why: e.to_string(), file });
+        let full = dir.path().join(path);
+        let uuid = match (seen, last.iter().find(|target| target.path == *path)) {
+            (Ok(uuid), _) => *uuid,
+            (Err(_), Some(target)) => {
+                if !full.exists() {
+                    notes.push(without(&IdentityError::Missing { path: full }));
                 }
-            },
+                target.uuid
+            }
+            (Err(e), None) => {
+                let file = dir.identity();
+                return Err(IdentityError::Unrecorded { path: full, why: e.to_string(), file });
+            }
         };
         targets.push(KnownTarget { path: path.clone(), uuid });
     }
-    if seen.iter().all(Result::is_err) {
-        let missing = paths.iter().map(|path| dir.path().join(path)).find(|path| !path.exists());
-        if let Some(path) = missing {
-            return Err(IdentityError::Missing { path });
-        }
+    if notes.len() == paths.len() {
+        return Err(IdentityError::Missing { path: dir.path().join(&paths[0]) });
     }
-    let identity = Identity::new(targets);
-    Ok(Settled { identity, is_recorded: false, has_file: false, notes: Vec::new() })
+    Ok(Settled { identity: Identity::new(targets), is_recorded: false, has_file: false, notes })
+}
+
+/// Returns the message that the node starts without a target for this reason.
+fn without(error: &IdentityError) -> String {
+    format!("the node starts without a target: {error}")
 }
 
 #[cfg(test)]

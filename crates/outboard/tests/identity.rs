@@ -30,7 +30,10 @@ fn starts_with_its_object(node: &Node) {
 /// Starts the node, which must do without target 1. Requests wait until the target returns, because
 /// the node cannot know whether this target alone has newer changes.
 fn starts_without_target_1(node: &Node) {
-    node.ok(&["up", "--detach"]);
+    let output = node.run(&["up", "--detach"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && said.contains("starts without a target: "), "{said}");
+    assert!(said.contains("targets/1.img"), "{said}");
     let states = node.text(&["target", "ls"]);
     let failed: Vec<bool> = states.lines().skip(1).map(|line| line.contains("failed")).collect();
     assert_eq!(failed, [false, true, false], "{states}");

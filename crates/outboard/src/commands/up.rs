@@ -440,6 +440,58 @@ mod tests {
         assert!(!making::undo(&dir).unwrap() && first.exists() && dir.config().exists());
     }
 
+    /// Links the files `names` of the node in `from` into a new directory.
+    fn with_files(from: &NodeDir, names: &[&str]) -> (tempfile::TempDir, NodeDir) {
+        let root = tempfile::tempdir_in(from.path().parent().unwrap()).unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        for name in names {
+            std::fs::hard_link(from.path().join(name), dir.path().join(name)).unwrap();
+        }
+        (root, dir)
+    }
+
+    fn uuids(dir: &NodeDir) -> Vec<uuid::Uuid> {
+        let paths = [0, 1].map(|n| dir.path().join(format!("targets/{n}.img")));
+        paths.iter().map(|path| store::BlockStore::uuid_at(path).unwrap()).collect()
+    }
+
+    #[test]
+    fn each_state_that_an_interrupted_first_up_leaves_becomes_a_complete_node() {
+        let root = tempfile::tempdir().unwrap();
+        let made = NodeDir::create(&root.path().join("made")).unwrap();
+        let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };
+        drop(prepare(&made, &args, "testing").unwrap());
+        std::fs::write(made.path().join("targets/1.img.unfinished"), "half").unwrap();
+        let steps = [
+            &["making.json"][..],
+            &["making.json", "targets/0.img"],
+            &["making.json", "targets/0.img", "targets/1.img.unfinished"],
+            &["making.json", "targets/0.img", "targets/1.img"],
+            &["making.json", "targets/0.img", "targets/1.img", "node.json"],
+            &["making.json", "targets/0.img", "targets/1.img", "node.json", "outboard.toml"],
+            // The next `up` was interrupted while it removed the files.
+            &["making.json", "targets/1.img", "node.json", "outboard.toml"],
+            &["making.json", "node.json"],
+            &[],
+        ];
+        for files in steps {
+            let (_root, dir) = with_files(&made, files);
+            drop(prepare(&dir, &args, "testing").unwrap());
+            let identity = Identity::load(&dir).unwrap().unwrap();
+            let known: Vec<_> = identity.targets().iter().map(|target| target.uuid()).collect();
+            assert_eq!(known, uuids(&dir), "{files:?}");
+            assert!(known.iter().all(|uuid| !uuids(&made).contains(uuid)), "{files:?}: all targets are new");
+            assert!(dir.config().exists() && making::finish(&dir).unwrap().is_some(), "{files:?}");
+            assert!(!dir.path().join("targets/1.img.unfinished").exists(), "{files:?}");
+        }
+        // The record has been removed: the node is complete.
+        let complete = ["targets/0.img", "targets/1.img", "node.json", "outboard.toml"];
+        let (_root, dir) = with_files(&made, &complete);
+        drop(prepare(&dir, &args, "testing").unwrap());
+        assert_eq!(uuids(&dir), uuids(&made));
+        assert!(making::finish(&dir).unwrap().is_none());
+    }
+
     #[test]
     fn a_node_whose_configuration_is_lost_gets_no_new_targets() {
         let root = tempfile::tempdir().unwrap();
