@@ -5,6 +5,7 @@ use std::io::Write;
 use std::os::fd::AsFd;
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use super::state::MountedTarget;
 
@@ -37,6 +38,9 @@ pub struct Ready {
     pub metrics: Option<String>,
     /// Address for clients, if the role serves clients.
     pub endpoint: Option<String>,
+    /// UUID of the node, if the role serves clients.
+    #[serde(default)]
+    pub node: Option<Uuid>,
     /// Name of the engine that moves data between osd and store, if the role uses an engine.
     pub engine: Option<String>,
     /// Whether the engine between osd and store is emulated.

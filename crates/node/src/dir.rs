@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! DIR/outboard.toml        configuration, which the first `up` writes last
-//! DIR/node.json            identity of the node: the UUIDs of its targets
+//! DIR/node.json            identity of the node: its UUID and the UUIDs of its targets
 //! DIR/making.json          files that the first `up` creates; removed when the node is complete
 //! DIR/targets/N.img        targets, unless the configuration names others
 //! DIR/witness              last state of the placement groups, unless `osd.witness` names another file

@@ -1,4 +1,4 @@
-//! The node's identity: the targets that belong to the node, in the file `node.json`.
+//! The node's identity: its UUID and the targets that belong to it, in the file `node.json`.
 //!
 //! `node.json` is beside the configuration, and not in `run/`, because `run/` may be deleted while
 //! the node is stopped. The first `up` writes the file before a client can store data
@@ -184,6 +184,9 @@ impl FromStr for KnownTarget {
 pub struct Identity {
     /// Format version of the file.
     format: u32,
+    /// UUID of the node; `None` before the osd has started for the first time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    node: Option<Uuid>,
     /// The targets, in the order of the configuration.
     targets: Vec<KnownTarget>,
 }
@@ -204,7 +207,7 @@ pub struct Settled {
 impl Identity {
     /// Creates the identity of a node with these targets.
     pub fn new(targets: Vec<KnownTarget>) -> Identity {
-        Identity { format: FORMAT, targets }
+        Identity { format: FORMAT, node: None, targets }
     }
 
     /// Returns the targets, in the order of the configuration.
@@ -257,13 +260,21 @@ impl Identity {
         Ok(identity.save(dir)?)
     }
 
-    /// Writes the file if it does not exist.
+    /// Adds the UUID of the node to the file, and creates the file if it does not exist. The osd has
+    /// accepted the targets and has announced `node`.
     ///
     /// # Errors
-    /// If the operating system reports an error.
-    pub fn record(&self, dir: &NodeDir) -> Result<(), DirError> {
+    /// If the file cannot be read or written.
+    pub fn record(&self, dir: &NodeDir, node: Option<Uuid>) -> Result<(), IdentityError> {
         let _lock = lock(dir)?;
-        if dir.identity().exists() { Ok(()) } else { self.save(dir) }
+        let recorded = Identity::load(dir)?;
+        // `target replace` may have changed the file.
+        let current = recorded.as_ref().unwrap_or(self);
+        let identity = Identity { node: node.or(current.node), ..current.clone() };
+        if recorded.as_ref() == Some(&identity) {
+            return Ok(());
+        }
+        Ok(identity.save(dir)?)
     }
 
     /// Determines which of the node's targets belongs to each of `paths`, where the targets `found`
@@ -433,11 +444,13 @@ mod tests {
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(Identity::load(&dir).unwrap(), None);
         let identity = Identity::new(vec![target("targets/0.img", 1), target("/dev/b", 2)]);
-        identity.record(&dir).unwrap();
+        identity.record(&dir, None).unwrap();
         assert_eq!(Identity::load(&dir).unwrap().as_ref(), Some(&identity));
         Identity::replace_target(&dir, Path::new("/dev/b"), Uuid::from_u128(3)).unwrap();
-        identity.record(&dir).unwrap();
+        identity.record(&dir, Some(Uuid::from_u128(7))).unwrap();
+        identity.record(&dir, None).unwrap();
         let loaded = Identity::load(&dir).unwrap().unwrap();
+        assert_eq!(loaded.node, Some(Uuid::from_u128(7)));
         assert_eq!(loaded.targets, [target("targets/0.img", 1), target("/dev/b", 3)]);
         for (text, said) in
             [("", "from the targets"), ("{}", "from the targets"), ("{\"format\":2}", "format 2")]

@@ -194,9 +194,10 @@ pub async fn serve(
         sessions: config.osd.sessions,
         ..OsdConfig::default()
     };
-    let ready = |result: std::result::Result<String, osd::StartError>| {
-        let ready = result.map(|endpoint| Ready {
-            endpoint: Some(endpoint),
+    let ready = |result: std::result::Result<osd::OsdStarted, osd::StartError>| {
+        let ready = result.map(|started| Ready {
+            endpoint: Some(started.endpoint),
+            node: Some(started.node),
             engine: Some(backend.engine),
             emulated: backend.emulated,
             ..Ready::default()

@@ -5,6 +5,7 @@
 //! it uses almost no CPU time while the node is idle.
 
 use tokio::sync::{mpsc, watch};
+use uuid::Uuid;
 
 use super::config::SuperviseSection;
 use super::dir::{DirError, NodeDir};
@@ -44,6 +45,8 @@ struct KeptRole {
 pub struct Supervisor {
     dir: NodeDir,
     state: NodeState,
+    /// UUID of the node, which the role that serves clients announces.
+    node: Option<Uuid>,
     kept: Vec<KeptRole>,
     events: mpsc::Receiver<(Role, RoleEvent)>,
     report: mpsc::Sender<(Role, RoleEvent)>,
@@ -56,12 +59,17 @@ impl Supervisor {
     /// node.
     pub fn new(dir: NodeDir, state: NodeState, policy: SuperviseSection, signals: StopSignals) -> Supervisor {
         let (report, events) = mpsc::channel(16);
-        Supervisor { dir, state, kept: Vec::new(), events, report, policy, signals }
+        Supervisor { dir, state, node: None, kept: Vec::new(), events, report, policy, signals }
     }
 
     /// Returns the state of the node's processes.
     pub fn state(&self) -> &NodeState {
         &self.state
+    }
+
+    /// Returns the UUID of the node; `None` until the role that serves clients is ready.
+    pub fn node(&self) -> Option<Uuid> {
+        self.node
     }
 
     /// Starts `roles` one after the other. Each role must be ready before the next one starts. If a
@@ -164,6 +172,7 @@ impl Supervisor {
             RoleEvent::Ready(ready) => {
                 process.state = ProcessState::Running;
                 process.metrics.clone_from(&ready.metrics);
+                self.node = ready.node.or(self.node);
                 if ready.endpoint.is_some() {
                     self.state.endpoint.clone_from(&ready.endpoint);
                     self.state.engine.clone_from(&ready.engine);

@@ -70,6 +70,6 @@ mod written;
 pub use array::{CodingConfig, StripesAt};
 pub use audit::inspect_object;
 pub use config::{OffloadSource, OsdConfig, TargetRetry};
-pub use server::OsdServer;
+pub use server::{OsdServer, OsdStarted};
 pub use start_error::StartError;
 pub use witness::{WitnessAt, WitnessStorage};

@@ -24,6 +24,15 @@ const DRAIN: Duration = Duration::from_secs(5);
 /// Maximum time that a stopping osd waits for the targets to store the node's age.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
+/// What an osd announces when clients can connect.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OsdStarted {
+    /// The address that clients connect to.
+    pub endpoint: String,
+    /// UUID of the node to which all targets belong.
+    pub node: Uuid,
+}
+
 /// A running osd. Dropping it stops the osd without waiting for requests in progress.
 #[derive(Debug)]
 pub struct OsdServer {
@@ -69,7 +78,7 @@ impl OsdServer {
             LocalSet::new().block_on(&runtime, serve);
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body)?;
-        let endpoint = wait.recv().map_err(|_| StartError::Died)??;
+        let OsdStarted { endpoint, .. } = wait.recv().map_err(|_| StartError::Died)??;
         Ok(OsdServer { endpoint, stop: Some(stop), thread: Some(thread) })
     }
 
@@ -94,14 +103,14 @@ impl OsdServer {
 
     /// Runs an osd on the current thread until `stop` resolves. The caller must run in a
     /// [`LocalSet`]. Simulations and programs with their own event loop use this function. `ready`
-    /// receives the endpoint, or the reason why the osd did not start.
+    /// receives the announcement, or the reason why the osd did not start.
     pub async fn serve(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
         staging: BufferPool,
         stack: Arc<dyn NetworkStack>,
         listen: &str,
-        ready: impl FnOnce(Result<String, StartError>),
+        ready: impl FnOnce(Result<OsdStarted, StartError>),
         stop: impl Future<Output = ()>,
     ) {
         let osd = match Osd::open(config, targets, staging).await {
@@ -114,7 +123,8 @@ impl OsdServer {
         };
         osd.paths.replace(listener.paths());
         osd.admissions.replace(Some(listener.admissions()));
-        ready(Ok(listener.endpoint()));
+        let node = osd.map.borrow().node;
+        ready(Ok(OsdStarted { endpoint: listener.endpoint(), node }));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
         let collector = spawn(Rc::clone(&osd).collect_for_ever());

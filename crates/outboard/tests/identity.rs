@@ -77,6 +77,7 @@ fn a_node_loses_nothing_with_its_directory_run() {
         lose_run(&node);
         starts_with_its_object(&node);
         assert_eq!(identity(&node), before);
+        assert!(before["node"].is_string(), "{before:#}");
         assert_eq!(node.status()["problems"], Value::Array(vec![]));
     }
 }

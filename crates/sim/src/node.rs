@@ -560,8 +560,8 @@ impl SimNode {
 
     async fn serve(&self, parts: OsdParts) {
         let config = self.config(parts.stripes);
-        let ready = |started: Result<String, osd::StartError>| match started {
-            Ok(endpoint) => self.trace.event(format_args!("the osd serves {endpoint}")),
+        let ready = |started: Result<osd::OsdStarted, osd::StartError>| match started {
+            Ok(started) => self.trace.event(format_args!("the osd serves {}", started.endpoint)),
             Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
         };
         let stack = Arc::new(stack(&self.plan, &self.network, HOST));

@@ -42,12 +42,12 @@ async fn each_append_takes_effect_once_over_a_network_that_breaks_often() {
     let node = Node::new(OsdConfig::default());
     let (targets, staging, listening) = (node.targets(), node.staging.clone(), stack.clone());
     local.spawn_local(async move {
-        let ready = |endpoint| drop(started.send(endpoint));
+        let ready = |announcement| drop(started.send(announcement));
         let stop = async { drop(stopped.await) };
         OsdServer::serve(OsdConfig::default(), targets, staging, listening, "*", ready, stop).await;
     });
     let work = async {
-        let endpoint = endpoint.await.unwrap().unwrap();
+        let endpoint = endpoint.await.unwrap().unwrap().endpoint;
         let options = || Options { inline_max: 1000, ..Options::default() };
         let connect = async || loop {
             // The network may refuse an attempt to connect.

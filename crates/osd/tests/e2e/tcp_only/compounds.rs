@@ -429,7 +429,7 @@ impl Rig {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             tokio::task::LocalSet::new().block_on(&runtime, serve());
         });
-        let endpoint = started.recv().unwrap()?;
+        let endpoint = started.recv().unwrap()?.endpoint;
         Ok((Running { stop, thread }, endpoint))
     }
 
