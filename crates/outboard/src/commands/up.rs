@@ -64,8 +64,8 @@ pub struct UpArgs {
     /// Return as soon as clients can connect, and leave the node running in the background
     #[arg(long)]
     pub detach: bool,
-    /// Create targets on configured devices that contain none; this destroys all data on these
-    /// devices
+    /// Create the targets of a new node on configured devices that contain none; this destroys all
+    /// data on these devices
     #[arg(long)]
     pub format: bool,
     /// Pid of the process that was called with --detach, and that started this process to run the
