@@ -256,8 +256,8 @@ impl GroupEvidence<'_> {
                 whole = rest;
             }
         }
-        // A member without the change provides the old metadata. If there is no such member, nobody
-        // has learned that the change was undone.
+        // A member without the change provides the old metadata. If every member has the change, then
+        // no member has undone it yet, and the group keeps it.
         undone.retain(|change| !whole.is_subset(&holders[change]));
         (whole, undone)
     }
