@@ -97,6 +97,20 @@ pub enum EcError {
         /// Length of a stripe's data in bytes.
         stripe: usize,
     },
+    /// A block that is coded does not match its checksum.
+    #[error(
+        "slice {index} is damaged: the checksum of the block at offset {offset} is {found:#010x} instead of {expected:#010x}"
+    )]
+    Damaged {
+        /// Index of the damaged slice.
+        index: usize,
+        /// Offset of the block in its slice, in bytes.
+        offset: usize,
+        /// The checksum that came with the block.
+        expected: u32,
+        /// The checksum computed from the block.
+        found: u32,
+    },
     /// There is no kernel with this name.
     #[error("there is no kernel {name:?}; choose auto, gfni, isal or portable")]
     NoSuchKernel {

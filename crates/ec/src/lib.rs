@@ -28,3 +28,4 @@ pub use geometry::{Geometry, MAX_FRAGMENTS};
 pub use kernel::{Kernel, KernelChoice, Transform};
 pub use matrix::Matrix;
 pub use recovery::Recovery;
+pub use stripes::CheckedUnit;

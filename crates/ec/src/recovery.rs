@@ -1,8 +1,11 @@
 //! [`Recovery`]: reconstructs lost fragments.
 
+use base::block::BLOCK_SIZE;
+
 use crate::code::{check_count, check_distinct, check_lengths};
 use crate::kernel::Transform;
 use crate::matrix::Matrix;
+use crate::stripes::{CheckedUnit, Verify, code_units};
 use crate::{Code, EcError, Result};
 
 /// A prepared reconstruction, which computes lost fragments from `k` other fragments. Created by
@@ -71,5 +74,32 @@ impl Recovery {
         check_lengths("fragments to compute", out.iter().map(|o| o.len()), len)?;
         self.transform.apply(sources, out);
         Ok(())
+    }
+
+    /// Like [`run`](Self::run), and verifies the sources. Each block is compared with its checksum
+    /// after it was used, so damage of a source before that time is detected. The CRC-32C of each
+    /// block of the fragment `out[i]` is appended to `checksums[i]`.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run), [`EcError::Unit`] unless the slices consist of whole blocks,
+    /// [`EcError::Count`] if there are too few or too many checksums, and [`EcError::Damaged`] if a
+    /// block does not match its checksum. In the last case, the content of `out` and `checksums` is
+    /// unspecified.
+    pub fn run_checked(
+        &self,
+        sources: &[CheckedUnit<'_>],
+        out: &mut [&mut [u8]],
+        checksums: &mut [Vec<u32>],
+    ) -> Result<()> {
+        check_count("sources", sources.len(), self.sources.len())?;
+        check_count("fragments to compute", out.len(), self.wanted)?;
+        check_count("checksums", checksums.len(), self.wanted)?;
+        let len = sources[0].bytes.len();
+        if !len.is_multiple_of(BLOCK_SIZE) {
+            return Err(EcError::Unit { unit: len, multiple: BLOCK_SIZE, max: usize::MAX });
+        }
+        check_lengths("sources", sources.iter().map(|s| s.bytes.len()), len)?;
+        check_lengths("fragments to compute", out.iter().map(|o| o.len()), len)?;
+        code_units(&*self.transform, sources, Verify::Sources, out, checksums)
     }
 }

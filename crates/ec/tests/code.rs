@@ -5,7 +5,7 @@ mod common;
 
 use base::block::{BLOCK_SIZE, crc32c};
 use common::{codes, fragments, lose_and_recover, noise, slices, slices_mut};
-use ec::{Code, EcError};
+use ec::{CheckedUnit, Code, EcError};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::seq::index;
@@ -98,6 +98,61 @@ fn encoding_stripes_returns_the_parity_of_their_units_and_its_checksums() {
     }
 }
 
+/// Checksums of the blocks of `bytes`.
+fn sums_of(bytes: &[u8]) -> Vec<u32> {
+    bytes.chunks(BLOCK_SIZE).map(crc32c).collect()
+}
+
+fn checked<'a>(units: &'a [&'a [u8]], sums: &'a [Vec<u32>]) -> Vec<CheckedUnit<'a>> {
+    let unit = |(bytes, sums): (&&'a [u8], &'a Vec<u32>)| CheckedUnit { bytes, checksums: sums };
+    units.iter().zip(sums).map(unit).collect()
+}
+
+#[test]
+fn coding_detects_a_flipped_bit_in_any_source_and_otherwise_computes_the_same_bytes() {
+    for (k, m, unit, stripes) in [(4, 2, 4096, 3), (10, 4, 65536, 2), (2, 1, 3 * 65536, 1), (1, 1, 8192, 2)] {
+        for code in codes(k, m) {
+            let mut data = noise(6, k * unit * stripes);
+            let sums: Vec<Vec<u32>> = data.chunks(unit).map(sums_of).collect();
+            let mut parity = vec![vec![0xee; unit * stripes]; m];
+            let mut parity_sums = vec![vec![]; m];
+            code.encode_stripes(unit, &data, &mut slices_mut(&mut parity), &mut parity_sums).unwrap();
+            let encode = |data: &[u8]| {
+                let units: Vec<&[u8]> = data.chunks(unit).collect();
+                let (mut out, mut out_sums) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
+                code.encode_checked(&checked(&units, &sums), &mut slices_mut(&mut out), &mut out_sums)
+                    .map(|()| (out, out_sums))
+            };
+            // The first fragment is lost, and the first parity fragment takes its place.
+            let present: Vec<usize> = (1..=k).collect();
+            let recovery = code.recovery(&present, &[0]).unwrap();
+            let recover = |data: &[u8]| {
+                let mut sources: Vec<&[u8]> = data[unit..k * unit].chunks(unit).collect();
+                sources.push(&parity[0][..unit]);
+                let mut of_sources = sums[1..k].to_vec();
+                of_sources.push(parity_sums[0][..unit / BLOCK_SIZE].to_vec());
+                let (mut out, mut out_sums) = (vec![0; unit], vec![vec![]]);
+                recovery
+                    .run_checked(&checked(&sources, &of_sources), &mut [&mut out], &mut out_sums)
+                    .map(|()| (out, out_sums.remove(0)))
+            };
+            assert!(encode(&data).unwrap() == (parity.clone(), parity_sums.clone()), "{k}+{m}");
+            assert!(recover(&data).unwrap() == (data[..unit].to_vec(), sums[0].clone()), "{k}+{m}");
+            for number in 0..k * stripes {
+                let at = number * unit + (number * 7919) % unit;
+                data[at] ^= 1 << (number % 8);
+                let offset = at % unit / BLOCK_SIZE * BLOCK_SIZE;
+                let damaged = |error, number| matches!(error, EcError::Damaged { index, offset: found, .. } if (index, found) == (number, offset));
+                assert!(damaged(encode(&data).unwrap_err(), number), "unit {number} of {k}+{m}");
+                if (1..k).contains(&number) {
+                    assert!(damaged(recover(&data).unwrap_err(), number - 1), "source {number} of {k}+{m}");
+                }
+                data[at] ^= 1 << (number % 8);
+            }
+        }
+    }
+}
+
 fn refused(code: &Code, unit: usize, data: usize, parity: &[usize], sums: usize) -> EcError {
     let mut parity: Vec<Vec<u8>> = parity.iter().map(|len| vec![0; *len]).collect();
     code.encode_stripes(unit, &vec![0; data], &mut slices_mut(&mut parity), &mut vec![vec![]; sums])
@@ -152,6 +207,18 @@ fn calls_with_wrong_arguments_are_refused() {
     assert!(matches!(units_refused(&[one, two]), EcError::Length { what: "data", index: 1, .. }));
     assert!(matches!(units_refused(&[&one[1..], &one[1..]]), EcError::Unit { unit: 4095, .. }));
     assert!(matches!(units_refused(&[one; 4]), EcError::Length { what: "parity", expected: 8192, .. }));
+
+    let without = CheckedUnit { bytes: one, checksums: &[] };
+    let mut parity = vec![vec![0; 4096]; 2];
+    let refused = code.encode_checked(&[without; 2], &mut slices_mut(&mut parity), &mut vec![vec![]; 2]);
+    assert_eq!(refused, Err(count("checksums of a unit", 1, 0)));
+    let run = |bytes: &[u8], out: &mut [u8], sums: usize| {
+        let source = CheckedUnit { bytes, checksums: &[0] };
+        recovery.run_checked(&[source; 2], &mut [out], &mut vec![vec![]; sums])
+    };
+    assert_eq!(run(one, &mut [0; 4096], 2), Err(count("checksums", 1, 2)));
+    assert!(matches!(run(&one[1..], &mut [0; 4095], 1), Err(EcError::Unit { unit: 4095, .. })));
+    assert!(matches!(run(one, &mut [0; 8192], 1), Err(EcError::Length { index: 0, expected: 4096, .. })));
 }
 
 proptest! {
