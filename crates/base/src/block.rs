@@ -54,6 +54,28 @@ pub fn pad_to_block(crc: u32, len: usize) -> u32 {
     crc32c_concat(crc, crc32c(pad), pad.len() as u64)
 }
 
+/// The checksum of the first `len` bytes of `piece`, whose checksum should be `crc`. If `piece` is
+/// damaged, the result does not match these bytes either, so later readers detect the damage.
+///
+/// # Panics
+/// If `len` exceeds the length of `piece`.
+#[must_use]
+pub fn crc_of_start(piece: &[u8], crc: u32, len: usize) -> u32 {
+    crc32c(&piece[..len]) ^ crc32c(piece) ^ crc
+}
+
+/// The checksum of `piece` alone. `crc` is the checksum that a block must have that consists of
+/// `piece` and zeros. If `piece` is damaged, the result does not match it either, so later readers
+/// detect the damage.
+///
+/// # Panics
+/// If `piece` is longer than [`BLOCK_SIZE`].
+#[must_use]
+pub fn crc_without_padding(piece: &[u8], crc: u32) -> u32 {
+    let alone = crc32c(piece);
+    alone ^ pad_to_block(alone, piece.len()) ^ crc
+}
+
 /// `offset` rounded down to the start of its block.
 #[must_use]
 pub const fn align_down(offset: u64) -> u64 {
@@ -241,6 +263,22 @@ mod tests {
             let mut block = data.clone();
             block.resize(BLOCK_SIZE, 0);
             prop_assert_eq!(pad_to_block(crc32c(&data), data.len()), crc32c(&block));
+        }
+
+        #[test]
+        fn the_checksum_of_a_shortened_piece_matches_it_only_if_the_piece_is_intact(
+            mut piece in proptest::collection::vec(any::<u8>(), 1..=BLOCK_SIZE),
+            cut: usize,
+            bit: usize,
+        ) {
+            let len = cut % piece.len() + 1;
+            let (crc, padded) = (crc32c(&piece), pad_to_block(crc32c(&piece), piece.len()));
+            prop_assert_eq!(crc_of_start(&piece, crc, len), crc32c(&piece[..len]));
+            prop_assert_eq!(crc_without_padding(&piece, padded), crc);
+            let bit = bit % (piece.len() * 8);
+            piece[bit / 8] ^= 1 << (bit % 8);
+            prop_assert_ne!(crc_of_start(&piece, crc, len), crc32c(&piece[..len]));
+            prop_assert_ne!(crc_without_padding(&piece, padded), crc32c(&piece));
         }
 
         #[test]

@@ -30,11 +30,17 @@ pub enum Mutant {
     DeliverTwice,
     /// An array does not update the parity of a partial write.
     SkipParity,
+    /// The host uses payload that arrived by DMA without verifying it.
+    TrustTransferredPayload,
+    /// The host computes the parity of data without verifying the data.
+    CodeUnverifiedData,
+    /// An array computes a lost fragment from other fragments without verifying them.
+    RecoverFromUnverified,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 10] = [
+    pub const ALL: [Mutant; 13] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -45,6 +51,9 @@ impl Mutant {
         Mutant::KeepCacheAtFailover,
         Mutant::DeliverTwice,
         Mutant::SkipParity,
+        Mutant::TrustTransferredPayload,
+        Mutant::CodeUnverifiedData,
+        Mutant::RecoverFromUnverified,
     ];
 
     /// The bug's name for command lines.
@@ -61,6 +70,9 @@ impl Mutant {
             Mutant::KeepCacheAtFailover => "keep-cache-at-failover",
             Mutant::DeliverTwice => "deliver-twice",
             Mutant::SkipParity => "skip-parity",
+            Mutant::TrustTransferredPayload => "trust-transferred-payload",
+            Mutant::CodeUnverifiedData => "code-unverified-data",
+            Mutant::RecoverFromUnverified => "recover-from-unverified",
         }
     }
 }

@@ -61,7 +61,7 @@ pub struct EntryHeader {
     /// Bytes that were put into this ring before this entry; 0 on a socket. The position
     /// distinguishes a new entry from an old one.
     pub position: u64,
-    /// Flags: [`VERIFY`] in a request, and in any entry whether the header's checksum covers the
+    /// Flags: [`VERIFY`] and [`REFUSE`] in a request, and in any entry whether the header's checksum covers the
     /// payload.
     pub flags: u32,
     /// In a reply: time between the store's receipt of the request and its reply, in microseconds.
@@ -70,6 +70,9 @@ pub struct EntryHeader {
 
 /// Request flag: verify the payload's checksums before use.
 pub const VERIFY: u32 = 1;
+/// Request flag, together with [`VERIFY`]: refuse damaged payload with an error. Without this flag,
+/// the store asks for the payload again.
+pub const REFUSE: u32 = 4;
 /// Entry flag: the header's checksum also covers the payload.
 const WHOLE: u32 = 2;
 

@@ -34,7 +34,7 @@ pub use dma::{
 };
 pub use doorbell::{Doorbell, Ringer};
 pub use error::{ChannelError, Result};
-pub use frame::{ChannelEntry, EntryHeader, EntryKind, HEADER_LEN, VERIFY};
+pub use frame::{ChannelEntry, EntryHeader, EntryKind, HEADER_LEN, REFUSE, VERIFY};
 pub use handshake::{
     Carrier, ChannelHello, ChannelWelcome, HostDoorbells, MemoryAccess, MemoryAnswer, MemoryFds,
     MemoryRequest, Reach, Socket, TargetInfo, VERSION, accept, join,

@@ -84,7 +84,7 @@ impl Default for AttachmentOptions {
             socket_only: false,
             overdue: Duration::from_secs(2),
             cool_down: Duration::from_secs(5),
-            verify_every: 64,
+            verify_every: 1,
             tuning: DmaTuning::default(),
             faults: Faults::default(),
         }

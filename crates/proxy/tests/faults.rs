@@ -9,15 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use base::block::Payload;
 use base::fault::{Faults, Site};
 use channel::{ShmEngine, ShmOptions};
 use common::engine::Unlucky;
 use common::load::{
     self, MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, watched,
 };
-use common::{Node, Path, child_process, make_collection, oid, payload, transaction};
+use common::{Node, Path, child_process, cid, make_collection, node_of, oid, payload, transaction};
 use outboard_proxy::{AttachmentOptions, Server};
-use store::{MemStore, Op, StoreCalls, WriteSource};
+use store::{MemStore, Op, StoreCalls, StoreError, WriteSource};
 use wire::OffloadState;
 
 async fn faulty(faults: &Faults) -> Node {
@@ -49,6 +50,69 @@ async fn corruption_by_transfers_is_detected_and_dma_recovers() {
     // Corrupt three transfers, because one corruption may hit unused bytes at the end of an entry's
     // last cell.
     survives("dma.transfer=corrupt,after=20,count=3", Site::DmaTransfer).await;
+}
+
+/// The faults are those of the engine alone, so the attachment verifies as much as in production.
+#[tokio::test]
+async fn all_payload_that_flips_in_shared_memory_is_detected_with_default_options() {
+    let faults = Faults::default();
+    let engine = ShmEngine::start(ShmOptions { faults: faults.clone(), ..ShmOptions::default() }).unwrap();
+    let engine = Some(engine as _);
+    let options = AttachmentOptions { engine, cool_down: Duration::ZERO, ..common::options() };
+    let node = faulty_node(Path::Dma, options).await;
+    let mut fired = 0;
+    for (n, len) in (0..24).flat_map(|n| [(2 * n, 8 * MIB), (2 * n + 1, 80_000)]) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while node.attachment.status().offload.health.state != OffloadState::Active {
+            assert!(Instant::now() < deadline, "DMA recovers: {:?}", node.attachment.status());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        faults.arm(fault(&format!("dma.transfer=corrupt,after={},count=1", n % 5))).unwrap();
+        put(&node.store, n, n as u64, len).await;
+        fired += faults.fired(Site::DmaTransfer);
+        faults.clear();
+        check(&node.store, n, n as u64, len).await;
+        node.store.queue_transaction(transaction(Op::Remove { oid: oid(n) })).await.unwrap();
+    }
+    assert!(fired > 24, "the fault fired {fired} times");
+    assert_eq!(node.attachment.status().incarnations, 1);
+}
+
+#[tokio::test]
+async fn payload_that_was_damaged_before_it_was_sent_is_refused() {
+    for path in [Path::Dma, Path::Ofi] {
+        let node = node_of(path, Arc::new(MemStore::new()), common::options()).await;
+        make_collection(&node.store).await;
+        let damaged = |len: usize| {
+            let (data, checksums) = payload(1, len).into_parts();
+            let mut data = data.to_vec();
+            data[len / 2] ^= 16;
+            Payload::from_parts(0, data.into(), checksums).unwrap()
+        };
+        let write = |source| transaction(Op::Write { oid: oid(0), offset: 0, source });
+        let bad = |e: &store::Result<()>| matches!(e, Err(StoreError::BadPayload(_)));
+        // With 5 MiB, the payload is in several segments. The later transactions follow the refused
+        // transaction.
+        for len in [100_000, 5 * MIB] {
+            let refused = node.store.queue_transaction(write(WriteSource::Inline(damaged(len))));
+            let next = put(&node.store, 1, 7, len);
+            let (refused, ()) = futures::join!(refused, next);
+            assert!(bad(&refused), "{path:?}: {refused:?}");
+            check(&node.store, 1, 7, len).await;
+
+            let stage = node.store.stage(len as u64).await.unwrap();
+            let staged = node.store.stage_write(stage, 0, damaged(len));
+            let source = WriteSource::Staged { stage, offset: 0, len: len as u64 };
+            let named = node.store.queue_transaction(write(source));
+            let (staged, named) = futures::join!(staged, named);
+            assert!(bad(&staged) && named.is_err(), "{path:?}: {staged:?} {named:?}");
+            node.store.stage_release(stage);
+        }
+        let found = node.store.stat(&cid(), &oid(0)).await;
+        assert!(matches!(found, Err(StoreError::NoSuchObject(_))), "{found:?}");
+        assert_eq!(node.attachment.status().incarnations, 1);
+        is_whole(&node).await;
+    }
 }
 
 #[tokio::test]

@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::fault::{Faults, Site};
+use channel::{ShmEngine, ShmOptions};
 use common::load::{fault, watched};
-use common::{Node, Path, node_over, offering, options};
+use common::{Node, Path, cid, node_over, offering, oid, options, payload, transaction};
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::EngineRate;
 use outboard_proxy::{AttachmentOptions, ServedTarget, ServerOptions};
 use store::conformance::{Striped, seed};
 use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
-use store::{MemStore, ObjectStore, StoreCalls};
+use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 use uuid::Uuid;
 
 /// An emulated accelerator that computes at the full speed of this machine.
@@ -68,6 +69,97 @@ async fn stripe_writes_are_correct_while_dma_fails() {
         assert_eq!(node.attachment.status().incarnations, 1, "{kind}");
     }
     assert!(fired > 0, "the faults fired");
+}
+
+/// An engine whose transfers damage data, and the faults that cause the damage. The attachment does
+/// not know these faults.
+fn damaging(options: AttachmentOptions) -> (AttachmentOptions, Faults) {
+    let faults = Faults::default();
+    let engine = ShmEngine::start(ShmOptions { faults: faults.clone(), ..ShmOptions::default() }).unwrap();
+    (AttachmentOptions { engine: Some(engine), ..options }, faults)
+}
+
+#[tokio::test]
+async fn stripe_writes_are_correct_with_default_options_while_transfers_damage_data() {
+    let (options, faults) = damaging(AttachmentOptions { cool_down: Duration::from_millis(5), ..options() });
+    let (node, striped) = striped(Path::Dma, options, &Faults::default()).await;
+    striped.run(seed()).await;
+    faults.arm(fault(&format!("dma.transfer=corrupt,probability=0.05,seed={}", seed()))).unwrap();
+    for round in 0..3 {
+        striped.run_again(seed().wrapping_add(round)).await;
+    }
+    assert!(faults.fired(Site::DmaTransfer) > 0, "the faults fired");
+    assert_eq!(node.attachment.status().incarnations, 1);
+}
+
+/// Even if the store verifies no payload, it never computes parity of damaged data. The damage would
+/// get correct checksums if a fragment was reconstructed from such parity.
+#[tokio::test]
+async fn parity_is_never_computed_from_data_that_a_transfer_damaged() {
+    for device in [ParityDevice::Host, ParityDevice::Accelerator] {
+        let unverified = AttachmentOptions { cool_down: Duration::ZERO, verify_every: 0, ..options() };
+        let (options, faults) = damaging(unverified);
+        let (node, striped) = striped(Path::Dma, options, &Faults::default()).await;
+        for round in 0..16 {
+            let data: Vec<FragmentBytes> = (0..2).map(|n| payload(round * 2 + n, 256 << 10).into()).collect();
+            let [first, second] = [0, 1].map(|n: usize| data[n].pieces[0].clone());
+            let parity: Vec<u8> = first.iter().zip(&second).map(|(a, b)| a ^ b).collect();
+            let mut parts = Vec::new();
+            for (uuid, store) in &striped.stores[..3] {
+                parts.push(Some((*uuid, store.stage(256 << 10).await.unwrap())));
+            }
+            faults.clear();
+            faults.arm(fault("dma.transfer=corrupt,count=1")).unwrap();
+            let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity: Parity::By(device) };
+            striped.stripes.stage_stripes(write, None).await.unwrap();
+            for ((part, (_, store)), expected) in
+                parts.iter().flatten().zip(&striped.stores).zip([&first[..], &second, &parity])
+            {
+                let source = WriteSource::Staged { stage: part.1, offset: 0, len: 256 << 10 };
+                let write = transaction(Op::Write { oid: oid(1), offset: 0, source });
+                if round == 0 {
+                    common::make_collection(store).await;
+                }
+                store.queue_transaction(write).await.unwrap();
+                let read = store.read(&cid(), &oid(1), 0, 256 << 10, None).await.unwrap();
+                read.verify().unwrap();
+                assert!(read.contiguous() == *expected, "{device:?}, round {round}");
+            }
+        }
+        assert!(faults.fired(Site::DmaTransfer) > 0, "the fault fired");
+        assert_eq!(node.attachment.status().incarnations, 1);
+    }
+}
+
+/// The osd's memory may be damaged before the data is sent.
+#[tokio::test]
+async fn stripes_that_were_damaged_before_they_were_sent_are_refused() {
+    for path in [Path::Dma, Path::Ofi] {
+        let (node, striped) = striped(path, options(), &Faults::default()).await;
+        let kinds = [
+            (2, Parity::By(ParityDevice::Host)),
+            (2, Parity::By(ParityDevice::Accelerator)),
+            (2, Parity::Here(vec![payload(3, 64 << 10).into()])),
+            (1, Parity::Copies),
+        ];
+        for (k, parity) in kinds {
+            let mut data: Vec<FragmentBytes> = (0..k).map(|n| payload(n, 64 << 10).into()).collect();
+            let mut bytes = data[0].pieces[0].to_vec();
+            bytes[12_345] ^= 2;
+            data[0].pieces[0] = bytes.into();
+            let mut parts = Vec::new();
+            for (uuid, store) in &striped.stores[..k as usize + 1] {
+                parts.push(Some((*uuid, store.stage(64 << 10).await.unwrap())));
+            }
+            let what = format!("{parity:?}");
+            let write = StripeWrite { parts, offset: 0, data, parity };
+            let refused = striped.stripes.stage_stripes(write, None).await;
+            let is_refused = matches!(refused, Err(StripeError::Store(StoreError::BadPayload(_))));
+            assert!(is_refused, "{what:.40}: {refused:?}");
+        }
+        let status = node.attachment.status();
+        assert_eq!((status.incarnations, status.offload.health.failures), (1, 0), "DMA damaged nothing");
+    }
 }
 
 #[tokio::test]

@@ -15,7 +15,7 @@ use store::{
 };
 
 use crate::messages::{
-    CallAnswer, CallOutcome, PayloadPlace, StoreCall, decode, pack_checksums, unpack_checksums,
+    CallAnswer, CallOutcome, ParityFrom, PayloadPlace, StoreCall, decode, pack_checksums, unpack_checksums,
 };
 use crate::transaction_codec;
 
@@ -69,9 +69,9 @@ impl ReceivedCall {
     }
 
     /// Whether the part of the request that is in a range of host memory arrived damaged. An
-    /// encoded transaction is always verified, and payload only if `payload` is true. The entry
-    /// itself was verified when it was read. An invalid range does not count as damaged, because
-    /// the call itself then fails.
+    /// encoded transaction is always verified, and payload only if `payload` is true. The data of
+    /// parity is verified when the parity is computed. The entry itself was verified when it was
+    /// read. An invalid range does not count as damaged, because the call itself then fails.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
@@ -100,6 +100,7 @@ impl ReceivedCall {
                 };
                 crc32c(&control) != *control_crc || payload && holds_damage(control, &data)
             }
+            StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)) => false,
             StoreCall::StageStripes { stripes, place: place @ PayloadPlace::Range { .. } } if payload => {
                 let sent = (stripes.len as usize).saturating_mul(stripes.sent());
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };

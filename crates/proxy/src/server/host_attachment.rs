@@ -16,7 +16,7 @@ use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
     Bell, Carrier, ChannelEntry, ChannelError, ControlSocket, Doorbell, EntryHeader, EntryKind, HEADER_LEN,
-    HostDoorbells, HostMemory, MAX_FRAME, MemoryAccess, MemoryAnswer, Ringer, VERIFY,
+    HostDoorbells, HostMemory, MAX_FRAME, MemoryAccess, MemoryAnswer, REFUSE, Ringer, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
@@ -510,16 +510,22 @@ impl HostAttachment {
         // Injects a fault. The only possible fault here kills the process, so there is no result to
         // handle.
         let _ = self.faults.hit(Site::StoreCall);
-        let request = ReceivedCall::decode(header, via, &control, data);
+        let mut request = ReceivedCall::decode(header, via, &control, data);
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
             return self.channel_call(cx, header, *call, payload);
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
-        if request.is_damaged(lease, header.flags & VERIFY != 0) {
-            self.reply(request.done(Ok(CallAnswer::Damaged)));
-            return Ok(());
-        }
         let is_transaction = request.is_transaction();
+        let verifies = header.flags & VERIFY != 0 && !base::mutant!(TrustTransferredPayload);
+        if request.is_damaged(lease, verifies) {
+            if header.flags & REFUSE == 0 {
+                self.reply(request.done(Ok(CallAnswer::Damaged)));
+                return Ok(());
+            }
+            // The request takes its place in the order of the transactions, and then fails.
+            let what = "it did not match its checksums when the osd sent it";
+            request.call = Err(StoreError::BadPayload(what.to_owned()));
+        }
         self.held_bytes += request.size;
         match self.admissions[target].offer(header.after, is_transaction, request) {
             Ok(turn) => turn.into_iter().for_each(|request| {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use base::block::{BLOCK, Payload};
 use base::pool::{Lease, Released};
 use bytes::Bytes;
+use channel::{REFUSE, VERIFY};
 use futures::future::join_all;
 use store::stripes::{
     Coded, Engines, FragmentBuf, FragmentBytes, Parity, StoreStage, StripeError, check_shape, write_parts,
@@ -50,7 +51,7 @@ pub(super) fn make(
             Ok((writing, released)) => {
                 let written = writing.await;
                 join_all(released.into_iter().map(Released::wait)).await;
-                answer(written)
+                answer(written, header.flags)
             }
             Err(e) => Err(e),
         };
@@ -76,10 +77,13 @@ pub(super) fn make(
     [notice, done]
 }
 
-fn answer(written: Result<(), StripeError>) -> CallOutcome {
+fn answer(written: Result<(), StripeError>, flags: u32) -> CallOutcome {
     match written {
         Ok(()) => Ok(CallAnswer::Done),
         Err(StripeError::Coding(why)) => Ok(CallAnswer::NotCoded(why)),
+        // The transfer may have damaged the data. The osd has the data and can send it again.
+        Err(StripeError::Damaged(_)) if flags & (VERIFY | REFUSE) == VERIFY => Ok(CallAnswer::Damaged),
+        Err(StripeError::Damaged(what)) => Err(StoreError::BadPayload(what)),
         Err(StripeError::Part(number, e)) => Ok(CallAnswer::PartFailed(number as u16, e)),
         Err(StripeError::Store(e)) => Err(e),
     }

@@ -109,6 +109,9 @@ pub(crate) struct Job {
     pub(super) writes_stage: Option<u64>,
     /// Whether the host must verify the payload's checksums.
     pub(super) suspect: bool,
+    /// Whether the host has found the payload damaged. If the payload is damaged again, the host
+    /// refuses the request.
+    pub(super) found_damaged: bool,
     /// Whether the stage counts the job as a write that a transaction could overtake.
     pub(super) unsure: bool,
     /// Stages whose writes must be posted before the job.
@@ -163,6 +166,7 @@ impl Job {
             in_lane: false,
             writes_stage: None,
             suspect: false,
+            found_damaged: false,
             unsure: false,
             names_stages: Vec::new(),
             kind: AnswerUse::Plain,
@@ -335,6 +339,11 @@ impl Job {
     /// Whether DMA carries or has carried any part of the payload.
     pub(super) fn is_by_dma(&self) -> bool {
         self.route == Route::Ring && !self.upload.is_empty() || self.arrived > 0
+    }
+
+    /// Whether the host or the accelerator computes the parity of the payload.
+    pub(super) fn is_coded_by_host(&self) -> bool {
+        matches!(&self.call, StoreCall::StageStripes { stripes, .. } if matches!(stripes.parity, ParityFrom::By(_)))
     }
 
     /// Whether the job is a query: a call that no other call waits for.

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 
 use base::clock::Instant;
 use bytes::Bytes;
-use channel::{EntryHeader, EntryKind as FrameKind, VERIFY};
+use channel::{EntryHeader, EntryKind as FrameKind, REFUSE, VERIFY};
 use store::StoreError;
 
 use super::job::{AnswerUse, ChannelKind, Job, RangeUse, Route};
 use super::mode::DmaState;
 use super::regions::OpenedWindow;
-use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, SentCall, State};
+use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, SentCall, State, Verify};
 use crate::messages::{ChannelCall, NO_REPLY, StoreCall, encode};
 
 impl State {
@@ -174,7 +174,7 @@ impl State {
     pub(super) fn doubt(&mut self, id: u64) {
         let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
         let Some(stage) = job.writes_stage else { return };
-        job.suspect = job.is_by_dma() && self.verify.next(&self.faults);
+        job.suspect = job.found_damaged || self.verify.next();
         if (job.suspect || job.route == Route::Socket)
             && let Some(staged) = self.stages.get_mut(&stage)
         {
@@ -226,12 +226,19 @@ impl State {
         control.extend_from_slice(&job.tail);
         let wants_reply = job.wants_reply();
         if job.writes_stage.is_none() {
-            job.suspect = job.is_by_dma() && self.verify.next(&self.faults);
+            // The host verifies the data of parity that it computes in any case. It asks for damaged
+            // data again only if the request is suspect.
+            let may_be_damaged = self.ring.is_some() && !job.upload.is_empty();
+            let is_chosen = |verify: &mut Verify| job.is_coded_by_host() || verify.next();
+            job.suspect = job.found_damaged || may_be_damaged && is_chosen(&mut self.verify);
         }
+        // Payload that the control socket carries, or that was sent again, was damaged in this
+        // process, so sending it again is useless.
+        let refuses = job.suspect && (job.found_damaged || !job.is_by_dma());
         let header = EntryHeader {
             after: job.after,
             reply_max: job.reply_max as u32,
-            flags: if job.suspect { VERIFY } else { 0 },
+            flags: if job.suspect { VERIFY } else { 0 } | if refuses { REFUSE } else { 0 },
             ..EntryHeader::new(FrameKind::Request, job.target, if wants_reply { id } else { NO_REPLY })
         };
         let mut ring_end = 0;

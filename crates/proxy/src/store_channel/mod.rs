@@ -248,7 +248,7 @@ pub(crate) struct StoreChannelOptions {
     /// Duration after which a transfer is overdue.
     pub(crate) overdue: Duration,
     /// The host verifies the payload checksums of every n-th request. With 0, it does so only after
-    /// a failure.
+    /// a failure. The host verifies data of which it computes parity in any case.
     pub(crate) verify_every: u32,
     /// Faults to inject.
     pub(crate) faults: Faults,

@@ -156,11 +156,12 @@ impl State {
     }
 
     /// Sends a request again over the control socket, because the host found its payload damaged.
+    /// If the payload was damaged in this process, the host refuses the request.
     pub(super) fn damaged(&mut self, id: u64, mut job: Job) {
         if !job.was_wrong_before() {
             self.dma_failed("payload was damaged during its transfer");
         }
-        (job.route, job.arrived, job.region) = (Route::Socket, 0, None);
+        (job.route, job.arrived, job.region, job.found_damaged) = (Route::Socket, 0, None, true);
         self.jobs.insert(id, job);
         self.doubt(id);
         match self.mode {

@@ -98,7 +98,7 @@ async fn stage(stores: &Stores, target: usize, stage: StageId, payload: Payload)
     let write = StripeWrite { parts, offset: 0, data: vec![payload.into()], parity: Parity::Copies };
     stores.stripes.stage_stripes(write, None).await.map_err(|e| match e {
         StripeError::Part(_, e) | StripeError::Store(e) => e,
-        StripeError::Coding(why) => panic!("copies need no coding: {why}"),
+        StripeError::Coding(why) | StripeError::Damaged(why) => panic!("copies need no coding: {why}"),
     })
 }
 

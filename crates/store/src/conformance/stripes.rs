@@ -90,6 +90,7 @@ impl Striped {
         }
         self.copies(&mut rng).await;
         self.some_only(&mut rng).await;
+        self.damaged(&mut rng).await;
         self.nonsense(&mut rng).await;
     }
 
@@ -159,6 +160,32 @@ impl Striped {
         let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity: Parity::Copies };
         self.stripes.stage_stripes(write, None).await.expect("copies");
         self.check(&parts, &expected).await;
+    }
+
+    /// The stores refuse to compute the parity of damaged data.
+    async fn damaged(&self, rng: &mut StdRng) {
+        for device in [ParityDevice::Host, ParityDevice::Accelerator] {
+            let intact = fragments(rng, 2, &[3, 3]);
+            let mut data = intact.clone();
+            let (fragment, piece) = (rng.random_range(0..2), rng.random_range(0..2));
+            let mut bytes = data[fragment].pieces[piece].to_vec();
+            let at = rng.random_range(0..bytes.len());
+            bytes[at] ^= 1 << rng.random_range(0..8);
+            data[fragment].pieces[piece] = bytes.into();
+            let parts = self.stages(3, data[0].len() as u64).await;
+            let expected: Vec<Bytes> = intact.iter().map(whole).chain(parity_of(&intact, 1)).collect();
+            let write =
+                |data| StripeWrite { parts: parts.clone(), offset: 0, data, parity: Parity::By(device) };
+            let refused = self.stripes.stage_stripes(write(data), None).await;
+            let is_refusal = matches!(
+                &refused,
+                Err(StripeError::Damaged(_) | StripeError::Store(StoreError::BadPayload(_)))
+            );
+            assert!(is_refusal, "{refused:?}");
+            // The caller sends the data again.
+            self.stripes.stage_stripes(write(intact), None).await.expect("stripes");
+            self.check(&parts, &expected).await;
+        }
     }
 
     /// Stages stripes without writing every fragment. The parity still depends on a data fragment

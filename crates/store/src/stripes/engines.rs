@@ -8,13 +8,12 @@ use base::block::Payload;
 use base::clock::Instant;
 use base::collections::HashMap;
 use base::fault::Faults;
-use bytes::Bytes;
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::{CodingWork, EngineRate};
 use ec::offload::host_load::{HostCpus, LoadCounters};
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Worker, WorkerError, WorkerStats};
-use ec::{Code, Geometry, KernelChoice};
+use ec::{CheckedUnit, Code, EcError, Geometry, KernelChoice};
 
 use super::{FragmentBuf, HostReading, ParityDevice, StripeError};
 use crate::StoreError;
@@ -93,11 +92,12 @@ impl Engines {
         std::iter::once(self.host.stats()).chain(self.accelerator.iter().map(Worker::stats)).collect()
     }
 
-    /// Computes the parity of the data fragments `data` into the buffers `parity`.
+    /// Computes the parity of the data fragments `data` into the buffers `parity`. Verifies the
+    /// checksums of the data in the same pass.
     pub(super) fn encode(
         &self,
         coder: ParityDevice,
-        data: Vec<Bytes>,
+        data: Vec<Payload>,
         parity: Vec<FragmentBuf>,
     ) -> impl Future<Output = Result<EncodedParity, StripeError>> + Send + use<> {
         let begun = self.begin(coder, data, parity);
@@ -110,7 +110,7 @@ impl Engines {
     fn begin(
         &self,
         coder: ParityDevice,
-        data: Vec<Bytes>,
+        data: Vec<Payload>,
         parity: Vec<FragmentBuf>,
     ) -> Result<impl Future<Output = Result<ComputedFragments, WorkerError>> + Send + use<>, StripeError>
     {
@@ -168,12 +168,21 @@ impl Engines {
 
 type ComputedFragments = (Result<Vec<Payload>, StripeError>, Duration);
 
-fn encode(code: &Code, data: &[Bytes], mut parity: Vec<FragmentBuf>) -> Result<Vec<Payload>, StripeError> {
-    let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment[..]).collect();
+fn encode(code: &Code, data: &[Payload], mut parity: Vec<FragmentBuf>) -> Result<Vec<Payload>, StripeError> {
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
     let mut checksums = vec![Vec::new(); outputs.len()];
     let invalid = |e: String| StripeError::Store(StoreError::InvalidArgument(e));
-    code.encode_units(&sources, &mut outputs, &mut checksums).map_err(|e| invalid(e.to_string()))?;
+    let encoded = if base::mutant!(CodeUnverifiedData) {
+        let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment.data()[..]).collect();
+        code.encode_units(&sources, &mut outputs, &mut checksums)
+    } else {
+        let sources: Vec<CheckedUnit> = data.iter().map(CheckedUnit::from).collect();
+        code.encode_checked(&sources, &mut outputs, &mut checksums)
+    };
+    encoded.map_err(|e| match e {
+        EcError::Damaged { .. } => StripeError::Damaged(e.to_string()),
+        e => invalid(e.to_string()),
+    })?;
     let fragments = parity.into_iter().zip(checksums);
     fragments
         .map(|(buffer, sums)| {

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use base::BoxFuture;
 use base::block::Payload;
-use bytes::Bytes;
 use futures::future::join_all;
 use uuid::Uuid;
 
@@ -102,8 +101,7 @@ pub fn write_parts(
             });
         }
     };
-    let fragments: Vec<Bytes> = data.iter().map(|fragment| fragment.data().clone()).collect();
-    let encoding = engines.encode(coder, fragments, buffers);
+    let encoding = engines.encode(coder, data.clone(), buffers);
     Box::pin(async move {
         let (parity, took) = encoding.await?;
         if let Some(coded) = coded {
@@ -135,6 +133,7 @@ mod tests {
 
     use base::clock::Instant;
     use base::fault::{Faults, Site};
+    use bytes::Bytes;
     use ec::offload::accelerator::{self, AcceleratorOptions};
     use ec::offload::batch::EngineRate;
 
@@ -171,7 +170,8 @@ mod tests {
         let engines = Engines::inline(faults.clone(), true);
         for (engine, coder) in [ParityDevice::Host, ParityDevice::Accelerator].into_iter().enumerate() {
             let encode = async || {
-                let (data, parity) = (Bytes::from(vec![7; 4096]), FragmentBuf::heap(4096));
+                let data = Payload::compute(0, Bytes::from(vec![7; 4096]));
+                let parity = FragmentBuf::heap(4096);
                 let began = Instant::now();
                 let encoded = engines.encode(coder, vec![data.clone(), data], vec![parity]).await;
                 (encoded.is_ok(), began.elapsed() >= Duration::from_millis(200))

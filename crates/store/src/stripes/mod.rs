@@ -175,6 +175,10 @@ pub enum StripeError {
     /// No parity was computed and nothing was written. The caller may try another engine.
     #[error("no parity was computed: {0}")]
     Coding(String),
+    /// A data fragment does not match its checksums, so its parity would be wrong. Nothing was
+    /// written. The caller must supply the data again.
+    #[error("the data is damaged, and no parity was written: {0}; send the data again")]
+    Damaged(String),
     /// The store of this fragment failed.
     #[error("writing fragment {0} failed: {1}")]
     Part(usize, StoreError),
@@ -206,7 +210,7 @@ pub trait StripeStores: Send + Sync {
 
     /// Writes a part of each fragment to the fragment's stage, as
     /// [`StoreCalls::stage_write`](crate::StoreCalls::stage_write) does. Computes the parity first
-    /// if `write` requests that. Queue transactions that name the stages only after the future has
+    /// if `write` requests that, and then verifies the checksums of the data. Queue transactions that name the stages only after the future has
     /// resolved.
     fn stage_stripes(
         &self,
