@@ -3,6 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,12 +15,13 @@ use bytes::Bytes;
 use futures::future::LocalBoxFuture;
 use store::stripes::{EngineOptions, Engines, LocalStripes};
 use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Op, Result, StoreCalls, StoreError, StoreFuture,
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, ReadData, Result, StoreCalls, StoreError, StoreFuture,
     StoreReply, StoreRequest, Submit, Transaction, WriteSource, conformance,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::LocalSet;
 use uuid::Uuid;
+use wire::CodingMode;
 
 use super::*;
 
@@ -67,6 +69,34 @@ impl Submit for DamagedStore {
             }
             _ => self.inner.submit(request),
         }
+    }
+}
+
+/// A store in memory whose next read returns a flipped bit, as if memory was damaged after the data
+/// was verified.
+#[derive(Default)]
+struct FlippingStore {
+    inner: MemStore,
+    flips: AtomicBool,
+}
+
+impl Submit for FlippingStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let is_read = matches!(&request, StoreRequest::Read { .. });
+        let reply = self.inner.submit(request);
+        if !is_read || !self.flips.swap(false, Ordering::Relaxed) {
+            return reply;
+        }
+        Box::pin(async move {
+            let StoreReply::Read(read) = reply.await? else { panic!("the reply to a read") };
+            read.verify().unwrap();
+            let mut bytes = read.contiguous().to_vec();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            Ok(StoreReply::Read(ReadData { data: vec![bytes.into()], verified: true, ..read }))
+        })
     }
 }
 
@@ -301,6 +331,142 @@ async fn a_read_waits_for_a_stale_member_that_has_a_needed_fragment() {
         for (oid, byte) in [(unchanged, 1), (changed, 2)] {
             let read = array.read(&cid, &oid, 0, 8192, None).await.unwrap();
             assert_eq!(read.contiguous(), vec![byte; 8192], "{oid}");
+        }
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// Bytes that depend on their position.
+fn pattern(len: usize) -> Bytes {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 37) as u8).collect()
+}
+
+/// A fragment that is computed from damaged bytes would have correct checksums.
+#[tokio::test]
+async fn no_fragment_is_computed_from_bytes_that_were_damaged_after_they_were_read() {
+    for redundancy in ["ec:2+1", "mirror:3"] {
+        let stores: Vec<_> = (0..3).map(|_| Arc::new(FlippingStore::default())).collect();
+        let flip = |number: usize| stores[number].flips.store(true, Ordering::Relaxed);
+        let test = async {
+            let cid = CollectionId::new(&b"c"[..]).unwrap();
+            let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+            let (group, targets) = group_over(&cid, redundancy, shared.collect()).await;
+            let array = Array::new(Rc::clone(&group));
+            for (name, len) in [("short", 5000), ("long", 3 << 20)] {
+                let oid = ObjectId::new(name).unwrap();
+                let content = pattern(len);
+                let put = async || {
+                    let source = WriteSource::Inline(Payload::compute(0, content.clone()));
+                    let write = Op::Write { oid: oid.clone(), offset: 0, source };
+                    array.queue_transaction(Transaction::new(cid.clone()).with(write)).await.unwrap();
+                };
+                put().await;
+                let reads_are_right = async |lost: usize| {
+                    targets[lost].use_it(false);
+                    let read = array.read(&cid, &oid, 0, len as u64, None).await.unwrap();
+                    let read = ReadData { verified: false, ..read };
+                    // A copy may have been damaged in memory, but its checksums show the damage.
+                    let is_right = read.contiguous() == content;
+                    assert!(
+                        is_right || redundancy == "mirror:3" && read.verify().is_err(),
+                        "{redundancy}, {name}: a read without target {lost}"
+                    );
+                    targets[lost].use_it(true);
+                    group.rebuild(lost, &Pace::new(0, 1), &RefCell::default()).await.unwrap();
+                };
+                flip(1);
+                reads_are_right(0).await;
+                flip(1);
+                flip(2);
+                reads_are_right(0).await;
+                // The rebuild of a fragment reads the other fragments.
+                targets[0].use_it(false);
+                put().await;
+                flip(1);
+                targets[0].use_it(true);
+                // The target may refuse the damaged copy; the rebuild is then repeated.
+                let pace = Pace::new(0, 1);
+                while group.rebuild(0, &pace, &RefCell::default()).await.is_err() {}
+                stores.iter().for_each(|store| store.flips.store(false, Ordering::Relaxed));
+                reads_are_right(1).await;
+                reads_are_right(2).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), LocalSet::new().run_until(test)).await.unwrap();
+    }
+}
+
+/// A partial write reads old bytes, and computes new parity from them.
+#[tokio::test]
+async fn no_parity_is_computed_from_bytes_that_were_damaged_after_they_were_read() {
+    let stores: Vec<_> = (0..3).map(|_| Arc::new(FlippingStore::default())).collect();
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+        let (group, targets) = group_over(&cid, "ec:2+1", shared.collect()).await;
+        let array = Array::new(Rc::clone(&group));
+        let oid = ObjectId::new("o").unwrap();
+        let mut content = pattern(1 << 20).to_vec();
+        let write = |offset: u64, bytes: &[u8]| {
+            let source = WriteSource::Inline(Payload::compute(0, Bytes::copy_from_slice(bytes)));
+            Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset, source })
+        };
+        array.queue_transaction(write(0, &content)).await.unwrap();
+        for round in 0..12 {
+            let at = round * 77 % 256 * 4096;
+            content[at..at + 4096].fill(round as u8);
+            stores[round % 3].flips.store(true, Ordering::Relaxed);
+            let mut attempts = 0;
+            while let Err(e) = array.queue_transaction(write(at as u64, &content[at..at + 4096])).await {
+                assert!(matches!(e, StoreError::Disconnected(_)), "{e:?}");
+                attempts += 1;
+                assert!(attempts < 10, "{e:?}");
+            }
+            stores.iter().for_each(|store| store.flips.store(false, Ordering::Relaxed));
+            for lost in 0..2 {
+                targets[lost].use_it(false);
+                let read = array.read(&cid, &oid, 0, 1 << 20, None).await.unwrap();
+                assert!(read.contiguous() == content, "round {round}, without target {lost}");
+                targets[lost].use_it(true);
+                group.rebuild(lost, &Pace::new(0, 1), &RefCell::default()).await.unwrap();
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), LocalSet::new().run_until(test)).await.unwrap();
+}
+
+#[tokio::test]
+async fn new_data_that_was_damaged_in_memory_is_refused_before_its_parity_is_stored() {
+    let stores: Vec<_> = (0..3).map(|_| Arc::new(MemStore::new())).collect();
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+        let (group, _) = group_over(&cid, "ec:2+1", shared.collect()).await;
+        let array = Array::new(Rc::clone(&group));
+        let oid = ObjectId::new("o").unwrap();
+        let bad = |e: &Result<()>| matches!(e, Err(StoreError::BadPayload(_)));
+        // Whole stripes, a part of a stripe, and a part of a unit.
+        for len in [1 << 20, 80_000, 10_000] {
+            let (data, checksums) = Payload::compute(0, pattern(len)).into_parts();
+            for at in [0, len / 2, len - 1] {
+                let mut damaged = data.to_vec();
+                damaged[at] ^= 64;
+                let payload = Payload::from_parts(0, damaged.into(), checksums.clone()).unwrap();
+                let source = WriteSource::Inline(payload.clone());
+                let write = Op::Write { oid: oid.clone(), offset: 0, source };
+                let written = array.queue_transaction(Transaction::new(cid.clone()).with(write)).await;
+                assert!(bad(&written), "{len} bytes, damaged at {at}: {written:?}");
+                if len < 1 << 20 {
+                    continue;
+                }
+                for mode in [CodingMode::LatencySensitive, CodingMode::Async] {
+                    group.coding.set_mode(mode).unwrap();
+                    let stage = array.stage(len as u64).await.unwrap();
+                    let staged = array.stage_write(stage, 0, payload.clone()).await;
+                    assert!(bad(&staged), "{mode}: {staged:?}");
+                    array.stage_release(stage);
+                }
+            }
         }
     };
     LocalSet::new().run_until(test).await;

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use base::block::BLOCK_SIZE;
+use base::block::{BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
 use base::pool::BufferPool;
 use bytes::Bytes;
+use ec::{CheckedUnit, EcError};
 use store::StoreError;
 pub(crate) use store::stripes::FragmentBuf as Buffer;
 
@@ -12,6 +13,28 @@ use crate::layout::StripeLayout;
 
 /// Size in bytes of the static buffer of zeros.
 const ZEROS: usize = 64 << 10;
+
+/// Why fragments cannot be reconstructed.
+#[derive(Debug)]
+pub(crate) enum RecoverError {
+    /// The bytes of the source with this index do not match their checksums. They were damaged in
+    /// memory, because they were verified when they were read.
+    Damaged(usize),
+    /// The arguments are wrong.
+    Refused(StoreError),
+}
+
+impl From<RecoverError> for StoreError {
+    fn from(e: RecoverError) -> StoreError {
+        match e {
+            // The caller may read the fragments again.
+            RecoverError::Damaged(_) => StoreError::Disconnected(
+                "a fragment was damaged in memory before a lost fragment was computed from it".into(),
+            ),
+            RecoverError::Refused(e) => e,
+        }
+    }
+}
 
 /// Computes parity, and reconstructs fragments from other fragments.
 pub(crate) struct Coder {
@@ -56,6 +79,12 @@ impl Coder {
         if len <= ZEROS { Bytes::from_static(&READY[..len]) } else { vec![0; len].into() }
     }
 
+    /// Returns `len` zeros with their checksums. `len` must be a multiple of the block size.
+    pub(crate) fn zero_blocks(&self, len: usize) -> Payload {
+        let checksums = vec![ZERO_BLOCK_CRC; len / BLOCK_SIZE];
+        Payload::from_parts(0, self.zeros(len), checksums).expect("there is one checksum per block")
+    }
+
     /// Computes the parity of the `units` of one stripe, and writes it to the range `out` of each
     /// parity buffer.
     pub(crate) fn encode(
@@ -72,16 +101,21 @@ impl Coder {
     /// Computes the parity of whole stripes. Returns the checksums of the blocks of each parity
     /// fragment. `units` contains the units of all stripes in order. All units have the same
     /// length.
+    ///
+    /// # Errors
+    /// [`StoreError::BadPayload`] if a unit does not match its checksums.
     pub(crate) fn encode_units(
         &self,
-        units: &[Bytes],
+        units: &[Payload],
         parity: &mut [Buffer],
     ) -> store::Result<Vec<Vec<u32>>> {
         let blocks = parity.first().map_or(0, |b| b.len() / BLOCK_SIZE);
         let mut checksums = vec![Vec::with_capacity(blocks); parity.len()];
-        let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
         let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
-        self.code()?.encode_units(&units, &mut parity, &mut checksums).map_err(refused)?;
+        self.code()?.encode_checked(&checked(units), &mut parity, &mut checksums).map_err(|e| match e {
+            EcError::Damaged { .. } => StoreError::BadPayload(e.to_string()),
+            e => refused(e),
+        })?;
         Ok(checksums)
     }
 
@@ -100,20 +134,35 @@ impl Coder {
     }
 
     /// Reconstructs the fragments `wanted` from the `k` fragments `sources` or, in a mirror, from
-    /// one copy. `bytes` contains the bytes of each source, all of the same length.
+    /// one copy. `blocks` contains whole blocks of each source, of all sources the same number.
+    /// Verifies the sources, because otherwise the new checksums would hide their damage.
     pub(crate) fn recover(
         &self,
         sources: &[usize],
         wanted: &[usize],
-        bytes: &[Bytes],
-    ) -> store::Result<Vec<Bytes>> {
-        let Some(code) = &self.code else { return Ok(vec![bytes[0].clone(); wanted.len()]) };
-        let recovery = code.recovery(sources, wanted).map_err(refused)?;
-        let mut buffers: Vec<Buffer> = wanted.iter().map(|_| self.buffer(bytes[0].len())).collect();
-        let from: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
+        blocks: &[Payload],
+    ) -> Result<Vec<Payload>, RecoverError> {
+        let wrong = |e| RecoverError::Refused(refused(e));
+        // A copy keeps its checksums.
+        let Some(code) = &self.code else { return Ok(vec![blocks[0].clone(); wanted.len()]) };
+        let recovery = code.recovery(sources, wanted).map_err(wrong)?;
+        let len = blocks[0].len();
+        let mut buffers: Vec<Buffer> = wanted.iter().map(|_| self.buffer(len)).collect();
+        let mut checksums = vec![Vec::with_capacity(len / BLOCK_SIZE); wanted.len()];
         let mut into: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
-        recovery.run(&from, &mut into).map_err(refused)?;
-        Ok(buffers.into_iter().map(Buffer::freeze).collect())
+        if base::mutant!(RecoverFromUnverified) {
+            let from: Vec<&[u8]> = blocks.iter().map(|b| &b.data()[..]).collect();
+            recovery.run(&from, &mut into).map_err(wrong)?;
+            let computed = buffers.into_iter().map(|buffer| Payload::compute(0, buffer.freeze()));
+            return Ok(computed.collect());
+        }
+        recovery.run_checked(&checked(blocks), &mut into, &mut checksums).map_err(|e| match e {
+            EcError::Damaged { index, .. } => RecoverError::Damaged(index),
+            e => wrong(e),
+        })?;
+        let payload = |(buffer, sums): (Buffer, Vec<u32>)| Payload::from_parts(0, buffer.freeze(), sums);
+        let computed = buffers.into_iter().zip(checksums).map(payload);
+        Ok(computed.collect::<Result<_, _>>().expect("there is one checksum per block"))
     }
 
     /// The erasure code; `None` in a mirror, whose fragments are copies.
@@ -134,6 +183,10 @@ pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
         what: "object".into(),
         detail: format!("only {found} of its fragments can be read, but {needed} are needed"),
     }
+}
+
+fn checked(units: &[Payload]) -> Vec<CheckedUnit<'_>> {
+    units.iter().map(CheckedUnit::from).collect()
 }
 
 fn refused(e: ec::EcError) -> StoreError {

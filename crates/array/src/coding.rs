@@ -15,9 +15,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::block::BLOCK_SIZE;
 use base::fault::Faults;
-use bytes::Bytes;
-use ec::Code;
 use ec::offload::batch::CodingWork;
 use ec::offload::host_load::{HostLoad, LoadLevel, Thresholds};
 use ec::offload::scheduler::{
@@ -25,6 +24,7 @@ use ec::offload::scheduler::{
 };
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::Worker;
+use ec::{CheckedUnit, Code, EcError};
 use futures::future::join;
 use store::stripes::{
     Engines, FragmentBuf, FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite,
@@ -210,7 +210,7 @@ impl CodingDispatcher {
                 (CodingPlace::Offload, Some(CodingOffload::Dpu)) => None,
             };
             let Some(coder) = coder else {
-                match self.on_cores(slot, code, stripes, buffers(len)).await {
+                match self.on_cores(slot, code, stripes, buffers(len)).await? {
                     Some(parity) => {
                         return self.stores.stage_stripes(stripes.with(Parity::Here(parity)), None).await;
                     }
@@ -223,32 +223,39 @@ impl CodingDispatcher {
             }
         }
         metrics::counter!("outboard_ec_fallbacks_total").increment(1);
-        let parity = encode(code, &pieces(&stripes.data), buffers(len)).map_err(StripeError::Store)?;
+        let parity = encode(code, &stripes.data, buffers(len))?;
         self.stores.stage_stripes(stripes.with(Parity::Here(parity)), None).await
     }
 
     /// Computes parity on the DPU's cores. Returns `None` if that failed.
+    ///
+    /// # Errors
+    /// [`StripeError::Damaged`] if the data does not match its checksums.
     async fn on_cores(
         &self,
         slot: TaskSlot,
         code: &Code,
         stripes: &StripeBatch,
         buffers: Vec<FragmentBuf>,
-    ) -> Option<Vec<FragmentBytes>> {
-        let (code, data) = (code.clone(), pieces(&stripes.data));
-        let bytes = data.iter().flatten().map(|piece| piece.len() as u64).sum();
+    ) -> Result<Option<Vec<FragmentBytes>>, StripeError> {
+        let (code, data) = (code.clone(), stripes.data.clone());
+        let bytes = data.iter().map(|fragment| fragment.len() as u64).sum();
         let work = CodingWork { bytes, computed_fragments: buffers.len() as u32 };
         let encoded = self.software.submit(work, move || encode(&code, &data, buffers)).await;
-        match encoded.map_err(|e| e.to_string()).and_then(|encoded| encoded.map_err(|e| e.to_string())) {
-            Ok(parity) => {
+        let why = match encoded {
+            Ok(Ok(parity)) => {
                 slot.done();
-                Some(parity)
+                return Ok(Some(parity));
             }
-            Err(why) => {
-                slot.failed(&why);
-                None
+            Ok(Err(damaged @ StripeError::Damaged(_))) => {
+                slot.done();
+                return Err(damaged);
             }
-        }
+            Ok(Err(e)) => e.to_string(),
+            Err(e) => e.to_string(),
+        };
+        slot.failed(&why);
+        Ok(None)
     }
 
     /// Computes parity with the host's processor or the accelerator, in the memory of the stores'
@@ -357,25 +364,31 @@ fn busy(e: &TaskRefused) -> StripeError {
     StripeError::Store(StoreError::Disconnected(e.to_string()))
 }
 
-fn pieces(data: &[FragmentBytes]) -> Vec<Vec<Bytes>> {
-    data.iter().map(|fragment| fragment.pieces.clone()).collect()
-}
-
 /// Computes the parity of data fragments that are cut at the same offsets, into pieces of equal
-/// length.
+/// length. Verifies the data in the same pass.
 fn encode(
     code: &Code,
-    data: &[Vec<Bytes>],
+    data: &[FragmentBytes],
     mut parity: Vec<FragmentBuf>,
-) -> store::Result<Vec<FragmentBytes>> {
-    let count = data.first().map_or(0, Vec::len);
-    let units: Vec<&[u8]> = (0..count).flat_map(|n| data.iter().map(move |pieces| &pieces[n][..])).collect();
+) -> Result<Vec<FragmentBytes>, StripeError> {
+    let count = data.first().map_or(0, |fragment| fragment.pieces.len());
+    let units = (0..count).flat_map(|number| data.iter().map(move |fragment| piece(fragment, number)));
+    let units: Vec<CheckedUnit<'_>> = units.collect();
     let mut checksums = vec![Vec::new(); parity.len()];
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
-    code.encode_units(&units, &mut outputs, &mut checksums)
-        .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
+    code.encode_checked(&units, &mut outputs, &mut checksums).map_err(|e| match e {
+        EcError::Damaged { .. } => StripeError::Damaged(e.to_string()),
+        e => StripeError::Store(StoreError::InvalidArgument(e.to_string())),
+    })?;
     let fragments = parity.into_iter().zip(checksums);
     Ok(fragments
         .map(|(buffer, checksums)| FragmentBytes { pieces: vec![buffer.freeze()], checksums })
         .collect())
+}
+
+/// Returns a piece of a fragment whose pieces have equal length.
+fn piece(fragment: &FragmentBytes, number: usize) -> CheckedUnit<'_> {
+    let bytes = &fragment.pieces[number];
+    let blocks = bytes.len() / BLOCK_SIZE;
+    CheckedUnit { bytes, checksums: &fragment.checksums[number * blocks..(number + 1) * blocks] }
 }

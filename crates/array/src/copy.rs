@@ -1,7 +1,7 @@
 //! Copies an object to one member: its fragment, reconstructed from the other members, and its
 //! metadata.
 
-use base::block::{BLOCK_SIZE, Payload, crc32c};
+use base::block::{BLOCK_SIZE, Payload, crc_without_padding};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
@@ -163,14 +163,14 @@ impl Group {
     }
 }
 
-/// Returns a fragment's bytes with their checksums. Recomputes the last checksum over the bytes
-/// alone, without padding.
+/// Returns a fragment's bytes with their checksums. The last checksum is of the bytes alone,
+/// without padding.
 fn payload(read: FragmentRead) -> store::Result<Payload> {
     let FragmentRead { bytes, mut checksums } = read;
     checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));
     let tail = bytes.len() % BLOCK_SIZE;
     if let (Some(last), true) = (checksums.last_mut(), tail > 0) {
-        *last = crc32c(&bytes[bytes.len() - tail..]);
+        *last = crc_without_padding(&bytes[bytes.len() - tail..], *last);
     }
     Payload::from_parts(0, bytes, checksums).map_err(|e| StoreError::InvalidArgument(e.to_string()))
 }

@@ -57,7 +57,10 @@ pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
     // A shortened last piece needs a new checksum.
     let last = (len % BLOCK) as usize;
     if last > 0 && from + len < payload.len() as u64 {
-        checksums[count - 1] = block::crc32c(&data[data.len() - last..]);
+        let start = (from + len) as usize - last;
+        let end = payload.len().min(start + BLOCK as usize);
+        let piece = &payload.data()[start..end];
+        checksums[count - 1] = block::crc_of_start(piece, checksums[count - 1], last);
     }
     Payload::from_parts(0, data, checksums).expect("there is one checksum per piece")
 }

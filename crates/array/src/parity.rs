@@ -5,10 +5,13 @@
 //! methods that reads fewer bytes. Either it reads the replaced bytes and the old parity, and
 //! updates the parity by the difference between old and new bytes. Or it reads the unchanged units
 //! of the affected rows, and computes the parity from all units.
+//!
+//! The new bytes are verified before the checksums of the parity are used: otherwise a damaged block
+//! could be reconstructed from parity that contains the same damage.
 
 use std::ops::Range;
 
-use base::block::{Payload, piece_checksums};
+use base::block::{ChecksumMismatch, Payload, piece_checksums, verify_pieces};
 use bytes::Bytes;
 use futures::future::{try_join, try_join_all};
 use store::{Op, StoreError, WriteSource};
@@ -55,15 +58,17 @@ impl ArrayChange<'_> {
         Ok(())
     }
 
-    /// Computes the parity of completely replaced stripes, and its checksums, in one pass.
+    /// Computes the parity of completely replaced stripes, and its checksums, in one pass. The same
+    /// pass verifies the new bytes.
     fn new_parity(&self, run: &StripeRun, parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
         let stripes = run.first..run.first + run.count;
         let units = stripes.flat_map(|stripe| (0..self.layout.k).map(move |unit| (stripe, unit)));
-        let bytes = |(stripe, unit)| {
-            let kind = self.unit(stripe, unit, &run.rows);
-            self.unit_bytes(stripe, unit, &run.rows, &kind, None)
+        let len = (run.rows.end - run.rows.start) as usize;
+        let bytes = |(stripe, unit)| match self.unit(stripe, unit, &run.rows) {
+            UnitContent::New(payload) => payload,
+            _ => self.coder.zero_blocks(len),
         };
-        let units: Vec<Bytes> = units.map(bytes).collect();
+        let units: Vec<Payload> = units.map(bytes).collect();
         self.coder.encode_units(&units, parity)
     }
 
@@ -120,9 +125,8 @@ impl ArrayChange<'_> {
             return self.change_parity(stripe, rows, old, (&units, &replaced), parity, out).await;
         }
         let kept = self.read_units(stripe, rows, &keeps, old).await?;
-        let new: Vec<Bytes> = (0..k)
-            .map(|unit| self.unit_bytes(stripe, unit, rows, &units[unit], kept[unit].as_deref()))
-            .collect();
+        let new = (0..k).map(|unit| self.unit_bytes(stripe, unit, rows, &units[unit], kept[unit].as_deref()));
+        let new: Vec<Bytes> = new.collect::<store::Result<_>>()?;
         self.coder.encode(&new, parity, out)
     }
 
@@ -150,7 +154,7 @@ impl ArrayChange<'_> {
                 continue;
             }
             let mut delta = before.unwrap_or_else(|| vec![0; out.len()]);
-            let new = self.unit_bytes(stripe, unit, rows, &units[unit], Some(&delta));
+            let new = self.unit_bytes(stripe, unit, rows, &units[unit], Some(&delta))?;
             delta.iter_mut().zip(&new[..]).for_each(|(delta, new)| *delta ^= new);
             self.coder.update(unit, &delta, parity, out.clone())?;
         }
@@ -176,6 +180,9 @@ impl ArrayChange<'_> {
 
     /// Returns the new bytes of a unit's rows: the old bytes `old`, overwritten by the new content.
     /// `old` contains zeros beyond the object's old end.
+    ///
+    /// # Errors
+    /// [`StoreError::BadPayload`] if the new content does not match its checksums.
     fn unit_bytes(
         &self,
         stripe: u64,
@@ -183,11 +190,15 @@ impl ArrayChange<'_> {
         rows: &Range<u64>,
         kind: &UnitContent,
         old: Option<&[u8]>,
-    ) -> Bytes {
+    ) -> store::Result<Bytes> {
+        let bad = |e: ChecksumMismatch| StoreError::BadPayload(e.to_string());
         let len = (rows.end - rows.start) as usize;
         match (kind, old) {
-            (UnitContent::New(bytes), _) => return bytes.clone(),
-            (UnitContent::Zeros, _) | (UnitContent::Old, None) => return self.coder.zeros(len),
+            (UnitContent::New(payload), _) => {
+                payload.verify().map_err(bad)?;
+                return Ok(payload.data().clone());
+            }
+            (UnitContent::Zeros, _) | (UnitContent::Old, None) => return Ok(self.coder.zeros(len)),
             _ => {}
         }
         let mut bytes = old.map_or_else(|| vec![0; len], <[u8]>::to_vec);
@@ -196,10 +207,13 @@ impl ArrayChange<'_> {
             let part = extent.part(range.clone());
             let at = (part.offset - range.start) as usize..(part.end() - range.start) as usize;
             match part.content {
-                OverlayContent::Bytes(payload) => bytes[at].copy_from_slice(payload.data()),
+                OverlayContent::Bytes(payload) => {
+                    bytes[at.clone()].copy_from_slice(payload.data());
+                    verify_pieces(0, &bytes[at], payload.checksums()).map_err(bad)?;
+                }
                 OverlayContent::Zeros | OverlayContent::Staged(..) => bytes[at].fill(0),
             }
         }
-        bytes.into()
+        Ok(bytes.into())
     }
 }

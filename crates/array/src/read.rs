@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use base::block::{self, BLOCK, BLOCK_SIZE};
+use base::block::{self, BLOCK, BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
 use crate::ask::is_damage;
-use crate::coder::Buffer;
+use crate::coder::{Buffer, RecoverError};
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
@@ -23,6 +23,9 @@ pub(crate) struct WholeObject<'a> {
     pub(crate) size: u64,
 }
 
+/// Maximum number of times that a read reads fragments again that were damaged in memory.
+const REREADS: usize = 3;
+
 /// Bytes that were read from a fragment, with their checksums.
 #[derive(Clone)]
 pub(crate) struct FragmentRead {
@@ -30,6 +33,13 @@ pub(crate) struct FragmentRead {
     pub(crate) bytes: Bytes,
     /// Stored checksums, one per block.
     pub(crate) checksums: Vec<u32>,
+}
+
+/// Why the ranges that a read needs cannot be computed.
+enum ComputeError {
+    /// The bytes that were read of this fragment were damaged in memory.
+    Damaged(usize),
+    Store(StoreError),
 }
 
 impl Group {
@@ -133,7 +143,8 @@ impl Group {
         (out.freeze(), checksums)
     }
 
-    /// Reads a range of a fragment. The range must start at a block boundary.
+    /// Reads a range of a fragment for a change of the fragment. The range must start at a block
+    /// boundary. Verifies the bytes once more, because the change computes new checksums.
     pub(crate) async fn read_fragment(
         &self,
         interval: &Interval,
@@ -143,7 +154,13 @@ impl Group {
     ) -> store::Result<FragmentRead> {
         let links = self.live_links(interval, whole.oid);
         let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
-        self.read_one(interval, links, whole, (fragment, range), None).await
+        let FragmentRead { bytes, checksums } =
+            self.read_one(interval, links, whole, (fragment, range), None).await?;
+        let read = ReadData { data: vec![bytes.clone()], checksums, ..ReadData::default() };
+        read.verify().map_err(|e| {
+            StoreError::Disconnected(format!("a fragment was damaged in memory after it was read: {e}"))
+        })?;
+        Ok(FragmentRead { bytes, checksums: read.checksums })
     }
 
     /// Reconstructs a range of a fragment from other fragments. The result has the length of the
@@ -185,6 +202,7 @@ impl Group {
         let mut have: Vec<Option<(Range<u64>, FragmentRead)>> = vec![None; links.len()];
         let mut unreadable = Vec::new();
         let mut is_degraded = false;
+        let mut rereads = 0;
         loop {
             let plan =
                 match ReadPlan::new(&self.layout, whole.size, wanted, |fragment| links[fragment].is_some()) {
@@ -208,7 +226,17 @@ impl Group {
                 .filter_map(|(&fragment, range)| Some((fragment, range.clone(), links[fragment].clone()?)))
                 .collect();
             if due.is_empty() {
-                return self.take_wanted(wanted, &plan, &have);
+                match self.take_wanted(wanted, &plan, &have) {
+                    Ok(taken) => return Ok(taken),
+                    Err(ComputeError::Damaged(fragment)) if rereads < REREADS => {
+                        metrics::counter!("outboard_osd_sources_damaged_total").increment(1);
+                        tracing::warn!(oid = %whole.oid, fragment, "a fragment was damaged in memory after it was read; reading it again");
+                        (rereads, have[fragment]) = (rereads + 1, None);
+                        continue;
+                    }
+                    Err(ComputeError::Damaged(_)) => return Err(RecoverError::Damaged(0).into()),
+                    Err(ComputeError::Store(e)) => return Err(e),
+                }
             }
             let mut dest = dest.take().filter(|_| wanted.len() == 1 && plan.computed.is_empty());
             let reads = due.iter().map(|(fragment, range, link)| {
@@ -237,38 +265,36 @@ impl Group {
         wanted: &[FragmentSpan],
         plan: &ReadPlan,
         have: &[Option<(Range<u64>, FragmentRead)>],
-    ) -> store::Result<Vec<FragmentRead>> {
+    ) -> Result<Vec<FragmentRead>, ComputeError> {
         let over = (plan.over.end - plan.over.start) as usize;
         let mut computed = Vec::new();
         if !plan.computed.is_empty() {
             let source = |fragment: &usize| match &have[*fragment] {
-                Some((range, read)) => {
-                    let bytes = part(&read.bytes, plan.over.start - range.start, over);
-                    self.filled(bytes, over as u64)
-                }
+                Some((range, read)) => self.filled(&read.from(plan.over.start - range.start, over), over),
                 // The fragment ends before the range, so the plan does not read it.
-                None => self.coder.zeros(over),
+                None => self.coder.zero_blocks(over),
             };
-            let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
-            computed = self.coder.recover(&plan.sources, &plan.computed, &bytes)?;
+            let blocks: Vec<Payload> = plan.sources.iter().map(source).collect();
+            let recovered = self.coder.recover(&plan.sources, &plan.computed, &blocks);
+            computed = recovered.map_err(|e| match e {
+                RecoverError::Damaged(source) => ComputeError::Damaged(plan.sources[source]),
+                RecoverError::Refused(e) => ComputeError::Store(e),
+            })?;
         }
         let take = |(fragment, range): &FragmentSpan| {
             let len = (range.end - range.start) as usize;
             if let Some(at) = plan.computed.iter().position(|computed| computed == fragment) {
-                let aligned = len.next_multiple_of(BLOCK_SIZE);
-                let blocks = part(&computed[at], range.start - plan.over.start, aligned);
-                let checksums = block::piece_checksums(0, &blocks);
-                return Some(FragmentRead { bytes: blocks.slice(..len), checksums });
+                let (bytes, checksums) = computed[at].clone().into_parts();
+                return Some(FragmentRead { bytes, checksums }.from(range.start - plan.over.start, len));
             }
             let (from, read) = have[*fragment].as_ref().map(|(range, read)| (range.start, read))?;
-            let bytes = part(&read.bytes, range.start - from, len);
-            let first = ((range.start - from) / BLOCK) as usize;
-            let checksums = read.checksums.iter().skip(first).take(bytes.len().div_ceil(BLOCK_SIZE));
-            Some(FragmentRead { checksums: checksums.copied().collect(), bytes })
+            Some(read.from(range.start - from, len))
         };
         // The plan reads or reconstructs every requested range.
-        let missing =
-            || StoreError::Io("a planned fragment was not read; this is a bug, please report it".into());
+        let missing = || {
+            let what = "a planned fragment was not read; this is a bug, please report it";
+            ComputeError::Store(StoreError::Io(what.into()))
+        };
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
@@ -322,24 +348,31 @@ impl Group {
         Ok(())
     }
 
-    /// Pads bytes with zeros to `len`.
-    pub(crate) fn filled(&self, bytes: Bytes, len: u64) -> Bytes {
-        let len = len as usize;
-        if bytes.len() == len {
-            return bytes;
+    /// Pads the bytes of a fragment with zeros to `len`, a multiple of the block size. The
+    /// checksum of a fragment's last block covers the block padded with zeros.
+    pub(crate) fn filled(&self, read: &FragmentRead, len: usize) -> Payload {
+        if read.bytes.is_empty() {
+            return self.coder.zero_blocks(len);
         }
-        if bytes.is_empty() {
-            return self.coder.zeros(len);
+        let mut bytes = read.bytes.clone();
+        if bytes.len() < len {
+            let mut filled = BytesMut::with_capacity(len);
+            filled.extend_from_slice(&bytes);
+            filled.resize(len, 0);
+            bytes = filled.freeze();
         }
-        let mut filled = BytesMut::with_capacity(len);
-        filled.extend_from_slice(&bytes);
-        filled.resize(len, 0);
-        filled.freeze()
+        let mut checksums = read.checksums.clone();
+        checksums.resize(len / BLOCK_SIZE, ZERO_BLOCK_CRC);
+        Payload::from_parts(0, bytes, checksums).expect("there is one checksum per block")
     }
 }
 
-/// Returns up to `len` bytes from offset `at` on.
-fn part(bytes: &Bytes, at: u64, len: usize) -> Bytes {
-    let start = bytes.len().min(at as usize);
-    bytes.slice(start..bytes.len().min(start + len))
+impl FragmentRead {
+    /// Returns up to `len` bytes from offset `at` on, which must be a multiple of the block size.
+    fn from(&self, at: u64, len: usize) -> FragmentRead {
+        let start = self.bytes.len().min(at as usize);
+        let bytes = self.bytes.slice(start..self.bytes.len().min(start + len));
+        let checksums = self.checksums.iter().skip((at / BLOCK) as usize);
+        FragmentRead { checksums: checksums.take(bytes.len().div_ceil(BLOCK_SIZE)).copied().collect(), bytes }
+    }
 }

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use base::block::BLOCK;
-use bytes::Bytes;
+use base::block::{BLOCK, Payload};
 use store::{ObjectId, Op};
 
 use crate::coder::Coder;
 use crate::layout::StripeLayout;
-use crate::overlay::{Overlay, OverlayContent, OverlayRange};
+use crate::overlay::{Overlay, OverlayContent, OverlayRange, slice};
 
 /// Ranges of a fragment, as offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;
@@ -45,8 +44,8 @@ pub(crate) struct StripeRun {
 
 /// New content of the affected rows of one unit.
 pub(crate) enum UnitContent {
-    /// New bytes in one contiguous piece.
-    New(Bytes),
+    /// New bytes in one contiguous piece, with their checksums.
+    New(Payload),
     /// Zeros.
     Zeros,
     /// A mix of new and old bytes.
@@ -180,8 +179,8 @@ impl ArrayChange<'_> {
             Cover::Whole(extent) => match &extent.content {
                 OverlayContent::Bytes(payload) => {
                     let range = self.unit_range(stripe, unit, rows);
-                    let at = |offset: u64| (offset - extent.offset) as usize;
-                    UnitContent::New(payload.data().slice(at(range.start)..at(range.end)))
+                    let at = |offset: u64| offset - extent.offset;
+                    UnitContent::New(slice(payload, at(range.start), range.end - range.start))
                 }
                 OverlayContent::Zeros | OverlayContent::Staged(..) => UnitContent::Zeros,
             },

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::slice;
 
-use base::block::BLOCK;
+use base::block::{BLOCK, Payload};
 use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
@@ -12,7 +12,7 @@ use crate::ask::is_damage;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
-use crate::read::WholeObject;
+use crate::read::{FragmentRead, WholeObject};
 use crate::view::MemberView;
 
 /// Number of bytes of each fragment that a scrub compares at a time.
@@ -186,21 +186,19 @@ impl Group {
             let to = end.min(self.layout.fragment_size(position, size));
             async move {
                 match link {
-                    Some(link) if to > at => {
-                        self.read_from(link, whole, position, at..to, None).await.map(|r| r.bytes)
-                    }
-                    _ => Ok(Bytes::new()),
+                    Some(link) if to > at => self.read_from(link, whole, position, at..to, None).await,
+                    _ => Ok(FragmentRead { bytes: Bytes::new(), checksums: Vec::new() }),
                 }
             }
         });
         let rows = end.next_multiple_of(BLOCK) - at;
-        let mut fragments: Vec<Option<Bytes>> = vec![None; links.len()];
+        let mut fragments: Vec<Option<Payload>> = vec![None; links.len()];
         for (position, read) in join_all(reads).await.into_iter().enumerate() {
             match read {
-                Ok(bytes) => {
-                    verdict.bytes += bytes.len() as u64;
+                Ok(read) => {
+                    verdict.bytes += read.bytes.len() as u64;
                     let counts = links[position].is_some() && !verdict.damaged.contains(&position);
-                    fragments[position] = counts.then(|| self.filled(bytes, rows));
+                    fragments[position] = counts.then(|| self.filled(&read, rows as usize));
                 }
                 Err(e) => verdict.damage(oid, position, e)?,
             }
@@ -212,9 +210,11 @@ impl Group {
             return Ok(());
         }
         let (sources, others) = present.split_at(self.layout.k);
-        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| fragments[i].clone()).collect();
-        let expected = self.coder.recover(sources, others, &bytes)?;
-        let differs = |(&other, expected): (&usize, &Bytes)| fragments[other].as_ref() != Some(expected);
+        let blocks: Vec<Payload> = sources.iter().filter_map(|&i| fragments[i].clone()).collect();
+        let expected = self.coder.recover(sources, others, &blocks)?;
+        let differs = |(&other, expected): (&usize, &Payload)| {
+            fragments[other].as_ref().map(Payload::data) != Some(expected.data())
+        };
         verdict.contradicts |= others.iter().zip(&expected).any(differs);
         Ok(())
     }

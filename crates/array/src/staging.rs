@@ -196,6 +196,7 @@ impl Group {
                 _ => Err(e),
             },
             Err(StripeError::Store(e)) => Err(e),
+            Err(StripeError::Damaged(what)) => Err(StoreError::BadPayload(what)),
             // No coding place could compute the parity. This does not indicate a failure of a
             // target.
             Err(StripeError::Coding(why)) => Err(StoreError::Disconnected(why)),

@@ -12,7 +12,7 @@
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
-use store::{ObjectId, Op, StoreCalls, WriteSource};
+use store::{ObjectId, Op, ReadData, StoreCalls, WriteSource};
 use wire::limits::MAX_OBJECT_SIZE;
 use wire::{Error, Manifest, Mutation, OpBytes};
 
@@ -263,7 +263,8 @@ impl<'a> Draft<'a> {
             (OpBytes::Payload, Gathered::Memory(payload)) => {
                 // The payload of an append was cut into pieces before its offset was known. The
                 // pieces do not match the object's blocks, so the checksums are computed again. The
-                // data was verified on arrival.
+                // data was verified on arrival, but may have been damaged in memory since then.
+                payload.verify().map_err(|e| Error::TransferFailed(e.to_string()))?;
                 self.write_bytes(offset, Payload::compute(offset, payload.data().clone())).await
             }
             (OpBytes::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
@@ -289,18 +290,21 @@ impl<'a> Draft<'a> {
             let pieces = data.slice(skip..(whole_end - offset) as usize);
             let start = usize::from(first > offset);
             let count = block::piece_count(first, pieces.len() as u64) as usize;
-            let crcs = crcs[start..start + count].to_vec();
+            let whole = crcs[start..start + count].to_vec();
             let middle =
-                Payload::from_parts(first, pieces, crcs).map_err(|e| Error::BadRequest(e.to_string()))?;
+                Payload::from_parts(first, pieces, whole).map_err(|e| Error::BadRequest(e.to_string()))?;
             self.put(first, middle);
         }
         if first > offset {
             let part = data.slice(..(first.min(end) - offset) as usize);
+            verify_piece(&part, crcs.first())?;
             self.merge(offset, part).await?;
         }
         if end > whole_end.max(first) {
             let from = whole_end.max(first);
-            self.merge(from, data.slice((from - offset) as usize..)).await?;
+            let part = data.slice((from - offset) as usize..);
+            verify_piece(&part, crcs.last())?;
+            self.merge(from, part).await?;
         }
         self.size = self.size.max(end);
         Ok(())
@@ -459,6 +463,9 @@ impl<'a> Draft<'a> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
         let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
+        // The change computes a new checksum, so the block is verified even if the store has verified
+        // it.
+        let read = ReadData { verified: false, ..read };
         read.verify().map_err(|e| Error::Corrupt(format!("{} ({e})", self.name)))?;
         if read.len() < (self.before - start).min(BLOCK) {
             let (stored, recorded) = (read.object_size, self.before);
@@ -475,6 +482,18 @@ impl<'a> Draft<'a> {
         let source = WriteSource::Inline(payload);
         self.ops.push(Op::Write { oid: self.oid.clone(), offset, source });
     }
+}
+
+/// Compares a piece of a request's data with its checksum, before the piece becomes part of a block
+/// with a new checksum.
+///
+/// # Errors
+/// [`Error::TransferFailed`] if the piece was damaged in memory after its arrival.
+fn verify_piece(piece: &[u8], crc: Option<&u32>) -> StepResult<()> {
+    if crc == Some(&block::crc32c(piece)) {
+        return Ok(());
+    }
+    Err(Error::TransferFailed("the data of the request was damaged in memory".into()).into())
 }
 
 /// Returns the op that stores an object's record in its xattrs.

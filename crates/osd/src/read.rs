@@ -281,7 +281,12 @@ impl ObjectRead<'_> {
         checksums.truncate(block::piece_count(at, len) as usize);
         let tail = (len % BLOCK) as usize;
         if let (Some(last), true) = (checksums.last_mut(), tail != 0) {
-            *last = block::crc32c(&bytes[bytes.len() - tail..]);
+            // The block may continue after the bytes that are sent.
+            let all = data.contiguous();
+            let start = bytes.len() - tail;
+            let piece = &all[start..all.len().min(start + block::BLOCK_SIZE)];
+            let whole = block::crc_without_padding(piece, *last);
+            *last = block::crc_of_start(piece, whole, tail);
         }
         Payload::from_parts(at, bytes, checksums).map_err(|e| corrupt(e.to_string()))
     }
