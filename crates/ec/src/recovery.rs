@@ -5,7 +5,7 @@ use base::block::BLOCK_SIZE;
 use crate::code::{check_count, check_distinct, check_lengths};
 use crate::kernel::Transform;
 use crate::matrix::Matrix;
-use crate::stripes::{CheckedUnit, Verify, code_units};
+use crate::stripes::{CheckedUnit, SourceCheck, code_units};
 use crate::{Code, EcError, Result};
 
 /// A prepared reconstruction, which computes lost fragments from `k` other fragments. Created by
@@ -100,6 +100,6 @@ impl Recovery {
         }
         check_lengths("sources", sources.iter().map(|s| s.bytes.len()), len)?;
         check_lengths("fragments to compute", out.iter().map(|o| o.len()), len)?;
-        code_units(&*self.transform, sources, Verify::Sources, out, checksums)
+        code_units(&*self.transform, sources, SourceCheck::Sources, out, checksums)
     }
 }

@@ -73,7 +73,7 @@ impl Code {
         let units: Vec<CheckedUnit> =
             data.iter().map(|bytes| CheckedUnit { bytes, checksums: &[] }).collect();
         self.check_stripes(&units, parity, checksums)?;
-        code_units(self.parity(), &units, Verify::Nothing, parity, checksums)
+        code_units(self.parity(), &units, SourceCheck::Nothing, parity, checksums)
     }
 
     /// Like [`Code::encode_units`], and verifies the data. Each block is compared with its checksum
@@ -91,7 +91,7 @@ impl Code {
         checksums: &mut [Vec<u32>],
     ) -> Result<()> {
         self.check_stripes(data, parity, checksums)?;
-        code_units(self.parity(), data, Verify::Sources, parity, checksums)
+        code_units(self.parity(), data, SourceCheck::Sources, parity, checksums)
     }
 
     fn check_stripes(
@@ -115,7 +115,7 @@ impl Code {
 
 /// Whether the sources are compared with their checksums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verify {
+pub(crate) enum SourceCheck {
     Nothing,
     Sources,
 }
@@ -127,11 +127,11 @@ pub(crate) enum Verify {
 ///
 /// # Errors
 /// [`EcError::Count`] if a source does not have one checksum per block, and [`EcError::Damaged`] if
-/// a block does not match its checksum. Both are possible only with [`Verify::Sources`].
+/// a block does not match its checksum. Both are possible only with [`SourceCheck::Sources`].
 pub(crate) fn code_units(
     transform: &dyn Transform,
     sources: &[CheckedUnit<'_>],
-    verify: Verify,
+    check: SourceCheck,
     outputs: &mut [&mut [u8]],
     checksums: &mut [Vec<u32>],
 ) -> Result<()> {
@@ -140,7 +140,7 @@ pub(crate) fn code_units(
     if unit == 0 || total == 0 {
         return Ok(());
     }
-    if verify == Verify::Sources {
+    if check == SourceCheck::Sources {
         let blocks = unit / BLOCK_SIZE;
         sources
             .iter()
@@ -160,7 +160,7 @@ pub(crate) fn code_units(
         let (units_ahead, at_ahead) =
             chunks.peek().map_or((&sources[..0], 0), |((_, units), at)| (*units, *at));
         let mut ahead = Ahead { units: units_ahead, at: at_ahead };
-        if verify == Verify::Sources {
+        if check == SourceCheck::Sources {
             for (index, (part, unit)) in parts.iter().zip(units).enumerate() {
                 let expected = &unit.checksums[at / BLOCK_SIZE..];
                 let damaged = |(block, expected, found)| EcError::Damaged {
