@@ -140,10 +140,11 @@ pub struct ChannelSection {
     /// whether DMA is used again.
     #[config(default = "5s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
-    /// The store verifies the checksums of the payload that arrived by DMA in every Nth request,
-    /// where N is this value. With 0, the store verifies no requests. After a DMA failure, the
-    /// store verifies each of the next 256 requests, even with 0.
-    #[config(default = 64)]
+    /// The store verifies the checksums of the payload of every Nth request, where N is this value.
+    /// With a value above 1, the store may store damaged data. With 0, the store verifies no
+    /// requests. After a DMA failure, the store verifies each of the next 256 requests, even with
+    /// 0. Data of which the store computes parity is always verified.
+    #[config(default = 1)]
     pub verify_every: u32,
 }
 

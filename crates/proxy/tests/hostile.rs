@@ -612,7 +612,9 @@ async fn reads_with_false_answers_fail_as_disconnected() {
 
 #[tokio::test]
 async fn the_reader_detects_data_that_does_not_match_its_checksums() {
-    let node = node(Path::Dma).await;
+    // The store does not verify the payload.
+    let options = AttachmentOptions { verify_every: 0, ..options() };
+    let node = common::node_of(Path::Dma, Arc::new(store::MemStore::new()), options).await;
     make_collection(&node.store).await;
     let mut damaged = pattern(3, 8192).to_vec();
     let checksums = Payload::compute(0, Bytes::from(damaged.clone())).checksums().to_vec();

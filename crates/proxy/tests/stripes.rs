@@ -12,6 +12,7 @@ use common::load::{fault, watched};
 use common::{Node, Path, cid, node_over, offering, oid, options, payload, transaction};
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::EngineRate;
+use ec::{Code, Geometry, KernelChoice};
 use outboard_proxy::{AttachmentOptions, ServedTarget, ServerOptions};
 use store::conformance::{Striped, seed};
 use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
@@ -96,6 +97,7 @@ async fn stripe_writes_are_correct_with_default_options_while_transfers_damage_d
 /// get correct checksums if a fragment was reconstructed from such parity.
 #[tokio::test]
 async fn parity_is_never_computed_from_data_that_a_transfer_damaged() {
+    let code = Code::new(Geometry::new(2, 1).unwrap(), KernelChoice::Auto.load().unwrap());
     for device in [ParityDevice::Host, ParityDevice::Accelerator] {
         let unverified = AttachmentOptions { cool_down: Duration::ZERO, verify_every: 0, ..options() };
         let (options, faults) = damaging(unverified);
@@ -103,7 +105,8 @@ async fn parity_is_never_computed_from_data_that_a_transfer_damaged() {
         for round in 0..16 {
             let data: Vec<FragmentBytes> = (0..2).map(|n| payload(round * 2 + n, 256 << 10).into()).collect();
             let [first, second] = [0, 1].map(|n: usize| data[n].pieces[0].clone());
-            let parity: Vec<u8> = first.iter().zip(&second).map(|(a, b)| a ^ b).collect();
+            let mut parity = vec![0; 256 << 10];
+            code.encode(&[&first, &second], &mut [&mut parity]).unwrap();
             let mut parts = Vec::new();
             for (uuid, store) in &striped.stores[..3] {
                 parts.push(Some((*uuid, store.stage(256 << 10).await.unwrap())));
@@ -134,7 +137,7 @@ async fn parity_is_never_computed_from_data_that_a_transfer_damaged() {
 /// The osd's memory may be damaged before the data is sent.
 #[tokio::test]
 async fn stripes_that_were_damaged_before_they_were_sent_are_refused() {
-    for path in [Path::Dma, Path::Ofi] {
+    for path in [Path::Dma, Path::Ofi, Path::Unix] {
         let (node, striped) = striped(path, options(), &Faults::default()).await;
         let kinds = [
             (2, Parity::By(ParityDevice::Host)),

@@ -4,14 +4,15 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use base::block::{Payload, crc32c, verify_pieces};
+use base::block::{ChecksumMismatch, Payload, crc32c, verify_pieces};
 use base::clock::Instant;
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;
-use channel::EntryHeader;
+use channel::{EntryHeader, VERIFY};
 use store::{
-    ObjectStore, Op, ReadData, Result, StageId, StoreCalls, StoreError, StoreReply, StoreRequest, WriteSource,
+    ObjectStore, Op, ReadData, Result, StageId, StoreCalls, StoreError, StoreReply, StoreRequest,
+    Transaction, WriteSource,
 };
 
 use crate::messages::{
@@ -68,11 +69,18 @@ impl ReceivedCall {
         matches!(self.call, Ok((StoreCall::Transaction { .. }, ..)))
     }
 
+    /// Whether the host must verify the payload's checksums.
+    pub(super) fn verifies(&self) -> bool {
+        self.header.flags & VERIFY != 0 && !base::mutant!(TrustTransferredPayload)
+    }
+
     /// Whether the part of the request that is in a range of host memory arrived damaged. An
-    /// encoded transaction is always verified, and payload only if `payload` is true. The data of
-    /// parity is verified when the parity is computed. The entry itself was verified when it was
-    /// read. An invalid range does not count as damaged, because the call itself then fails.
-    pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
+    /// encoded transaction is always verified, and payload only if the request demands that. The
+    /// data of parity is verified when the parity is computed, and payload inside the entry when the
+    /// call starts: the entry itself was verified when it was read, so a transfer cannot have damaged
+    /// it. An invalid range does not count as damaged, because the call itself then fails.
+    pub(super) fn is_damaged(&self, lease: Option<&Lease>) -> bool {
+        let payload = self.verifies();
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
             StoreCall::StageWrite {
@@ -116,11 +124,21 @@ impl ReceivedCall {
 }
 
 fn holds_damage(control: Bytes, data: &Bytes) -> bool {
-    let Ok(transaction) = transaction_codec::decode(control, data) else { return false };
-    transaction.ops.iter().any(|op| match op {
-        Op::Write { source: WriteSource::Inline(payload), .. } => payload.verify().is_err(),
-        _ => false,
+    transaction_codec::decode(control, data)
+        .is_ok_and(|transaction| verify_transaction(&transaction).is_err())
+}
+
+/// Compares the payload of a transaction with its checksums.
+fn verify_transaction(transaction: &Transaction) -> Result<(), ChecksumMismatch> {
+    transaction.ops.iter().try_for_each(|op| match op {
+        Op::Write { source: WriteSource::Inline(payload), .. } => payload.verify(),
+        _ => Ok(()),
     })
+}
+
+/// The error for payload that was damaged before it was sent.
+pub(super) fn bad_payload(e: ChecksumMismatch) -> StoreError {
+    StoreError::BadPayload(format!("it was damaged before the osd sent it: {e}"))
 }
 
 pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(ArenaBuf, Released)> {
@@ -151,9 +169,10 @@ pub(super) fn make(
     lease: Option<&Lease>,
     request: ReceivedCall,
 ) -> RunningCall {
+    let verifies = request.verifies();
     let ReceivedCall { header, came, via, call, .. } = request;
     let calling: Result<(Calling, Option<Released>)> =
-        call.and_then(|(call, rest, data)| start(store, lease, call, rest, data));
+        call.and_then(|(call, rest, data)| start(store, lease, verifies, call, rest, data));
     Box::pin(async move {
         let returned = match calling {
             Ok((calling, released)) => {
@@ -173,9 +192,12 @@ pub(super) fn make(
     })
 }
 
+/// Starts a call. Payload in host memory was verified before, so `verifies` concerns only payload
+/// inside the request.
 fn start(
     store: &Arc<dyn ObjectStore>,
     lease: Option<&Lease>,
+    verifies: bool,
     call: StoreCall,
     rest: Bytes,
     data: Bytes,
@@ -186,6 +208,9 @@ fn start(
             let (bytes, released) = payload_of(lease, place, data)?;
             let payload = Payload::from_parts(u64::from(block_offset), bytes, checksums)
                 .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
+            if verifies && place == PayloadPlace::Inline {
+                payload.verify().map_err(bad_payload)?;
+            }
             let writing = store.stage_write(StageId(stage), offset, payload);
             Ok((Box::pin(async move { writing.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }
@@ -197,7 +222,11 @@ fn start(
                 }
                 _ => (rest, bytes),
             };
-            let queued = store.queue_transaction(transaction_codec::decode(control, &data)?);
+            let transaction = transaction_codec::decode(control, &data)?;
+            if verifies && place == PayloadPlace::Inline {
+                verify_transaction(&transaction).map_err(bad_payload)?;
+            }
+            let queued = store.queue_transaction(transaction);
             drop(data);
             Ok((Box::pin(async move { queued.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }

@@ -16,7 +16,7 @@ use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
     Bell, Carrier, ChannelEntry, ChannelError, ControlSocket, Doorbell, EntryHeader, EntryKind, HEADER_LEN,
-    HostDoorbells, HostMemory, MAX_FRAME, MemoryAccess, MemoryAnswer, REFUSE, Ringer, VERIFY,
+    HostDoorbells, HostMemory, MAX_FRAME, MemoryAccess, MemoryAnswer, REFUSE, Ringer,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
@@ -516,8 +516,7 @@ impl HostAttachment {
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         let is_transaction = request.is_transaction();
-        let verifies = header.flags & VERIFY != 0 && !base::mutant!(TrustTransferredPayload);
-        if request.is_damaged(lease, verifies) {
+        if request.is_damaged(lease) {
             if header.flags & REFUSE == 0 {
                 self.reply(request.done(Ok(CallAnswer::Damaged)));
                 return Ok(());

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use base::block::{BLOCK, Payload};
+use base::block::{BLOCK, ChecksumMismatch, Payload, verify_pieces};
 use base::pool::{Lease, Released};
 use bytes::Bytes;
 use channel::{REFUSE, VERIFY};
@@ -14,7 +14,7 @@ use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
 use super::ServedTarget;
-use super::calls::{FinishedCall, ReceivedCall, RunningCall, claim};
+use super::calls::{FinishedCall, ReceivedCall, RunningCall, bad_payload, claim};
 use crate::messages::{
     CallAnswer, CallOutcome, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, unpack_checksums,
 };
@@ -39,10 +39,12 @@ pub(super) fn make(
 ) -> [RunningCall; 2] {
     let (coded, is_coded) = oneshot::channel();
     let (noticed, is_noticed) = oneshot::channel::<()>();
+    let verifies = request.verifies();
     let ReceivedCall { header, came, via, call, .. } = request;
     let started = call.and_then(|(call, _, data)| match call {
         StoreCall::StageStripes { stripes, place } => {
-            start(targets, engines, lease, stripes, place, data, coded)
+            let is_unverified = verifies && place == PayloadPlace::Inline;
+            start(targets, engines, lease, stripes, place, data, (coded, is_unverified))
         }
         _ => Err(StoreError::InvalidArgument("the call is not a write of stripes".into())),
     });
@@ -98,7 +100,7 @@ fn start(
     stripes: Stripes,
     place: PayloadPlace,
     data: Bytes,
-    coded: Coded,
+    (coded, is_unverified): (Coded, bool),
 ) -> store::Result<(Writing, Vec<Released>)> {
     let find = |part: &Option<(u16, u64)>| {
         let Some((target, stage)) = *part else { return Ok(None) };
@@ -109,8 +111,20 @@ fn start(
     check_shape(stripes.len, stripes.data.into(), stripes.parts.len(), stripes.offset)?;
     let parts: Vec<Option<StoreStage>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
     let Fragments { data, parity, buffers, released } = fragments(&stripes, lease, place, data)?;
-    let coded = matches!(parity, Parity::By(_)).then_some(coded);
+    let computes = matches!(parity, Parity::By(_));
+    if is_unverified && !computes {
+        verify(&data, &parity).map_err(bad_payload)?;
+    }
+    let coded = computes.then_some(coded);
     Ok((write_parts(engines, parts, stripes.offset, data, parity, buffers, coded), released))
+}
+
+/// Compares all fragments of the request with their checksums.
+fn verify(data: &[Payload], parity: &Parity) -> Result<(), ChecksumMismatch> {
+    data.iter().try_for_each(Payload::verify)?;
+    let Parity::Here(parity) = parity else { return Ok(()) };
+    let whole = |fragment: &FragmentBytes| verify_pieces(0, &fragment.pieces.concat(), &fragment.checksums);
+    parity.iter().try_for_each(whole)
 }
 
 fn fragments(

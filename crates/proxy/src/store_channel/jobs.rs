@@ -169,13 +169,14 @@ impl State {
     /// Decides whether a stage write that is about to be posted is suspect, so that the host must
     /// verify its payload. The write is unsure if it is suspect or on the control socket, because a
     /// transaction that names the stage could then overtake it. Transactions that name the stage
-    /// wait until the write is answered. These rules do not apply without host memory: the control
-    /// socket then carries all calls in order, and no call is sent twice.
+    /// wait until the write is answered. No write is unsure without host memory: the control socket
+    /// then carries all calls in order, and no call is sent twice.
     pub(super) fn doubt(&mut self, id: u64) {
-        let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
+        let Some(job) = self.jobs.get_mut(&id) else { return };
         let Some(stage) = job.writes_stage else { return };
         job.suspect = job.found_damaged || self.verify.next();
         if (job.suspect || job.route == Route::Socket)
+            && self.ring.is_some()
             && let Some(staged) = self.stages.get_mut(&stage)
         {
             staged.unsure += u32::from(!std::mem::replace(&mut job.unsure, true));
@@ -228,9 +229,8 @@ impl State {
         if job.writes_stage.is_none() {
             // The host verifies the data of parity that it computes in any case. It asks for damaged
             // data again only if the request is suspect.
-            let may_be_damaged = self.ring.is_some() && !job.upload.is_empty();
             let is_chosen = |verify: &mut Verify| job.is_coded_by_host() || verify.next();
-            job.suspect = job.found_damaged || may_be_damaged && is_chosen(&mut self.verify);
+            job.suspect = job.found_damaged || !job.upload.is_empty() && is_chosen(&mut self.verify);
         }
         // Payload that the control socket carries, or that was sent again, was damaged in this
         // process, so sending it again is useless.
