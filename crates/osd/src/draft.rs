@@ -16,7 +16,7 @@ use store::{ObjectId, Op, ReadData, StoreCalls, WriteSource};
 use wire::limits::MAX_OBJECT_SIZE;
 use wire::{Error, Manifest, Mutation, OpBytes};
 
-use crate::fail::StepResult;
+use crate::fail::{Fail, StepResult};
 use crate::gather::{Gathered, StagedPayload};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo, user_xattr};
 use crate::pg::Pg;
@@ -463,10 +463,10 @@ impl<'a> Draft<'a> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
         let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
-        // The change computes a new checksum, so the block is verified even if the store has verified
-        // it.
-        let read = ReadData { verified: false, ..read };
         read.verify().map_err(|e| Error::Corrupt(format!("{} ({e})", self.name)))?;
+        // The change computes a new checksum, so a verified block is verified again.
+        let read = ReadData { verified: false, ..read };
+        read.verify().map_err(|e| Fail::Lost(format!("a block was damaged in memory: {e}")))?;
         if read.len() < (self.before - start).min(BLOCK) {
             let (stored, recorded) = (read.object_size, self.before);
             return Err(Error::WrongSize { name: self.name.into(), stored, recorded }.into());
