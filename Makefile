@@ -55,7 +55,7 @@ sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, 
 sim-sample: setup ## Simulate a whole node from new seeds for MINUTES=4; SEED=FIRST
 	OUTBOARD_SIM_MINUTES=$(or $(MINUTES),4) OUTBOARD_SIM_SEED=$(SEED) $(CARGO) test --locked --workspace --test simulations -- --ignored --nocapture a_sample_of_seeds_shows_no_bug
 
-sim-mutants: setup ## Plant ten bugs, one at a time, and check that simulations find each of them
+sim-mutants: setup ## Plant bugs, one at a time, and check that simulations find each of them
 	RUSTFLAGS="--cfg mutants" $(CARGO) build --profile sim --locked -p outboard-sim --target-dir $${CARGO_TARGET_DIR:-target}/mutants
 	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
 

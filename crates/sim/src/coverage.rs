@@ -12,7 +12,12 @@ use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, Share
 use crate::plan::FaultKind;
 
 /// Effects that only one kind of fault has.
-const OF_ONE_KIND: &[(FaultKind, &str)] = &[(FaultKind::FlipInWrite, "drive: bits flipped in writes")];
+const OF_ONE_KIND: &[(FaultKind, &str)] = &[
+    (FaultKind::FlipInWrite, "drive: bits flipped in writes"),
+    (FaultKind::FlipInMemory, "memory: bits flipped in reads"),
+    (FaultKind::FlipInMemory, "memory: bits flipped in writes"),
+    (FaultKind::FlipInMemory, "metric: outboard_osd_sources_damaged_total"),
+];
 
 /// Names of the other effects that must occur in any large number of simulations with all kinds of
 /// faults.

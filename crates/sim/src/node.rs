@@ -34,6 +34,7 @@ use wire::{CodingMode, CodingOffload, Placement};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::coverage::Coverage;
+use crate::memory::{DamagedMemoryStore, DamagedMemoryStripes, MemoryFlips};
 use crate::plan::{NodeRole, RandomStream, SimulationPlan, rng};
 use crate::role::SimRole;
 use crate::trace::EventTrace;
@@ -76,6 +77,8 @@ pub struct SimNode {
     /// Faults of the engines that compute parity.
     coding_faults: Faults,
     witness: Arc<SimWitness>,
+    /// Bits that flip in the osd's memory.
+    memory_flips: MemoryFlips,
     osds_started: Cell<u64>,
     drives_made: Cell<usize>,
     /// The present drive of each target.
@@ -130,6 +133,7 @@ impl SimNode {
             engine_coverage: RefCell::default(),
             coding_faults: Faults::default(),
             witness: Arc::default(),
+            memory_flips: MemoryFlips::new(rng(plan.seed, RandomStream::MemoryFlips)),
             osds_started: Cell::new(0),
             drives_made: Cell::new(plan.targets),
             drives: RefCell::new(drives),
@@ -304,7 +308,7 @@ impl SimNode {
         self.lost.borrow()[target]
     }
 
-    /// Ends all faults of drives, DMA and control connection, except for lost drives.
+    /// Ends all faults of drives, memory, DMA and control connection, except for lost drives.
     pub fn heal(&self) {
         for (target, (_, drive)) in self.drives.borrow().iter().enumerate() {
             drive.clear_faults();
@@ -312,6 +316,7 @@ impl SimNode {
                 drive.reinsert();
             }
         }
+        self.memory_flips.set(0.0);
         self.dma.set(EngineFaults::default());
         self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
         self.wire.refuse(false);
@@ -374,12 +379,20 @@ impl SimNode {
             .iter()
             .for_each(|engine| add_engine(&mut self.engine_coverage.borrow_mut(), engine));
         coverage.merge(&self.engine_coverage.take());
+        let flips = self.memory_flips.counts();
+        coverage.add("memory: bits flipped in writes", flips.in_writes);
+        coverage.add("memory: bits flipped in reads", flips.in_reads);
         coverage.add("node: starts of an osd", self.osds_started.get());
     }
 
     /// Faults of the engines that compute parity.
     pub fn coding_faults(&self) -> &Faults {
         &self.coding_faults
+    }
+
+    /// Bits that flip in the osd's memory.
+    pub fn memory_flips(&self) -> &MemoryFlips {
+        &self.memory_flips
     }
 
     fn wall_clock(&self, role: NodeRole) -> WallClock {
@@ -491,10 +504,7 @@ impl SimNode {
     /// The body of the osd's role with the placement `dpu`.
     async fn osd_body(self: Rc<SimNode>, engine: Arc<SimEngine>) {
         let mut options = AttachmentOptions { engine: Some(engine), ..AttachmentOptions::default() };
-        if self.plan.may_damage_transfers() {
-            // If the host verified a sample, it would store some damaged data.
-            options.verify_every = 1;
-        }
+        options.verify_every = self.plan.verify_every();
         options.memory.layout.data_len = WINDOW;
         options.memory.pool_len = STAGING;
         options.memory.largest_buffer = LARGEST_BUFFER;
@@ -502,11 +512,15 @@ impl SimNode {
             Ok(attachment) => attachment,
             Err(e) => return self.trace.event(format_args!("the osd cannot attach to the store: {e}")),
         };
-        let store = |(index, info): (usize, &TargetInfo)| (info.uuid, attachment.store(index) as _);
+        let store = |(index, info): (usize, &TargetInfo)| {
+            let store = DamagedMemoryStore::new(attachment.store(index), self.memory_flips.clone());
+            (info.uuid, Arc::new(store) as _)
+        };
+        let stripes = DamagedMemoryStripes::new(attachment.stripes(), self.memory_flips.clone());
         let parts = OsdParts {
             targets: attachment.targets().iter().enumerate().map(store).collect(),
             staging: attachment.pool().clone(),
-            stripes: StripesAt::There(attachment.stripes()),
+            stripes: StripesAt::There(Arc::new(stripes)),
             attachment: Some(attachment),
         };
         self.serve(parts).await;

@@ -105,6 +105,8 @@ kinds! {
     Control, "control", 4;
     /// Tasks of erasure coding fail or are late.
     CodingTrouble, "coding-trouble", 0;
+    /// Bits of data flip in the osd's memory, after the osd or its attachment has verified the data.
+    FlipInMemory, "flip-in-memory", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -199,6 +201,8 @@ pub enum Victim {
     Channel,
     /// The engines that compute parity.
     Coding,
+    /// The osd's memory.
+    Memory,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -215,6 +219,7 @@ impl fmt::Display for Victim {
             Victim::Network => f.write_str("the network"),
             Victim::Channel => f.write_str("the channel"),
             Victim::Coding => f.write_str("the coding engines"),
+            Victim::Memory => f.write_str("the memory of the osd"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
@@ -342,6 +347,12 @@ pub enum RandomStream {
     LastChecks,
     /// The faults of the coding engines.
     Coding,
+    /// The faults of the osd's memory.
+    Memory,
+    /// The bits that flip in the osd's memory.
+    MemoryFlips,
+    /// The sampling of the data that the host verifies.
+    Sampling,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -358,6 +369,9 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Config(n) => (7, n),
         RandomStream::LastChecks => (8, 0),
         RandomStream::Coding => (9, 0),
+        RandomStream::Memory => (10, 0),
+        RandomStream::MemoryFlips => (11, 0),
+        RandomStream::Sampling => (12, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -421,6 +435,7 @@ impl SimulationPlan {
         let faults: Vec<_> = (0..count).map(|_| plan.fault(&mut rng)).collect();
         plan.faults = plan.within_tolerance(faults);
         plan.faults.extend(plan.coding_trouble());
+        plan.faults.extend(plan.memory_flips());
         plan.faults.retain(|planned| !off.contains(&planned.kind));
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
             // Larger drives take long to fill.
@@ -459,10 +474,20 @@ impl SimulationPlan {
             .count()
     }
 
-    /// Whether the DMA engine may damage data.
+    /// Whether the DMA engine or the osd's memory may damage data.
     #[must_use]
-    pub fn may_damage_transfers(&self) -> bool {
-        self.dma.corrupt > 0.0 || self.faults.iter().any(|fault| fault.kind == FaultKind::DmaTrouble)
+    pub fn may_damage_payload(&self) -> bool {
+        let damages =
+            |fault: &PlannedFault| matches!(fault.kind, FaultKind::DmaTrouble | FaultKind::FlipInMemory);
+        self.dma.corrupt > 0.0 || self.faults.iter().any(damages)
+    }
+
+    /// The value of `channel.verify_every`. If payload may be damaged, the host verifies all payload:
+    /// with a sample, the node would store damaged data.
+    #[must_use]
+    pub fn verify_every(&self) -> u32 {
+        let mut rng = rng(self.seed, RandomStream::Sampling);
+        if self.may_damage_payload() { 1 } else { [1, 1, 64, 0][rng.random_range(0..4)] }
     }
 
     /// Whether the connection between osd and store may make any target slow, so that the groups
@@ -532,6 +557,22 @@ impl SimulationPlan {
             victim: Victim::Coding,
             detail: rng.random(),
         })
+    }
+
+    /// Faults of the osd's memory, in a third of the plans in which the host verifies what the osd
+    /// sends.
+    fn memory_flips(&self) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Memory);
+        let occur = self.placement == Placement::Dpu && rng.random_range(0..3) == 0;
+        let count = if occur { rng.random_range(1..=3) } else { 0 };
+        let flips = (0..count).map(|_| PlannedFault {
+            at: rng.random_range(Duration::ZERO..self.workload),
+            lasts: rng.random_range(Duration::from_millis(100)..Duration::from_secs(10)),
+            kind: FaultKind::FlipInMemory,
+            victim: Victim::Memory,
+            detail: rng.random(),
+        });
+        flips.collect()
     }
 
     fn fault(&self, rng: &mut StdRng) -> PlannedFault {

@@ -54,6 +54,14 @@ impl Simulation {
             },
             Victim::Channel => self.trouble_channel(&planned).await,
             Victim::Coding => self.trouble_coding(&planned).await,
+            Victim::Memory => {
+                // Half of the faults are so frequent that they hit data that is sent again, too.
+                let mut detail = StdRng::seed_from_u64(planned.detail);
+                let most = if detail.random_bool(0.5) { 0.02 } else { 0.3 };
+                self.node.memory_flips().set(detail.random_range(0.001..most));
+                sleep(planned.lasts).await;
+                self.node.memory_flips().set(0.0);
+            }
             Victim::Operator => self.command(&planned).await,
             Victim::Pool(number) => self.fill(&planned, number).await,
             Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
