@@ -8,12 +8,14 @@
 //! | `dma` | the DMA engines alone |
 //! | `store` | `BlockStore` on a drive or a file |
 //! | `ec` | the coding kernels, and coding on the host and on the emulated DPU |
+//! | `checksums` | the verification of data, alone and while it is coded |
 //!
 //! `outboard bench` measures a whole node.
 
 #![forbid(unsafe_code)]
 
 mod channel_layer;
+mod checksum_layer;
 mod dma_layer;
 mod ec_layer;
 mod osd_layer;
@@ -47,6 +49,7 @@ enum Layer {
     Dma(dma_layer::DmaLayerArgs),
     Store(store_layer::StoreLayerArgs),
     Ec(ec_layer::EcArgs),
+    Checksums(checksum_layer::ChecksumArgs),
 }
 
 /// Parses a duration in seconds, with fractions: 0.01 to 3600.
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Layer::Dma(args) => dma_layer::run(&args),
         Layer::Store(args) => store_layer::run(&args),
         Layer::Ec(args) => ec_layer::run(args),
+        Layer::Checksums(args) => checksum_layer::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
