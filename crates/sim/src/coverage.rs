@@ -16,7 +16,6 @@ const OF_ONE_KIND: &[(FaultKind, &str)] = &[
     (FaultKind::FlipInWrite, "drive: bits flipped in writes"),
     (FaultKind::FlipInMemory, "memory: bits flipped in reads"),
     (FaultKind::FlipInMemory, "memory: bits flipped in writes"),
-    (FaultKind::FlipInMemory, "metric: outboard_osd_sources_damaged_total"),
 ];
 
 /// Names of the other effects that must occur in any large number of simulations with all kinds of
