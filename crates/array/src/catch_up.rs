@@ -10,14 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
 use std::ops::Range;
 
-use base::block::{BLOCK, Payload, align_down, align_up};
-use bytes::{Bytes, BytesMut};
+use base::block::{BLOCK, BLOCK_SIZE, align_down, align_up};
+use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 
+use crate::copy::payload;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
-use crate::read::WholeObject;
+use crate::read::{FragmentRead, WholeObject};
 use crate::record::{ChangeId, Intent, Touched, Undo, encode, key_intent, own_object, undo_object};
 use crate::stage::FragmentStage;
 use crate::undo::copy_ranges;
@@ -265,9 +266,9 @@ impl CatchUp<'_> {
                 let part = from..range.end.min(from + INLINE);
                 let (offset, len) = (part.start, part.end - part.start);
                 let read = group.reconstruct(self.sources, whole, self.position, part.clone()).await?;
-                let mut bytes = BytesMut::from(&read.bytes[..]);
-                bytes.resize(len as usize, 0);
-                let payload = Payload::compute(0, bytes.freeze());
+                let blocks = group.filled(&read, (len as usize).next_multiple_of(BLOCK_SIZE));
+                let (bytes, checksums) = blocks.into_parts();
+                let payload = payload(FragmentRead { bytes: bytes.slice(..len as usize), checksums })?;
                 let source = match stage {
                     None => WriteSource::Inline(payload),
                     Some(stage) => {

@@ -165,7 +165,7 @@ impl Group {
 
 /// Returns a fragment's bytes with their checksums. The last checksum is of the bytes alone,
 /// without padding.
-fn payload(read: FragmentRead) -> store::Result<Payload> {
+pub(crate) fn payload(read: FragmentRead) -> store::Result<Payload> {
     let FragmentRead { bytes, mut checksums } = read;
     checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));
     let tail = bytes.len() % BLOCK_SIZE;

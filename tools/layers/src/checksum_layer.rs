@@ -259,7 +259,8 @@ fn table(report: &ChecksumReport) -> String {
         "µs for {data_bytes} bytes of data, code {geometry}, kernel {kernel}; medians of {rounds} rounds\n\n{:<30} {:>8} {:>8}\n",
         "", "hot", "cold"
     );
-    let rows: [(&str, fn(&Costs) -> f64); 11] = [
+    type Row = (&'static str, fn(&Costs) -> f64);
+    let rows: [Row; 11] = [
         ("crc alone", |c| c.crc_us),
         ("verify a payload", |c| c.verify_us),
         ("parity", |c| c.parity_us),
