@@ -423,11 +423,11 @@ async fn no_parity_is_computed_from_bytes_that_were_damaged_after_they_were_read
                 assert!(attempts < 10, "{e:?}");
             }
             stores.iter().for_each(|store| store.flips.store(false, Ordering::Relaxed));
-            for lost in 0..2 {
-                targets[lost].use_it(false);
+            for (lost, target) in targets.iter().enumerate().take(2) {
+                target.use_it(false);
                 let read = array.read(&cid, &oid, 0, 1 << 20, None).await.unwrap();
                 assert!(read.contiguous() == content, "round {round}, without target {lost}");
-                targets[lost].use_it(true);
+                target.use_it(true);
                 group.rebuild(lost, &Pace::new(0, 1), &RefCell::default()).await.unwrap();
             }
         }
