@@ -45,9 +45,6 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 # Kinds of faults that reach known defects (docs/simulator.md).
 sim_off := fill-index
 
-# Kinds of faults that reach known defects (docs/thrash.md).
-thrash_off := --without stale-single
-
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim
 	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
@@ -66,7 +63,7 @@ thrash: setup ## Inject faults into real nodes for MINUTES=60, and check all ans
 
 # Uses the programs that the tests build, so that CI builds nothing for this target.
 thrash-sample: build-tests ## Inject faults into real nodes for MINUTES=2
-	@$${CARGO_TARGET_DIR:-target}/debug/outboard-thrash --minutes $(or $(MINUTES),2) $(if $(SEED),--seed $(SEED)) $(thrash_off)
+	@$${CARGO_TARGET_DIR:-target}/debug/outboard-thrash --minutes $(or $(MINUTES),2) $(if $(SEED),--seed $(SEED))
 
 lint: setup ## Check documents, type names and formatting, and run clippy; warnings are errors
 	@scripts/setup lint

@@ -53,7 +53,7 @@ pub(crate) struct GroupEvidence<'a> {
     pub(crate) witness: Option<&'a WitnessEntry>,
     /// Changes that some members have refused, so that no client has received a success.
     pub(crate) refused: &'a BTreeSet<ChangeId>,
-    /// Targets that an operator has declared lost.
+    /// Targets of which an operator has accepted the loss.
     pub(crate) is_lost: &'a dyn Fn(&Uuid) -> bool,
 }
 
@@ -85,7 +85,7 @@ pub(crate) struct Decision {
     pub(crate) last_kept: ChangeId,
     /// The last change of the members that continue, kept or not.
     pub(crate) last: ChangeId,
-    /// Whether the group continues only because an operator has declared targets lost.
+    /// Whether the group continues only because an operator has accepted the loss of targets.
     pub(crate) on_word: bool,
 }
 
@@ -125,10 +125,35 @@ impl GroupEvidence<'_> {
     pub(crate) fn decide(&self) -> Result<Decision, Undecided> {
         let base = self.base()?;
         let decided = self.decide_on(&base);
-        match self.base_before(&base).filter(|_| decided.is_err()) {
+        let decided = match self.base_before(&base).filter(|_| decided.is_err()) {
             Some(before) => self.decide_on(&before).or(decided),
             None => decided,
+        };
+        decided.or_else(|undecided| self.decide_on_word(&base.record).ok_or(undecided))
+    }
+
+    /// Decides with the newest record before `newest` that leaves enough members. This is possible
+    /// only if the operator has accepted the loss of so many targets that the members of `newest`
+    /// will never suffice.
+    fn decide_on_word(&self, newest: &GroupRecord) -> Option<Decision> {
+        let left = newest.in_sync().filter(|&position| !(self.is_lost)(&newest.members[position].target));
+        if left.count() >= self.needed {
+            return None;
         }
+        let mut older: Vec<&GroupRecord> = self
+            .states
+            .iter()
+            .map(|state| &state.record)
+            .filter(|record| record.term < newest.term)
+            .collect();
+        older.sort_unstable_by_key(|record| std::cmp::Reverse(record.term));
+        let base = |record: &GroupRecord| Base {
+            record: record.clone(),
+            unused: None,
+            is_witnessed: false,
+            on_word: true,
+        };
+        older.into_iter().find_map(|record| self.decide_on(&base(record)).ok())
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -260,5 +285,81 @@ impl GroupEvidence<'_> {
         // no member has undone it yet, and the group keeps it.
         undone.retain(|change| !whole.is_subset(&holders[change]));
         (whole, undone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::MemberRecord;
+
+    fn uuid(n: u128) -> Uuid {
+        Uuid::from_u128(n)
+    }
+
+    /// A record of members with the UUIDs 1, 2, …, of which these are in sync.
+    fn record(term: u64, members: u128, in_sync: &[u128]) -> GroupRecord {
+        let standing = |n| if in_sync.contains(&n) { Standing::InSync } else { Standing::Blank };
+        let members = (1..=members).map(|n| MemberRecord { target: uuid(n), standing: standing(n) });
+        GroupRecord { term, members: members.collect(), undone: BTreeSet::new() }
+    }
+
+    fn state(target: u128, record: GroupRecord) -> MemberState {
+        let (trimmed, changes) = (ChangeId::default(), BTreeSet::new());
+        MemberState { target: uuid(target), record, proposal: None, trimmed, changes }
+    }
+
+    fn decide(
+        needed: usize,
+        states: &[MemberState],
+        witness: Option<WitnessEntry>,
+        lost: &[u128],
+    ) -> Result<Decision, Undecided> {
+        let refused = BTreeSet::new();
+        let is_lost = |target: &Uuid| lost.iter().any(|n| uuid(*n) == *target);
+        let witness = witness.as_ref();
+        GroupEvidence { needed, states, witness, refused: &refused, is_lost: &is_lost }.decide()
+    }
+
+    fn continuing(decision: &Decision) -> Vec<bool> {
+        decision.verdicts.iter().map(|v| matches!(v, MemberVerdict::Continues { .. })).collect()
+    }
+
+    #[test]
+    fn an_older_record_counts_once_the_loss_of_all_newer_members_is_accepted() {
+        // Member 1 has continued alone. Member 2 is being rebuilt, and member 3 has been missing.
+        let states = [state(2, record(5, 3, &[1])), state(3, record(3, 3, &[1, 2, 3]))];
+        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
+        let waits = decide(1, &states, witness(), &[]);
+        assert_eq!(waits, Err(Undecided::TooFew { there: 0, missing: vec![uuid(1)] }));
+        let decision = decide(1, &states, witness(), &[1]).unwrap();
+        assert!(decision.on_word && decision.record.term == 3);
+        assert_eq!(continuing(&decision), [false, false, true]);
+        // Without the witness, the word is needed as well.
+        assert!(decide(1, &states, None, &[]).is_err());
+        assert!(decide(1, &states, None, &[1]).unwrap().on_word);
+    }
+
+    #[test]
+    fn a_member_that_went_back_continues_once_the_loss_of_its_changes_is_accepted() {
+        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
+        let states = [state(1, record(4, 2, &[1, 2])), state(2, record(4, 2, &[1, 2]))];
+        let refused = decide(1, &states, witness(), &[]);
+        assert_eq!(refused, Err(Undecided::Outdated { ahead: vec![uuid(1)] }));
+        let decision = decide(1, &states, witness(), &[1]).unwrap();
+        assert!(decision.on_word);
+        assert_eq!(continuing(&decision), [true, true]);
+    }
+
+    #[test]
+    fn the_loss_of_too_few_targets_changes_nothing() {
+        let all = [1, 2, 3];
+        let states = [state(3, record(3, 3, &all))];
+        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1), uuid(2)].into() });
+        assert!(matches!(decide(1, &states, witness(), &[1]), Err(Undecided::Outdated { .. })));
+        assert!(decide(1, &states, witness(), &[1, 2]).unwrap().on_word);
+        // Two members are needed, and only one is left.
+        let refused = decide(2, &states, None, &[1, 2]);
+        assert!(matches!(refused, Err(Undecided::TooFew { there: 1, .. })), "{refused:?}");
     }
 }

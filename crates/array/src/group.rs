@@ -60,10 +60,13 @@ pub struct GroupOptions {
     pub dirty_max: usize,
     /// Computes parity and writes stripes to the targets.
     pub coding: Rc<CodingDispatcher>,
-    /// Time of day, which orders the declarations of operators that members are lost.
+    /// Time of day, which orders the decisions of operators to accept the loss of members.
     pub clock: WallClock,
     /// Knows the group's last term.
     pub witness: Rc<dyn Witness>,
+    /// Returns true if an operator has accepted the loss of a target, or if the target has left the
+    /// node.
+    pub is_lost: Rc<dyn Fn(&Uuid) -> bool>,
 }
 
 /// The state of a placement group with redundancy: its members and what is known about each.
@@ -83,6 +86,8 @@ pub struct Group {
     pub(crate) calls: Calls,
     pub(crate) intervals: Intervals,
     pub(crate) terms: Terms,
+    /// See [`GroupOptions::is_lost`].
+    pub(crate) is_lost: Rc<dyn Fn(&Uuid) -> bool>,
     pub(crate) dirty_max: usize,
     /// If true, the next interval discards all dirty notes. Stale members, which need the notes,
     /// become blank.
@@ -131,6 +136,7 @@ impl Group {
             coding: options.coding,
             targets: options.targets,
             intervals: Intervals::default(),
+            is_lost: options.is_lost,
             terms: Terms::new(options.clock, options.witness, options.place),
             dirty_max: options.dirty_max,
             drops_notes: Cell::new(false),

@@ -4,9 +4,9 @@
 //! Each new membership record has a higher term than all records that were ever proposed. This
 //! matters because a member may have stored a proposed record that the other members lack. When
 //! that member returns, its record must not count as the newest one. Sometimes the available
-//! members can continue only because an operator has declared other members lost. The lost members
-//! may have stored newer records. In this case, the term advances by a step so large that the new
-//! term exceeds every term that a lost member can have stored. If a lost member returns
+//! members can continue only because an operator has accepted the loss of other members. The lost
+//! members may have stored newer records. In this case, the term advances by a step so large that
+//! the new term exceeds every term that a lost member can have stored. If a lost member returns
 //! nevertheless, the group ignores its data, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
@@ -33,13 +33,12 @@ impl Group {
     pub(crate) fn decide(&self, views: &[MemberView]) -> store::Result<Decision> {
         let states: Vec<MemberState> = views.iter().map(|view| view.state.clone()).collect();
         let (witness, intents) = (self.terms.witness(), self.intents.borrow());
-        let is_lost = |uuid: &Uuid| self.is_written_off(uuid);
         let evidence = GroupEvidence {
             needed: self.layout.k,
             states: &states,
             witness: witness.as_ref(),
             refused: intents.refused(),
-            is_lost: &is_lost,
+            is_lost: &*self.is_lost,
         };
         let mut decision = evidence.decide().map_err(|undecided| self.refusal(undecided))?;
         let (there, needed) = (decision.record.members.len(), self.layout.fragments());
@@ -69,35 +68,34 @@ impl Group {
             }
             Undecided::Outdated { ahead } => {
                 let detail = format!(
-                    "the available members lack acknowledged changes; bring back {needed} of the targets {}, or take these targets out if they are lost",
+                    "the available targets lack acknowledged changes; bring back {needed} of the targets {}, or accept the loss of these targets (`outboard target forget`)",
                     list(&ahead)
                 );
                 (0, needed, detail)
             }
             Undecided::TooFew { there, missing } => {
-                (there, needed, format!("bring back one of the targets {}", list(&missing)))
+                let detail = format!(
+                    "bring back one of the targets {}, or accept their loss (`outboard target forget`)",
+                    list(&missing)
+                );
+                (there, needed, detail)
             }
             Undecided::Doubt { there, ahead } => {
                 let detail = format!(
-                    "these missing targets may have acknowledged changes that the available targets lack: {}; bring them back, or take them out if they are lost",
+                    "these missing targets may have acknowledged changes that the available targets lack: {}; bring them back, or accept their loss (`outboard target forget`)",
                     list(&ahead)
                 );
                 (there, there + 1, detail)
             }
             Undecided::Lost { there, back } => {
                 let detail = format!(
-                    "the targets {} have lost acknowledged changes; replace their content by a newer copy if you have one",
+                    "the targets {} have lost acknowledged changes; replace their content by a newer copy, or accept the loss (`outboard target forget`)",
                     list(&back)
                 );
                 (there, needed, detail)
             }
         };
         StoreError::TooFewTargets { there, needed, detail }
-    }
-
-    /// Returns true if an operator has declared a target lost, or if the target has left the node.
-    fn is_written_off(&self, uuid: &Uuid) -> bool {
-        self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
     /// Makes the members that continue agree on a membership record. Returns the record, and the

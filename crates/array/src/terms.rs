@@ -9,7 +9,7 @@ use crate::decision::WitnessEntry;
 use crate::record::GroupRecord;
 use crate::witness::Witness;
 
-/// Minimum increase of the term after an operator has declared members lost. It makes the new term
+/// Minimum increase of the term after an operator has accepted the loss of members. It makes the new term
 /// exceed all terms that the lost members may know. The new term is also at least this step times
 /// the number of seconds since 1970, so that the most recent declaration wins.
 const LOSS_STEP: u64 = 1 << 32;
@@ -41,8 +41,8 @@ impl Terms {
         self.highest.set(self.highest.get().max(term));
     }
 
-    /// Returns a term above all terms seen so far. `on_word` is true if an operator has declared
-    /// members lost; these members may know higher terms.
+    /// Returns a term above all terms seen so far. `on_word` is true if an operator has accepted
+    /// the loss of members; these members may know higher terms.
     pub(crate) fn next(&self, on_word: bool) -> u64 {
         let next = self.highest.get().saturating_add(1);
         if !on_word {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use messenger::NetworkStack;
 use uuid::Uuid;
 use wire::{
-    AdminReply, AdminRequest, CodingMode, Mutated, NodeStatus, PoolInfo, PoolName, Query, QueryAnswer,
-    Redundancy, ScrubStatus,
+    AdminReply, AdminRequest, CodingMode, Mutated, NodeStatus, PoolInfo, PoolLoss, PoolName, Query,
+    QueryAnswer, Redundancy, ScrubStatus,
 };
 
 use crate::engine::{Capability, ChangeRequest, Engine, NativeEngine, ReadReply, ReadRequest};
@@ -127,11 +127,25 @@ impl Client {
         self.done(AdminRequest::TargetSetOut { index, out }).await
     }
 
+    /// Accepts the loss of what only one target has, so that placement groups stop waiting for the
+    /// target. Returns what each pool loses, for the pools that wait for it. With `accept_loss`
+    /// false, only returns the loss. If the target is up to date again later, the node forgets that
+    /// its loss was accepted.
+    ///
+    /// # Errors
+    /// If the target does not exist, or if no placement group waits for it.
+    pub async fn forget_target(&self, index: u32, accept_loss: bool) -> Result<Vec<PoolLoss>> {
+        match self.ask(AdminRequest::TargetForget { index, accept_loss }).await? {
+            AdminReply::Loss(loss) => Ok(loss),
+            other => Err(unexpected(&other)),
+        }
+    }
+
     /// Gives a target's number to a new target. The node uses the new target from its next start.
     ///
     /// # Errors
-    /// If the target does not exist, if too few other targets have its data, or if a pool without
-    /// redundancy may need the target.
+    /// If the target does not exist, or if placement groups need it and its loss was not accepted
+    /// ([`Client::forget_target`]).
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
         self.done(AdminRequest::TargetReplace { index, uuid }).await
     }

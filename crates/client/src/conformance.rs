@@ -371,6 +371,7 @@ async fn a_closed_engine_refuses_every_call(client: &Client, pool: &Pool) {
         prefix: Bytes::new(),
         cursor: Bytes::new(),
         limit: 1,
+        skip_unavailable: false,
     };
     closed(engine.list(list, deadline).attempt().await.map(drop));
     let query = Query { name: wire, conditions: vec![], ops: vec![QueryOp::Stat] };

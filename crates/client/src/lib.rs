@@ -55,7 +55,7 @@ pub use pool::Pool;
 pub use wire::{
     CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
     Error as NodeError, HealthStatus, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState,
-    OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus,
-    Redundancy, RequestTimes, ScrubStatus, ShortageCounts, Space, StagingStatus, StatAnswer, TargetState,
-    TargetStatus, ThreadTimes,
+    OffloadStatus, PathStatus, PhaseTimes, Placement, PoolHealth, PoolInfo, PoolLoss, PoolName,
+    RebuildStatus, Redundancy, RequestTimes, ScrubStatus, ShortageCounts, SkippedGroups, Space,
+    StagingStatus, StatAnswer, TargetState, TargetStatus, ThreadTimes,
 };

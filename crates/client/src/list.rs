@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use wire::{List, ObjectName, PoolName};
+use wire::{List, ObjectName, PoolName, SkippedGroups};
 
 use crate::Result;
 use crate::requests::Requests;
@@ -24,6 +24,8 @@ pub struct Listing {
     page_size: u32,
     page: VecDeque<ObjectName>,
     ended: bool,
+    skips_unavailable: bool,
+    skipped: Option<SkippedGroups>,
 }
 
 impl Listing {
@@ -35,7 +37,18 @@ impl Listing {
     ) -> Listing {
         let prefix = Bytes::copy_from_slice(prefix.as_bytes());
         let (cursor, page) = (Bytes::new(), VecDeque::new());
-        Listing { requests, pool, namespace, prefix, cursor, page_size: PAGE, page, ended: false }
+        Listing {
+            requests,
+            pool,
+            namespace,
+            prefix,
+            cursor,
+            page_size: PAGE,
+            page,
+            ended: false,
+            skips_unavailable: false,
+            skipped: None,
+        }
     }
 
     /// Sets the maximum number of names per request (1 to 4096, by default 1000).
@@ -43,6 +56,20 @@ impl Listing {
     pub fn page_size(mut self, names: u32) -> Listing {
         self.page_size = names.clamp(1, self.requests.engine().limits().page_entries_max);
         self
+    }
+
+    /// Skips placement groups that are not available because targets have failed. By default,
+    /// [`Listing::next`] fails in this case.
+    #[must_use]
+    pub fn skip_unavailable(mut self) -> Listing {
+        self.skips_unavailable = true;
+        self
+    }
+
+    /// Returns the placement groups that were skipped so far.
+    #[must_use]
+    pub fn skipped(&self) -> Option<&SkippedGroups> {
+        self.skipped.as_ref()
     }
 
     /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`]. With
@@ -64,7 +91,8 @@ impl Listing {
     /// Returns the next name, or `None` at the end.
     ///
     /// # Errors
-    /// If the node does not answer, or if the pool does not exist.
+    /// If the node does not answer, if the pool does not exist, or if a placement group is not
+    /// available.
     pub async fn next(&mut self) -> Result<Option<ObjectName>> {
         while self.page.is_empty() && !self.ended {
             self.fetch().await?;
@@ -91,10 +119,16 @@ impl Listing {
             prefix: self.prefix.clone(),
             cursor: self.cursor.clone(),
             limit: self.page_size,
+            skip_unavailable: self.skips_unavailable,
         };
         let listed = self.requests.list(request).await?;
         for (namespace, object) in listed.names {
             self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
+        }
+        if let Some(skipped) = listed.skipped {
+            let before = self.skipped.take().map_or(0, |before| before.groups);
+            self.skipped =
+                Some(SkippedGroups { groups: before.saturating_add(skipped.groups), reason: skipped.reason });
         }
         self.ended = listed.cursor.is_empty();
         self.cursor = listed.cursor;

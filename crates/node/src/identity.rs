@@ -124,6 +124,23 @@ pub enum IdentityError {
         /// The store's error.
         source: StoreError,
     },
+    /// The node's identity was not recorded yet.
+    #[error(
+        "the node's identity {} is missing; start the node, which writes the file: outboard up",
+        path.display()
+    )]
+    NoFile {
+        /// Path of the missing file.
+        path: PathBuf,
+    },
+    /// The node has no target with this number.
+    #[error("there is no target {number}; the node has targets 0 to {last}")]
+    NoTarget {
+        /// The number.
+        number: u32,
+        /// The highest number of a target.
+        last: usize,
+    },
     /// The file cannot be written.
     #[error(transparent)]
     Dir(#[from] DirError),
@@ -137,17 +154,20 @@ pub struct KnownTarget {
     path: PathBuf,
     /// UUID of the target.
     uuid: Uuid,
+    /// Whether the operator has accepted the loss of the target, and the osd does not know it yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    forgotten: bool,
 }
 
 impl KnownTarget {
     /// Creates the record of a target.
     pub fn new(path: PathBuf, uuid: Uuid) -> KnownTarget {
-        KnownTarget { path, uuid }
+        KnownTarget { path, uuid, forgotten: false }
     }
 
     /// Converts an announced target.
     pub fn of(target: &MountedTarget) -> KnownTarget {
-        KnownTarget { path: target.path.clone(), uuid: target.uuid }
+        KnownTarget::new(target.path.clone(), target.uuid)
     }
 
     /// Returns the path of the target, as in the configuration.
@@ -175,7 +195,7 @@ impl FromStr for KnownTarget {
     fn from_str(text: &str) -> Result<KnownTarget, String> {
         let parsed = text.rsplit_once('=').and_then(|(path, uuid)| Some((path.into(), uuid.parse().ok()?)));
         let (path, uuid) = parsed.ok_or_else(|| format!("{text:?} is not PATH=UUID"))?;
-        Ok(KnownTarget { path, uuid })
+        Ok(KnownTarget::new(path, uuid))
     }
 }
 
@@ -256,7 +276,44 @@ impl Identity {
     pub fn replace_target(dir: &NodeDir, path: &Path, uuid: Uuid) -> Result<(), IdentityError> {
         let _lock = lock(dir)?;
         let Some(mut identity) = Identity::load(dir)? else { return Ok(()) };
-        identity.targets.iter_mut().filter(|target| target.path == path).for_each(|t| t.uuid = uuid);
+        let places = identity.targets.iter_mut().filter(|target| target.path == path);
+        places.for_each(|target| *target = KnownTarget::new(path.to_owned(), uuid));
+        Ok(identity.save(dir)?)
+    }
+
+    /// Records that the operator accepts the loss of what only target `number` has. The osd learns it
+    /// when it starts. Returns the UUID of the target.
+    ///
+    /// # Errors
+    /// If there is no such target, or if the file is missing or cannot be read or written.
+    pub fn forget_target(dir: &NodeDir, number: u32) -> Result<Uuid, IdentityError> {
+        let _lock = lock(dir)?;
+        let mut identity =
+            Identity::load(dir)?.ok_or_else(|| IdentityError::NoFile { path: dir.identity() })?;
+        let last = identity.targets.len().saturating_sub(1);
+        let target = identity.targets.get_mut(number as usize);
+        let target = target.ok_or(IdentityError::NoTarget { number, last })?;
+        target.forgotten = true;
+        let uuid = target.uuid;
+        identity.save(dir)?;
+        Ok(uuid)
+    }
+
+    /// Returns the targets of which the operator has accepted the loss, if the osd does not know it
+    /// yet.
+    pub fn forgotten(&self) -> Vec<Uuid> {
+        self.targets.iter().filter(|target| target.forgotten).map(|target| target.uuid).collect()
+    }
+
+    /// Records that the osd knows that the operator has accepted the loss of these targets.
+    ///
+    /// # Errors
+    /// If the file cannot be read or written.
+    pub fn osd_knows(dir: &NodeDir, forgotten: &[Uuid]) -> Result<(), IdentityError> {
+        let _lock = lock(dir)?;
+        let Some(mut identity) = Identity::load(dir)? else { return Ok(()) };
+        let known = identity.targets.iter_mut().filter(|target| forgotten.contains(&target.uuid));
+        known.for_each(|target| target.forgotten = false);
         Ok(identity.save(dir)?)
     }
 
@@ -346,7 +403,9 @@ pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError
     if let Some(error) = first.filter(|_| notes.len() == paths.len()) {
         return Err(error);
     }
-    let targets = paths.iter().cloned().zip(uuids).map(|(path, uuid)| KnownTarget { path, uuid }).collect();
+    let is_forgotten = |uuid: &Uuid| recorded.forgotten().contains(uuid);
+    let target = |(path, uuid): (PathBuf, Uuid)| KnownTarget { path, uuid, forgotten: is_forgotten(&uuid) };
+    let targets = paths.iter().cloned().zip(uuids).map(target).collect();
     let identity = Identity { targets, ..recorded.clone() };
     Ok(Settled { is_recorded: identity == recorded, identity, has_file: true, notes })
 }
@@ -395,7 +454,7 @@ fn adopt(
                 return Err(IdentityError::Unrecorded { path: full, why: e.to_string(), file });
             }
         };
-        targets.push(KnownTarget { path: path.clone(), uuid });
+        targets.push(KnownTarget::new(path.clone(), uuid));
     }
     if notes.len() == paths.len() {
         return Err(IdentityError::Missing { path: dir.path().join(&paths[0]) });
@@ -449,6 +508,13 @@ mod tests {
         Identity::replace_target(&dir, Path::new("/dev/b"), Uuid::from_u128(3)).unwrap();
         identity.record(&dir, Some(Uuid::from_u128(7))).unwrap();
         identity.record(&dir, None).unwrap();
+        assert_eq!(Identity::forget_target(&dir, 1).unwrap(), Uuid::from_u128(3));
+        assert!(matches!(Identity::forget_target(&dir, 2), Err(IdentityError::NoTarget { last: 1, .. })));
+        let forgotten = Identity::load(&dir).unwrap().unwrap().forgotten();
+        assert_eq!(forgotten, [Uuid::from_u128(3)]);
+        identity.record(&dir, None).unwrap();
+        assert_eq!(Identity::load(&dir).unwrap().unwrap().forgotten(), forgotten);
+        Identity::osd_knows(&dir, &forgotten).unwrap();
         let loaded = Identity::load(&dir).unwrap().unwrap();
         assert_eq!(loaded.node, Some(Uuid::from_u128(7)));
         assert_eq!(loaded.targets, [target("targets/0.img", 1), target("/dev/b", 3)]);

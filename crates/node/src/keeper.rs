@@ -12,6 +12,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
+use uuid::Uuid;
 
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use super::config::SuperviseSection;
@@ -107,6 +108,8 @@ pub struct Keeper {
     goal: watch::Receiver<Goal>,
     /// Address of the metrics of the role's last process, if that process was ready.
     metrics: Option<String>,
+    /// Targets of which the operator has accepted the loss, as the role's last process was told.
+    forgotten: Vec<Uuid>,
 }
 
 /// How a process ended.
@@ -124,7 +127,7 @@ impl Keeper {
         events: mpsc::Sender<(Role, RoleEvent)>,
         goal: watch::Receiver<Goal>,
     ) -> Keeper {
-        Keeper { spec, policy, events, goal, metrics: None }
+        Keeper { spec, policy, events, goal, metrics: None, forgotten: Vec::new() }
     }
 
     /// Runs the keeper until the goal changes and the role has ended.
@@ -161,7 +164,8 @@ impl Keeper {
         let _ = self.events.send((self.spec.role, event)).await;
     }
 
-    fn start(&self) -> std::io::Result<Child> {
+    fn start(&mut self) -> std::io::Result<Child> {
+        self.forgotten = self.forgotten_targets();
         let spec = &self.spec;
         let log = logging::open_file(&spec.log, spec.log_max)?;
         let mut command = Command::new(&spec.program);
@@ -173,6 +177,9 @@ impl Keeper {
         }
         for known in self.known_targets() {
             command.args(["--known-target".into(), known.to_argument()]);
+        }
+        for uuid in &self.forgotten {
+            command.args(["--forgotten-target", &uuid.to_string()]);
         }
         // The allocator keeps freed memory for two seconds, because a role under load soon needs
         // this memory again.
@@ -193,6 +200,15 @@ impl Keeper {
             (Role::Supervisor | Role::Osd, _) => Vec::new(),
             (Role::Store | Role::Node, Ok(Some(identity))) => identity.targets().to_vec(),
             (Role::Store | Role::Node, Ok(None) | Err(_)) => self.spec.known_targets.clone(),
+        }
+    }
+
+    /// Returns the targets of which the operator has accepted the loss, for the command line of the
+    /// osd.
+    fn forgotten_targets(&self) -> Vec<Uuid> {
+        match (self.spec.role, Identity::load(&self.spec.dir)) {
+            (Role::Osd | Role::Node, Ok(Some(identity))) => identity.forgotten(),
+            _ => Vec::new(),
         }
     }
 
@@ -267,6 +283,11 @@ impl Keeper {
             listen.clone_from(endpoint);
         }
         self.metrics.clone_from(&ready.metrics);
+        if !self.forgotten.is_empty()
+            && let Err(e) = Identity::osd_knows(&self.spec.dir, &self.forgotten)
+        {
+            tracing::error!("cannot record that the osd knows the forgotten targets: {e}");
+        }
         let known: Vec<KnownTarget> = ready.targets.iter().map(KnownTarget::of).collect();
         if !known.is_empty() {
             self.spec.known_targets = known;

@@ -152,6 +152,9 @@ pub enum ReportedState {
     Failing,
     /// The target has failed.
     Failed,
+    /// The target has gone back to an earlier state. Pools without redundancy do not use it.
+    #[serde(rename = "went back")]
+    WentBack,
     /// The target is in use, and is still receiving the changes that it missed.
     #[serde(rename = "catching up")]
     CatchingUp,
@@ -165,6 +168,7 @@ impl ReportedState {
             TargetStatus { state: TargetState::Slow, .. } => ReportedState::Slow,
             TargetStatus { state: TargetState::Failing, .. } => ReportedState::Failing,
             TargetStatus { failure: Some(_), .. } => ReportedState::Failed,
+            TargetStatus { went_back: true, .. } => ReportedState::WentBack,
             TargetStatus { behind: true, .. } => ReportedState::CatchingUp,
             _ => ReportedState::In,
         }
@@ -178,6 +182,7 @@ impl ReportedState {
             ReportedState::Slow => "slow",
             ReportedState::Failing => "failing",
             ReportedState::Failed => "failed",
+            ReportedState::WentBack => "went back",
             ReportedState::CatchingUp => "catching up",
         }
     }
@@ -192,6 +197,10 @@ impl Display for ReportedState {
 /// Returns why a target is not used, and when the node probes the target next. `None` if the target
 /// is used.
 pub fn trouble(target: &TargetStatus) -> Option<String> {
+    if target.went_back && target.failure.is_none() {
+        let why = "the target has gone back to an earlier state, and pools without redundancy do not use it; restore its newer content, or accept the loss: outboard target forget ID --accept-loss";
+        return Some(why.to_owned());
+    }
     let why = target.failure.as_ref()?;
     Some(match (target.state, target.next_try_ms) {
         (TargetState::Slow | TargetState::Failing, None) => format!("{why}; the node is probing the target"),

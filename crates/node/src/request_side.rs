@@ -148,6 +148,7 @@ pub async fn serve(
     config: Arc<Config>,
     listen: String,
     controls: Controls,
+    forgotten: Vec<Uuid>,
     started: oneshot::Sender<Result<Ready>>,
     stop: impl Future<Output = ()>,
 ) -> Result<()> {
@@ -188,6 +189,7 @@ pub async fn serve(
         missed_objects_per_pg: config.osd.missed_objects_per_pg,
         session_expiry: config.osd.session_expiry.0,
         witness: Some(WitnessFile::at(config.osd.witness.as_ref())),
+        forgotten,
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,

@@ -33,6 +33,9 @@ impl Osd {
             },
             AdminRequest::TargetSetOut { index, out } => self.set_target_out(index, out).await?,
             AdminRequest::TargetReplace { index, uuid } => self.replace_target(index, uuid).await?,
+            AdminRequest::TargetForget { index, accept_loss } => {
+                return Ok(AdminReply::Loss(self.forget_target(index, accept_loss).await?));
+            }
             AdminRequest::Scrub { pool, start, repair } => {
                 return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair)?)));
             }

@@ -6,6 +6,10 @@
 //! idle. Time in which the osd does not run does not count, because no client can reach the osd
 //! then.
 //!
+//! The witness records, for each target, the last age that the target has certainly stored. A target
+//! that has an older age has gone back to an earlier state. Redundancy schemes do not depend on this.
+//! A pool without redundancy does: it does not use the target until the operator accepts the loss.
+//!
 //! Even if the age is lost, the osd executes no request twice, because each placement group records
 //! the sessions whose results it forgot ([`gone`](crate::gone)). A node that cannot write its age
 //! starts anyway. Its next start then uses the same generation again, and the osd may refuse
@@ -19,11 +23,13 @@ use bytes::{BufMut, Bytes, BytesMut};
 use futures::future::join_all;
 use store::{Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
+use uuid::Uuid;
 use wire::SessionId;
 
 use crate::ids;
 use crate::start_error::StartError;
 use crate::target::Target;
+use crate::witness::NodeWitness;
 
 const FORMAT: u8 = 2;
 /// Format of ages without a counter of the witness.
@@ -58,7 +64,7 @@ impl Age {
     /// If no target can be read.
     pub(crate) async fn begin(
         targets: &[Rc<Target>],
-        witness: u64,
+        witness: &NodeWitness,
         patience: Duration,
     ) -> Result<Age, StartError> {
         let mut newest: Option<StoredAge> = None;
@@ -103,19 +109,52 @@ impl Age {
         self.started.elapsed()
     }
 
-    /// Writes the age, and the counter of the witness, to all usable targets. Gives up on a target
-    /// after `patience`.
-    pub(crate) async fn save(&self, targets: &[Rc<Target>], witness: u64, patience: Duration) {
-        let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms(), witness };
+    /// Writes the age, and the counter of the witness, to all usable targets that have not gone back.
+    /// Gives up on a target after `patience`. The witness then records which targets have stored the
+    /// age.
+    pub(crate) async fn save(&self, targets: &[Rc<Target>], witness: &NodeWitness, patience: Duration) {
+        let counter = witness.counter();
+        let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms(), witness: counter };
         let there = targets.iter().filter(|target| target.failure().is_none());
-        let saved = join_all(there.map(|target| write(target, stored, patience))).await;
-        if !saved.contains(&true) {
+        let saved = join_all(there.map(async |target| {
+            let has_gone_back = check(target, witness, patience).await.unwrap_or(true);
+            let is_stored = !has_gone_back && write(target, stored, patience).await;
+            is_stored.then_some(target.uuid)
+        }));
+        let saved: Vec<Uuid> = saved.await.into_iter().flatten().collect();
+        if saved.is_empty() {
             tracing::warn!(
                 generation = self.generation,
                 "no target stored the node's age; after a restart, retries of some requests may be refused"
             );
         }
+        if let Err(e) = witness.store_ages(&saved, stored.when()).await {
+            tracing::warn!(error = %e, "the witness did not store the ages of the targets; older copies of them may not be noticed");
+        }
     }
+}
+
+/// Compares the age that a target has stored with the age that it had stored according to the witness.
+/// Returns whether the target has gone back. Reads the age only once per incarnation of the store.
+/// Waits at most `patience`.
+///
+/// # Errors
+/// If the age cannot be read.
+pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Duration) -> store::Result<bool> {
+    if let Some(known) = target.went_back() {
+        return Ok(known);
+    }
+    let incarnation = target.store.incarnation();
+    let stored = read(target, patience).await?;
+    let when = stored.map_or((0, 0), StoredAge::when);
+    let expected = witness.age_of(target.uuid);
+    let has_gone_back = expected.is_some_and(|expected| when < expected);
+    if has_gone_back {
+        tracing::error!(target_uuid = %target.uuid, ?when, ?expected, "the target has gone back to an earlier state: it lacks an age of the node that it had stored");
+        metrics::counter!("outboard_osd_targets_went_back_total").increment(1);
+    }
+    target.set_went_back(incarnation, has_gone_back);
+    Ok(has_gone_back)
 }
 
 /// Returns the highest counter of the witness that any usable target stores; 0 if there is none.
@@ -153,6 +192,11 @@ async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
 }
 
 impl StoredAge {
+    /// Returns the generation and the running time. Later ages have greater pairs.
+    fn when(self) -> (u64, u64) {
+        (self.generation, self.ran_ms)
+    }
+
     fn encode(self) -> Bytes {
         let mut value = BytesMut::with_capacity(25);
         value.put_u8(FORMAT);

@@ -1,7 +1,10 @@
 //! The store behind a placement group, and the incarnation of this store as the osd sees it.
 
 use std::cell::Cell;
+use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use array::Array;
 use futures::future::LocalBoxFuture;
@@ -10,9 +13,27 @@ use store::{
 };
 
 use crate::fail::{Fail, StepResult};
+use crate::target::Target;
 
 /// Future of a reply from a [`Backing`].
-pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
+pub(crate) struct BackingFuture {
+    reply: LocalBoxFuture<'static, store::Result<StoreReply>>,
+    /// The target that the call was sent to, and the incarnation of its store, in a placement group
+    /// without redundancy.
+    sole: Option<(Rc<Target>, u64)>,
+}
+
+impl Future for BackingFuture {
+    type Output = store::Result<StoreReply>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let reply = ready!(self.reply.as_mut().poll(cx));
+        if let (Err(e), Some((target, incarnation))) = (&reply, self.sole.take()) {
+            target.suspect(incarnation, e);
+        }
+        Poll::Ready(reply)
+    }
+}
 
 /// A target's store, or an array over several targets. The osd tags all content that it caches with
 /// the *incarnation* in which it read the content from the store. A new incarnation begins when the
@@ -30,6 +51,7 @@ pub(crate) struct Backing {
 
 enum BackingStore {
     Target(Arc<dyn ObjectStore>),
+    Sole(Rc<Target>),
     Array(Array),
 }
 
@@ -37,15 +59,21 @@ impl Submit for Backing {
     type Reply = BackingFuture;
 
     fn submit(&self, request: StoreRequest) -> BackingFuture {
-        match &self.store {
+        let reply = match &self.store {
             BackingStore::Target(store) => store.submit(request),
             BackingStore::Array(array) => array.submit(request),
-        }
+            BackingStore::Sole(target) => {
+                let sole = Some((Rc::clone(target), target.store.incarnation()));
+                return BackingFuture { reply: target.store.submit(request), sole };
+            }
+        };
+        BackingFuture { reply, sole: None }
     }
 
     fn incarnation(&self) -> u64 {
         match &self.store {
             BackingStore::Target(store) => store.incarnation(),
+            BackingStore::Sole(target) => target.store.incarnation(),
             BackingStore::Array(array) => array.incarnation(),
         }
     }
@@ -53,6 +81,7 @@ impl Submit for Backing {
     fn stage_alignment(&self) -> u64 {
         match &self.store {
             BackingStore::Target(store) => store.stage_alignment(),
+            BackingStore::Sole(target) => target.store.stage_alignment(),
             BackingStore::Array(array) => array.stage_alignment(),
         }
     }
@@ -62,6 +91,12 @@ impl Backing {
     /// Creates a backing from the store of one target.
     pub(crate) fn target(store: Arc<dyn ObjectStore>, name: String) -> Backing {
         Backing::new(BackingStore::Target(store), name)
+    }
+
+    /// Creates the backing of placement groups without redundancy on a target. Errors of calls also
+    /// concern the health of the target.
+    pub(crate) fn sole(target: &Rc<Target>) -> Backing {
+        Backing::new(BackingStore::Sole(Rc::clone(target)), target.uuid.to_string())
     }
 
     /// Creates a backing from an array over several targets.

@@ -42,7 +42,7 @@ impl Osd {
                 self.collect_orphans(grace).await;
             }
             self.expire_sessions().await;
-            self.age.save(&self.targets, self.witness.counter(), self.config.target_timeout).await;
+            self.save_age().await;
         }
     }
 

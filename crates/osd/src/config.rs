@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use array::CodingConfig;
 use base::clock::WallClock;
+use uuid::Uuid;
 use wire::{OffloadStatus, Placement};
 
 use crate::witness::WitnessAt;
@@ -71,6 +72,12 @@ pub struct OsdConfig {
     /// Where the osd stores its witness. If `None`, the osd keeps the witness in memory. After a
     /// restart, it then cannot tell whether missing targets have newer data.
     pub witness: Option<WitnessAt>,
+    /// Time between two writes of the node's age while clients change objects. If an older copy
+    /// replaces the content of a target, a pool without redundancy may not notice the loss of changes
+    /// of this time.
+    pub age_interval: Duration,
+    /// Targets of which the operator has accepted the loss while the node was stopped.
+    pub forgotten: Vec<Uuid>,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -161,6 +168,8 @@ impl Default for OsdConfig {
             pid: std::process::id(),
             clock: WallClock::default(),
             witness: None,
+            age_interval: Duration::from_secs(10),
+            forgotten: Vec::new(),
         }
     }
 }

@@ -54,6 +54,7 @@ mod scrubs;
 mod serve;
 mod server;
 mod sessions;
+mod sole_target;
 mod space;
 mod start_error;
 mod status;

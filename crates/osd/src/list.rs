@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes, BytesMut};
 use store::{ObjectId, StoreCalls, StoreError};
 use wire::limits::MAX_PAGE;
-use wire::{Error, List, Listed, ObjectReply, PoolName};
+use wire::{Error, List, Listed, ObjectReply, PoolName, SkippedGroups};
 
 use crate::fail::{Fail, StepResult, unavailable};
 use crate::ids;
@@ -27,11 +27,24 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
     let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
-    let mut page = ListPage { list, names: Vec::new(), bytes: 0, scanned: 0 };
+    let mut page = ListPage { list, names: Vec::new(), bytes: 0, scanned: 0, skipped: None };
     while (pg as usize) < pool.pgs.len() {
-        match scan_group(patience, &pool, pg, from.take(), &mut page).await {
+        let failure = pool.sole_targets.get(pg as usize).and_then(|sole| sole.failure());
+        // If the target has failed, do not wait for it.
+        let scanned = match failure.filter(|_| list.skip_unavailable) {
+            Some(why) => {
+                page.skip(why);
+                Ok(None)
+            }
+            None => scan_group(patience, &pool, pg, from.take(), &mut page).await,
+        };
+        match scanned {
             Ok(None) => pg += 1,
             Ok(Some(next)) => return Ok(page.end(cursor(pg, &next))),
+            Err(Fail::Refused(Error::TargetFailed(why) | Error::Corrupt(why))) if list.skip_unavailable => {
+                page.skip(why);
+                pg += 1;
+            }
             Err(Fail::Refused(e)) => return Err(e),
             Err(Fail::Lost(why)) => return Err(unavailable(why)),
         }
@@ -44,11 +57,18 @@ struct ListPage<'a> {
     names: Vec<(String, String)>,
     bytes: usize,
     scanned: usize,
+    skipped: Option<SkippedGroups>,
 }
 
 impl ListPage<'_> {
     fn end(self, cursor: Bytes) -> ObjectReply {
-        ObjectReply::Listed(Listed { names: self.names, cursor })
+        ObjectReply::Listed(Listed { names: self.names, cursor, skipped: self.skipped.map(Box::new) })
+    }
+
+    /// Records that the page lacks the objects of a group.
+    fn skip(&mut self, reason: String) {
+        let before = self.skipped.as_ref().map_or(0, |skipped| skipped.groups);
+        self.skipped = Some(SkippedGroups { groups: before + 1, reason });
     }
 
     fn is_full(&self) -> bool {

@@ -28,7 +28,13 @@ const PIECE: usize = 32 << 10;
 /// Maximum number of attempts to read the map at start, if the node cannot start without slow
 /// targets.
 const ROUNDS_MAX: usize = 6;
-const FORMAT: u8 = 2;
+const FORMAT: u8 = 3;
+/// Format of maps without slots.
+const FORMAT_NO_SLOTS: u8 = 2;
+/// Increase of the map epoch at the first change after a start without some targets. These targets
+/// may have stored maps that were not saved, and the next map must be newer. The increase exceeds the
+/// number of attempts to save a map between two starts.
+pub(crate) const MISSING_STEP: u64 = 1 << 32;
 /// Format of maps from before redundancy schemes existed.
 const FORMAT_SINGLE: u8 = 1;
 
@@ -48,10 +54,15 @@ pub(crate) struct NodeMap {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TargetRecord {
     pub(crate) uuid: Uuid,
+    /// Identifies the target's place in the node. Pools without redundancy place their groups by the
+    /// slots. A target that replaces another target takes over its slot, so no other group moves.
+    pub(crate) slot: Uuid,
     /// Whether the operator has taken the target out of use.
     pub(crate) out: bool,
     /// Whether the target has failed and does not have this map.
     pub(crate) lost: bool,
+    /// Whether the operator has accepted the loss of what only this target has.
+    pub(crate) forgotten: bool,
 }
 
 /// A pool in the map.
@@ -64,6 +75,37 @@ pub(crate) struct PoolRecord {
     /// Whether the pool is being removed, so that it can no longer be used.
     pub(crate) removing: bool,
     pub(crate) redundancy: Redundancy,
+}
+
+/// The map in [`FORMAT_NO_SLOTS`].
+#[derive(Deserialize)]
+struct SlotlessMap {
+    epoch: u64,
+    node: Uuid,
+    targets: Vec<SlotlessTarget>,
+    next_pool_id: u32,
+    pools: Vec<PoolRecord>,
+}
+
+#[derive(Deserialize)]
+struct SlotlessTarget {
+    uuid: Uuid,
+    out: bool,
+    lost: bool,
+}
+
+impl From<SlotlessMap> for NodeMap {
+    fn from(old: SlotlessMap) -> NodeMap {
+        let target =
+            |t: SlotlessTarget| TargetRecord { out: t.out, lost: t.lost, ..TargetRecord::new(t.uuid) };
+        NodeMap {
+            epoch: old.epoch,
+            node: old.node,
+            targets: old.targets.into_iter().map(target).collect(),
+            next_pool_id: old.next_pool_id,
+            pools: old.pools,
+        }
+    }
 }
 
 /// The map in [`FORMAT_SINGLE`].
@@ -107,7 +149,12 @@ impl From<SingleMap> for NodeMap {
 
 impl TargetRecord {
     fn new(uuid: Uuid) -> TargetRecord {
-        TargetRecord { uuid, out: false, lost: false }
+        TargetRecord { uuid, slot: uuid, out: false, lost: false, forgotten: false }
+    }
+
+    /// Returns the record of a new target that takes the place of this one.
+    pub(crate) fn replaced_by(&self, uuid: Uuid) -> TargetRecord {
+        TargetRecord { slot: self.slot, lost: true, forgotten: self.forgotten, ..TargetRecord::new(uuid) }
     }
 }
 
@@ -117,27 +164,30 @@ impl NodeMap {
     /// not answer within `patience` are not used. The node starts without these targets if the other
     /// targets certainly have the newest map. Otherwise, if a target was slow or was remounted
     /// meanwhile, the map is read again, in up to [`ROUNDS_MAX`] attempts. `witness` knows the epoch
-    /// of the newest map, unless it is lost.
+    /// of the newest map, unless it is lost. The operator has accepted the loss of the targets
+    /// `forgotten`.
     pub(crate) async fn open(
         targets: &[Rc<Target>],
+        forgotten: &[Uuid],
         witness: &NodeWitness,
         patience: Duration,
     ) -> Result<NodeMap, StartError> {
         let incarnations = || targets.iter().map(|target| target.store.incarnation()).collect::<Vec<_>>();
         for _ in 1..ROUNDS_MAX {
             let before = incarnations();
-            let error = match NodeMap::open_once(targets, witness, patience).await {
+            let error = match NodeMap::open_once(targets, forgotten, witness, patience).await {
                 Err(e) if targets.iter().any(|target| target.is_slow()) || incarnations() != before => e,
                 opened => return opened,
             };
             tracing::warn!(%error, "the node cannot start without the copy of its map on a slow or remounted target; reading the map again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
-        NodeMap::open_once(targets, witness, patience).await
+        NodeMap::open_once(targets, forgotten, witness, patience).await
     }
 
     async fn open_once(
         targets: &[Rc<Target>],
+        forgotten: &[Uuid],
         witness: &NodeWitness,
         patience: Duration,
     ) -> Result<NodeMap, StartError> {
@@ -182,7 +232,7 @@ impl NodeMap {
         // saved on enough targets.
         let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
         let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
-        let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
+        let mut map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
             (_, Some(failure)) => return Err(failure),
             (Some(map), _) => map,
             (None, _) => {
@@ -190,9 +240,19 @@ impl NodeMap {
                 NodeMap { epoch: 1, node: base::entropy::uuid(), targets, next_pool_id: 1, pools: vec![] }
             }
         };
+        let accepts_losses = map.accept_losses(forgotten);
         map.check_targets(targets, &copies)?;
         witness.check(map.node, age::witness_counter(targets, patience).await);
-        let is_newest = map.is_newest(targets, witness)?;
+        let saved_epoch = witness.map_epoch(map.node);
+        let newer = saved_epoch.filter(|epoch| *epoch > map.epoch);
+        if newer.is_some() {
+            map.check_forgotten(targets)?;
+        }
+        if accepts_losses || newer.is_some() {
+            map.epoch = map.epoch.max(newer.unwrap_or(0)) + MISSING_STEP;
+        }
+        // The witness confirms that no target has a newer map that was saved.
+        let is_newest = saved_epoch.is_some() && newer.is_none();
         if !is_newest {
             map.check_failed(targets, failure)?;
         }
@@ -201,23 +261,36 @@ impl NodeMap {
         map.tell(targets);
         map.bring_up_to_date(targets, &copies, is_newest, patience).await?;
         witness.retain_pools(|id| map.pools.iter().any(|pool| pool.id == id));
+        witness.retain_targets(|uuid| map.record(&uuid).is_some());
+        forgotten.iter().for_each(|uuid| witness.forget_age(*uuid));
         witness.store_map_epoch(map.epoch).await.map_err(StartError::Witness)?;
         Ok(map)
     }
 
-    /// Returns whether the witness confirms that no target has a newer map that was saved.
+    /// Records that the operator has accepted the loss of these targets. Returns whether this
+    /// changes the map.
+    fn accept_losses(&mut self, forgotten: &[Uuid]) -> bool {
+        let records = self.targets.iter_mut().filter(|record| forgotten.contains(&record.uuid));
+        records.fold(false, |changes, record| changes | !std::mem::replace(&mut record.forgotten, true))
+    }
+
+    /// Checks, if the newest map is missing, that the operator has accepted the loss of the targets
+    /// that may have it.
     ///
     /// # Errors
-    /// [`StartError::OutdatedMap`] if the witness knows of a newer map.
-    fn is_newest(&self, targets: &[Rc<Target>], witness: &NodeWitness) -> Result<bool, StartError> {
-        let Some(epoch) = witness.map_epoch(self.node) else { return Ok(false) };
-        if epoch > self.epoch {
-            let is_there = |uuid| targets.iter().any(|t| t.uuid == uuid && t.failure().is_none());
-            let missing = self.targets.iter().map(|record| record.uuid).filter(|uuid| !is_there(*uuid));
-            let (node, missing) = (self.node, missing.map(|uuid| uuid.to_string()).collect::<Vec<_>>());
-            return Err(StartError::OutdatedMap { node, missing: missing.join(", ") });
+    /// [`StartError::OutdatedMap`] or [`StartError::OldCopies`] otherwise.
+    fn check_forgotten(&self, targets: &[Rc<Target>]) -> Result<(), StartError> {
+        let is_there = |uuid| targets.iter().any(|t| t.uuid == uuid && t.failure().is_none());
+        let (there, missing): (Vec<&TargetRecord>, Vec<&TargetRecord>) =
+            self.targets.iter().partition(|record| is_there(record.uuid));
+        let open: Vec<_> = missing.iter().filter(|r| !r.forgotten).map(|r| r.uuid.to_string()).collect();
+        if !open.is_empty() {
+            return Err(StartError::OutdatedMap { node: self.node, missing: open.join(", ") });
         }
-        Ok(true)
+        if missing.is_empty() && !there.iter().any(|record| record.forgotten) {
+            return Err(StartError::OldCopies { node: self.node });
+        }
+        Ok(())
     }
 
     /// Writes the map to targets with outdated copies. A target that does not store the map counts
@@ -282,28 +355,30 @@ impl NodeMap {
                 return Err(StartError::ForeignTarget { target: target.uuid, node: self.node });
             }
         }
-        let missing = self
-            .targets
-            .iter()
-            .find(|record| !record.out && !record.lost && targets.iter().all(|t| t.uuid != record.uuid));
+        let missing = self.targets.iter().find(|record| {
+            let may_be_missing = record.out || record.lost || record.forgotten;
+            !may_be_missing && targets.iter().all(|t| t.uuid != record.uuid)
+        });
         match missing {
             Some(record) => Err(StartError::MissingTarget { target: record.uuid, node: self.node }),
             None => Ok(()),
         }
     }
 
-    /// Fails with `failure` if an unreadable target may have a newer map. This is impossible if
+    /// Fails because of `failure` if an unreadable target may have a newer map. This is impossible if
     /// most targets are readable, because a map is valid only once most targets have it. It is also
     /// impossible if the node does without the unreadable targets according to the newest map that
     /// was read.
     fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
-        let failed = targets.iter().filter(|t| t.failure().is_some());
-        let surprising = failed.clone().filter(|target| !self.does_without(target));
-        if surprising.count() == 0 || failed.count() * 2 < self.targets.len() {
+        let failed = || targets.iter().filter(|t| t.failure().is_some());
+        let surprising: Vec<_> = failed().filter(|target| !self.does_without(target)).collect();
+        if surprising.is_empty() || failed().count() * 2 < self.targets.len() {
             return Ok(());
         }
-        Err(failure)
+        let unreadable =
+            surprising.iter().map(|target| target.uuid.to_string()).collect::<Vec<_>>().join(", ");
+        Err(StartError::UncertainMap { node: self.node, unreadable, why: failure.to_string() })
     }
 
     /// Whether the map lists a target.
@@ -311,10 +386,10 @@ impl NodeMap {
         self.record(&target.uuid).is_some()
     }
 
-    /// Whether the map lists a target as lost or out of use, or does not list it because an operator
-    /// has replaced it.
+    /// Whether the map lists a target as lost, forgotten or out of use, or does not list it because an
+    /// operator has replaced it.
     fn does_without(&self, target: &Target) -> bool {
-        self.record(&target.uuid).is_none_or(|record| record.lost || record.out)
+        self.record(&target.uuid).is_none_or(|record| record.lost || record.out || record.forgotten)
     }
 
     /// Whether a target that the map does not list was a target of the node before the operator
@@ -434,6 +509,10 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     }
     match bytes.split_first() {
         Some((&FORMAT, rest)) => postcard::from_bytes(rest).map(Some).map_err(|e| corrupt(e.to_string())),
+        Some((&FORMAT_NO_SLOTS, rest)) => {
+            let old: SlotlessMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
+            Ok(Some(old.into()))
+        }
         Some((&FORMAT_SINGLE, rest)) => {
             let old: SingleMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
             Ok(Some(old.into()))

@@ -9,23 +9,24 @@ use std::time::Duration;
 use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
-use store::ObjectStore;
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
+use store::{AbsentStore, ObjectStore};
 use tokio::sync::Mutex;
 use uuid::Uuid;
 use wire::{Error, ObjectName, PartId, PathStatus, Redundancy, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
-use crate::config::OsdConfig;
+use crate::config::{OsdConfig, TargetRetry};
 use crate::ids;
 use crate::inflight::InFlight;
-use crate::map::{NodeMap, PoolRecord};
+use crate::map::{MISSING_STEP, NodeMap, PoolRecord};
 use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::rebuilds::Rebuilds;
 use crate::scrubs::Scrubs;
 use crate::sessions::{ConnectionId, Sessions};
+use crate::sole_target::SoleTarget;
 use crate::space::SpaceReclaim;
 use crate::start_error::StartError;
 use crate::target::Target;
@@ -38,11 +39,6 @@ use crate::witness::NodeWitness;
 /// time equals the default time limit of a client's requests.
 const SETTLING: Duration = Duration::from_secs(60);
 
-/// Increase of the map epoch at the first change after a start without some targets. These targets
-/// may have stored maps that were not saved, and the next map must be newer. The increase exceeds the
-/// number of attempts to save a map between two starts.
-const MISSING_STEP: u64 = 1 << 32;
-
 /// An object storage daemon. One thread owns it.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
@@ -50,7 +46,7 @@ pub(crate) struct Osd {
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     /// The targets as [`Member`]s, for the array groups of pools with redundancy.
     members: Rc<Vec<Rc<dyn Member>>>,
-    pub(crate) map: RefCell<NodeMap>,
+    pub(crate) map: Rc<RefCell<NodeMap>>,
     /// Lock that is held during a change of the map.
     pub(crate) changing_map: Mutex<()>,
     /// Additional increase of the map epoch at the next change of the map.
@@ -93,6 +89,15 @@ fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn S
     Ok(Arc::new(LocalStripes::new(stores.collect(), engines)))
 }
 
+/// Returns a target that belongs to the node, but that the osd has no store for.
+fn absent_target(uuid: Uuid, retry: TargetRetry) -> Rc<Target> {
+    let why =
+        "the target was not present at the start of the node, and is used once the node is restarted with it";
+    let target = Target::new(uuid, Arc::new(AbsentStore::new(why)), retry);
+    target.lose(why.to_owned());
+    Rc::new(target)
+}
+
 impl Osd {
     /// Returns the number of connections that use one-sided transfers for bulk data now.
     pub(crate) fn one_sided_connections(&self) -> u32 {
@@ -115,7 +120,7 @@ impl Osd {
             target.store.register_memory(staging.arena());
         }
         let witness = NodeWitness::load(config.witness.clone());
-        let map = NodeMap::open(&targets, &witness, config.target_timeout).await?;
+        let map = NodeMap::open(&targets, &config.forgotten, &witness, config.target_timeout).await?;
         targets.retain(|target| {
             let is_listed = map.has(target);
             if !is_listed {
@@ -123,7 +128,10 @@ impl Osd {
             }
             is_listed
         });
-        let age = Age::begin(&targets, witness.counter(), config.target_timeout).await?;
+        let given: Vec<Uuid> = targets.iter().map(|target| target.uuid).collect();
+        let absent = map.targets.iter().map(|record| record.uuid).filter(|uuid| !given.contains(uuid));
+        targets.extend(absent.map(|uuid| absent_target(uuid, config.target_retry)));
+        let age = Age::begin(&targets, &witness, config.target_timeout).await?;
         let is_missing = |target: &Rc<Target>| target.failure().is_some();
         let epoch_step = if targets.iter().any(is_missing) { MISSING_STEP } else { 0 };
         let coding =
@@ -133,7 +141,7 @@ impl Osd {
             staging,
             members: Rc::new(targets.iter().map(|t| Rc::clone(t) as Rc<dyn Member>).collect()),
             targets: Rc::new(targets),
-            map: RefCell::new(map.clone()),
+            map: Rc::new(RefCell::new(map.clone())),
             changing_map: Mutex::default(),
             epoch_step: Cell::new(epoch_step),
             map_is_uncertain: Cell::new(false),
@@ -167,12 +175,15 @@ impl Osd {
 
     /// Creates the in-memory state of a pool from the map's record.
     pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<ActivePool> {
-        let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
-        let mut groups = Vec::new();
+        let (mut groups, mut sole_targets) = (Vec::new(), Vec::new());
+        let mut backings: BTreeMap<Uuid, Rc<Backing>> = BTreeMap::new();
         let mut pg = |pg| {
+            let mut sole = None;
             let backing = if record.redundancy == Redundancy::Single {
-                let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
-                Rc::clone(&self.targets[index].backing)
+                let target = self.sole_target(record.id, pg);
+                sole_targets.push(Rc::clone(&target));
+                sole = Some(SoleTarget::new(&target, &self.witness, self.config.target_timeout));
+                Rc::clone(backings.entry(target.uuid).or_insert_with(|| Rc::new(Backing::sole(&target))))
             } else {
                 let made = Group::new(self.group_options(record, pg));
                 let group = Rc::new(made.expect("the pool was created with a valid scheme"));
@@ -180,10 +191,28 @@ impl Osd {
                 Rc::new(Backing::array(Array::new(group), format!("{}:{pg}", record.name)))
             };
             let times = (Rc::clone(&self.age), self.config.clock.clone());
-            Rc::new(Pg::new(backing, (record.id, pg), self.config.cached_objects_per_pg, times))
+            Rc::new(Pg::new(backing, sole, (record.id, pg), self.config.cached_objects_per_pg, times))
         };
         let pgs = (0..record.pg_count).map(&mut pg).collect();
-        Rc::new(ActivePool { pgs, groups, closed: Cell::new(false), record: record.clone() })
+        Rc::new(ActivePool { pgs, groups, sole_targets, closed: Cell::new(false), record: record.clone() })
+    }
+
+    /// Returns the target of a group of a pool without redundancy.
+    fn sole_target(&self, pool: u32, pg: u32) -> Rc<Target> {
+        let map = self.map.borrow();
+        let slots: Vec<Uuid> = map.targets.iter().map(|record| record.slot).collect();
+        let index = placement::target(pool, pg, &slots).expect("a node has at least one target");
+        let uuid = map.targets[index].uuid;
+        let target = self.targets.iter().find(|target| target.uuid == uuid).cloned();
+        // The target has been replaced. The node uses the new target from its next start.
+        target.unwrap_or_else(|| absent_target(uuid, self.config.target_retry))
+    }
+
+    /// Returns the function that says whether the operator has accepted the loss of a target, or has
+    /// replaced it.
+    fn is_lost(&self) -> Rc<dyn Fn(&Uuid) -> bool> {
+        let map = Rc::clone(&self.map);
+        Rc::new(move |uuid| map.borrow().record(uuid).is_none_or(|record| record.forgotten))
     }
 
     fn group_options(&self, record: &PoolRecord, number: u32) -> GroupOptions {
@@ -201,6 +230,7 @@ impl Osd {
             coding: Rc::clone(&self.coding),
             clock: self.config.clock.clone(),
             witness: Rc::clone(&self.witness) as _,
+            is_lost: self.is_lost(),
         }
     }
 

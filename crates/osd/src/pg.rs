@@ -36,6 +36,7 @@ use crate::fail::{Fail, StepResult};
 use crate::gone::{Gone, Living};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
+use crate::sole_target::SoleTarget;
 
 /// Number of object versions that one durable reservation covers.
 const VERSION_BATCH: u64 = 1024;
@@ -61,6 +62,8 @@ const FORGOTTEN: u64 = u64::MAX;
 /// A placement group.
 pub(crate) struct Pg {
     pub(crate) backing: Rc<Backing>,
+    /// The target; `None` with redundancy.
+    sole: Option<SoleTarget>,
     pub(crate) cid: CollectionId,
     pub(crate) meta: ObjectId,
     objects: RefCell<HashMap<ObjectId, Rc<ObjectState>>>,
@@ -178,12 +181,14 @@ pub(crate) struct Expiry<'a> {
 impl Pg {
     pub(crate) fn new(
         backing: Rc<Backing>,
+        sole: Option<SoleTarget>,
         (pool, pg): (u32, u32),
         objects_max: usize,
         times: (Rc<Age>, WallClock),
     ) -> Pg {
         Pg {
             backing,
+            sole,
             cid: ids::collection(pool, pg),
             meta: ids::meta_object(),
             objects: RefCell::default(),
@@ -243,6 +248,9 @@ impl Pg {
         let incarnation = self.backing.incarnation();
         if self.settled.get() != incarnation {
             self.backing.settle(&self.cid).await?;
+            if let Some(sole) = &self.sole {
+                sole.check().await?;
+            }
             self.settled.set(incarnation);
         }
         Ok(incarnation)

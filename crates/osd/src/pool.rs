@@ -10,6 +10,7 @@ use wire::{PartId, placement};
 use crate::ids;
 use crate::map::PoolRecord;
 use crate::pg::Pg;
+use crate::target::Target;
 
 /// A pool in use.
 pub(crate) struct ActivePool {
@@ -18,6 +19,8 @@ pub(crate) struct ActivePool {
     /// Array groups behind the placement groups of a pool with redundancy; empty without
     /// redundancy.
     pub(crate) groups: Vec<Rc<Group>>,
+    /// The target of each placement group of a pool without redundancy; empty with redundancy.
+    pub(crate) sole_targets: Vec<Rc<Target>>,
     /// Whether the pool is being removed, so that it accepts no requests.
     pub(crate) closed: Cell<bool>,
 }

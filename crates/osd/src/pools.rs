@@ -9,7 +9,7 @@ use wire::limits::MAX_POOLS;
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
 use crate::fail::{Fail, StepResult, refusal};
-use crate::ids;
+use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::map::PoolRecord;
 use crate::osd::Osd;
@@ -99,7 +99,7 @@ impl Osd {
         if !force {
             for pg in &pool.pgs {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
-                if self.has_objects(&place).await? {
+                if self.has_objects(&place, |name| name.part.is_none()).await? {
                     return Err(Error::PoolNotEmpty(pool.record.name.clone()));
                 }
             }
@@ -109,12 +109,18 @@ impl Osd {
         self.save_map(map).await
     }
 
-    async fn has_objects(&self, place: &ObjectLocation) -> wire::Result<bool> {
+    /// Returns whether a placement group has an object, or a part of an object, for which `counts`
+    /// returns true.
+    pub(crate) async fn has_objects(
+        &self,
+        place: &ObjectLocation,
+        counts: impl Fn(&StoredName) -> bool,
+    ) -> wire::Result<bool> {
         let mut from = None;
         loop {
             let attempt = async || objects(place, from.clone(), REMOVE_BATCH).await;
             let (ids, more) = patiently(place, self.config.store_patience, attempt).await.map_err(refusal)?;
-            if ids.iter().any(|id| ids::parse(id).is_some_and(|name| name.part.is_none())) {
+            if ids.iter().any(|id| ids::parse(id).is_some_and(|name| counts(&name))) {
                 return Ok(true);
             }
             match ids.last() {

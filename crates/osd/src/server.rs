@@ -145,6 +145,6 @@ impl OsdServer {
                 "the osd stops although requests are still in progress"
             );
         }
-        osd.age.save(&osd.targets, osd.witness.counter(), LAST_WORD).await;
+        osd.age.save(&osd.targets, &osd.witness, LAST_WORD).await;
     }
 }

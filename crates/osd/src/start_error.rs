@@ -34,13 +34,33 @@ pub enum StartError {
     },
     /// All available targets have an older map than the node's last one.
     #[error(
-        "a missing target has a newer map of node {node} than the available targets; bring back one of the targets {missing}"
+        "a missing target has a newer map of node {node} than the available targets; bring back one of the targets {missing}, or, if they are lost for good, accept the loss: outboard target forget ID --accept-loss"
     )]
     OutdatedMap {
         /// The node.
         node: Uuid,
         /// The missing targets.
         missing: String,
+    },
+    /// The witness is lost, and targets that cannot be read may have a newer map.
+    #[error(
+        "the witness is lost, and targets that cannot be read may have a newer map of node {node}: {unreadable} ({why}); bring one of them back, or, if they are lost for good, accept the loss: outboard target forget ID --accept-loss"
+    )]
+    UncertainMap {
+        /// The node.
+        node: Uuid,
+        /// The targets.
+        unreadable: String,
+        /// Why one of them cannot be read.
+        why: String,
+    },
+    /// All targets are available, but they are older copies.
+    #[error(
+        "all targets have an older map of node {node} than the one that was saved last, so they are older copies; restore newer copies, or accept the loss: outboard target forget ID --accept-loss"
+    )]
+    OldCopies {
+        /// The node.
+        node: Uuid,
     },
     /// The witness cannot be stored.
     #[error("{0}; make its file writable, and free some space on its file system")]

@@ -77,7 +77,18 @@ async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>
     let next_try_ms = next_try.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
     let space = space(target).await;
     let (uuid, out, behind) = (record.uuid, record.out, osd.is_behind(record.uuid));
-    TargetStatus { uuid, out, behind, state, failure, next_try_ms, space }
+    let went_back = target.and_then(Target::went_back) == Some(true);
+    TargetStatus {
+        uuid,
+        out,
+        forgotten: record.forgotten,
+        went_back,
+        behind,
+        state,
+        failure,
+        next_try_ms,
+        space,
+    }
 }
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {

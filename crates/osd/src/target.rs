@@ -24,7 +24,7 @@ use crate::task::spawn;
 pub(crate) struct Target {
     pub(crate) uuid: Uuid,
     pub(crate) store: Arc<dyn ObjectStore>,
-    /// The store in the form that placement groups without redundancy use.
+    /// The store in the form in which the osd stores data of its own: the map and the age.
     pub(crate) backing: Rc<Backing>,
     /// Number of times that the target's usability has changed.
     generation: Cell<u64>,
@@ -38,12 +38,17 @@ pub(crate) struct Target {
     /// Whether a probe is running. Only one probe runs at a time, because further probes of a
     /// stalled store would accumulate.
     is_probed: Cell<bool>,
+    /// Whether a probe after an I/O error is running.
+    is_suspected: Cell<bool>,
     /// Whether the operator has taken the target out of use.
     out: Cell<bool>,
     /// Whether the target had no space for the node's map when the node started.
     lacks_map: Cell<bool>,
     /// Whether the target has not stored a map that other targets have stored.
     missed_map: Cell<bool>,
+    /// Whether the target has gone back to an earlier state, and the incarnation of the store in which
+    /// this was found out.
+    went_back: Cell<Option<(u64, bool)>>,
     /// Collections in which the target did not answer calls in time. Probes also send calls in
     /// these collections.
     suspects: RefCell<Vec<CollectionId>>,
@@ -67,9 +72,11 @@ impl Target {
             changed: Notify::new(),
             answered: watch::Sender::new(None),
             is_probed: Cell::new(false),
+            is_suspected: Cell::new(false),
             out: Cell::new(false),
             lacks_map: Cell::new(false),
             missed_map: Cell::new(false),
+            went_back: Cell::new(None),
             suspects: RefCell::default(),
         }
     }
@@ -80,6 +87,23 @@ impl Target {
     pub(crate) fn fail(&self, incarnation: u64, e: &StoreError) {
         if self.store.incarnation() == incarnation {
             self.step(HealthEvent::Failed(e.clone()));
+        }
+    }
+
+    /// Records an error of a call of a placement group without redundancy. Such a group uses the target
+    /// regardless of its health. An I/O error may concern only one object, so a probe finds out whether
+    /// the target has failed.
+    pub(crate) fn suspect(self: &Rc<Self>, incarnation: u64, e: &StoreError) {
+        match e {
+            StoreError::Absent(_) | StoreError::Poisoned(_) => self.fail(incarnation, e),
+            StoreError::Io(_) if self.failure().is_none() && !self.is_suspected.replace(true) => {
+                let target = Rc::clone(self);
+                spawn(async move {
+                    target.fails().await;
+                    target.is_suspected.set(false);
+                });
+            }
+            _ => {}
         }
     }
 
@@ -119,6 +143,23 @@ impl Target {
     /// Returns whether the target has not stored a map that other targets have stored.
     pub(crate) fn missed_map(&self) -> bool {
         self.missed_map.get()
+    }
+
+    /// Records whether the target has gone back to an earlier state in an incarnation of its store.
+    pub(crate) fn set_went_back(&self, incarnation: u64, went_back: bool) {
+        self.went_back.set(Some((incarnation, went_back)));
+    }
+
+    /// Returns whether the target has gone back to an earlier state; `None` if this is unknown in the
+    /// current incarnation of the store.
+    pub(crate) fn went_back(&self) -> Option<bool> {
+        let incarnation = self.store.incarnation();
+        self.went_back.get().filter(|(checked, _)| *checked == incarnation).map(|(_, went_back)| went_back)
+    }
+
+    /// Returns whether a pool without redundancy can use the target.
+    pub(crate) fn serves_alone(&self) -> bool {
+        self.state().0 == TargetState::Up && self.went_back() != Some(true)
     }
 
     /// Returns why placement groups do not use the target; `None` if it is used.

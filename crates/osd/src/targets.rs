@@ -7,15 +7,16 @@ use std::rc::Rc;
 use array::Group;
 use futures::future::join_all;
 use uuid::Uuid;
-use wire::{Error, PoolHealth};
+use wire::{Error, PoolHealth, PoolLoss};
 
-use crate::map::TargetRecord;
+use crate::ids;
 use crate::osd::Osd;
-use crate::pool::ActivePool;
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::target::Target;
 
 impl Osd {
-    /// Takes a target out of use, or back into use.
+    /// Takes a target out of use, or back into use. With the latter, the operator also withdraws the
+    /// acceptance of the target's loss.
     pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> wire::Result<()> {
         let target = self.target(index)?;
         // Each group must determine its current interval before the target can return.
@@ -27,7 +28,67 @@ impl Osd {
         if !out {
             target.try_again();
         }
-        self.change_targets(|map| map.targets[index as usize].out = out).await
+        self.change_targets(|map| {
+            let record = &mut map.targets[index as usize];
+            record.out = out;
+            record.forgotten &= out;
+        })
+        .await
+    }
+
+    /// Accepts the loss of what only this target has, if `accept` is true. Returns what each pool
+    /// loses.
+    pub(crate) async fn forget_target(&self, index: u32, accept: bool) -> wire::Result<Vec<PoolLoss>> {
+        let target = self.target(index)?;
+        let loss = self.loss(&target).await;
+        let is_forgotten = self.map.borrow().targets[index as usize].forgotten;
+        if loss.is_empty() && target.is_usable() && !is_forgotten {
+            let what = format!(
+                "target {index} works, and no placement group waits for it, so there is no loss to accept"
+            );
+            return Err(Error::BadRequest(what));
+        }
+        if accept {
+            tracing::warn!(target_uuid = %target.uuid, ?loss, "the operator has accepted the loss of the target");
+            self.change_targets(|map| map.targets[index as usize].forgotten = true).await?;
+            self.accept_older_copy(&target).await;
+        }
+        Ok(loss)
+    }
+
+    /// Uses a target again for pools without redundancy although it has gone back.
+    pub(crate) async fn accept_older_copy(&self, target: &Target) {
+        if target.went_back() == Some(true) {
+            self.witness.forget_age(target.uuid);
+            target.set_went_back(target.store.incarnation(), false);
+            self.save_age().await;
+        }
+    }
+
+    /// Writes the node's age to the targets.
+    pub(crate) async fn save_age(&self) {
+        self.age.save(&self.targets, &self.witness, self.config.target_timeout).await;
+    }
+
+    /// Returns what each pool would lose with a target. Omits pools that lose nothing.
+    async fn loss(&self, target: &Target) -> Vec<PoolLoss> {
+        let pools: Vec<_> = self.pools.borrow().values().filter(|p| !p.closed.get()).cloned().collect();
+        let mut losses = Vec::new();
+        for pool in pools {
+            let waits = async |group: &Rc<Group>| group.any_interval().await.is_err();
+            let waiting = join_all(pool.groups.iter().map(waits)).await.into_iter().filter(|w| *w).count();
+            let is_gone = |sole: &&Rc<Target>| sole.uuid == target.uuid && !sole.serves_alone();
+            let on_it = pool.sole_targets.iter().filter(is_gone).count();
+            if waiting + on_it > 0 {
+                losses.push(PoolLoss {
+                    pool: pool.record.name.clone(),
+                    redundancy: pool.record.redundancy,
+                    groups: pool.record.pg_count,
+                    waiting: (waiting + on_it) as u32,
+                });
+            }
+        }
+        losses
     }
 
     /// Gives a target's number to another target. The node uses the new target from its next start.
@@ -35,19 +96,51 @@ impl Osd {
     pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
         let old = self.target_uuid(index)?;
         if let Some(old) = self.targets.iter().find(|target| target.uuid == old) {
-            self.can_spare(old).await?;
+            self.can_replace(index, old).await?;
         }
         if self.map.borrow().record(&uuid).is_some() {
             return Err(Error::BadRequest(format!("target {uuid} belongs to the node already")));
         }
-        if self.pools.borrow().values().any(|pool| pool.groups.is_empty()) {
-            let what = "a pool without redundancy may have objects on the target; remove the pool, or restore the target";
-            return Err(Error::BadRequest(what.into()));
-        }
         self.change_targets(|map| {
-            map.targets[index as usize] = TargetRecord { uuid, out: false, lost: true };
+            let record = &mut map.targets[index as usize];
+            *record = record.replaced_by(uuid);
         })
         .await
+    }
+    /// Fails if replacing the target would lose data, unless the operator has accepted the loss.
+    async fn can_replace(&self, index: u32, target: &Rc<Target>) -> wire::Result<()> {
+        self.can_spare(target).await?;
+        let is_forgotten = self.map.borrow().targets[index as usize].forgotten;
+        if target.is_usable() {
+            return self.has_no_objects_alone(index, target).await;
+        }
+        let loss = if is_forgotten { Vec::new() } else { self.loss(target).await };
+        if loss.is_empty() {
+            return Ok(());
+        }
+        let pools = loss.into_iter().map(|loss| loss.pool).collect::<Vec<_>>().join(", ");
+        Err(Error::BadRequest(format!(
+            "these pools wait for target {index}: {pools}; bring the target back, or accept that what only this target has is lost: outboard target forget {index} --accept-loss"
+        )))
+    }
+
+    /// Fails if the working target has objects of pools without redundancy.
+    async fn has_no_objects_alone(&self, index: u32, target: &Rc<Target>) -> wire::Result<()> {
+        let pools: Vec<_> = self.pools.borrow().values().cloned().collect();
+        for pool in pools {
+            for (pg, _) in
+                pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| Rc::ptr_eq(sole, target))
+            {
+                let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
+                if self.has_objects(&place, |_| true).await? {
+                    return Err(Error::BadRequest(format!(
+                        "target {index} works and has objects of pool {}, which has no redundancy; copy the objects to another pool and remove them, or remove the pool",
+                        pool.record.name
+                    )));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Fails if the target is present and has data that too few other targets have. Without this
@@ -114,20 +207,22 @@ impl Osd {
         intervals.into_iter().any(|interval| interval.lacks_target(uuid))
     }
 
-    /// Returns the health of the pools with redundancy.
+    /// Returns the health of the pools.
     pub(crate) fn health(&self) -> Vec<PoolHealth> {
         let health = |pool: &Rc<ActivePool>| {
             let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };
+            health.groups = pool.record.pg_count;
             for group in &pool.groups {
-                health.groups += 1;
                 match group.current() {
                     Some(interval) => health.degraded += u32::from(!interval.is_whole()),
                     None => health.unavailable += 1,
                 }
             }
+            let unavailable = pool.sole_targets.iter().filter(|sole| !sole.serves_alone());
+            health.unavailable += unavailable.count() as u32;
             health
         };
         let pools = self.pools.borrow();
-        pools.values().filter(|pool| !pool.groups.is_empty()).map(health).collect()
+        pools.values().map(health).collect()
     }
 }

@@ -32,6 +32,7 @@ impl Osd {
             self.bound_notes_for_ever(),
             self.try_targets_for_ever(),
             self.give_map_for_ever(),
+            self.save_age_for_ever(),
             self.finish_removals_for_ever()
         );
     }
@@ -71,6 +72,38 @@ impl Osd {
                 map.give(target, self.config.target_timeout).await;
             }
         }
+    }
+
+    /// Writes the node's age while clients change objects. Also compares the ages of remounted targets.
+    async fn save_age_for_ever(&self) {
+        let mut seen = 0;
+        loop {
+            tokio::time::sleep(self.config.age_interval).await;
+            let writes = self.times.requests().write.count;
+            let is_unknown = |target: &Rc<Target>| target.failure().is_none() && target.went_back().is_none();
+            if std::mem::replace(&mut seen, writes) != writes || self.targets.iter().any(is_unknown) {
+                self.save_age().await;
+            }
+            for target in self.targets.iter().filter(|target| target.went_back() == Some(true)) {
+                if !self.is_a_sole_target(target) && self.is_up_to_date(target) {
+                    tracing::info!(target_uuid = %target.uuid, "the target that had gone back is rebuilt");
+                    self.accept_older_copy(target).await;
+                }
+            }
+        }
+    }
+
+    /// Returns whether a pool without redundancy uses the target.
+    fn is_a_sole_target(&self, target: &Rc<Target>) -> bool {
+        self.pools.borrow().values().any(|pool| pool.sole_targets.iter().any(|sole| Rc::ptr_eq(sole, target)))
+    }
+
+    /// Returns whether all placement groups work, and those of the target have it in sync.
+    fn is_up_to_date(&self, target: &Target) -> bool {
+        let groups = self.open_groups();
+        target.is_usable()
+            && !self.is_behind(target.uuid)
+            && groups.iter().all(|(_, group)| group.current().is_some())
     }
 
     async fn finish_removals_for_ever(&self) {
@@ -114,13 +147,10 @@ impl Osd {
     async fn rebuild_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
-            let groups = self.open_groups();
-            if groups.is_empty() {
-                continue;
-            }
             if let Err(e) = self.note_lost_targets().await {
                 tracing::warn!(error = %e, "the lost targets could not be recorded in the map; trying again");
             }
+            let groups = self.open_groups();
             for (pool, group) in groups {
                 self.rebuild_group(&pool, &group).await;
             }
@@ -155,12 +185,22 @@ impl Osd {
     }
 
     /// Records in the map which targets do not have the map. After a restart, this record shows
-    /// whether the other targets have the newest map.
+    /// whether the other targets have the newest map. Also ends the acceptance of a target's loss once
+    /// the target is up to date, because the operator has not accepted a later loss.
     async fn note_lost_targets(&self) -> wire::Result<()> {
+        let is_up_to_date = |record: &TargetRecord| {
+            self.targets.iter().find(|t| t.uuid == record.uuid).is_some_and(|t| self.is_up_to_date(t))
+        };
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
             target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
         };
-        self.change_targets(|map| map.targets.iter_mut().for_each(|record| record.lost = lost(record))).await
+        self.change_targets(|map| {
+            for record in &mut map.targets {
+                record.forgotten &= !is_up_to_date(record);
+                record.lost = lost(record);
+            }
+        })
+        .await
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! magic "OBWITNES", format (1 byte), CRC-32C of the rest (4 bytes, big-endian)
-//! node, counter, map epoch, targets, groups (postcard)
+//! node, counter, map epoch, targets, groups, ages (postcard)
 //! ```
 //!
 //! One write stores all entries that have changed since the last write began. A failure of a target
@@ -32,7 +32,7 @@ use tokio::sync::Mutex;
 use uuid::Uuid;
 
 const MAGIC: &[u8] = b"OBWITNES";
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
 /// Length of the magic, the format and the checksum.
 const HEAD: usize = MAGIC.len() + 5;
 
@@ -71,6 +71,7 @@ struct StoredWitness {
     map_epoch: u64,
     targets: Vec<Uuid>,
     groups: Vec<StoredEntry>,
+    ages: BTreeMap<Uuid, (u64, u64)>,
 }
 
 /// A group's entry, as stored.
@@ -89,6 +90,9 @@ struct Knowledge {
     node: Uuid,
     map_epoch: u64,
     groups: BTreeMap<(u32, u32), WitnessEntry>,
+    /// The last age of the node that each target has certainly stored: generation and running time in
+    /// milliseconds.
+    ages: BTreeMap<Uuid, (u64, u64)>,
 }
 
 /// The witness of a node. If it has no storage, it is lost when the osd ends.
@@ -171,6 +175,36 @@ impl NodeWitness {
         self.change(|knowledge| std::mem::replace(&mut knowledge.map_epoch, epoch) != epoch).await
     }
 
+    /// Returns the last age of the node that a target has certainly stored; `None` if it is unknown.
+    pub(crate) fn age_of(&self, target: Uuid) -> Option<(u64, u64)> {
+        self.knowledge.borrow().ages.get(&target).copied()
+    }
+
+    /// Stores that these targets have stored an age of the node.
+    ///
+    /// # Errors
+    /// If the witness cannot be stored.
+    pub(crate) async fn store_ages(&self, targets: &[Uuid], age: (u64, u64)) -> store::Result<()> {
+        let insert = |knowledge: &mut Knowledge| {
+            let differs = |uuid: &Uuid| knowledge.ages.insert(*uuid, age) != Some(age);
+            targets.iter().map(differs).fold(false, |changes, differs| changes | differs)
+        };
+        self.change(insert).await
+    }
+
+    /// Forgets the age that a target has stored, because the operator has accepted that the target
+    /// has gone back. The next write stores this.
+    pub(crate) fn forget_age(&self, target: Uuid) {
+        if self.knowledge.borrow_mut().ages.remove(&target).is_some() {
+            self.changes.set(self.changes.get() + 1);
+        }
+    }
+
+    /// Forgets the ages of targets for which `is_target` returns false. The next write stores this.
+    pub(crate) fn retain_targets(&self, is_target: impl Fn(Uuid) -> bool) {
+        self.knowledge.borrow_mut().ages.retain(|uuid, _| is_target(*uuid));
+    }
+
     /// Forgets the groups of pools for which `is_pool` returns false. The next write stores this.
     pub(crate) fn retain_pools(&self, is_pool: impl Fn(u32) -> bool) {
         self.knowledge.borrow_mut().groups.retain(|(pool, _), _| is_pool(*pool));
@@ -236,7 +270,14 @@ impl StoredWitness {
             in_sync: entry.in_sync.iter().map(index).collect(),
         };
         let groups = knowledge.groups.iter().map(entry).collect();
-        StoredWitness { node: knowledge.node, counter, map_epoch: knowledge.map_epoch, targets, groups }
+        StoredWitness {
+            node: knowledge.node,
+            counter,
+            map_epoch: knowledge.map_epoch,
+            targets,
+            groups,
+            ages: knowledge.ages.clone(),
+        }
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -267,6 +308,6 @@ impl From<StoredWitness> for Knowledge {
             ((stored.pool, stored.group), WitnessEntry { term: stored.term, in_sync })
         };
         let groups = content.groups.iter().map(entry).collect();
-        Knowledge { node: content.node, map_epoch: content.map_epoch, groups }
+        Knowledge { node: content.node, map_epoch: content.map_epoch, groups, ages: content.ages }
     }
 }

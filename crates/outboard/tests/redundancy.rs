@@ -40,9 +40,8 @@ fn a_lost_drive(placement: &str) {
     fs::rename(&drive, node.path("lost")).unwrap();
     node.ok(&["up", "--detach"]);
     assert!(node.text(&["target", "ls"]).contains("failed"));
-    // The node cannot know whether the lost drive alone has accepted newer changes, so the pools
-    // wait. The operator declares the drive lost.
-    node.ok(&["target", "out", "1"]);
+    // The witness knows that the other drives have all acknowledged changes.
+    node.fails(&["target", "forget", "1"]);
     for (pool, _) in pools {
         assert!(node.ok(&["get", &format!("{pool}/before"), "-"]) == bytes, "{pool} without a drive");
         node.ok(&["put", &format!("{pool}/after"), &node.path("file")]);

@@ -73,6 +73,7 @@ pub const EXPECTED: &[&str] = &[
     "network: stalls",
     "operator: pool created",
     "operator: pool removed",
+    "operator: target forgotten",
     "operator: target in",
     "operator: target out",
     "operator: target replaced",

@@ -244,7 +244,7 @@ impl Simulation {
             let operator = spawn_local(ThreadClass::Admin, async move {
                 while this.plan.lossy_drives() > 0 {
                     sleep(ATTENTION).await;
-                    this.take_out_lost(id).await;
+                    this.give_up_lost(id).await;
                 }
             });
             all.await;
@@ -272,7 +272,7 @@ impl Simulation {
         let id = self.new_operator();
         let operator = spawn_local(ThreadClass::Admin, async move {
             sleep(REACTION).await;
-            this.take_out_lost(id).await;
+            this.give_up_lost(id).await;
         });
         sleep(HEALING).await;
         self.is_healing.set(false);

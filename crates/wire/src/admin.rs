@@ -64,6 +64,13 @@ pub enum AdminRequest {
         /// Minimum age of the parts to remove, in milliseconds.
         older_than_ms: u64,
     },
+    /// Accepts the loss of what only this target has. The reply states the loss.
+    TargetForget {
+        /// Number of the target.
+        index: u32,
+        /// `false` to only state the loss.
+        accept_loss: bool,
+    },
 }
 
 /// Reply to an [`AdminRequest`].
@@ -80,4 +87,20 @@ pub enum AdminReply {
     Scrub(Box<ScrubStatus>),
     /// Number of orphans removed.
     Collected(u64),
+    /// What would be lost with a target, for each pool that waits for it.
+    Loss(Vec<PoolLoss>),
+}
+
+/// What a pool would lose with a target.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolLoss {
+    /// Name of the pool.
+    pub pool: String,
+    /// Redundancy scheme of the pool.
+    pub redundancy: Redundancy,
+    /// Number of the pool's placement groups.
+    pub groups: u32,
+    /// Placement groups that wait for the target. A pool without redundancy loses all objects of
+    /// these groups, and other pools lose the changes that only the target has.
+    pub waiting: u32,
 }

@@ -24,7 +24,7 @@ mod session;
 mod states;
 mod status;
 
-pub use admin::{AdminReply, AdminRequest};
+pub use admin::{AdminReply, AdminRequest, PoolLoss};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
@@ -34,7 +34,7 @@ pub use coding::{CodingMode, CodingModeError, CodingRatio};
 pub use error::{Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
-pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, StatAnswer};
+pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, SkippedGroups, StatAnswer};
 pub use request::{
     Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, Query, QueryOp, Read,
     RequestBody, RequestHead,

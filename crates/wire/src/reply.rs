@@ -128,4 +128,15 @@ pub struct Listed {
     pub names: Vec<(String, String)>,
     /// Cursor for the request of the next page; empty if this was the last page.
     pub cursor: Bytes,
+    /// The placement groups that were skipped before the end of this page.
+    pub skipped: Option<Box<SkippedGroups>>,
+}
+
+/// Placement groups whose objects a listing lacks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkippedGroups {
+    /// Number of groups.
+    pub groups: u32,
+    /// Why the last of them is not available.
+    pub reason: String,
 }

@@ -301,6 +301,9 @@ pub struct List {
     pub cursor: Bytes,
     /// Maximum number of names.
     pub limit: u32,
+    /// Whether to skip placement groups that are not available because targets have failed. Without
+    /// this, the request fails.
+    pub skip_unavailable: bool,
 }
 
 impl Mutate {

@@ -39,7 +39,7 @@ pub struct Space {
     pub index_total: u64,
 }
 
-/// Health of a pool with redundancy.
+/// Health of a pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolHealth {
     /// Name of the pool.
@@ -118,6 +118,11 @@ pub struct TargetStatus {
     pub uuid: Uuid,
     /// Whether the operator has taken the target out of use.
     pub out: bool,
+    /// Whether the operator has accepted the loss of what only this target has.
+    pub forgotten: bool,
+    /// Whether the target has gone back to an earlier state, so that pools without redundancy do not
+    /// use it.
+    pub went_back: bool,
     /// Whether the target lacks changes that placement groups made without it.
     pub behind: bool,
     /// State of the target.

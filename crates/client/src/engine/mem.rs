@@ -377,7 +377,7 @@ impl Model {
             _ => Bytes::new(),
         };
         let names = page.into_iter().map(|key| (key.namespace.clone(), key.object.clone())).collect();
-        Ok(Listed { names, cursor })
+        Ok(Listed { names, cursor, skipped: None })
     }
 
     fn administer(&mut self, request: &AdminRequest) -> Result<AdminReply> {

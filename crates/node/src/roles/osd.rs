@@ -37,20 +37,26 @@ pub enum StoresAt {
 }
 
 /// Runs the role until a signal stops it. The role serves clients at `listen`, or at the address in
-/// the configuration if `listen` is `None`.
+/// the configuration if `listen` is `None`. The operator has accepted the loss of the targets
+/// `forgotten`.
 ///
 /// # Errors
 /// If the role cannot be set up, if it stops serving clients without a signal, or if the targets
 /// cannot be mounted or unmounted.
-pub fn run(args: &RoleArgs, stores: StoresAt, listen: Option<String>) -> Result<()> {
+pub fn run(args: &RoleArgs, stores: StoresAt, listen: Option<String>, forgotten: Vec<Uuid>) -> Result<()> {
     let role = match &stores {
         StoresAt::Here(_) => Role::Node,
         StoresAt::Behind(_) => Role::Osd,
     };
-    role::run(role, args, |process| serve(process, stores, listen))
+    role::run(role, args, |process| serve(process, stores, listen, forgotten))
 }
 
-async fn serve(process: RoleProcess, stores: StoresAt, listen: Option<String>) -> Result<()> {
+async fn serve(
+    process: RoleProcess,
+    stores: StoresAt,
+    listen: Option<String>,
+    forgotten: Vec<Uuid>,
+) -> Result<()> {
     let mut signals = StopSignals::catch()?;
     let faults = process.controls.faults().clone();
     let config = process.config.clone();
@@ -80,7 +86,7 @@ async fn serve(process: RoleProcess, stores: StoresAt, listen: Option<String>) -
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let checkpoints = targets::checkpoints(&mounted);
     let heartbeat = process.heartbeat.map(|heartbeat| heartbeat.beat(EVENT_LOOP, checkpoints.clone()));
-    let mut shard = Shard::start(stores, process.config, listen, process.controls, heartbeat)?;
+    let mut shard = Shard::start(stores, process.config, listen, process.controls, forgotten, heartbeat)?;
     let ready = tokio::select! {
         ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
         () = signals.next() => return Ok(()),
@@ -135,6 +141,7 @@ impl Shard {
         config: Config,
         listen: String,
         controls: Controls,
+        forgotten: Vec<Uuid>,
         heartbeat: Option<impl Future<Output = ()> + Send + 'static>,
     ) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
@@ -144,7 +151,8 @@ impl Shard {
             tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the osd")?;
         let stopped = async move { drop(stopped.await) };
         let body = move || {
-            let serving = request_side::serve(stores, Arc::new(config), listen, controls, started, stopped);
+            let serving =
+                request_side::serve(stores, Arc::new(config), listen, controls, forgotten, started, stopped);
             let local = LocalSet::new();
             if let Some(heartbeat) = heartbeat {
                 local.spawn_local(heartbeat);

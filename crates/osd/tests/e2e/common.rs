@@ -414,6 +414,8 @@ impl FaultStore {
 /// A node: its stores, its memory and its osd.
 pub(crate) struct Node {
     pub(crate) stores: Vec<Arc<FaultStore>>,
+    /// UUIDs of the targets, in the order of `stores`.
+    pub(crate) uuids: Vec<Uuid>,
     pub(crate) staging: BufferPool,
     pub(crate) config: OsdConfig,
     pub(crate) osd: Option<OsdServer>,
@@ -462,12 +464,13 @@ impl Node {
     /// Creates a node over these stores. Its osd is not started yet.
     pub(crate) fn over(stores: Vec<Arc<FaultStore>>, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
-        Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
+        let uuids = (1..=stores.len() as u128).map(Uuid::from_u128).collect();
+        Node { stores, uuids, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
     }
 
     pub(crate) fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {
-        let uuids = (1..).map(Uuid::from_u128);
-        uuids.zip(&self.stores).map(|(uuid, s)| (uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
+        let targets = self.uuids.iter().zip(&self.stores);
+        targets.map(|(uuid, s)| (*uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
     }
 
     /// Stops the osd if it runs, and starts another osd at the same address.

@@ -176,6 +176,7 @@ fn list(pool: &str, cursor: &'static [u8]) -> List {
         prefix: Bytes::new(),
         cursor: Bytes::from_static(cursor),
         limit: u32::MAX,
+        skip_unavailable: false,
     }
 }
 

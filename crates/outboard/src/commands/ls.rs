@@ -5,9 +5,13 @@ use clap::Args;
 use super::session;
 use crate::args::NodeArgs;
 use crate::output;
-use node::failure::{Doing, Result};
+use client::SkippedGroups;
+use node::failure::{Doing, Failure, Result};
 
 /// List the objects of a pool, in no particular order
+///
+/// If placement groups are not available because targets have failed, the command lists all other
+/// objects, reports the failure, and exits with status 1.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ls photos\n  \
@@ -36,6 +40,7 @@ pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
             true => pool.list_all_namespaces(&args.prefix),
             false => pool.list(&args.prefix),
         };
+        names = names.skip_unavailable();
         let mut page = Vec::new();
         let mut first = true;
         if args.json {
@@ -52,7 +57,15 @@ pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
         if args.json {
             output::raw("\n]\n");
         }
-        Ok(())
+        match names.skipped() {
+            None => Ok(()),
+            Some(SkippedGroups { groups, reason }) => {
+                let why = format!(
+                    "the list is incomplete: it lacks the objects of {groups} placement groups that are not available: {reason}; `outboard status` shows the targets that have failed"
+                );
+                Err(Failure::new(doing, why))
+            }
+        }
     })
 }
 

@@ -11,6 +11,7 @@ use node::role::RoleArgs;
 use node::roles::osd::{self, StoresAt};
 use node::store_address::StoreAddress;
 use node::targets::TargetPaths;
+use uuid::Uuid;
 
 /// Run the osd role: serve clients, with the store in another process or in the same process
 ///
@@ -39,6 +40,9 @@ pub struct OsdArgs {
     /// target, the role serves the other targets instead of failing
     #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
     pub known_targets: Vec<KnownTarget>,
+    /// UUID of a target of which the operator has accepted the loss (`outboard target forget`)
+    #[arg(long = "forgotten-target", value_name = "UUID", hide = true)]
+    pub forgotten_targets: Vec<Uuid>,
 }
 
 /// Runs the role.
@@ -47,5 +51,5 @@ pub fn run(args: OsdArgs, _node: &NodeArgs) -> Result<()> {
         Some(address) => StoresAt::Behind(address),
         None => StoresAt::Here(TargetPaths { paths: args.targets, known: args.known_targets }),
     };
-    osd::run(&args.role, stores, args.listen)
+    osd::run(&args.role, stores, args.listen, args.forgotten_targets)
 }

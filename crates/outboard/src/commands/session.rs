@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum time that a command tries to reach an address from --endpoint. This time is shorter,
 /// because the address may be wrong.
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
+/// Maximum time that [`answers`] waits for a connection, and for an answer.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(3);
 /// Time without a connection after which a command prints why it waits.
 const SILENCE: Duration = Duration::from_secs(2);
 /// Prefix of an endpoint that names a file of the reference engine instead of a node. Tests of the
@@ -66,6 +68,30 @@ where
     thread
         .join()
         .unwrap_or_else(|_| Err(Failure::new("running the client", "the client panicked; this is a bug")))
+}
+
+/// Returns whether the osd of the node in a directory answers, without waiting for its restart.
+pub fn answers(node: &NodeArgs) -> bool {
+    let options = Options {
+        connect_timeout: ANSWER_PATIENCE,
+        request_timeout: ANSWER_PATIENCE,
+        stack: node.network.clone(),
+        source: node.bind,
+        ..super::options()
+    };
+    let Ok(endpoint) = locate::endpoint(node) else { return false };
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
+        return false;
+    };
+    let asked = async {
+        let client = Client::connect(&endpoint, options).await?;
+        let answer = client.pools().await;
+        client.close().await;
+        answer
+    };
+    runtime
+        .block_on(async { tokio::time::timeout(2 * ANSWER_PATIENCE, asked).await })
+        .is_ok_and(|answer| answer.is_ok())
 }
 
 /// Like [`run`], for commands that usually need little memory. The process gets no transparent huge

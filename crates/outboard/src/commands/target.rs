@@ -1,8 +1,8 @@
-//! `outboard target`: lists the targets of a node, takes targets out of use and into use again, and
-//! replaces lost targets.
+//! `outboard target`: lists the targets of a node, takes targets out of use and into use again,
+//! accepts the loss of targets, and replaces lost targets.
 
 use clap::Subcommand;
-use client::{Client, NodeStatus};
+use client::{Client, NodeStatus, PoolLoss, Redundancy};
 
 use super::session;
 use crate::args::NodeArgs;
@@ -21,6 +21,7 @@ use node::units::ByteSize;
 #[command(after_help = "Examples:\n  \
     outboard target ls\n  \
     outboard target out 3\n  \
+    outboard target forget 3\n  \
     outboard target replace 3")]
 pub enum TargetCommand {
     /// List the targets with their numbers
@@ -47,6 +48,26 @@ pub enum TargetCommand {
         /// Number of the target
         id: u32,
     },
+    /// Accept the loss of a target: what only this target has is lost, and the node stops waiting for
+    /// it
+    ///
+    /// Without --accept-loss, the command only prints what would be lost. Also works while the node
+    /// is stopped, or while the osd does not start because the target is missing; the osd then
+    /// applies the decision when it starts.
+    #[command(after_help = "Examples:\n  \
+        outboard target forget 3                  # print what would be lost\n  \
+        outboard target forget 3 --accept-loss\n  \
+        outboard target forget 3 --accept-loss && outboard target replace 3")]
+    Forget {
+        /// Number of the target
+        id: u32,
+        /// Accept the loss
+        #[arg(long)]
+        accept_loss: bool,
+        /// Print the loss as JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Replace a lost target by a new target; the node rebuilds the target's data after the node's
     /// next start
     ///
@@ -71,6 +92,7 @@ pub enum TargetCommand {
 pub fn run(command: TargetCommand, node: &NodeArgs) -> Result<()> {
     match command {
         TargetCommand::Replace { id } => replace(id, node),
+        TargetCommand::Forget { id, accept_loss, json } => forget(id, accept_loss, json, node),
         command => session::run(node, super::options(), async move |client| ask(&client, command).await),
     }
 }
@@ -95,7 +117,7 @@ async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
         TargetCommand::Rate { rate } => {
             client.set_rebuild_rate(rate.0).await.doing("limiting the rate of rebuilds")
         }
-        TargetCommand::Replace { .. } => Ok(()),
+        TargetCommand::Replace { .. } | TargetCommand::Forget { .. } => Ok(()),
     }
 }
 
@@ -116,6 +138,53 @@ fn lines(status: &NodeStatus) -> Vec<String> {
         ));
     }
     lines
+}
+
+fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()> {
+    let doing = || format!("accepting the loss of target {id}");
+    let refusal = "nothing was changed; repeat the command with --accept-loss to accept the loss";
+    if node.endpoint.is_none() {
+        let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
+        if !session::answers(node) {
+            if !accept_loss {
+                let why = format!(
+                    "the node does not serve requests, so it cannot tell what would be lost; {refusal}"
+                );
+                return Err(Failure::new(doing(), why));
+            }
+            let uuid = Identity::forget_target(&dir, id).doing(doing())?;
+            match json {
+                true => output::json(&Vec::<PoolLoss>::new()),
+                false => output::line(format!(
+                    "recorded that the loss of target {id} ({uuid}) is accepted; the osd applies this when it starts"
+                )),
+            }
+            return Ok(());
+        }
+    }
+    let loss = session::run(node, super::options(), async move |client| {
+        client.forget_target(id, accept_loss).await.doing(format!("accepting the loss of target {id}"))
+    })?;
+    if json {
+        output::json(&loss);
+    } else {
+        loss.iter().for_each(|loss| output::line(loss_line(loss, id)));
+    }
+    match (accept_loss, loss.is_empty()) {
+        (true, _) => Ok(()),
+        (false, true) => Err(Failure::new(doing(), format!("no pool waits for the target; {refusal}"))),
+        (false, false) => Err(Failure::new(doing(), refusal)),
+    }
+}
+
+/// Describes what a pool loses with a target.
+fn loss_line(loss: &PoolLoss, id: u32) -> String {
+    let PoolLoss { pool, redundancy, groups, waiting } = loss;
+    let what = match redundancy {
+        Redundancy::Single => "all objects on".to_owned(),
+        _ => format!("changes that only target {id} has, on"),
+    };
+    format!("pool {pool} ({redundancy}): {what} {waiting} of {groups} placement groups")
 }
 
 fn replace(id: u32, node: &NodeArgs) -> Result<()> {

@@ -42,6 +42,7 @@ fn execute(engine: &MemEngine, request: &Request) -> Outcome {
                     prefix: list.prefix.clone().into(),
                     cursor: cursor.clone(),
                     limit: 3,
+                    skip_unavailable: false,
                 };
                 match attempt(engine.list(page, deadline)) {
                     Ok(page) => {

@@ -9,7 +9,7 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::{NodeStatus, QueryOp, ScrubStatus, Space, TargetState};
+use wire::{NodeStatus, PoolHealth, QueryOp, Redundancy, ScrubStatus, Space, TargetState};
 
 use super::{POWER_OFF, REACTION, REQUEST_TIMEOUT, Simulation};
 use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
@@ -41,7 +41,7 @@ impl Simulation {
             self.node.roles().for_each(|role| self.node.release(role));
             // A group may wait for the operator's word that a missing target is lost.
             sleep(REACTION).await;
-            self.take_out_lost(self.new_operator()).await;
+            self.give_up_lost(self.new_operator()).await;
             // A drive may have failed for ever, because a bit on it has flipped.
             is_redundant = is_redundant && self.redundancy_returns().await;
         }
@@ -108,7 +108,11 @@ impl Simulation {
         let (mut shown, mut is_full) = (String::new(), false);
         while self.now() - began < REBUILD {
             if let Ok(status) = client.status().await {
-                if status.health.iter().all(|pool| pool.degraded + pool.unavailable == 0) {
+                if status
+                    .health
+                    .iter()
+                    .all(|pool| is_single(&status, pool) || pool.degraded + pool.unavailable == 0)
+                {
                     client.close().await;
                     self.history.borrow_mut().readable(self.now());
                     return true;
@@ -117,7 +121,7 @@ impl Simulation {
                 if self.plan.targets - self.gone(&status) < needed {
                     break;
                 }
-                self.take_out_failed(&client, operator, &status).await;
+                self.give_up_failed(&client, operator, &status).await;
                 is_full = status.targets.iter().flat_map(|target| &target.space).any(is_nearly_full);
                 shown = format!("{:?}, {:?}, {:?}", status.health, status.rebuild, status.targets);
             }
@@ -206,4 +210,10 @@ impl Simulation {
 /// Whether a rebuild may not find enough space.
 fn is_nearly_full(space: &Space) -> bool {
     space.free < space.total / 4 || space.index_free < space.index_total / 2
+}
+
+/// Whether a pool has no redundancy.
+fn is_single(status: &NodeStatus, health: &PoolHealth) -> bool {
+    let pool = status.pools.iter().find(|pool| pool.name == health.pool);
+    pool.is_some_and(|pool| pool.redundancy == Redundancy::Single)
 }

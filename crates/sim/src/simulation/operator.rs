@@ -204,6 +204,10 @@ impl Simulation {
                 if self.administer(id, &format!("replace target {target}"), replace).await.is_ok() {
                     break;
                 }
+                let forget = client.forget_target(old as u32, true);
+                if self.administer(id, &format!("forget target {target}"), forget).await.is_ok() {
+                    self.count("operator: target forgotten");
+                }
             }
             tries += 1;
             if tries == REPLACEMENTS {
@@ -219,13 +223,13 @@ impl Simulation {
         self.node.roles().for_each(|role| self.node.release(role));
     }
 
-    /// Takes each target out of use whose drive is lost or damaged and that the node does not use.
-    pub(super) async fn take_out_lost(&self, operator: ClientId) {
+    /// Gives up each target whose drive is lost or damaged and that the node does not use.
+    pub(super) async fn give_up_lost(&self, operator: ClientId) {
         let client = self.connect("operator").await;
         loop {
             let status = self.administer(operator, "show the status", client.status()).await;
             if let Ok(status) = status
-                && self.take_out_failed(&client, operator, &status).await
+                && self.give_up_failed(&client, operator, &status).await
             {
                 break;
             }
@@ -234,9 +238,9 @@ impl Simulation {
         client.close().await;
     }
 
-    /// Takes each target out of use that the node does not use according to `status`, and whose
-    /// drive is lost or damaged. Returns whether all commands succeeded.
-    pub(super) async fn take_out_failed(
+    /// Gives up each target that the node does not use according to `status`, and whose drive is lost
+    /// or damaged: accepts its loss, and takes it out of use. Returns whether all commands succeeded.
+    pub(super) async fn give_up_failed(
         &self,
         client: &Client,
         operator: ClientId,
@@ -247,12 +251,22 @@ impl Simulation {
             let uuid = self.node.uuid(target);
             let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else { continue };
             let known = &status.targets[index];
-            if known.state == TargetState::Up || known.out {
+            if known.state == TargetState::Up {
                 continue;
             }
-            let command = client.set_target_out(index as u32, true);
-            let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
-            is_done &= outcome.is_ok();
+            if !known.forgotten {
+                let command = client.forget_target(index as u32, true);
+                let outcome = self.administer(operator, &format!("forget target {target}"), command).await;
+                is_done &= outcome.is_ok();
+                if outcome.is_ok() {
+                    self.count("operator: target forgotten");
+                }
+            }
+            if !known.out {
+                let command = client.set_target_out(index as u32, true);
+                let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
+                is_done &= outcome.is_ok();
+            }
         }
         is_done
     }

@@ -67,7 +67,9 @@ impl RecordedDrive {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn image(&self) -> Vec<u8> {
+    /// Returns the current content, as if the power did not fail.
+    #[must_use]
+    pub fn image(&self) -> Vec<u8> {
         self.lock().image.clone()
     }
 

@@ -4,6 +4,7 @@ mod coding;
 mod compounds;
 mod crash;
 mod damage;
+mod forget;
 mod full;
 mod recovery;
 mod stalls;

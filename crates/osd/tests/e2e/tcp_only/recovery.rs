@@ -14,7 +14,7 @@ use crate::common::{FaultStore, Node, data, moment, seed};
 use crate::redundancy::{Rig, config, wait_until_whole};
 
 /// Waits until `is_so` returns `true`.
-async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
+pub(super) async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     let wait = async {
         while !is_so().await {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -576,10 +576,10 @@ async fn an_outdated_copy_is_not_used_when_the_only_newest_copy_is_lost() {
     rig.check_without_each(&[0, 1]).await;
 }
 
-/// The operator declares the copy with the newest changes lost, and the node continues with the
+/// The operator accepts the loss of the copy with the newest changes, and the node continues with the
 /// other copy. If the lost copy returns, it is rebuilt completely.
 #[tokio::test]
-async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
+async fn a_copy_whose_loss_was_accepted_is_rebuilt_when_it_returns() {
     for (restarts, limit) in [(false, 1000), (true, 1000), (false, 5), (true, 5)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let (mut rig, old) = one_copy_ahead(config).await;
@@ -591,7 +591,7 @@ async fn a_copy_that_was_declared_lost_is_rebuilt_when_it_returns() {
         rig.lose_the_newest().await;
         let e = rig.pool.object("o0").unwrap().get().await.unwrap_err().to_string();
         assert!(e.contains("bring"), "{e}");
-        rig.client.set_target_out(1, true).await.unwrap();
+        rig.client.forget_target(1, true).await.unwrap();
         rig.objects = old;
         rig.check("with only the outdated copy").await;
         for number in 15..30 {
@@ -636,7 +636,7 @@ async fn a_rebuild_processes_many_dirty_notes_about_objects_with_long_names() {
         }
         if is_lost {
             rig.lose_the_newest().await;
-            rig.client.set_target_out(1, true).await.unwrap();
+            rig.client.forget_target(1, true).await.unwrap();
             rig.bring_back(&[1]).await;
         } else {
             rig.bring_back(&[0]).await;

@@ -101,7 +101,8 @@ async fn a_damaged_copy_of_the_map_makes_only_its_target_unusable() {
     garble(&node, 0).await;
     garble(&node, 2).await;
     let refused = start(&node, node.targets());
-    assert!(matches!(refused, StartError::CorruptMap { .. }), "{refused}");
+    assert!(matches!(refused, StartError::UncertainMap { .. }), "{refused}");
+    assert!(refused.to_string().contains("corrupt") && refused.to_string().contains("run fsck"), "{refused}");
 }
 
 /// Two maps have the same epoch. One of them was saved on only one target and therefore not
