@@ -61,7 +61,14 @@ impl Group {
     fn refusal(&self, undecided: Undecided) -> StoreError {
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let needed = self.layout.k;
+        let are_lost = |uuids: &[Uuid]| uuids.iter().all(|uuid| (self.is_lost)(uuid));
         let (there, needed, detail) = match undecided {
+            Undecided::TooFew { there, missing: lost } | Undecided::Lost { there, back: lost }
+                if are_lost(&lost) =>
+            {
+                let detail = "the loss of the other targets was accepted, and its objects are lost with them; remove the pool, and restore its objects from a copy";
+                (there, needed, detail.to_owned())
+            }
             Undecided::NoData => {
                 let detail = "no available target stores data of the group; bring missing targets back";
                 (0, needed, detail.to_owned())

@@ -208,7 +208,7 @@ pub fn trouble(target: &TargetStatus) -> Option<String> {
             format!("{why}; the node probes the target again in {:.1} s", ms as f64 / 1000.0)
         }
         _ => format!(
-            "{why}; the node uses the target again after the store has remounted it, or after `outboard target in`"
+            "{why}; the node uses the target again after the store has remounted it, or after `outboard target in`; if its drive is lost, use `outboard target replace`"
         ),
     })
 }

@@ -41,7 +41,7 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
         match scanned {
             Ok(None) => pg += 1,
             Ok(Some(next)) => return Ok(page.end(cursor(pg, &next))),
-            Err(Fail::Refused(Error::TargetFailed(why) | Error::Corrupt(why))) if list.skip_unavailable => {
+            Err(Fail::Refused(Error::TargetFailed(why))) if list.skip_unavailable => {
                 page.skip(why);
                 pg += 1;
             }

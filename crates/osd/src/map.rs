@@ -419,9 +419,9 @@ impl NodeMap {
 
     /// Writes the map to every target that it lists and that has not failed. For success, most listed
     /// targets must store the map, or the node must do without all other targets according to the
-    /// map. If the witness is durable, one target suffices. The witness stores the map epoch. Waits at most `patience` for each
-    /// target. After an error, possibly only some targets have the map. The next start of the node
-    /// then updates the other targets.
+    /// map. If the witness is durable, one target suffices. The witness stores the map epoch. Waits at
+    /// most `patience` for each target. After an error, possibly only some targets have the map. The
+    /// next start of the node then updates the other targets.
     pub(crate) async fn save(
         &self,
         targets: &[Rc<Target>],

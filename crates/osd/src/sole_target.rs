@@ -3,9 +3,10 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use store::StoreError;
+use wire::Error;
 
 use crate::age;
+use crate::fail::StepResult;
 use crate::target::Target;
 use crate::witness::NodeWitness;
 
@@ -26,12 +27,15 @@ impl SoleTarget {
     /// Checks that the target has not gone back to an earlier state.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if it has, and other errors if this cannot be found out.
-    pub(crate) async fn check(&self) -> store::Result<()> {
+    /// [`Error::TargetFailed`] if it has, and other errors if this cannot be found out.
+    pub(crate) async fn check(&self) -> StepResult<()> {
         if !age::check(&self.target, &self.witness, self.patience).await? {
             return Ok(());
         }
-        let detail = "it has gone back to an earlier state, and lacks acknowledged changes; restore the newer content, or accept the loss: outboard target forget ID --accept-loss";
-        Err(StoreError::Corrupt { what: format!("target {}", self.target.uuid), detail: detail.into() })
+        let why = format!(
+            "target {} has gone back to an earlier state, and lacks acknowledged changes; restore its newer content, or accept the loss: outboard target forget ID --accept-loss",
+            self.target.uuid
+        );
+        Err(Error::TargetFailed(why).into())
     }
 }

@@ -46,7 +46,7 @@ impl Osd {
             let what = format!(
                 "target {index} works, and no placement group waits for it, so there is no loss to accept"
             );
-            return Err(Error::BadRequest(what));
+            return Err(Error::CommandRefused(what));
         }
         if accept {
             tracing::warn!(target_uuid = %target.uuid, ?loss, "the operator has accepted the loss of the target");
@@ -99,7 +99,7 @@ impl Osd {
             self.can_replace(index, old).await?;
         }
         if self.map.borrow().record(&uuid).is_some() {
-            return Err(Error::BadRequest(format!("target {uuid} belongs to the node already")));
+            return Err(Error::CommandRefused(format!("target {uuid} belongs to the node already")));
         }
         self.change_targets(|map| {
             let record = &mut map.targets[index as usize];
@@ -119,7 +119,7 @@ impl Osd {
             return Ok(());
         }
         let pools = loss.into_iter().map(|loss| loss.pool).collect::<Vec<_>>().join(", ");
-        Err(Error::BadRequest(format!(
+        Err(Error::CommandRefused(format!(
             "these pools wait for target {index}: {pools}; bring the target back, or accept that what only this target has is lost: outboard target forget {index} --accept-loss"
         )))
     }
@@ -133,7 +133,7 @@ impl Osd {
             {
                 let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 if self.has_objects(&place, |_| true).await? {
-                    return Err(Error::BadRequest(format!(
+                    return Err(Error::CommandRefused(format!(
                         "target {index} works and has objects of pool {}, which has no redundancy; copy the objects to another pool and remove them, or remove the pool",
                         pool.record.name
                     )));
@@ -169,7 +169,7 @@ impl Osd {
             return Ok(());
         }
         let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
-        Err(Error::BadRequest(format!(
+        Err(Error::CommandRefused(format!(
             "too few other targets are up to date in these pools: {pools}; bring missing targets back and wait until they are rebuilt"
         )))
     }
@@ -189,7 +189,7 @@ impl Osd {
             let what = format!(
                 "target {uuid} was not present at the start of the node, and is used once the node is restarted with it"
             );
-            Error::BadRequest(what)
+            Error::CommandRefused(what)
         })
     }
 

@@ -336,3 +336,40 @@ fn each_state_of_a_target_of_three_has_commands_that_help() {
 fn each_state_of_a_target_of_six_has_commands_that_help() {
     all_states(6);
 }
+
+/// More targets are lost than the pool tolerates, so all its objects are lost.
+#[test]
+fn a_pool_that_has_lost_too_many_targets_can_be_removed() {
+    let rig = Rig::new(3, "ec:2+1", "dpu");
+    rig.node.ok(&["down"]);
+    for id in ["1", "2"] {
+        fs::remove_file(rig.node.path(&format!("node/targets/{id}.img"))).unwrap();
+    }
+    rig.node.ok(&["up", "--detach"]);
+    let refused = rig.node.fails(&["get", "r/0", "-"]);
+    assert!(refused.contains("outboard target forget"), "{refused}");
+    let lost = rig.check_single(false, "two targets are missing");
+    assert!(!lost.is_empty() && lost.len() < SINGLE, "{lost:?}");
+    for id in ["1", "2"] {
+        let loss = rig.node.run(&["target", "forget", id]);
+        let printed = String::from_utf8(loss.stdout).unwrap();
+        assert!(printed.contains("pool r (ec:2+1)") && printed.contains("pool s (single)"), "{printed}");
+        assert!(String::from_utf8(loss.stderr).unwrap().contains("nothing was changed"));
+        rig.node.ok(&["target", "forget", id, "--accept-loss"]);
+        rig.node.ok(&["target", "replace", id]);
+    }
+    rig.node.ok(&["down"]);
+    rig.node.ok(&["up", "--detach"]);
+    let refused = rig.node.fails(&["get", "r/0", "-"]);
+    assert!(refused.contains("remove the pool"), "{refused}");
+    rig.node.ok(&["pool", "rm", "--force", "r"]);
+    rig.node.ok(&["pool", "create", "new", "--redundancy", "ec:2+1"]);
+    rig.node.write("file", &content("new/object", 0));
+    rig.node.ok(&["put", "new/object", &rig.node.path("file")]);
+    assert!(rig.node.ok(&["get", "new/object", "-"]) == content("new/object", 0));
+    let left = rig.check_single(false, "two targets were replaced");
+    assert!(left.len() == lost.len() && left.iter().all(|(_, e)| e.is_not_found()), "{left:?}");
+    rig.node.wait("the pools are whole", || rig.node.is_whole());
+    let status = rig.node.text(&["status"]);
+    assert!(!status.contains("PROBLEMS"), "{status}");
+}

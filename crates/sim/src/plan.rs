@@ -115,7 +115,7 @@ kinds! {
 impl FaultKind {
     /// Whether a fault of this kind destroys data of one drive, so that it uses up the tolerance of
     /// the pools.
-    fn is_lossy(self) -> bool {
+    pub(crate) fn is_lossy(self) -> bool {
         use FaultKind as K;
         matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
     }
@@ -349,6 +349,8 @@ pub enum RandomStream {
     Coding,
     /// The faults of the osd's memory.
     Memory,
+    /// The choice of plans that sacrifice pools without redundancy.
+    Sacrifice,
     /// The bits that flip in the osd's memory.
     MemoryFlips,
     /// The sampling of the data that the host verifies.
@@ -372,6 +374,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Memory => (10, 0),
         RandomStream::MemoryFlips => (11, 0),
         RandomStream::Sampling => (12, 0),
+        RandomStream::Sacrifice => (13, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -445,12 +448,21 @@ impl SimulationPlan {
         plan
     }
 
-    /// Number of targets that the node can lose without losing data. The node also needs most of its
-    /// targets to start.
+    /// Number of targets that the node can lose without losing data, except data of pools that the
+    /// plan sacrifices.
     #[must_use]
     pub fn tolerance(&self) -> usize {
-        let of_pools = self.pools.iter().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0);
-        of_pools.min((self.targets - 1) / 2)
+        let kept = self.pools.iter().filter(|pool| !self.sacrifices(pool));
+        let of_pools = kept.map(|pool| pool.redundancy.tolerates()).min();
+        of_pools.unwrap_or_else(|| self.targets.saturating_sub(1).min(1))
+    }
+
+    /// Whether faults may destroy data of a pool. This is possible for pools without redundancy, in
+    /// some of the plans.
+    #[must_use]
+    pub fn sacrifices(&self, pool: &PlannedPool) -> bool {
+        let mut rng = rng(self.seed, RandomStream::Sacrifice);
+        pool.redundancy.tolerates() == 0 && rng.random_bool(0.4)
     }
 
     /// Returns the plan with only those faults whose positions in `faults` are in `only`.

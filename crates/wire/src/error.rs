@@ -168,6 +168,9 @@ pub enum Error {
         "it is unknown whether the change took effect: {0}; read the object, then decide whether to repeat the change"
     )]
     OutcomeUnknown(String),
+    /// The state of the node does not permit an operator's command.
+    #[error("the node refuses the command: {0}")]
+    CommandRefused(String),
 }
 
 impl Error {

@@ -287,6 +287,11 @@ impl Simulation {
                 self.history.borrow_mut().may_lose_changes(&pool.name);
             }
         }
+        if planned.kind.is_lossy() {
+            for pool in self.plan.pools.iter().filter(|pool| self.plan.sacrifices(pool)) {
+                self.history.borrow_mut().may_lose_changes(&pool.name);
+            }
+        }
         for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() < drives) {
             let now = self.now();
             self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);

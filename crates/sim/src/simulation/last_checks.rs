@@ -47,7 +47,8 @@ impl Simulation {
         }
         let mut drives: Vec<usize> = (0..self.plan.targets).filter(|&n| !self.plan.is_lossy(n)).collect();
         let spare = self.plan.tolerance().saturating_sub(self.plan.lossy_drives());
-        let removes = is_redundant && spare > 0 && choice.random_bool(0.5);
+        let sacrifices = self.plan.pools.iter().any(|pool| self.plan.sacrifices(pool));
+        let removes = is_redundant && spare > 0 && !sacrifices && choice.random_bool(0.5);
         let removed = if removes { spare } else { 0 };
         drives.shuffle(&mut choice);
         for &target in &drives[..removed] {
@@ -149,13 +150,14 @@ impl Simulation {
     /// fault has damaged a drive.
     async fn scrub_everything(self: &Rc<Simulation>) {
         let client = self.connect("operator").await;
-        for pool in &self.plan.pools {
+        let lossy = self.plan.lossy_drives();
+        for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() >= lossy) {
             for round in 0..2 {
                 let found = self.scrub(&client, &pool.name).await;
                 let finds_damage = found.as_ref().is_none_or(|found| {
                     found.damaged + found.inconsistent + found.wrong_size > 0 || found.failure.is_some()
                 });
-                let may_be_damaged = round == 0 && self.plan.lossy_drives() > 0;
+                let may_be_damaged = round == 0 && lossy > 0;
                 if finds_damage && !may_be_damaged {
                     let text = format!("scrub {round} of pool {} finds damage: {found:?}", pool.name);
                     self.violation(Rule::Structure, text);
