@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 use crate::ask::after;
 use crate::group::Group;
-use crate::interval::Interval;
+use crate::interval::{Interval, over};
 use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::pace::Pace;
@@ -143,7 +143,10 @@ impl Group {
         let target = self.member(interval, position)?;
         let link = MemberLink::new(Rc::clone(&target));
         let own = match record.members[position].standing {
-            Standing::Stale { term, trimmed } => self.own_entries(&link, term, trimmed).await?,
+            Standing::Stale { term, trimmed } => match self.own_entries(&link, term, trimmed).await? {
+                None => return Err(self.make_blank(interval, position).await?),
+                own => own,
+            },
             _ => None,
         };
         // No change is in progress, so all committed changes are settled.
@@ -170,6 +173,22 @@ impl Group {
         Ok(link)
     }
 
+    /// Puts a membership record in force that lists a stale member as blank, because the member has
+    /// gone back. Ends the interval, and returns the error of calls of the ended interval. The rebuild
+    /// of a blank member replaces the records that show how far the member has gone back, and may be
+    /// interrupted.
+    async fn make_blank(&self, interval: &Rc<Interval>, position: usize) -> store::Result<StoreError> {
+        let _alone = self.intervals.lock().await;
+        self.still(interval)?;
+        let mut members = interval.record.members.clone();
+        members[position].standing = Standing::Blank;
+        let record = GroupRecord { term: self.terms.next(false), members, undone: BTreeSet::new() };
+        let links: Vec<&MemberLink> = interval.links.iter().flatten().collect();
+        self.put_in_force(&interval.record, &record, &links).await?;
+        self.end_interval(interval);
+        Ok(over(interval.number))
+    }
+
     /// Returns the target of the member at a position.
     fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = interval.record.members[position].target;
@@ -181,7 +200,8 @@ impl Group {
 
     /// Reads the group's records on a stale member. Returns `None` if the member has no records, or
     /// lacks changes that it had stored when it was last in sync: the record of `term`, and the
-    /// changes up to `trimmed`. Then the dirty notes do not name all objects that it lacks.
+    /// changes up to `trimmed`. Then the dirty notes do not name all objects that it lacks, and the
+    /// member must become blank.
     async fn own_entries(
         &self,
         link: &MemberLink,
@@ -204,7 +224,7 @@ impl Group {
             }
         }
         if heard < term || last < trimmed {
-            tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), "a stale member has lost changes that it had stored; all objects will be copied to it");
+            tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), "a stale member has lost changes that it had stored, and becomes blank; all objects will be copied to it");
             metrics::counter!("outboard_osd_members_went_back_total").increment(1);
             return Ok(None);
         }

@@ -63,6 +63,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     // The array: it used the data of a target with older content.
     (76, "lying-flush,fill-index", "5482efdd"),
     (30350, "stale-drive,fill-index", "5482efdd"),
+    // The array: a stale member that had gone back was in sync after an interrupted rebuild.
+    (90025, "fill-index", "2dace929"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

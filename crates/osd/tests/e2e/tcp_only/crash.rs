@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use client::{Client, Options};
+use osd::OsdConfig;
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
@@ -15,7 +16,7 @@ use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
-use crate::redundancy::{config, redundancy, wait_until_whole_but};
+use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
 
 const SIZE: usize = 12 << 20;
 const OBJECTS: usize = 4;
@@ -256,4 +257,57 @@ async fn a_drive_that_goes_back_costs_a_code_no_acknowledged_change() {
 #[tokio::test]
 async fn a_drive_that_goes_back_costs_a_mirror_no_acknowledged_change() {
     crash("mirror:2", 40, true).await;
+}
+
+/// A stale member has gone back, so that the dirty notes do not name all objects that it lacks. The
+/// rebuild of all objects is interrupted.
+#[tokio::test]
+async fn a_stale_member_that_went_back_is_rebuilt_completely_after_an_interruption() {
+    let images = images(3);
+    let drives = drives(&images);
+    let slow = OsdConfig { rebuild_rate: 200 << 10, ..config() };
+    let mut node = start(&drives, &[], seed(), None);
+    let client = node.client().await;
+    client.create_pool_with("pool", 1, redundancy("ec:2+1")).await.unwrap();
+    let put = async |node: &Node, from: usize, to: usize, salt: u64| {
+        let pool = node.client().await.pool("pool").unwrap();
+        for number in from..to {
+            pool.object(&format!("o{number}")).unwrap().put(data(40_000, salt)).await.unwrap();
+        }
+    };
+    put(&node, 0, 10, 1).await;
+    let older = drives[0].image();
+    put(&node, 10, 20, 1).await;
+    node.stores[0].set_down(true);
+    put(&node, 0, 1, 2).await;
+    node.osd.take().unwrap().stop();
+    let mount = |drive: &Arc<RecordedDrive>| Arc::new(SimStore::mount(drive, seed()).unwrap());
+    node.stores[0] = FaultStore::over(mount(&RecordedDrive::new(older)), None);
+    // The rebuild is interrupted twice, before and after it has copied the first objects.
+    for objects in [0, 3] {
+        node.config = slow.clone();
+        node.restart();
+        let client = node.client().await;
+        while client.status().await.unwrap().rebuild.objects < objects {
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
+        client.close().await;
+    }
+    node.config = config();
+    node.restart();
+    let client = node.client().await;
+    wait_until_whole(&client).await;
+    for lost in 0..3 {
+        node.stores[lost].set_down(true);
+        let pool = client.pool("pool").unwrap();
+        for number in 0..20 {
+            let read = pool.object(&format!("o{number}")).unwrap().get().await.unwrap();
+            let salt = if number == 0 { 2 } else { 1 };
+            assert!(read == data(40_000, salt), "o{number} without target {lost}");
+        }
+        assert_eq!(pool.list("").collect().await.unwrap().len(), 20, "without target {lost}");
+        node.stores[lost].set_down(false);
+        client.set_target_out(lost as u32, false).await.unwrap();
+        wait_until_whole(&client).await;
+    }
 }
