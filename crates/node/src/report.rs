@@ -128,6 +128,8 @@ pub struct TargetReport {
     pub id: Option<usize>,
     /// State of the target; `None` if the osd does not answer.
     pub state: Option<ReportedState>,
+    /// Whether the operator has accepted the loss of what only this target has.
+    pub forgotten: bool,
     /// Why the target cannot be queried.
     pub error: Option<String>,
     /// Space of the target; the keys are missing while the target cannot be queried.
@@ -202,6 +204,7 @@ pub fn trouble(target: &TargetStatus) -> Option<String> {
         return Some(why.to_owned());
     }
     let why = target.failure.as_ref()?;
+    let why = if target.forgotten { format!("{why}; its loss is accepted") } else { why.clone() };
     Some(match (target.state, target.next_try_ms) {
         (TargetState::Slow | TargetState::Failing, None) => format!("{why}; the node is probing the target"),
         (TargetState::Slow | TargetState::Failing, Some(ms)) => {
@@ -447,6 +450,7 @@ impl NodeReport {
             self.targets[at].id = Some(id);
             let state = ReportedState::of(&target);
             self.targets[at].state = Some(state);
+            self.targets[at].forgotten = target.forgotten;
             if let Some(why) = trouble(&target) {
                 self.problems.push(format!("target {uuid} is {state}: {why}"));
             } else if let Err(why) = &target.space {

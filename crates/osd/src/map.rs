@@ -480,6 +480,32 @@ impl NodeMap {
         matches!(tokio::time::timeout(patience, write_copy(target, self)).await, Ok(Ok(())))
     }
 
+    fn encode(&self) -> Bytes {
+        // Encoding plain data into a growing vector cannot fail.
+        postcard::to_extend(self, vec![FORMAT]).expect("plain data can be encoded").into()
+    }
+
+    /// Decodes a map of this version or of an older one.
+    ///
+    /// # Errors
+    /// A description of what is wrong.
+    fn decode(bytes: &[u8]) -> Result<NodeMap, String> {
+        let text = |e: postcard::Error| e.to_string();
+        match bytes.split_first() {
+            Some((&FORMAT, rest)) => postcard::from_bytes(rest).map_err(text),
+            Some((&FORMAT_NO_SLOTS, rest)) => {
+                postcard::from_bytes::<SlotlessMap>(rest).map(NodeMap::from).map_err(text)
+            }
+            Some((&FORMAT_SINGLE, rest)) => {
+                postcard::from_bytes::<SingleMap>(rest).map(NodeMap::from).map_err(text)
+            }
+            Some((format, _)) => Err(format!(
+                "its format {format} is unknown; use the version of Outboard that wrote it, or a later one"
+            )),
+            None => Err("the copy is empty".into()),
+        }
+    }
+
     /// Returns the display name of the target with this uuid: its number, if it belongs to the
     /// node.
     pub(crate) fn name_of(&self, uuid: &str) -> String {
@@ -507,19 +533,7 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
         read.verify().map_err(|e| corrupt(e.to_string()))?;
         bytes = read.contiguous().to_vec();
     }
-    match bytes.split_first() {
-        Some((&FORMAT, rest)) => postcard::from_bytes(rest).map(Some).map_err(|e| corrupt(e.to_string())),
-        Some((&FORMAT_NO_SLOTS, rest)) => {
-            let old: SlotlessMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
-            Ok(Some(old.into()))
-        }
-        Some((&FORMAT_SINGLE, rest)) => {
-            let old: SingleMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
-            Ok(Some(old.into()))
-        }
-        Some((format, _)) => Err(corrupt(format!("unknown format {format}"))),
-        None => Err(corrupt("the copy is empty".into())),
-    }
+    NodeMap::decode(&bytes).map(Some).map_err(corrupt)
 }
 
 /// Reads the bytes of a target's copy of the map; empty if the omap does not contain a copy.
@@ -546,8 +560,7 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     if !known {
         transaction.ops.push(Op::CreateCollection);
     }
-    // Encoding plain data into a growing vector cannot fail.
-    let bytes: Bytes = postcard::to_extend(map, vec![FORMAT]).expect("plain data can be encoded").into();
+    let bytes = map.encode();
     let pieces = (0..bytes.len()).step_by(PIECE);
     let piece = |at: usize| bytes.slice(at..bytes.len().min(at + PIECE));
     let key = |at: usize| Bytes::copy_from_slice(&(at as u32).to_be_bytes());
@@ -585,4 +598,36 @@ fn newest_is_missing(copies: &[Option<NodeMap>]) -> bool {
 
 fn start_error(target: &Target, e: StoreError) -> StartError {
     StartError::Target { target: target.uuid, source: e }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_of_older_versions_can_be_read() {
+        let (node, uuid) = (Uuid::from_u128(7), Uuid::from_u128(1));
+        let redundancy = "mirror:2".parse().unwrap();
+        let name = "p".to_owned();
+        let pool = PoolRecord { id: 1, name, pg_count: 8, made_ms: 9, removing: false, redundancy };
+        let targets = vec![TargetRecord { out: true, ..TargetRecord::new(uuid) }];
+        let map = NodeMap { epoch: 3, node, targets, next_pool_id: 2, pools: vec![pool] };
+        assert_eq!(NodeMap::decode(&map.encode()), Ok(map.clone()));
+        let slotless = (3u64, node, vec![(uuid, true, false)], 2u32, map.pools.clone());
+        let slotless = postcard::to_extend(&slotless, vec![FORMAT_NO_SLOTS]).unwrap();
+        assert_eq!(NodeMap::decode(&slotless), Ok(map.clone()));
+        let single = (3u64, node, vec![uuid], 2u32, vec![(1u32, "p", 8u32, 9u64, false)]);
+        let single = postcard::to_extend(&single, vec![FORMAT_SINGLE]).unwrap();
+        let single = NodeMap::decode(&single).unwrap();
+        assert_eq!(single.targets, [TargetRecord::new(uuid)]);
+        assert_eq!(single.pools[0].redundancy, Redundancy::Single);
+        assert!(NodeMap::decode(&[9, 1]).unwrap_err().contains("format 9"));
+    }
+
+    #[test]
+    fn a_new_target_takes_over_the_slot_of_the_target_that_it_replaces() {
+        let first = TargetRecord::new(Uuid::from_u128(1));
+        let second = first.replaced_by(Uuid::from_u128(2)).replaced_by(Uuid::from_u128(3));
+        assert_eq!((second.uuid, second.slot, second.lost), (Uuid::from_u128(3), first.slot, true));
+    }
 }

@@ -118,6 +118,13 @@ impl Change<'_> {
                 }
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
+                Err(Fail::Lost(why)) if self.place.pg.has_lost_target() => {
+                    return Err(if progress.unsure {
+                        Error::OutcomeUnknown(why)
+                    } else {
+                        Error::TargetFailed(why)
+                    });
+                }
                 Err(Fail::Lost(why)) => {
                     tracing::debug!(name = self.name, why, "the store is unreachable; repeating the change");
                     progress.ticket.iter().for_each(Ticket::keep_place);

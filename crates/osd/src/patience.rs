@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
+use wire::Error;
 
 use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
@@ -28,6 +29,9 @@ pub(crate) async fn patiently<T>(
     loop {
         let incarnation = place.pg.backing.incarnation();
         match attempt().await {
+            Err(Fail::Lost(why)) if place.pg.has_lost_target() => {
+                return Err(Fail::Refused(Error::TargetFailed(why)));
+            }
             Err(Fail::Lost(why)) if Instant::now() < until => {
                 tracing::debug!(why, "the store is unreachable; repeating the step");
                 place.pg.backing.lost(incarnation);

@@ -256,6 +256,12 @@ impl Pg {
         Ok(incarnation)
     }
 
+    /// Returns whether the group has no redundancy, and its target has failed so long ago that requests
+    /// wait no longer.
+    pub(crate) fn has_lost_target(&self) -> bool {
+        self.sole.as_ref().is_some_and(SoleTarget::is_lost)
+    }
+
     fn note_loss(&self, fail: &Fail, incarnation: u64) {
         if matches!(fail, Fail::Lost(_)) {
             self.backing.lost(incarnation);

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use wire::Error;
+use wire::{Error, TargetState};
 
 use crate::age;
 use crate::fail::StepResult;
@@ -24,11 +24,21 @@ impl SoleTarget {
         SoleTarget { target: Rc::clone(target), witness: Rc::clone(witness), patience }
     }
 
-    /// Checks that the target has not gone back to an earlier state.
+    /// Returns whether the target has failed, and requests wait no longer for its remount.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.target.state().0 == TargetState::Failed && !self.target.may_return_soon()
+    }
+
+    /// Checks that the target was not replaced, and has not gone back to an earlier state.
     ///
     /// # Errors
-    /// [`Error::TargetFailed`] if it has, and other errors if this cannot be found out.
+    /// [`Error::TargetFailed`] if it was or has, and other errors if this cannot be found out.
     pub(crate) async fn check(&self) -> StepResult<()> {
+        if self.target.is_replaced() {
+            let why =
+                format!("target {} was replaced; restart the node to use the new target", self.target.uuid);
+            return Err(Error::TargetFailed(why).into());
+        }
         if !age::check(&self.target, &self.witness, self.patience).await? {
             return Ok(());
         }

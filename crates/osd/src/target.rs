@@ -49,6 +49,8 @@ pub(crate) struct Target {
     /// Whether the target has gone back to an earlier state, and the incarnation of the store in which
     /// this was found out.
     went_back: Cell<Option<(u64, bool)>>,
+    /// Whether the operator has replaced the target.
+    is_replaced: Cell<bool>,
     /// Collections in which the target did not answer calls in time. Probes also send calls in
     /// these collections.
     suspects: RefCell<Vec<CollectionId>>,
@@ -77,6 +79,7 @@ impl Target {
             lacks_map: Cell::new(false),
             missed_map: Cell::new(false),
             went_back: Cell::new(None),
+            is_replaced: Cell::new(false),
             suspects: RefCell::default(),
         }
     }
@@ -157,9 +160,19 @@ impl Target {
         self.went_back.get().filter(|(checked, _)| *checked == incarnation).map(|(_, went_back)| went_back)
     }
 
+    /// Records that the operator has replaced the target.
+    pub(crate) fn set_replaced(&self) {
+        self.is_replaced.set(true);
+    }
+
+    /// Returns whether the operator has replaced the target.
+    pub(crate) fn is_replaced(&self) -> bool {
+        self.is_replaced.get()
+    }
+
     /// Returns whether a pool without redundancy can use the target.
     pub(crate) fn serves_alone(&self) -> bool {
-        self.state().0 == TargetState::Up && self.went_back() != Some(true)
+        self.state().0 == TargetState::Up && self.went_back() != Some(true) && !self.is_replaced()
     }
 
     /// Returns why placement groups do not use the target; `None` if it is used.
@@ -315,7 +328,12 @@ impl Target {
 
     /// Returns whether the target may be used again before clients give up waiting for it.
     pub(crate) fn is_hopeful(&self) -> bool {
-        !self.is_out() && self.with_health(|health| health.is_hopeful(Instant::now()))
+        !self.is_out() && self.may_return_soon()
+    }
+
+    /// Like [`Target::is_hopeful`], also for a target that is out of use.
+    pub(crate) fn may_return_soon(&self) -> bool {
+        self.with_health(|health| health.is_hopeful(Instant::now()))
     }
 
     /// Returns whether the target is slow. Placement groups that cannot work without a slow target

@@ -105,8 +105,24 @@ impl Osd {
             let record = &mut map.targets[index as usize];
             *record = record.replaced_by(uuid);
         })
-        .await
+        .await?;
+        self.stop_using(old);
+        Ok(())
     }
+
+    /// Makes pools without redundancy stop using a target that was replaced. Its later changes would
+    /// be lost when the node starts with the new target.
+    fn stop_using(&self, replaced: Uuid) {
+        for pool in self.pools.borrow().values() {
+            for (pg, sole) in
+                pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| sole.uuid == replaced)
+            {
+                sole.set_replaced();
+                pg.backing.lost(pg.backing.incarnation());
+            }
+        }
+    }
+
     /// Fails if replacing the target would lose data, unless the operator has accepted the loss.
     async fn can_replace(&self, index: u32, target: &Rc<Target>) -> wire::Result<()> {
         self.can_spare(target).await?;

@@ -197,7 +197,7 @@ impl Osd {
         };
         self.change_targets(|map| {
             for record in &mut map.targets {
-                record.forgotten &= !is_up_to_date(record);
+                record.forgotten = record.forgotten && !is_up_to_date(record);
                 record.lost = lost(record);
             }
         })

@@ -33,6 +33,8 @@ use uuid::Uuid;
 
 const MAGIC: &[u8] = b"OBWITNES";
 const FORMAT: u8 = 2;
+/// Format of witnesses without ages.
+const FORMAT_NO_AGES: u8 = 1;
 /// Length of the magic, the format and the checksum.
 const HEAD: usize = MAGIC.len() + 5;
 
@@ -292,9 +294,14 @@ impl StoredWitness {
     /// Decodes bytes from [`StoredWitness::encode`]; `None` for other bytes.
     fn decode(bytes: &[u8]) -> Option<StoredWitness> {
         let (head, body) = bytes.split_at_checked(HEAD)?;
-        let rest = head.strip_prefix(MAGIC)?.strip_prefix(&[FORMAT])?;
-        (rest == crc32c(body).to_be_bytes()).then_some(())?;
-        let content: StoredWitness = postcard::from_bytes(body).ok()?;
+        let (format, crc) = head.strip_prefix(MAGIC)?.split_first()?;
+        (crc == crc32c(body).to_be_bytes()).then_some(())?;
+        let content: StoredWitness = match *format {
+            FORMAT => postcard::from_bytes(body).ok()?,
+            // The length of an empty map follows.
+            FORMAT_NO_AGES => postcard::from_bytes(&[body, &[0]].concat()).ok()?,
+            _ => return None,
+        };
         let known = |index: &u16| usize::from(*index) < content.targets.len();
         content.groups.iter().flat_map(|entry| &entry.in_sync).all(known).then_some(content)
     }
@@ -309,5 +316,27 @@ impl From<StoredWitness> for Knowledge {
         };
         let groups = content.groups.iter().map(entry).collect();
         Knowledge { node: content.node, map_epoch: content.map_epoch, groups, ages: content.ages }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_witness_of_the_older_format_can_be_read() {
+        let uuid = Uuid::from_u128(1);
+        let groups = vec![StoredEntry { pool: 1, group: 2, term: 3, in_sync: vec![0] }];
+        let ages = BTreeMap::from([(uuid, (4, 5))]);
+        let new = StoredWitness { node: uuid, counter: 9, map_epoch: 7, targets: vec![uuid], groups, ages };
+        assert_eq!(StoredWitness::decode(&new.encode()).as_ref(), Some(&new));
+        let old = (new.node, new.counter, new.map_epoch, new.targets.clone(), new.groups.clone());
+        let body = postcard::to_allocvec(&old).unwrap();
+        let crc = crc32c(&body).to_be_bytes();
+        let mut bytes = [MAGIC, &[FORMAT_NO_AGES], &crc, &body].concat();
+        let without_ages = StoredWitness { ages: BTreeMap::new(), ..new };
+        assert_eq!(StoredWitness::decode(&bytes), Some(without_ages));
+        bytes[HEAD] ^= 1;
+        assert_eq!(StoredWitness::decode(&bytes), None);
     }
 }

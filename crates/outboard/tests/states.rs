@@ -373,3 +373,40 @@ fn a_pool_that_has_lost_too_many_targets_can_be_removed() {
     let status = rig.node.text(&["status"]);
     assert!(!status.contains("PROBLEMS"), "{status}");
 }
+
+/// The witness is lost together with a target, so the node does not start without the operator's
+/// word.
+#[test]
+fn a_stopped_node_starts_once_the_loss_of_a_target_is_accepted() {
+    for placement in ["dpu", "host"] {
+        let rig = Rig::new(2, "mirror:2", placement);
+        rig.node.ok(&["down"]);
+        fs::remove_file(rig.node.path("node/witness")).unwrap();
+        fs::remove_file(rig.image()).unwrap();
+        let refused = rig.node.fails(&["up", "--detach"]);
+        assert!(refused.contains("outboard target forget ID --accept-loss"), "{refused}");
+        let said = rig.node.fails(&["target", "forget", ID]);
+        assert!(said.contains("nothing was changed"), "{said}");
+        assert!(rig.node.fails(&["target", "forget", "2", "--accept-loss"]).contains("targets 0 to 1"));
+        rig.node.fails(&["up", "--detach"]);
+        let said = rig.node.text(&["target", "forget", ID, "--accept-loss"]);
+        assert!(said.contains("applies this when it starts"), "{said}");
+        let identity = || fs::read_to_string(rig.node.path("node/node.json")).unwrap();
+        assert!(identity().contains("forgotten"));
+        rig.node.ok(&["up", "--detach"]);
+        rig.node.wait("the osd knows", || !identity().contains("forgotten"));
+        rig.check_redundant("after the loss was accepted");
+        assert!(rig.node.status()["targets"][1]["forgotten"].as_bool().unwrap());
+        // A later start needs no word.
+        rig.node.ok(&["down"]);
+        rig.node.ok(&["up", "--detach"]);
+        rig.check_redundant("after another start");
+        rig.node.ok(&["target", "replace", ID]);
+        rig.node.ok(&["down"]);
+        rig.node.ok(&["up", "--detach"]);
+        rig.node.wait("the pools are whole", || rig.node.is_whole());
+        let is_over = || !rig.node.status()["targets"][1]["forgotten"].as_bool().unwrap_or(false);
+        rig.node.wait("the acceptance of the loss has ended", is_over);
+        rig.check_redundant("after the replacement");
+    }
+}

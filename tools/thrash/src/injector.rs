@@ -327,7 +327,8 @@ impl Injector {
             let not_in = summary.targets_not_in();
             let others_serve = candidates.iter().all(|target| !not_in.contains(target));
             let has_room = match tolerated {
-                0 => self.away.is_empty(),
+                // A target that has returned may not have the node's newest map yet.
+                0 => self.away.is_empty() && self.lacking.is_empty(),
                 _ => self.lacking.len() < tolerated,
             };
             let is_settled = !summary.pools.is_empty() && (summary.is_whole() || !self.lacking.is_empty());

@@ -188,6 +188,10 @@ async fn a_pool_without_redundancy_serves_what_is_left_and_its_lost_target_can_b
     // The command may be repeated.
     assert_eq!(rig.client.forget_target(1, true).await.unwrap(), loss);
     rig.client.replace_target(1, new).await.unwrap();
+    // Changes on the old target would be lost.
+    rig.set_down(&[1], false);
+    let refused = rig.pool.object(&lost[0]).unwrap().put("x").await.unwrap_err().to_string();
+    assert!(refused.contains("was replaced"), "{refused}");
     if let Some(osd) = rig.node.osd.take() {
         osd.stop();
     }
