@@ -104,6 +104,9 @@ pub struct Group {
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
     pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
+    /// The targets that the group waits for, because its last decision has failed; `None` before the
+    /// first decision.
+    pub(crate) waits_for: RefCell<Option<Vec<Uuid>>>,
     /// Targets that could not receive the changes that they lacked at the beginning of an interval.
     pub(crate) cannot_catch_up: RefCell<BTreeSet<Uuid>>,
     /// Targets whose last rebuild has failed although its interval had not ended.
@@ -147,6 +150,7 @@ impl Group {
             stages: Stages::default(),
             damaged: Damaged::default(),
             rebuilding: RefCell::default(),
+            waits_for: RefCell::default(),
             cannot_catch_up: RefCell::default(),
             cannot_rebuild: RefCell::default(),
             rebuild_next: Cell::new(0),

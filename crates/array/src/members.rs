@@ -57,11 +57,27 @@ impl Group {
         Ok(decision)
     }
 
-    /// The error of a group that cannot continue.
+    /// Returns the targets that the group waits for; `None` before its first decision. There are none if
+    /// the group can continue, or if the operator has accepted the loss of all of them.
+    #[must_use]
+    pub fn waits_for(&self) -> Option<Vec<Uuid>> {
+        self.waits_for.borrow().clone()
+    }
+
+    /// The error of a group that cannot continue. Also records the targets that the group waits for.
     fn refusal(&self, undecided: Undecided) -> StoreError {
+        let named = match &undecided {
+            Undecided::NoData => Vec::new(),
+            Undecided::Outdated { ahead: named }
+            | Undecided::TooFew { missing: named, .. }
+            | Undecided::Doubt { ahead: named, .. }
+            | Undecided::Lost { back: named, .. } => named.clone(),
+        };
+        let is_hopeless = named.iter().all(|uuid| (self.is_lost)(uuid));
+        self.waits_for.replace(Some(if is_hopeless { Vec::new() } else { named }));
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let needed = self.layout.k;
-        let are_lost = |uuids: &[Uuid]| uuids.iter().all(|uuid| (self.is_lost)(uuid));
+        let are_lost = |uuids: &[Uuid]| !uuids.is_empty() && uuids.iter().all(|uuid| (self.is_lost)(uuid));
         let (there, needed, detail) = match undecided {
             Undecided::TooFew { there, missing: lost } | Undecided::Lost { there, back: lost }
                 if are_lost(&lost) =>

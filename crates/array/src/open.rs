@@ -108,6 +108,7 @@ impl Group {
         if self.number() != number {
             return Err(over(number));
         }
+        self.waits_for.replace(Some(Vec::new()));
         *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
         self.cannot_catch_up.borrow_mut().clear();
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");

@@ -282,11 +282,11 @@ impl Identity {
     }
 
     /// Records that the operator accepts the loss of what only target `number` has. The osd learns it
-    /// when it starts. Returns the UUID of the target.
+    /// when it starts. Targets have the order of the configuration. Returns the target.
     ///
     /// # Errors
     /// If there is no such target, or if the file is missing or cannot be read or written.
-    pub fn forget_target(dir: &NodeDir, number: u32) -> Result<Uuid, IdentityError> {
+    pub fn forget_target(dir: &NodeDir, number: u32) -> Result<KnownTarget, IdentityError> {
         let _lock = lock(dir)?;
         let mut identity =
             Identity::load(dir)?.ok_or_else(|| IdentityError::NoFile { path: dir.identity() })?;
@@ -294,9 +294,9 @@ impl Identity {
         let target = identity.targets.get_mut(number as usize);
         let target = target.ok_or(IdentityError::NoTarget { number, last })?;
         target.forgotten = true;
-        let uuid = target.uuid;
+        let target = target.clone();
         identity.save(dir)?;
-        Ok(uuid)
+        Ok(target)
     }
 
     /// Returns the targets of which the operator has accepted the loss, if the osd does not know it
@@ -508,7 +508,7 @@ mod tests {
         Identity::replace_target(&dir, Path::new("/dev/b"), Uuid::from_u128(3)).unwrap();
         identity.record(&dir, Some(Uuid::from_u128(7))).unwrap();
         identity.record(&dir, None).unwrap();
-        assert_eq!(Identity::forget_target(&dir, 1).unwrap(), Uuid::from_u128(3));
+        assert_eq!(Identity::forget_target(&dir, 1).unwrap().uuid(), Uuid::from_u128(3));
         assert!(matches!(Identity::forget_target(&dir, 2), Err(IdentityError::NoTarget { last: 1, .. })));
         let forgotten = Identity::load(&dir).unwrap().unwrap().forgotten();
         assert_eq!(forgotten, [Uuid::from_u128(3)]);

@@ -22,6 +22,7 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::future::join_all;
 use store::{Op, StoreCalls, StoreError, Transaction};
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::SessionId;
@@ -43,6 +44,8 @@ pub(crate) struct Age {
     /// Total time that the osd ran before this start, in milliseconds.
     before_ms: u64,
     started: Instant,
+    /// Lock that is held during a save, so that a target's age never goes back.
+    saving: Mutex<()>,
 }
 
 /// The age as stored: a format byte, then the numbers, big-endian. Older versions of the node do not
@@ -89,7 +92,7 @@ impl Age {
         }
         let generation = newest.map_or(SessionId::FIRST_GENERATION, |stored| stored.generation + 1);
         let before_ms = newest.map_or(0, |stored| stored.ran_ms);
-        let age = Age { generation, before_ms, started: Instant::now() };
+        let age = Age { generation, before_ms, started: Instant::now(), saving: Mutex::default() };
         age.save(targets, witness, patience).await;
         Ok(age)
     }
@@ -113,12 +116,14 @@ impl Age {
     /// Gives up on a target after `patience`. The witness then records which targets have stored the
     /// age.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], witness: &NodeWitness, patience: Duration) {
+        let _one_at_a_time = self.saving.lock().await;
         let counter = witness.counter();
         let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms(), witness: counter };
         let there = targets.iter().filter(|target| target.failure().is_none());
         let saved = join_all(there.map(async |target| {
-            let has_gone_back = check(target, witness, patience).await.unwrap_or(true);
-            let is_stored = !has_gone_back && write(target, stored, patience).await;
+            drop(check(target, witness, patience).await);
+            // The store may have a new incarnation since the check, in which nothing is known.
+            let is_stored = target.went_back() == Some(false) && write(target, stored, patience).await;
             is_stored.then_some(target.uuid)
         }));
         let saved: Vec<Uuid> = saved.await.into_iter().flatten().collect();

@@ -33,6 +33,7 @@ pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wi
         // If the target has failed, do not wait for it.
         let scanned = match failure.filter(|_| list.skip_unavailable) {
             Some(why) => {
+                from = None;
                 page.skip(why);
                 Ok(None)
             }

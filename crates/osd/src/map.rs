@@ -61,8 +61,12 @@ pub(crate) struct TargetRecord {
     pub(crate) out: bool,
     /// Whether the target has failed and does not have this map.
     pub(crate) lost: bool,
-    /// Whether the operator has accepted the loss of what only this target has.
+    /// Whether the operator has accepted the loss of changes that only this target has, in pools with
+    /// redundancy. The mark ends when no placement group waits for the target any more.
     pub(crate) forgotten: bool,
+    /// Whether the operator has accepted the loss of the target's objects in pools without redundancy.
+    /// The mark ends when the target works again.
+    pub(crate) given_up: bool,
 }
 
 /// A pool in the map.
@@ -149,12 +153,12 @@ impl From<SingleMap> for NodeMap {
 
 impl TargetRecord {
     fn new(uuid: Uuid) -> TargetRecord {
-        TargetRecord { uuid, slot: uuid, out: false, lost: false, forgotten: false }
+        TargetRecord { uuid, slot: uuid, out: false, lost: false, forgotten: false, given_up: false }
     }
 
     /// Returns the record of a new target that takes the place of this one.
     pub(crate) fn replaced_by(&self, uuid: Uuid) -> TargetRecord {
-        TargetRecord { slot: self.slot, lost: true, forgotten: self.forgotten, ..TargetRecord::new(uuid) }
+        TargetRecord { slot: self.slot, lost: true, ..TargetRecord::new(uuid) }
     }
 }
 
@@ -246,7 +250,7 @@ impl NodeMap {
         let saved_epoch = witness.map_epoch(map.node);
         let newer = saved_epoch.filter(|epoch| *epoch > map.epoch);
         if newer.is_some() {
-            map.check_forgotten(targets)?;
+            map.check_forgotten(targets, forgotten)?;
         }
         if accepts_losses || newer.is_some() {
             map.epoch = map.epoch.max(newer.unwrap_or(0)) + MISSING_STEP;
@@ -254,7 +258,7 @@ impl NodeMap {
         // The witness confirms that no target has a newer map that was saved.
         let is_newest = saved_epoch.is_some() && newer.is_none();
         if !is_newest {
-            map.check_failed(targets, failure)?;
+            map.check_failed(targets, forgotten, failure)?;
         }
         let unread = targets.iter().filter(|target| map.has(target) && target.failure().is_some());
         unread.for_each(|target| target.set_missed_map(true));
@@ -271,23 +275,28 @@ impl NodeMap {
     /// changes the map.
     fn accept_losses(&mut self, forgotten: &[Uuid]) -> bool {
         let records = self.targets.iter_mut().filter(|record| forgotten.contains(&record.uuid));
-        records.fold(false, |changes, record| changes | !std::mem::replace(&mut record.forgotten, true))
+        records.fold(false, |changes, record| {
+            let (forgotten, given_up) = (record.forgotten, record.given_up);
+            (record.forgotten, record.given_up) = (true, true);
+            changes || !(forgotten && given_up)
+        })
     }
 
     /// Checks, if the newest map is missing, that the operator has accepted the loss of the targets
-    /// that may have it.
+    /// that may have it, for this start. The marks in an outdated map may have ended since.
     ///
     /// # Errors
     /// [`StartError::OutdatedMap`] or [`StartError::OldCopies`] otherwise.
-    fn check_forgotten(&self, targets: &[Rc<Target>]) -> Result<(), StartError> {
+    fn check_forgotten(&self, targets: &[Rc<Target>], forgotten: &[Uuid]) -> Result<(), StartError> {
         let is_there = |uuid| targets.iter().any(|t| t.uuid == uuid && t.failure().is_none());
         let (there, missing): (Vec<&TargetRecord>, Vec<&TargetRecord>) =
             self.targets.iter().partition(|record| is_there(record.uuid));
-        let open: Vec<_> = missing.iter().filter(|r| !r.forgotten).map(|r| r.uuid.to_string()).collect();
+        let open: Vec<_> =
+            missing.iter().filter(|r| !forgotten.contains(&r.uuid)).map(|r| r.uuid.to_string()).collect();
         if !open.is_empty() {
             return Err(StartError::OutdatedMap { node: self.node, missing: open.join(", ") });
         }
-        if missing.is_empty() && !there.iter().any(|record| record.forgotten) {
+        if missing.is_empty() && !there.iter().any(|record| forgotten.contains(&record.uuid)) {
             return Err(StartError::OldCopies { node: self.node });
         }
         Ok(())
@@ -356,7 +365,7 @@ impl NodeMap {
             }
         }
         let missing = self.targets.iter().find(|record| {
-            let may_be_missing = record.out || record.lost || record.forgotten;
+            let may_be_missing = record.out || record.lost || record.given_up;
             !may_be_missing && targets.iter().all(|t| t.uuid != record.uuid)
         });
         match missing {
@@ -369,10 +378,17 @@ impl NodeMap {
     /// most targets are readable, because a map is valid only once most targets have it. It is also
     /// impossible if the node does without the unreadable targets according to the newest map that
     /// was read.
-    fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
+    fn check_failed(
+        &self,
+        targets: &[Rc<Target>],
+        forgotten: &[Uuid],
+        failure: Option<StartError>,
+    ) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
         let failed = || targets.iter().filter(|t| t.failure().is_some());
-        let surprising: Vec<_> = failed().filter(|target| !self.does_without(target)).collect();
+        let is_surprising =
+            |target: &&Rc<Target>| !self.does_without(target) && !forgotten.contains(&target.uuid);
+        let surprising: Vec<_> = failed().filter(is_surprising).collect();
         if surprising.is_empty() || failed().count() * 2 < self.targets.len() {
             return Ok(());
         }
@@ -386,10 +402,15 @@ impl NodeMap {
         self.record(&target.uuid).is_some()
     }
 
-    /// Whether the map lists a target as lost, forgotten or out of use, or does not list it because an
-    /// operator has replaced it.
+    /// Whether the map lists a target as lost or out of use, or does not list it because an operator
+    /// has replaced it.
     fn does_without(&self, target: &Target) -> bool {
-        self.record(&target.uuid).is_none_or(|record| record.lost || record.out || record.forgotten)
+        self.record(&target.uuid).is_none_or(|record| record.lost || record.out)
+    }
+
+    /// Whether the operator has accepted the loss of changes that only this target has.
+    fn has_forgotten(&self, target: &Target) -> bool {
+        self.record(&target.uuid).is_some_and(|record| record.forgotten || record.given_up)
     }
 
     /// Whether a target that the map does not list was a target of the node before the operator
@@ -458,7 +479,9 @@ impl NodeMap {
         let written = refusals.iter().filter(|refusal| refusal.is_none()).count();
         // A target without space for the map has not failed, but does not have the map.
         let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
-        let is_settled = |target: &Rc<Target>| target.failure().is_none() || self.does_without(target);
+        let is_settled = |target: &Rc<Target>| {
+            target.failure().is_none() || self.does_without(target) || self.has_forgotten(target)
+        };
         let certain = full.is_none() && targets.iter().all(is_settled);
         if written > 0 && (certain || written * 2 > self.targets.len() || witness.is_durable()) {
             return witness.store_map_epoch(self.epoch).await;

@@ -81,7 +81,7 @@ async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>
     TargetStatus {
         uuid,
         out,
-        forgotten: record.forgotten,
+        forgotten: record.forgotten || record.given_up,
         went_back,
         behind,
         state,

@@ -160,9 +160,12 @@ impl Target {
         self.went_back.get().filter(|(checked, _)| *checked == incarnation).map(|(_, went_back)| went_back)
     }
 
-    /// Records that the operator has replaced the target.
+    /// Records that the operator has replaced the target. Its later changes would be lost when the node
+    /// starts with the new target, so the osd does not use it any more.
     pub(crate) fn set_replaced(&self) {
         self.is_replaced.set(true);
+        self.generation.set(self.generation.get() + 1);
+        self.changed.notify_waiters();
     }
 
     /// Returns whether the operator has replaced the target.
@@ -349,7 +352,7 @@ impl Target {
 
     /// Returns whether placement groups with redundancy may use the target.
     pub(crate) fn is_usable(&self) -> bool {
-        !self.is_out() && self.state().0 == TargetState::Up
+        !self.is_out() && !self.is_replaced() && self.state().0 == TargetState::Up
     }
 }
 

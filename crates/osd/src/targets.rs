@@ -7,9 +7,10 @@ use std::rc::Rc;
 use array::Group;
 use futures::future::join_all;
 use uuid::Uuid;
-use wire::{Error, PoolHealth, PoolLoss};
+use wire::{Error, PoolHealth, PoolLoss, Redundancy};
 
 use crate::ids;
+use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::target::Target;
@@ -32,6 +33,7 @@ impl Osd {
             let record = &mut map.targets[index as usize];
             record.out = out;
             record.forgotten &= out;
+            record.given_up &= out;
         })
         .await
     }
@@ -41,16 +43,19 @@ impl Osd {
     pub(crate) async fn forget_target(&self, index: u32, accept: bool) -> wire::Result<Vec<PoolLoss>> {
         let target = self.target(index)?;
         let loss = self.loss(&target).await;
-        let is_forgotten = self.map.borrow().targets[index as usize].forgotten;
-        if loss.is_empty() && target.is_usable() && !is_forgotten {
+        if loss.is_empty() {
             let what = format!(
-                "target {index} works, and no placement group waits for it, so there is no loss to accept"
+                "no placement group waits for target {index}, so there is no loss to accept; a lost target can be replaced: outboard target replace {index}"
             );
             return Err(Error::CommandRefused(what));
         }
         if accept {
             tracing::warn!(target_uuid = %target.uuid, ?loss, "the operator has accepted the loss of the target");
-            self.change_targets(|map| map.targets[index as usize].forgotten = true).await?;
+            self.change_targets(|map| {
+                let record = &mut map.targets[index as usize];
+                (record.forgotten, record.given_up) = (true, true);
+            })
+            .await?;
             self.accept_older_copy(&target).await;
         }
         Ok(loss)
@@ -75,7 +80,10 @@ impl Osd {
         let pools: Vec<_> = self.pools.borrow().values().filter(|p| !p.closed.get()).cloned().collect();
         let mut losses = Vec::new();
         for pool in pools {
-            let waits = async |group: &Rc<Group>| group.any_interval().await.is_err();
+            let waits = async |group: &Rc<Group>| {
+                let is_open = group.any_interval().await.is_ok();
+                !is_open && group.waits_for().is_some_and(|targets| targets.contains(&target.uuid))
+            };
             let waiting = join_all(pool.groups.iter().map(waits)).await.into_iter().filter(|w| *w).count();
             let is_gone = |sole: &&Rc<Target>| sole.uuid == target.uuid && !sole.serves_alone();
             let on_it = pool.sole_targets.iter().filter(is_gone).count();
@@ -110,14 +118,11 @@ impl Osd {
         Ok(())
     }
 
-    /// Makes pools without redundancy stop using a target that was replaced. Its later changes would
-    /// be lost when the node starts with the new target.
+    /// Stops using a target that was replaced.
     fn stop_using(&self, replaced: Uuid) {
+        self.targets.iter().filter(|target| target.uuid == replaced).for_each(|target| target.set_replaced());
         for pool in self.pools.borrow().values() {
-            for (pg, sole) in
-                pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| sole.uuid == replaced)
-            {
-                sole.set_replaced();
+            for (pg, _) in pool.pgs.iter().zip(&pool.sole_targets).filter(|(_, sole)| sole.uuid == replaced) {
                 pg.backing.lost(pg.backing.incarnation());
             }
         }
@@ -126,17 +131,23 @@ impl Osd {
     /// Fails if replacing the target would lose data, unless the operator has accepted the loss.
     async fn can_replace(&self, index: u32, target: &Rc<Target>) -> wire::Result<()> {
         self.can_spare(target).await?;
-        let is_forgotten = self.map.borrow().targets[index as usize].forgotten;
-        if target.is_usable() {
-            return self.has_no_objects_alone(index, target).await;
+        // A pool without redundancy also uses a target that is out.
+        if target.serves_alone() {
+            self.has_no_objects_alone(index, target).await?;
         }
-        let loss = if is_forgotten { Vec::new() } else { self.loss(target).await };
-        if loss.is_empty() {
+        let TargetRecord { forgotten, given_up, .. } = self.map.borrow().targets[index as usize];
+        let waits = |loss: &PoolLoss| match loss.redundancy {
+            Redundancy::Single => !given_up,
+            _ => !forgotten,
+        };
+        let pools: Vec<String> =
+            self.loss(target).await.into_iter().filter(waits).map(|loss| loss.pool).collect();
+        if pools.is_empty() {
             return Ok(());
         }
-        let pools = loss.into_iter().map(|loss| loss.pool).collect::<Vec<_>>().join(", ");
         Err(Error::CommandRefused(format!(
-            "these pools wait for target {index}: {pools}; bring the target back, or accept that what only this target has is lost: outboard target forget {index} --accept-loss"
+            "these pools wait for target {index}: {}; bring the target back, or accept that what only this target has is lost: outboard target forget {index} --accept-loss",
+            pools.join(", ")
         )))
     }
 

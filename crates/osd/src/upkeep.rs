@@ -185,11 +185,18 @@ impl Osd {
     }
 
     /// Records in the map which targets do not have the map. After a restart, this record shows
-    /// whether the other targets have the newest map. Also ends the acceptance of a target's loss once
-    /// the target is up to date, because the operator has not accepted a later loss.
+    /// whether the other targets have the newest map. Also ends the acceptance of a target's loss as
+    /// soon as it is not needed any more, because the operator has not accepted a later loss.
     async fn note_lost_targets(&self) -> wire::Result<()> {
         let is_up_to_date = |record: &TargetRecord| {
             self.targets.iter().find(|t| t.uuid == record.uuid).is_some_and(|t| self.is_up_to_date(t))
+        };
+        let is_forgotten = self.map.borrow().targets.iter().any(|record| record.forgotten);
+        let groups = if is_forgotten { self.open_groups() } else { Vec::new() };
+        // A group without a decision may still need the mark.
+        let is_awaited = |record: &TargetRecord| {
+            let mut waits = groups.iter().map(|(_, group)| group.waits_for());
+            waits.any(|targets| targets.is_none_or(|targets| targets.contains(&record.uuid)))
         };
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
@@ -197,7 +204,8 @@ impl Osd {
         };
         self.change_targets(|map| {
             for record in &mut map.targets {
-                record.forgotten = record.forgotten && !is_up_to_date(record);
+                record.forgotten = record.forgotten && is_awaited(record);
+                record.given_up = record.given_up && !is_up_to_date(record);
                 record.lost = lost(record);
             }
         })

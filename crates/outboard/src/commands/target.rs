@@ -13,6 +13,7 @@ use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::identity::Identity;
 use node::report::{ReportedState, trouble};
+use node::state::{NodeState, Process, ProcessState, Role};
 use node::targets;
 use node::units::ByteSize;
 
@@ -93,7 +94,11 @@ pub fn run(command: TargetCommand, node: &NodeArgs) -> Result<()> {
     match command {
         TargetCommand::Replace { id } => replace(id, node),
         TargetCommand::Forget { id, accept_loss, json } => forget(id, accept_loss, json, node),
-        command => session::run(node, super::options(), async move |client| ask(&client, command).await),
+        command => {
+            let drops_marks = matches!(command, TargetCommand::In { .. });
+            session::run(node, super::options(), async move |client| ask(&client, command).await)?;
+            if drops_marks { drop_marks(node) } else { Ok(()) }
+        }
     }
 }
 
@@ -146,17 +151,23 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
     if node.endpoint.is_none() {
         let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
         if !session::answers(node) {
+            if is_ready(&dir) {
+                let why = "the osd is ready, but does not answer; repeat the command, or stop the node first: outboard down";
+                return Err(Failure::new(doing(), why));
+            }
             if !accept_loss {
                 let why = format!(
                     "the node does not serve requests, so it cannot tell what would be lost; {refusal}"
                 );
                 return Err(Failure::new(doing(), why));
             }
-            let uuid = Identity::forget_target(&dir, id).doing(doing())?;
+            let target = Identity::forget_target(&dir, id).doing(doing())?;
+            let (path, uuid) = (target.path(), target.uuid());
             match json {
                 true => output::json(&Vec::<PoolLoss>::new()),
                 false => output::line(format!(
-                    "recorded that the loss of target {id} ({uuid}) is accepted; the osd applies this when it starts"
+                    "recorded that the loss of target {id} ({}, {uuid}) is accepted; the osd applies this when it starts",
+                    path.display()
                 )),
             }
             return Ok(());
@@ -165,6 +176,9 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
     let loss = session::run(node, super::options(), async move |client| {
         client.forget_target(id, accept_loss).await.doing(format!("accepting the loss of target {id}"))
     })?;
+    if accept_loss {
+        drop_marks(node)?;
+    }
     if json {
         output::json(&loss);
     } else {
@@ -175,6 +189,28 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
         (false, true) => Err(Failure::new(doing(), format!("no pool waits for the target; {refusal}"))),
         (false, false) => Err(Failure::new(doing(), refusal)),
     }
+}
+
+/// Removes decisions from the node's identity that no start of the osd has applied yet. The operator
+/// has given another command since.
+fn drop_marks(node: &NodeArgs) -> Result<()> {
+    let doing = "updating the node's identity";
+    let Some(dir) = node.endpoint.is_none().then(|| NodeDir::open(&locate::root(node))) else {
+        return Ok(());
+    };
+    let dir = dir.doing(doing)?;
+    let forgotten =
+        Identity::load(&dir).doing(doing)?.map(|identity| identity.forgotten()).unwrap_or_default();
+    if forgotten.is_empty() { Ok(()) } else { Identity::osd_knows(&dir, &forgotten).doing(doing) }
+}
+
+/// Returns whether the supervisor has recorded that the role that serves clients is ready.
+fn is_ready(dir: &NodeDir) -> bool {
+    let serves = |process: &Process| {
+        matches!(process.role, Role::Osd | Role::Node) && process.state == ProcessState::Running
+    };
+    let is_up = dir.owner().is_ok_and(|owner| owner.is_some());
+    is_up && NodeState::load(dir).is_some_and(|state| state.processes.iter().any(serves))
 }
 
 /// Describes what a pool loses with a target.

@@ -138,6 +138,14 @@ async fn a_pool_without_redundancy_serves_what_is_left_and_its_lost_target_can_b
     mirrored.put(data(9000, 3)).await.unwrap();
     let refused = rig.client.replace_target(1, Uuid::from_u128(9)).await.unwrap_err().to_string();
     assert!(refused.contains("works and has objects of pool pool"), "{refused}");
+    // Pools without redundancy also use a target that is out.
+    rig.client.set_target_out(1, true).await.unwrap();
+    let refused = rig.client.replace_target(1, Uuid::from_u128(9)).await.unwrap_err().to_string();
+    assert!(refused.contains("works and has objects of pool pool"), "{refused}");
+    let refused = rig.client.forget_target(1, true).await.unwrap_err().to_string();
+    assert!(refused.contains("no loss to accept"), "{refused}");
+    rig.client.set_target_out(1, false).await.unwrap();
+    wait_until_whole(&rig.client).await;
 
     rig.set_down(&[1], true);
     let (mut left, mut lost) = (Vec::new(), Vec::new());
