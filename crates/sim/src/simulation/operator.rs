@@ -204,10 +204,7 @@ impl Simulation {
                 if self.administer(id, &format!("replace target {target}"), replace).await.is_ok() {
                     break;
                 }
-                let forget = client.forget_target(old as u32, true);
-                if self.administer(id, &format!("forget target {target}"), forget).await.is_ok() {
-                    self.count("operator: target forgotten");
-                }
+                drop(self.forget(&client, id, target, old as u32).await);
             }
             tries += 1;
             if tries == REPLACEMENTS {
@@ -221,6 +218,23 @@ impl Simulation {
         self.node.replace(target, new);
         sleep(POWER_OFF).await;
         self.node.roles().for_each(|role| self.node.release(role));
+    }
+
+    /// Accepts the loss of a target. The node refuses this if no placement group waits for the target.
+    async fn forget(
+        &self,
+        client: &Client,
+        operator: ClientId,
+        target: usize,
+        index: u32,
+    ) -> client::Result<()> {
+        let forget = async {
+            match client.forget_target(index, true).await {
+                Err(client::Error::Node(wire::Error::CommandRefused(_))) => Ok(()),
+                forgotten => forgotten.map(|_| self.count("operator: target forgotten")),
+            }
+        };
+        self.administer(operator, &format!("forget target {target}"), forget).await
     }
 
     /// Gives up each target whose drive is lost or damaged and that the node does not use.
@@ -255,14 +269,7 @@ impl Simulation {
                 continue;
             }
             if !known.forgotten {
-                let command = client.forget_target(index as u32, true);
-                let outcome = self.administer(operator, &format!("forget target {target}"), command).await;
-                match outcome {
-                    Ok(_) => self.count("operator: target forgotten"),
-                    // No placement group waits for the target.
-                    Err(client::Error::Node(wire::Error::CommandRefused(_))) => {}
-                    Err(_) => is_done = false,
-                }
+                is_done &= self.forget(client, operator, target, index as u32).await.is_ok();
             }
             if !known.out {
                 let command = client.set_target_out(index as u32, true);
