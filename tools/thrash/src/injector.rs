@@ -625,6 +625,9 @@ impl Injector {
         let _ = self.kill_all();
         fs::rename(&intact, &image).map_err(file_error)?;
         self.start()?;
+        // The node has used the damaged file, so the intact one is an older copy for it. The operator
+        // knows that no client has changed anything meanwhile.
+        let _ = self.node.run(&["target", "forget", &target.to_string(), "--accept-loss"]);
         self.record.set_data_is_lost(false);
         drop(closed);
         self.record.forget_pause();
