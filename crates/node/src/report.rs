@@ -452,7 +452,10 @@ impl NodeReport {
             self.targets[at].state = Some(state);
             self.targets[at].forgotten = target.forgotten;
             if let Some(why) = trouble(&target) {
-                self.problems.push(format!("target {uuid} is {state}: {why}"));
+                self.problems.push(match state {
+                    ReportedState::WentBack => format!("target {uuid}: {why}"),
+                    state => format!("target {uuid} is {state}: {why}"),
+                });
             } else if let Err(why) = &target.space {
                 self.problems.push(format!("target {uuid}: {why}"));
             }

@@ -184,11 +184,7 @@ fn forget(id: u32, accept_loss: bool, json: bool, node: &NodeArgs) -> Result<()>
     } else {
         loss.iter().for_each(|loss| output::line(loss_line(loss, id)));
     }
-    match (accept_loss, loss.is_empty()) {
-        (true, _) => Ok(()),
-        (false, true) => Err(Failure::new(doing(), format!("no pool waits for the target; {refusal}"))),
-        (false, false) => Err(Failure::new(doing(), refusal)),
-    }
+    if accept_loss { Ok(()) } else { Err(Failure::new(doing(), refusal)) }
 }
 
 /// Removes decisions from the node's identity that no start of the osd has applied yet. The operator
