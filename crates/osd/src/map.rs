@@ -65,7 +65,7 @@ pub(crate) struct TargetRecord {
     /// redundancy. The mark ends when no placement group waits for the target any more.
     pub(crate) forgotten: bool,
     /// Whether the operator has accepted the loss of the target's objects in pools without redundancy.
-    /// The mark ends when the target works again.
+    /// The mark ends when the target works again or is replaced.
     pub(crate) given_up: bool,
 }
 

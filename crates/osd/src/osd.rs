@@ -175,12 +175,13 @@ impl Osd {
 
     /// Creates the in-memory state of a pool from the map's record.
     pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<ActivePool> {
+        let slots: Vec<Uuid> = self.map.borrow().targets.iter().map(|record| record.slot).collect();
         let (mut groups, mut sole_targets) = (Vec::new(), Vec::new());
         let mut backings: BTreeMap<Uuid, Rc<Backing>> = BTreeMap::new();
         let mut pg = |pg| {
             let mut sole = None;
             let backing = if record.redundancy == Redundancy::Single {
-                let target = self.sole_target(record.id, pg);
+                let target = self.sole_target(record.id, pg, &slots);
                 sole_targets.push(Rc::clone(&target));
                 sole = Some(SoleTarget::new(&target, &self.witness, self.config.target_timeout));
                 Rc::clone(backings.entry(target.uuid).or_insert_with(|| Rc::new(Backing::sole(&target))))
@@ -197,12 +198,11 @@ impl Osd {
         Rc::new(ActivePool { pgs, groups, sole_targets, closed: Cell::new(false), record: record.clone() })
     }
 
-    /// Returns the target of a group of a pool without redundancy.
-    fn sole_target(&self, pool: u32, pg: u32) -> Rc<Target> {
-        let map = self.map.borrow();
-        let slots: Vec<Uuid> = map.targets.iter().map(|record| record.slot).collect();
-        let index = placement::target(pool, pg, &slots).expect("a node has at least one target");
-        let uuid = map.targets[index].uuid;
+    /// Returns the target of a group of a pool without redundancy. `slots` are the slots of all targets
+    /// in the map.
+    fn sole_target(&self, pool: u32, pg: u32, slots: &[Uuid]) -> Rc<Target> {
+        let index = placement::target(pool, pg, slots).expect("a node has at least one target");
+        let uuid = self.map.borrow().targets[index].uuid;
         let target = self.targets.iter().find(|target| target.uuid == uuid).cloned();
         // The target has been replaced. The node uses the new target from its next start.
         target.unwrap_or_else(|| absent_target(uuid, self.config.target_retry))
