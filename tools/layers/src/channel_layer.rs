@@ -10,8 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base::block::Payload;
-use base::mem::{Arena, ArenaBuf, DeviceMemory};
+use base::block::{BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
+use base::mem::{Arena, DeviceMemory};
 use base::pool::BufferPool;
 use base::process::{ProcessUsage, Usage};
 use base::thread::{ThreadClass, spawn};
@@ -257,9 +257,9 @@ async fn populate(
         let op = Op::Write { oid: object(n, KIB4), offset: 0, source };
         store.queue_transaction(Transaction::new(cid.clone()).with(op)).await?;
     }
-    let checksums = Payload::compute(0, vec![0x5a; MIB4].into()).checksums().to_vec();
-    for n in 0..LARGE_OBJECTS {
-        write_large(store, cid.clone(), object(n, MIB4), pool, checksums.clone()).await?;
+    let payloads = large_payloads(pool, LARGE_OBJECTS).await;
+    for (n, halves) in payloads.into_iter().enumerate() {
+        write_large(store, cid.clone(), object(n, MIB4), halves).await?;
     }
     Ok(())
 }
@@ -274,10 +274,13 @@ async fn measure(
     in_flight: usize,
 ) -> Result<u64> {
     let small = Payload::compute(0, vec![0x5a; KIB4].into());
-    let checksums = Payload::compute(0, vec![0x5a; MIB4].into()).checksums().to_vec();
+    let large = match load {
+        ChannelLoad::Write(MIB4) => large_payloads(pool, in_flight.min(LARGE_OBJECTS)).await,
+        _ => Vec::new(),
+    };
     let one = |n: usize| {
-        let (store, cid, pool) = (Arc::clone(store), cid.clone(), pool.clone());
-        let (small, checksums) = (small.clone(), checksums.clone());
+        let (store, cid, small) = (Arc::clone(store), cid.clone(), small.clone());
+        let halves = large.get(n % large.len().max(1)).cloned();
         async move {
             match load {
                 ChannelLoad::Write(len) if len == KIB4 => {
@@ -285,7 +288,8 @@ async fn measure(
                     store.queue_transaction(Transaction::new(cid).with(op)).await?;
                 }
                 ChannelLoad::Write(len) => {
-                    write_large(&store, cid, object(n, len), &pool, checksums).await?;
+                    let halves = halves.expect("a load of large writes has payload");
+                    write_large(&store, cid, object(n, len), halves).await?;
                 }
                 ChannelLoad::Read(len) if len == KIB4 => {
                     store.read(&cid, &object(n, len), 0, len as u64, None).await?;
@@ -318,22 +322,34 @@ async fn measure(
     Ok(ops)
 }
 
+/// The payload of a write of 4 MiB, in two staging buffers.
+type Halves = [Payload; 2];
+
+/// Fills the staging buffers of `count` writes of 4 MiB.
+async fn large_payloads(pool: &BufferPool, count: usize) -> Vec<Halves> {
+    let mut payloads = Vec::with_capacity(count);
+    for _ in 0..count {
+        payloads.push([large_payload(pool).await, large_payload(pool).await]);
+    }
+    payloads
+}
+
+async fn large_payload(pool: &BufferPool) -> Payload {
+    let mut buffer = pool.alloc(MIB4 / 2).await.expect("the pool has buffers of this size");
+    buffer.fill(0x5a);
+    Payload::compute(0, buffer.freeze())
+}
+
 /// Writes 4 MiB as the osd does: in staging buffers of 2 MiB.
 async fn write_large(
     store: &Arc<dyn ObjectStore>,
     cid: CollectionId,
     oid: ObjectId,
-    pool: &BufferPool,
-    checksums: Vec<u32>,
+    halves: Halves,
 ) -> Result<(), StoreError> {
     let stage = store.stage(MIB4 as u64).await?;
-    let mut writes = Vec::new();
-    for half in 0..2 {
-        let buffer = pool.alloc(2 << 20).await.expect("the pool has buffers of this size");
-        let checksums = checksums[half * 512..(half + 1) * 512].to_vec();
-        let payload = Payload::from_parts(0, buffer.freeze(), checksums).expect("one checksum per block");
-        writes.push(store.stage_write(stage, (half as u64) << 21, payload));
-    }
+    let places = (0..).step_by(MIB4 / 2).zip(halves);
+    let writes: Vec<_> = places.map(|(at, half)| store.stage_write(stage, at, half)).collect();
     for write in writes {
         write.await?;
     }
@@ -375,8 +391,8 @@ fn memcpy(time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// A store that accepts all requests, stores nothing, and returns reads without filling their
-/// buffers.
+/// A store that accepts all requests and stores nothing. Reads return zeros, so that the data
+/// matches its checksums.
 struct NullStore;
 
 impl Submit for NullStore {
@@ -386,14 +402,19 @@ impl Submit for NullStore {
         static ZEROS: [u8; MIB4] = [0; MIB4];
         ready(Ok(match request {
             StoreRequest::Stage { .. } => StageId(1).into(),
-            StoreRequest::Read { offset, len, dest, .. } => ReadData {
-                offset,
-                data: vec![dest.map_or(Bytes::from_static(&ZEROS[..len as usize]), ArenaBuf::freeze)],
-                checksums: vec![0; len.div_ceil(4096) as usize],
-                object_size: MIB4 as u64,
-                verified: false,
+            StoreRequest::Read { offset, len, dest, .. } => {
+                let zeros = &ZEROS[..len as usize];
+                let data = match dest {
+                    Some(mut dest) => {
+                        dest.copy_from_slice(zeros);
+                        dest.freeze()
+                    }
+                    None => Bytes::from_static(zeros),
+                };
+                let checksums = vec![ZERO_BLOCK_CRC; len.div_ceil(BLOCK_SIZE as u64) as usize];
+                let object_size = MIB4 as u64;
+                ReadData { offset, data: vec![data], checksums, object_size, verified: false }.into()
             }
-            .into(),
             StoreRequest::Query { query: MetadataQuery::Stat { .. }, .. } => {
                 QueryReply::Stat(Stat { size: 0, allocated: 0 }).into()
             }
