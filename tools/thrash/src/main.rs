@@ -10,6 +10,7 @@ mod calls;
 mod content;
 mod expected;
 mod filler;
+mod image;
 mod injector;
 mod ledger;
 mod outside;
@@ -33,6 +34,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
 use crate::plan::{RoundConfig, ThrashFault};
+use crate::record::RoundRecord;
 
 /// Inject faults into real nodes, and check that no acknowledged change is lost
 ///
@@ -65,7 +67,8 @@ struct ThrashArgs {
     /// 150 s
     #[arg(long, value_name = "SECONDS")]
     fault_seconds: Option<u64>,
-    /// Number of targets of a node; by default as many as the pool needs, and at least one more
+    /// Number of targets of a node; by default as many as the pool needs, or one more, at random,
+    /// but at least two
     #[arg(long)]
     targets: Option<usize>,
     /// Size of a target
@@ -102,13 +105,38 @@ fn say(text: &str) {
     println!("{text}");
 }
 
+/// The result of a run.
+#[derive(Debug, Clone, Copy, Default)]
+struct RunResult {
+    /// Number of rounds.
+    rounds: usize,
+    /// Number of rounds in which a promise was broken.
+    violated: usize,
+    /// Number of faults that had an effect.
+    fired: u64,
+}
+
+impl RunResult {
+    /// Returns the result in one line, without the name of the program.
+    fn text(&self) -> String {
+        let RunResult { rounds, violated, fired } = self;
+        match (violated, fired) {
+            (0, 0) => format!("{rounds} rounds, but no fault had an effect, so the run shows nothing"),
+            (0, _) => format!("{rounds} rounds, {fired} faults, no violation"),
+            _ => format!("{violated} rounds with violations"),
+        }
+    }
+
+    /// Returns whether no promise was broken although there were faults.
+    fn is_success(&self) -> bool {
+        self.violated == 0 && self.fired > 0
+    }
+}
+
 fn main() -> ExitCode {
     match run(&ThrashArgs::parse()) {
-        Ok(0) => ExitCode::SUCCESS,
-        Ok(violated) => {
-            say(&format!("outboard-thrash: {violated} rounds with violations"));
-            ExitCode::FAILURE
-        }
+        Ok(result) if result.is_success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
         Err(why) => {
             say(&format!("outboard-thrash: {why}"));
             ExitCode::from(2)
@@ -137,8 +165,8 @@ fn watch_signals(stop: Arc<AtomicBool>) {
     });
 }
 
-/// Runs rounds until the time is over. Returns the number of rounds with violations.
-fn run(args: &ThrashArgs) -> Result<usize, String> {
+/// Runs rounds until the time is over, and prints the result.
+fn run(args: &ThrashArgs) -> Result<RunResult, String> {
     let program = match &args.program {
         Some(program) => program.clone(),
         None => std::env::current_exe().map_err(|e| e.to_string())?.with_file_name("outboard"),
@@ -151,6 +179,9 @@ fn run(args: &ThrashArgs) -> Result<usize, String> {
     }
     let kinds = if args.faults.is_empty() { ThrashFault::all() } else { args.faults.clone() };
     let kinds: Vec<ThrashFault> = kinds.into_iter().filter(|kind| !args.without.contains(kind)).collect();
+    if kinds.is_empty() {
+        return Err("no kind of fault is left; change --faults or --without".to_owned());
+    }
     let seed = args.seed.unwrap_or_else(|| rand::rng().random_range(0..1_000_000_000));
     let fault_seconds = args.fault_seconds.unwrap_or(((args.minutes * 6.0) as u64).clamp(20, 150));
     let root = match &args.dir {
@@ -166,8 +197,7 @@ fn run(args: &ThrashArgs) -> Result<usize, String> {
     watch_signals(Arc::clone(&stop));
     let end = Instant::now() + Duration::from_secs_f64(args.minutes * 60.0);
     let mut random = SmallRng::seed_from_u64(seed);
-    let mut violated = 0;
-    let mut number = 0;
+    let mut result = RunResult::default();
     'run: loop {
         let mut cases: Vec<(Redundancy, Placement)> = args
             .pools
@@ -180,32 +210,34 @@ fn run(args: &ThrashArgs) -> Result<usize, String> {
                 true => (args.pools[0], args.placement[0], seed),
                 false => (redundancy, placement, random.random_range(0..1_000_000_000)),
             };
-            number += 1;
+            result.rounds += 1;
             let config = RoundConfig {
                 seed,
                 redundancy,
                 placement,
-                targets: args.targets.unwrap_or_else(|| RoundConfig::targets_for(redundancy)),
+                targets: args.targets.unwrap_or_else(|| RoundConfig::targets_for(redundancy, seed)),
                 target_size: args.target_size.clone(),
                 kinds: kinds.clone(),
                 fault_seconds,
                 writers: args.writers,
             };
-            violated += usize::from(run_round(args, &program, &root, number, &config, &stop)?);
+            let record = run_round(args, &program, &root, result.rounds, &config, &stop)?;
+            result.violated += usize::from(record.is_violated());
+            result.fired += record.faults().values().sum::<u64>();
             let is_over = args.one_round || Instant::now() >= end || stop.load(Ordering::Relaxed);
-            if is_over || (violated > 0 && !args.keep_going) {
+            if is_over || (result.violated > 0 && !args.keep_going) {
                 break 'run;
             }
         }
     }
-    if violated == 0 {
+    if result.violated == 0 {
         let _ = if args.dir.is_none() { std::fs::remove_dir_all(&root) } else { Ok(()) };
-        say(&format!("outboard-thrash: {number} rounds, no violation, seed {seed}"));
     }
-    Ok(violated)
+    say(&format!("outboard-thrash: {}, seed {seed}", result.text()));
+    Ok(result)
 }
 
-/// Runs a round, and prints its result. Returns whether a promise was broken.
+/// Runs a round, and prints its result. Returns its record.
 fn run_round(
     args: &ThrashArgs,
     program: &std::path::Path,
@@ -213,7 +245,7 @@ fn run_round(
     number: usize,
     config: &RoundConfig,
     stop: &AtomicBool,
-) -> Result<bool, String> {
+) -> Result<Arc<RoundRecord>, String> {
     let dir = root.join(format!("round-{number}"));
     std::fs::create_dir(&dir).map_err(|e| format!("cannot create {}: {e}", dir.display()))?;
     say(&format!("round {number}: {config}"));
@@ -222,7 +254,7 @@ fn run_round(
     say(&summary.text());
     if !summary.record.is_violated() {
         std::fs::remove_dir_all(&dir).map_err(|e| format!("cannot remove {}: {e}", dir.display()))?;
-        return Ok(false);
+        return Ok(summary.record);
     }
     say(&summary.violations());
     let faults: Vec<&str> = config.kinds.iter().map(|kind| kind.name()).collect();
@@ -240,5 +272,19 @@ fn run_round(
         config.fault_seconds,
         faults.join(","),
     ));
-    Ok(true)
+    Ok(summary.record)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_without_faults_fails() {
+        let result = RunResult { rounds: 3, violated: 0, fired: 0 };
+        assert!(!result.is_success());
+        assert!(result.text().contains("no fault had an effect"), "{}", result.text());
+        assert!(RunResult { fired: 1, ..result }.is_success());
+        assert!(!RunResult { fired: 1, violated: 1, ..result }.is_success());
+    }
 }

@@ -42,9 +42,10 @@ pub fn run(
             return;
         }
         if kind == ThrashFault::KillClient {
-            groups[group].replace();
-            record.note(format!("{kind}: a client of several writers was killed"));
-            record.fired(kind.name());
+            if groups[group].replace() {
+                record.note(format!("{kind}: a client of several writers was killed"));
+                record.fired(kind.name());
+            }
             continue;
         }
         let mode = match kind {

@@ -4,8 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use client::{Placement, Redundancy};
-use rand::Rng;
 use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 
 /// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -162,9 +162,11 @@ pub struct RoundConfig {
 }
 
 impl RoundConfig {
-    /// Returns the number of targets of a node: as many as the pool needs, and at least two.
-    pub fn targets_for(redundancy: Redundancy) -> usize {
-        redundancy.targets().max(2)
+    /// Returns the number of targets of a round's node: as many as the pool needs, or one more, but
+    /// at least two. The seed of the round determines the choice.
+    pub fn targets_for(redundancy: Redundancy, seed: u64) -> usize {
+        let spare = SmallRng::seed_from_u64(seed).random_range(0..=1);
+        (redundancy.targets() + spare).max(2)
     }
 }
 
@@ -178,7 +180,6 @@ impl fmt::Display for RoundConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rand::SeedableRng;
 
     #[test]
     fn each_kind_has_a_row_and_can_be_chosen() {
@@ -191,5 +192,16 @@ mod tests {
         }
         assert!("kil".parse::<ThrashFault>().unwrap_err().contains("kill-supervisor"));
         assert_eq!(ThrashFault::choose(&[], &mut random), None);
+    }
+
+    #[test]
+    fn a_node_has_at_most_one_target_more_than_the_pool_needs() {
+        let counts = |redundancy: &str| -> std::collections::BTreeSet<usize> {
+            let redundancy = redundancy.parse().unwrap();
+            (0..100).map(|seed| RoundConfig::targets_for(redundancy, seed)).collect()
+        };
+        assert_eq!(counts("single"), [2].into());
+        assert_eq!(counts("mirror:2"), [2, 3].into());
+        assert_eq!(counts("ec:4+2"), [6, 7].into());
     }
 }

@@ -13,6 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{RwLock, oneshot};
 
 use crate::calls::{CheckedPool, POOL};
+use crate::filler::Filler;
 use crate::injector::{InjectError, Injector, InjectorParts};
 use crate::ledger::{BrokenPromise, BrokenReport};
 use crate::outside;
@@ -73,9 +74,13 @@ impl RoundSummary {
     /// Returns the summary in one paragraph.
     pub fn text(&self) -> String {
         let record = &self.record;
-        let list = |counts: std::collections::BTreeMap<String, u64>| {
-            let items: Vec<String> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
-            items.join(", ")
+        let list = |counts: std::collections::BTreeMap<String, u64>| match counts.is_empty() {
+            true => "none".to_owned(),
+            false => {
+                let items: Vec<String> =
+                    counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
+                items.join(", ")
+            }
         };
         let healed =
             self.time_to_heal.map_or("never".to_owned(), |time| format!("after {:.1} s", time.as_secs_f64()));
@@ -185,7 +190,7 @@ pub fn run(
             record.violated(None, report);
         }
         let healed = record.heal();
-        summary.time_to_heal = await_service(&runtime.handle, &checks, &record, healed);
+        summary.time_to_heal = await_service(&runtime.handle, &checks, &mut injector.filler, &record, healed);
     }
     // Writers that have been running since the faults must succeed for a while.
     if !record.is_over() && config.fault_seconds >= 60 {
@@ -221,6 +226,7 @@ pub fn run(
 fn await_service(
     runtime: &Handle,
     pool: &CheckedPool,
+    filler: &mut Filler,
     record: &Arc<RoundRecord>,
     healed: Instant,
 ) -> Option<Duration> {
@@ -229,7 +235,8 @@ fn await_service(
     while healed.elapsed() < SERVICE_PATIENCE && !record.is_violated() {
         attempts += 1;
         let attempt = runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(5), probe(pool, attempts, record.is_full())).await
+            let probed = probe(pool, attempts, record.is_full(), filler);
+            tokio::time::timeout(Duration::from_secs(5), probed).await
         });
         match attempt {
             Ok(Ok(())) => {
@@ -244,7 +251,7 @@ fn await_service(
                 }
                 return Some(time);
             }
-            Ok(Err(error)) => last = error.to_string(),
+            Ok(Err(error)) => last = error,
             Err(_) => last = "a call was not answered within 5 s".to_owned(),
         }
         std::thread::sleep(Duration::from_millis(200));
@@ -257,8 +264,9 @@ fn await_service(
     None
 }
 
-/// Writes, reads and removes as many objects as it takes to reach most placement groups.
-async fn probe(pool: &CheckedPool, attempt: u32, is_full: bool) -> client::Result<()> {
+/// Writes, reads and removes as many objects as it takes to reach most placement groups. If targets
+/// are full, also reads and removes objects that filled them.
+async fn probe(pool: &CheckedPool, attempt: u32, is_full: bool, filler: &mut Filler) -> Result<(), String> {
     let mut all = tokio::task::JoinSet::new();
     for n in 0..24 {
         let pool = pool.clone();
@@ -266,14 +274,19 @@ async fn probe(pool: &CheckedPool, attempt: u32, is_full: bool) -> client::Resul
             let object = pool.pool().object(&format!("probe/{attempt}-{n}"))?;
             match object.put("probe").await {
                 Ok(_) => {}
-                Err(client::Error::Node(client::NodeError::NoSpace { .. })) if is_full => return Ok(()),
+                Err(client::Error::Node(client::NodeError::NoSpace { .. })) if is_full => return Ok(1),
                 Err(error) => return Err(error),
             }
             object.get().await?;
-            object.remove().await.map(|_| ())
+            object.remove().await.map(|_| 0)
         });
     }
-    all.join_all().await.into_iter().collect()
+    let mut without_space = 0;
+    for result in all.join_all().await {
+        without_space += result.map_err(|error: client::Error| error.to_string())?;
+    }
+    let is_needed = without_space > 0 || is_full && filler.has_stored();
+    if is_needed { filler.read_and_remove_some().await } else { Ok(()) }
 }
 
 /// Checks all objects, the listing, the redundancy and the targets.

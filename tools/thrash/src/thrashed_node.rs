@@ -91,6 +91,12 @@ impl NodeSummary {
         let others = self.targets.iter().filter(|target| !is_in(target));
         others.filter_map(|target| target.id).collect()
     }
+
+    /// Returns the numbers of the targets in a state of `outboard target ls`.
+    pub fn targets_in_state(&self, state: &str) -> Vec<usize> {
+        let those = self.targets.iter().filter(|target| target.state.as_deref() == Some(state));
+        those.filter_map(|target| target.id).collect()
+    }
 }
 
 impl ThrashedNode {

@@ -94,21 +94,25 @@ impl WriterGroup {
         self.running = Some((kill, thread));
     }
 
-    /// Kills the client in the middle of its calls.
-    pub fn kill(&mut self) {
+    /// Kills the client in the middle of its calls. Returns false if it had ended before.
+    pub fn kill(&mut self) -> bool {
+        let mut was_running = false;
         if let Some((kill, thread)) = self.running.take() {
-            let _ = kill.send(());
+            was_running = kill.send(()).is_ok();
             let _ = thread.join();
         }
         for (_, objects) in &self.objects {
             locked(objects).iter().for_each(|ledger| locked(ledger).abandon());
         }
+        was_running
     }
 
-    /// Kills the client, and starts another one that continues with the same objects.
-    pub fn replace(&mut self) {
-        self.kill();
+    /// Kills the client, and starts another one that continues with the same objects. Returns false
+    /// if the client had ended before.
+    pub fn replace(&mut self) -> bool {
+        let was_running = self.kill();
         self.run();
+        was_running
     }
 
     /// Waits until the writers have ended after the end of the round. Kills them after `patience`.
