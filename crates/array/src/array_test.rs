@@ -207,7 +207,8 @@ async fn group_over(
         coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
         clock: WallClock::default(),
         witness: Rc::new(TestWitness::default()),
-        is_lost: Rc::new(|_| false),
+        is_forgotten: Rc::new(|_| false),
+        has_left: Rc::new(|_| false),
     });
     let group = Rc::new(group.unwrap());
     group.create(&ranked).await.unwrap();

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use uuid::Uuid;
 
-use crate::record::{ChangeId, GroupRecord, Standing};
+use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing};
 
 /// What a member has stored about its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +26,11 @@ impl MemberState {
     /// Whether the member has stored a record, as its record or as a proposal.
     fn knows(&self, record: &GroupRecord) -> bool {
         self.record == *record || self.proposal.as_ref() == Some(record)
+    }
+
+    /// The highest term of the record and the proposal.
+    pub(crate) fn heard(&self) -> u64 {
+        self.proposal.iter().map(|proposal| proposal.term).fold(self.record.term, u64::max)
     }
 
     /// The last change that the member certainly has.
@@ -89,6 +94,18 @@ pub(crate) struct Decision {
     pub(crate) on_word: bool,
 }
 
+/// How a group can continue although too few members have the newest changes: with stale members, and
+/// without the objects that have changed since.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Salvage {
+    /// The newest record. Its other members are lost.
+    pub(crate) record: GroupRecord,
+    /// Positions of the members that are in sync; at least one.
+    pub(crate) in_sync: Vec<usize>,
+    /// Positions of stale members that have not gone back.
+    pub(crate) stale: Vec<usize>,
+}
+
 /// Reason why no interval can begin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Undecided {
@@ -147,13 +164,70 @@ impl GroupEvidence<'_> {
             .filter(|record| record.term < newest.term)
             .collect();
         older.sort_unstable_by_key(|record| std::cmp::Reverse(record.term));
-        let base = |record: &GroupRecord| Base {
+        let base = |record: &GroupRecord, unused: Option<&GroupRecord>| Base {
             record: record.clone(),
-            unused: None,
+            unused: unused.cloned(),
             is_witnessed: false,
             on_word: true,
         };
-        older.into_iter().find_map(|record| self.decide_on(&base(record)).ok())
+        let decide = |record: &&GroupRecord| self.decide_on(&base(record, None)).ok();
+        let Some((term, with_stale)) = self.with_stale_member(newest) else {
+            return older.iter().find_map(decide);
+        };
+        let (newer, older): (Vec<&GroupRecord>, Vec<_>) = older.into_iter().partition(|r| r.term > term);
+        newer.iter().find_map(decide).or_else(|| {
+            let decision = self.decide_on(&base(&with_stale, Some(newest))).ok();
+            let decision = decision.map(|decision| Decision { record: newest.clone(), ..decision });
+            decision.or_else(|| older.iter().find_map(decide))
+        })
+    }
+
+    /// Returns `newest`, changed so that only the stale member that was in sync last is in sync, with
+    /// the term in which it was. This member is being rebuilt. A mirror can continue with it, because
+    /// each of its objects is a complete copy: an older one, or the newest one. Members of an erasure
+    /// code have fragments of different changes, which do not fit together.
+    fn with_stale_member(&self, newest: &GroupRecord) -> Option<(u64, GroupRecord)> {
+        let is_there = |uuid| self.states.iter().any(|state| state.target == uuid && state.record == *newest);
+        let stale = newest.members.iter().filter(|member| self.needed == 1 && is_there(member.target));
+        let last_term = |member: &MemberRecord| match member.standing {
+            Standing::Stale { term, .. } => Some((term, member.target)),
+            Standing::InSync | Standing::Blank => None,
+        };
+        let (term, target) = stale.filter_map(last_term).max()?;
+        let mut record = newest.clone();
+        for member in &mut record.members {
+            member.standing = if member.target == target { Standing::InSync } else { Standing::Blank };
+        }
+        Some((term, record))
+    }
+
+    /// Returns how a group can continue with stale members, if no decision is possible and the operator
+    /// has accepted the loss of all missing members. A mirror needs no salvage, because any member
+    /// suffices.
+    pub(crate) fn salvage(&self) -> Option<Salvage> {
+        let record = self.base().ok()?.record;
+        let state_at = |position: usize| {
+            let target = record.members[position].target;
+            self.states.iter().find(|state| state.target == target)
+        };
+        let is_given_up = |position: usize| {
+            state_at(position).is_some() || (self.is_lost)(&record.members[position].target)
+        };
+        let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(&record));
+        let last = |position: usize| state_at(position).map(MemberState::last).unwrap_or_default();
+        let current: Vec<usize> = record.in_sync().filter(knows).collect();
+        let trimmed = current.iter().filter_map(|at| state_at(*at)).map(|state| state.trimmed).max()?;
+        let in_sync: Vec<usize> = current.into_iter().filter(|at| last(*at) >= trimmed).collect();
+        // A stale member that has gone back has unknown content.
+        let is_stale = |position: &usize| match (record.members[*position].standing, state_at(*position)) {
+            (Standing::Stale { term, trimmed }, Some(state)) => {
+                state.heard() >= term && state.last() >= trimmed
+            }
+            _ => false,
+        };
+        let stale: Vec<usize> = (0..record.members.len()).filter(is_stale).collect();
+        let suffices = in_sync.len() < self.needed && in_sync.len() + stale.len() >= self.needed;
+        (suffices && record.in_sync().all(is_given_up)).then_some(Salvage { record, in_sync, stale })
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -172,8 +246,9 @@ impl GroupEvidence<'_> {
             false => current.values().map(|state| state.trimmed).max().unwrap_or_default(),
             true => ChangeId::default(),
         };
+        let has_settled = |state: &MemberState| state.last() >= trimmed || base::mutant!(TrustReturnedTarget);
         let counted: BTreeMap<usize, &MemberState> =
-            current.iter().filter(|(_, state)| state.last() >= trimmed).map(|(&p, &s)| (p, s)).collect();
+            current.iter().filter(|(_, state)| has_settled(state)).map(|(&p, &s)| (p, s)).collect();
         if counted.len() < self.needed {
             let there = counted.len();
             if in_sync.len() - missing.len() < self.needed {
@@ -215,6 +290,9 @@ impl GroupEvidence<'_> {
             return Ok(Base { record: oldest.clone(), unused: None, is_witnessed: true, on_word: false });
         }
         let newest = records.max_by_key(|record| record.term).ok_or(Undecided::NoData)?;
+        if base::mutant!(IgnoreWitness) {
+            return Ok(Base { record: newest.clone(), unused: None, is_witnessed: true, on_word: false });
+        }
         // The witness is written before any member stores the record.
         let Some(witness) = self.witness.filter(|witness| newest.term <= witness.term) else {
             return Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: false });
@@ -291,7 +369,6 @@ impl GroupEvidence<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::MemberRecord;
 
     fn uuid(n: u128) -> Uuid {
         Uuid::from_u128(n)
@@ -338,6 +415,71 @@ mod tests {
         // Without the witness, the word is needed as well.
         assert!(decide(1, &states, None, &[]).is_err());
         assert!(decide(1, &states, None, &[1]).unwrap().on_word);
+    }
+
+    #[test]
+    fn a_mirror_continues_with_a_member_that_was_being_rebuilt_once_the_loss_of_the_newest_is_accepted() {
+        let trimmed = ChangeId::default();
+        let stale = |term, n: usize, stale: &[(usize, u64)]| {
+            let mut record = record(term, n as u128, &[1]);
+            for &(n, term) in stale {
+                record.members[n - 1].standing = Standing::Stale { term, trimmed };
+            }
+            record
+        };
+        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
+        // The rebuild of member 2 has begun, so it has the record that calls it stale.
+        let states = [state(2, stale(5, 2, &[(2, 4)]))];
+        assert!(decide(1, &states, witness(), &[]).is_err());
+        let decision = decide(1, &states, witness(), &[1]).unwrap();
+        assert!(decision.on_word && decision.record == states[0].record);
+        assert_eq!(continuing(&decision), [false, true]);
+        // Fragments of an erasure code do not fit together.
+        assert!(decide(2, &states, witness(), &[1]).is_err());
+        // Member 3 was in sync more recently than member 2, and then less recently.
+        for (last, expected) in
+            [(4, [false, false, true]), (3, [false, true, false]), (2, [false, true, false])]
+        {
+            let states = [state(2, stale(5, 3, &[(2, 3), (3, last)])), state(3, record(last, 3, &[1, 3]))];
+            let decision = decide(1, &states, witness(), &[1]).unwrap();
+            assert_eq!(continuing(&decision), expected, "{last}");
+        }
+        // Two members that were being rebuilt have different content, so only one of them continues.
+        let both = stale(5, 3, &[(2, 3), (3, 4)]);
+        let decision = decide(1, &[state(2, both.clone()), state(3, both)], witness(), &[1]).unwrap();
+        assert_eq!(continuing(&decision), [false, false, true]);
+    }
+
+    #[test]
+    fn an_erasure_code_continues_with_stale_members_once_the_loss_of_the_others_is_accepted() {
+        // Members 1 to 4 have continued without members 5 and 6. Then member 1 is lost.
+        let trimmed = ChangeId { term: 3, number: 9 };
+        let mut newest = record(5, 6, &[1, 2, 3, 4]);
+        for at in [4, 5] {
+            newest.members[at].standing = Standing::Stale { term: 3, trimmed };
+        }
+        let old =
+            |n, last: ChangeId| MemberState { trimmed: last, ..state(n, record(3, 6, &[1, 2, 3, 4, 5, 6])) };
+        let salvage = |states: &[MemberState], lost: &[u128]| {
+            let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
+            let entry = WitnessEntry { term: 5, in_sync: [1, 2, 3, 4].map(uuid).into() };
+            let witness = Some(&entry);
+            let evidence = GroupEvidence { needed: 4, states, witness, refused: &refused, is_lost: &is_lost };
+            assert!(evidence.decide().is_err());
+            evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale))
+        };
+        let mut states: Vec<MemberState> = [2, 3, 4].map(|n| state(n, newest.clone())).into();
+        states.extend([old(5, trimmed), old(6, trimmed)]);
+        assert_eq!(salvage(&states, &[]), None);
+        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4, 5])));
+        // Member 6 has gone back, and member 5 suffices.
+        states[4] = old(6, ChangeId { term: 3, number: 8 });
+        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4])));
+        assert_eq!(salvage(&states[..3], &[1]), None);
+        assert_eq!(salvage(&states[1..], &[1]), None, "member 2 is missing, but not lost");
+        assert_eq!(salvage(&states[1..], &[1, 2]), None, "three members are too few");
+        // No member shows which objects have changed.
+        assert_eq!(salvage(&states[3..], &[1, 2, 3, 4]), None);
     }
 
     #[test]

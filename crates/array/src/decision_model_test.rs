@@ -1,12 +1,19 @@
 //! Explores all states of a small group: changes, crashes between any two steps, missing members,
-//! members that lose the end of what they have stored, and changes that some members refuse.
+//! members that lose the end of what they have stored, changes that some members refuse, the loss of
+//! the witness, and an operator who accepts the loss of members.
 //!
 //! The decisions are those of the product ([`GroupEvidence::decide`]). The rest is a model: each member
 //! is the list of the transactions that its store has committed.
+//!
+//! Without a word of the operator, no acknowledged change may be lost. With a word, a change may be lost
+//! if, apart from the members whose loss is accepted, fewer members had it while they were in sync than
+//! are needed to read an object. The last changes are lost: the group serves no change without the
+//! changes before it, unless the only member left was being rebuilt. A change that was lost must not
+//! come back.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 
 use uuid::Uuid;
 
@@ -87,8 +94,9 @@ impl fmt::Display for State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.phase {
             Phase::Down => write!(f, "down")?,
-            Phase::Opening { present, refused, steps } => {
+            Phase::Opening { present, refused, steps, pardon } => {
                 write!(f, "opening {present:?} refused {} {} steps left", show(refused), steps.len())?;
+                pardon.iter().try_for_each(|pardon| write!(f, " {pardon}"))?;
             }
             Phase::Serving { present, record, queue, .. } => {
                 let queue: Vec<String> =
@@ -104,12 +112,16 @@ impl fmt::Display for State {
         let witness = (self.witness.term, in_sync);
         write!(
             f,
-            " | witness {witness:?} damaged {:?} acknowledged {} failed {} seen {}",
+            " | witness {witness:?}{} damaged {:?} forgotten {:?} acknowledged {} failed {} seen {} gone {}",
+            if self.lacks_witness { " lost" } else { "" },
             self.damaged,
+            self.forgotten,
             show(&self.acknowledged),
             show(&self.failed),
-            show(&self.seen)
-        )
+            show(&self.seen),
+            show(&self.gone)
+        )?;
+        self.pardon.iter().try_for_each(|pardon| write!(f, " {pardon}"))
     }
 }
 
@@ -185,8 +197,19 @@ struct Queued {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Phase {
     Down,
-    Opening { present: BTreeSet<Number>, refused: BTreeSet<ChangeId>, steps: Vec<Step> },
-    Serving { present: BTreeSet<Number>, record: GroupRecord, next: u64, queue: Vec<Queued> },
+    Opening {
+        present: BTreeSet<Number>,
+        refused: BTreeSet<ChangeId>,
+        steps: Vec<Step>,
+        /// What this decision may change, if it needs the operator's word.
+        pardon: Option<Pardon>,
+    },
+    Serving {
+        present: BTreeSet<Number>,
+        record: GroupRecord,
+        next: u64,
+        queue: Vec<Queued>,
+    },
 }
 
 /// What may still happen.
@@ -198,13 +221,52 @@ struct Budget {
     refusals: u8,
     damages: u8,
     rebuilds: u8,
+    /// How often the witness may be lost.
+    losses: u8,
+    /// How often the operator may accept the loss of members.
+    words: u8,
+}
+
+/// What a decision that needs the operator's word may change about the past.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct Pardon {
+    /// Changes that may be lost.
+    lost: BTreeSet<ChangeId>,
+    /// Changes that were lost or have failed, and may come back, because the members with the newer
+    /// state are lost.
+    back: BTreeSet<ChangeId>,
+    /// A member continues that was being rebuilt. It may have newer objects beside older ones.
+    in_any_order: bool,
+}
+
+impl Pardon {
+    fn both(one: Option<&Pardon>, other: Option<&Pardon>) -> Option<Pardon> {
+        let (Some(one), Some(other)) = (one, other) else { return one.or(other).cloned() };
+        Some(Pardon {
+            lost: one.lost.union(&other.lost).copied().collect(),
+            back: one.back.union(&other.back).copied().collect(),
+            in_any_order: one.in_any_order || other.in_any_order,
+        })
+    }
+}
+
+impl fmt::Display for Pardon {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "may lose {}, may bring back {}", show(&self.lost), show(&self.back))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     logs: Vec<Vec<Entry>>,
-    /// What the witness has stored. A group without a witness does not see it.
+    /// What the witness has stored, or had stored when it was lost.
     witness: WitnessEntry,
+    /// Whether the witness is lost. A group without a witness never sees it.
+    lacks_witness: bool,
+    /// Members of which the operator has accepted the loss.
+    forgotten: BTreeSet<Number>,
+    /// What the last decisions may have changed, since the group has last served requests.
+    pardon: Option<Pardon>,
     phase: Phase,
     budget: Budget,
     /// Members that have lost transactions and were not in sync since.
@@ -214,6 +276,12 @@ struct State {
     acknowledged: BTreeSet<ChangeId>,
     failed: BTreeSet<ChangeId>,
     seen: BTreeSet<ChangeId>,
+    /// Changes that were lost with the operator's word.
+    gone: BTreeSet<ChangeId>,
+    /// For each change that clients may know, the members that had it while they were in sync. Unused if
+    /// the operator gives no word.
+    holders: BTreeMap<ChangeId, BTreeSet<Number>>,
+    has_operator: bool,
 }
 
 /// A group with one scheme, and the parts of the protocol that a test leaves out.
@@ -224,6 +292,8 @@ struct Scheme {
     has_witness: bool,
     /// The record with the decision is stored before changes are undone.
     decides_first: bool,
+    /// The operator's word ends when the group serves requests. Otherwise it never ends.
+    word_ends: bool,
 }
 
 fn uuid(number: Number) -> Uuid {
@@ -254,6 +324,9 @@ impl Scheme {
         State {
             logs: vec![vec![Entry::Record(record.clone())]; self.members],
             witness: WitnessEntry { term: 1, in_sync },
+            lacks_witness: false,
+            forgotten: BTreeSet::new(),
+            pardon: None,
             phase: Phase::Serving {
                 present: (0..self.members).collect(),
                 record,
@@ -265,7 +338,15 @@ impl Scheme {
             acknowledged: BTreeSet::new(),
             failed: BTreeSet::new(),
             seen: BTreeSet::new(),
+            gone: BTreeSet::new(),
+            holders: BTreeMap::new(),
+            has_operator: budget.words > 0,
         }
+    }
+
+    /// What the group sees of the witness.
+    fn witness<'a>(&self, state: &'a State) -> Option<&'a WitnessEntry> {
+        Some(&state.witness).filter(|_| self.has_witness && !state.lacks_witness)
     }
 
     fn decide(
@@ -287,8 +368,8 @@ impl Scheme {
                 })
             })
             .collect();
-        let is_lost = |_: &Uuid| false;
-        let witness = self.has_witness.then_some(&state.witness);
+        let is_lost = |target: &Uuid| state.forgotten.contains(&number(*target));
+        let witness = self.witness(state);
         GroupEvidence { needed: self.needed, states: &states, witness, refused, is_lost: &is_lost }.decide()
     }
 
@@ -300,6 +381,43 @@ impl Scheme {
         (0..self.members).filter(|n| !sound(n)).count()
     }
 
+    /// Whether the model explores what a group does with damaged members. Either the group must tolerate
+    /// all faults, or the operator has accepted the loss of all damaged members, and the other members
+    /// are available.
+    fn is_in_scope(&self, state: &State, present: &BTreeSet<Number>) -> bool {
+        state.damaged.is_empty()
+            || self.faults(state, present) <= self.spare()
+            || state.damaged.is_subset(&state.forgotten)
+                && (0..self.members).all(|n| present.contains(&n) || state.damaged.contains(&n))
+    }
+
+    /// What a decision may change about the past.
+    fn pardon(&self, state: &State, decision: &Decision) -> Option<Pardon> {
+        let others = (0..self.members).filter(|n| !state.forgotten.contains(n));
+        let others: Vec<(Number, BTreeSet<ChangeId>)> =
+            others.map(|n| (n, replay(&state.logs[n]).data)).collect();
+        let has_known = |n: &Number, change: &ChangeId| {
+            state.holders.get(change).is_some_and(|holders| holders.contains(n))
+        };
+        let suffice = |change: &&ChangeId| {
+            let have_it = others.iter().filter(|(n, data)| data.contains(change) && has_known(n, change));
+            have_it.count() >= self.needed
+        };
+        let is_left = |change: &&ChangeId| others.iter().any(|(_, data)| data.contains(change));
+        let known = state.acknowledged.union(&state.seen);
+        let undone = state.failed.union(&state.gone);
+        let was_rebuilt = |(verdict, member): (&MemberVerdict, &MemberRecord)| {
+            matches!(verdict, MemberVerdict::Continues { .. }) && member.standing != Standing::InSync
+        };
+        // If a member that the operator has given up has lost its last changes, it may continue.
+        let applies = decision.on_word || !state.damaged.is_disjoint(&state.forgotten);
+        applies.then(|| Pardon {
+            lost: known.filter(|change| !suffice(change)).copied().collect(),
+            back: undone.filter(is_left).copied().collect(),
+            in_any_order: decision.verdicts.iter().zip(&decision.record.members).any(was_rebuilt),
+        })
+    }
+
     /// The steps with which an interval begins after a decision.
     fn steps(&self, state: &State, present: &BTreeSet<Number>, decision: &Decision) -> Vec<Step> {
         let stored = |n: Number| replay(&state.logs[n]);
@@ -309,7 +427,11 @@ impl Scheme {
             let member = &mut record.members[position];
             match verdict {
                 MemberVerdict::Continues { lacks } => {
+                    member.standing = Standing::InSync;
                     going_on.insert(number(member.target), lacks.clone());
+                }
+                MemberVerdict::Missing | MemberVerdict::NotInSync if decision.on_word => {
+                    member.standing = Standing::Blank;
                 }
                 MemberVerdict::Missing => {
                     member.standing =
@@ -323,7 +445,15 @@ impl Scheme {
         let each = |entries: &dyn Fn(Number, &BTreeSet<ChangeId>) -> Vec<Entry>| {
             Step::Commit(going_on.iter().map(|(&n, lacks)| (n, entries(n, lacks))).collect())
         };
-        let is_old = record.members == decision.record.members
+        let stores = |n: Number| {
+            let Stored { record, proposal, .. } = stored(n);
+            record.into_iter().chain(proposal).map(|record| record.term)
+        };
+        let heard = present.iter().flat_map(|&n| stores(n)).max().unwrap_or(0);
+        let heard = heard.max(self.witness(state).map_or(0, |witness| witness.term));
+        let is_old = !decision.on_word
+            && heard <= decision.record.term
+            && record.members == decision.record.members
             && record.undone.iter().all(|change| decision.record.undone.contains(change))
             && going_on.keys().all(|&n| stored(n).record.as_ref() == Some(&decision.record));
         let mut steps = Vec::new();
@@ -335,9 +465,9 @@ impl Scheme {
             steps.push(undo.clone());
         }
         if !is_old {
-            let heard = present.iter().flat_map(|&n| [stored(n).record, stored(n).proposal]);
-            let heard = heard.flatten().map(|record| record.term).max().unwrap_or(0);
-            record.term = heard.max(if self.has_witness { state.witness.term } else { 0 }) + 1;
+            // After a word of the operator, the term exceeds all terms that lost members may have.
+            let of_all = (0..self.members).flat_map(stores).chain([state.witness.term]).max();
+            record.term = if decision.on_word { of_all.unwrap_or(0) } else { heard } + 1;
             let notes = going_on.keys().flat_map(|&n| {
                 let stored = stored(n);
                 stored.intents.into_iter().chain(stored.notes)
@@ -352,10 +482,10 @@ impl Scheme {
             record = decision.record.clone();
         }
         let in_sync: BTreeSet<Uuid> = record.in_sync().map(|p| record.members[p].target).collect();
-        if state.witness != (WitnessEntry { term: record.term, in_sync: in_sync.clone() }) {
-            steps.push(Step::Witness(record.term, in_sync));
-        }
+        let entry = WitnessEntry { term: record.term, in_sync };
+        let witness = Step::Witness(entry.term, entry.in_sync.clone());
         if !is_old {
+            steps.push(witness.clone());
             steps.push(each(&|_, _| vec![Entry::Record(record.clone())]));
         }
         if self.decides_first {
@@ -365,6 +495,9 @@ impl Scheme {
             true => Vec::new(),
             false => vec![Entry::Forward(lacks.clone())],
         }));
+        if is_old && (state.lacks_witness || state.witness != entry) {
+            steps.push(witness);
+        }
         steps
     }
 
@@ -376,8 +509,8 @@ impl Scheme {
         let mut found = Vec::new();
         match &state.phase {
             Phase::Down => self.after_down(state, &mut found)?,
-            Phase::Opening { present, refused, steps } => {
-                self.after_opening(state, present, refused, steps, &mut found)?;
+            Phase::Opening { present, refused, steps, pardon } => {
+                self.after_opening(state, (present, refused, pardon), steps, &mut found)?;
             }
             Phase::Serving { .. } => self.after_serving(state, &mut found)?,
         }
@@ -385,6 +518,20 @@ impl Scheme {
     }
 
     fn after_down(&self, state: &State, found: &mut Vec<State>) -> Result<(), String> {
+        if state.budget.losses > 0 && !state.lacks_witness {
+            let mut next = state.clone();
+            next.budget.losses -= 1;
+            next.lacks_witness = true;
+            found.push(next);
+        }
+        for bits in 1u32..1 << self.members {
+            if state.budget.words > 0 {
+                let mut next = state.clone();
+                next.budget.words -= 1;
+                next.forgotten.extend((0..self.members).filter(|n| bits & 1 << n != 0));
+                found.push(next);
+            }
+        }
         if state.budget.damages > 0 {
             let all: BTreeSet<Number> = (0..self.members).collect();
             for n in 0..self.members {
@@ -393,7 +540,7 @@ impl Scheme {
                     next.budget.damages -= 1;
                     next.logs[n].truncate(keep);
                     next.damaged.insert(n);
-                    if self.faults(&next, &all) <= self.spare() {
+                    if self.is_in_scope(&next, &all) {
                         found.push(next);
                     }
                 }
@@ -401,7 +548,7 @@ impl Scheme {
         }
         for bits in 1u32..1 << self.members {
             let present: BTreeSet<Number> = (0..self.members).filter(|n| bits & 1 << n != 0).collect();
-            if !state.damaged.is_empty() && self.faults(state, &present) > self.spare() {
+            if !self.is_in_scope(state, &present) {
                 continue;
             }
             found.extend(self.open(state, &present, BTreeSet::new())?);
@@ -421,23 +568,25 @@ impl Scheme {
             Err(why) => {
                 // Without a witness, members in sync must wait for the operator's word if the
                 // missing ones suffice to continue.
-                let known = present.iter().filter(|&&n| !state.logs[n].is_empty()).count();
+                let is_missing = |n: &Number| !present.contains(n) || state.logs[*n].is_empty();
+                let awaited = |n: &Number| is_missing(n) && !state.forgotten.contains(n);
                 let must_serve = self.faults(state, present) <= self.spare()
-                    && (self.has_witness || self.members - known < self.needed);
+                    && (self.witness(state).is_some()
+                        || (0..self.members).filter(awaited).count() < self.needed);
                 check(!must_serve, || format!("the group does not serve: {why:?}"))?;
                 return Ok(None);
             }
         };
         let steps = self.steps(state, present, &decision);
-        let phase = Phase::Opening { present: present.clone(), refused, steps };
+        let pardon = self.pardon(state, &decision);
+        let phase = Phase::Opening { present: present.clone(), refused, steps, pardon };
         Ok(Some(State { phase, ..state.clone() }))
     }
 
     fn after_opening(
         &self,
         state: &State,
-        present: &BTreeSet<Number>,
-        refused: &BTreeSet<ChangeId>,
+        (present, refused, pardon): (&BTreeSet<Number>, &BTreeSet<ChangeId>, &Option<Pardon>),
         steps: &[Step],
         found: &mut Vec<State>,
     ) -> Result<(), String> {
@@ -458,6 +607,8 @@ impl Scheme {
                     found.push(crash(state.clone()));
                 }
                 done.witness = WitnessEntry { term: *term, in_sync: in_sync.clone() };
+                done.lacks_witness = false;
+                done.pardon = Pardon::both(done.pardon.as_ref(), pardon.as_ref());
             }
             Step::Commit(members) => {
                 if may_crash {
@@ -474,8 +625,12 @@ impl Scheme {
                 }
             }
         }
-        done.phase =
-            Phase::Opening { present: present.clone(), refused: refused.clone(), steps: rest.to_vec() };
+        done.phase = Phase::Opening {
+            present: present.clone(),
+            refused: refused.clone(),
+            steps: rest.to_vec(),
+            pardon: pardon.clone(),
+        };
         found.push(done);
         Ok(())
     }
@@ -494,15 +649,41 @@ impl Scheme {
         let contents: Vec<Stored> = in_sync.iter().map(|&n| replay(&state.logs[n])).collect();
         let data = &contents[0].data;
         check(contents.iter().all(|stored| stored.data == *data), || "the members differ".into())?;
-        check(state.acknowledged.is_subset(data), || "an acknowledged change is lost".into())?;
-        check(state.seen.is_subset(data), || "a change that was read is lost".into())?;
-        check(state.failed.is_disjoint(data), || "a failed change is back".into())?;
+        let lacks = |changes: &BTreeSet<ChangeId>| changes.difference(data).copied().collect();
+        let has = |changes: &BTreeSet<ChangeId>| changes.intersection(data).copied().collect();
+        let pardon = match &state.phase {
+            Phase::Opening { pardon, .. } => Pardon::both(state.pardon.as_ref(), pardon.as_ref()),
+            _ => None,
+        };
+        let pardon = pardon.unwrap_or_default();
+        let (lost, unseen): (BTreeSet<ChangeId>, BTreeSet<ChangeId>) =
+            (lacks(&state.acknowledged), lacks(&state.seen));
+        let (failed, back): (BTreeSet<ChangeId>, BTreeSet<ChangeId>) = (has(&state.failed), has(&state.gone));
+        check(lost.is_subset(&pardon.lost), || "an acknowledged change is lost".into())?;
+        check(unseen.is_subset(&pardon.lost), || "a change that was read is lost".into())?;
+        check(failed.is_subset(&pardon.back), || "a failed change is back".into())?;
+        check(back.is_subset(&pardon.back), || "a lost change is back".into())?;
+        let lost: BTreeSet<ChangeId> = lost.union(&unseen).copied().collect();
+        let kept = state.acknowledged.union(&state.seen).filter(|change| data.contains(change)).max();
+        let is_prefix = kept < lost.first() || lost.is_empty() || pardon.in_any_order;
+        check(is_prefix, || "a change before a kept one is lost".into())?;
         let last = contents.iter().flat_map(|s| s.intents.last().copied().into_iter().chain([s.trimmed]));
         let next = last.max().unwrap_or_default().number + 1;
         let mut serving = state.clone();
         serving.damaged.retain(|n| !in_sync.contains(n));
-        serving.seen.extend(data);
-        serving.failed.extend(refused.difference(data));
+        serving.acknowledged.retain(|change| data.contains(change));
+        serving.seen.clone_from(data);
+        serving.failed.extend(refused);
+        serving.failed.retain(|change| !data.contains(change));
+        for change in data.iter().filter(|_| state.has_operator) {
+            serving.holders.entry(*change).or_default().extend(&in_sync);
+        }
+        serving.gone.extend(lost);
+        serving.gone.retain(|change| !data.contains(change));
+        serving.pardon = None;
+        if self.word_ends {
+            serving.forgotten.clear();
+        }
         serving.phase = Phase::Serving { present: present.clone(), record, next, queue: Vec::new() };
         Ok(serving)
     }
@@ -522,6 +703,7 @@ impl Scheme {
         let mut state = state.clone();
         // No member has stored anything of an earlier change with this id.
         state.failed.remove(&change);
+        state.gone.remove(&change);
         let state = &state;
         if state.budget.changes > 0 {
             let mut started = state.clone();
@@ -567,7 +749,7 @@ impl Scheme {
                 lens[at] = kept;
                 let (mut next, refused) = self.commit_some(state, &in_sync, &lens);
                 next.budget.crashes -= 1;
-                if !next.damaged.is_empty() && self.faults(&next, &others) > self.spare() {
+                if !self.is_in_scope(&next, &others) {
                     continue;
                 }
                 match self.open(&next, &others, refused)? {
@@ -617,15 +799,39 @@ impl Scheme {
             }
             let own = replay(&state.logs[n]);
             let settled = current.intents.last().copied().unwrap_or_default().max(current.trimmed);
-            let data = match member.standing {
-                Standing::Stale { term, trimmed } if has_kept(&own, term, trimmed) => {
-                    let missing: BTreeSet<ChangeId> =
-                        current.notes.iter().chain(&own.notes).chain(&own.intents).copied().collect();
+            let missing: BTreeSet<ChangeId> =
+                current.notes.iter().chain(&own.notes).chain(&own.intents).copied().collect();
+            let keeps = match member.standing {
+                Standing::Stale { term, trimmed } => has_kept(&own, term, trimmed),
+                _ => false,
+            };
+            let data = match keeps {
+                true => {
                     let same = own.data.difference(&missing);
                     same.chain(current.data.intersection(&missing)).copied().collect()
                 }
-                _ => current.data.clone(),
+                false => current.data.clone(),
             };
+            // A crash interrupts the rebuild of a stale member, which then has some of the new objects.
+            let differ: Vec<ChangeId> =
+                own.data.symmetric_difference(&data).filter(|c| missing.contains(c)).copied().collect();
+            for bits in 0u32..1 << differ.len() {
+                if state.budget.crashes == 0 || !keeps || !state.has_operator {
+                    break;
+                }
+                let copied = (0..).zip(&differ).filter(|(at, _)| bits & 1 << at != 0).map(|(_, c)| *c);
+                let mut next = state.clone();
+                next.budget.rebuilds -= 1;
+                next.budget.crashes -= 1;
+                next.phase = Phase::Down;
+                next.logs[n] = vec![Entry::Copied {
+                    record: record.clone(),
+                    trimmed: settled,
+                    data: own.data.symmetric_difference(&copied.collect()).copied().collect(),
+                    notes: missing.clone(),
+                }];
+                found.push(next);
+            }
             let mut new = record.clone();
             new.members[position].standing = Standing::InSync;
             new.term = record.term + 1;
@@ -643,7 +849,8 @@ impl Scheme {
             let mut steps = vec![each(Entry::Proposal(record.clone(), new.clone()))];
             steps.push(Step::Witness(new.term, all().map(uuid).collect()));
             steps.push(each(Entry::Record(new)));
-            next.phase = Phase::Opening { present: present.clone(), refused: BTreeSet::new(), steps };
+            let (present, refused) = (present.clone(), BTreeSet::new());
+            next.phase = Phase::Opening { present, refused, steps, pardon: None };
             found.push(next);
         }
     }
@@ -673,6 +880,9 @@ impl Scheme {
             } else if matches!(queued.entry, Entry::Change(_)) {
                 next.acknowledged.insert(change);
                 next.seen.insert(change);
+                if state.has_operator {
+                    next.holders.entry(change).or_default().extend(in_sync);
+                }
             }
         }
         (next, refused)
@@ -738,14 +948,51 @@ impl Scheme {
     }
 }
 
-/// A hash of 128 bits, so that different states have different hashes.
+/// A hasher with 128 bits, so that different states have different hashes.
+struct Digest(u128);
+
+impl Digest {
+    fn add(&mut self, value: u64) {
+        const FACTOR: u128 = 0xda94_2042_e4dd_58b5_2360_ed05_1fc6_5da5;
+        self.0 = (self.0 ^ u128::from(value)).wrapping_mul(FACTOR);
+        self.0 ^= self.0 >> 67;
+    }
+}
+
+impl Hasher for Digest {
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut value = [0; 8];
+            value[..chunk.len()].copy_from_slice(chunk);
+            self.add(u64::from_le_bytes(value));
+        }
+    }
+
+    fn write_u8(&mut self, value: u8) {
+        self.add(u64::from(value));
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.add(value);
+    }
+
+    fn write_usize(&mut self, value: usize) {
+        self.add(value as u64);
+    }
+
+    fn write_isize(&mut self, value: isize) {
+        self.add(value as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0 as u64
+    }
+}
+
 fn digest(state: &State) -> u128 {
-    let half = |salt: u64| {
-        let mut hasher = DefaultHasher::new();
-        (salt, state).hash(&mut hasher);
-        u128::from(hasher.finish())
-    };
-    half(0) << 64 | half(1)
+    let mut digest = Digest(1);
+    state.hash(&mut digest);
+    digest.0
 }
 
 fn check(holds: bool, violation: impl FnOnce() -> String) -> Result<(), String> {
@@ -772,11 +1019,14 @@ const CODE_2_1: Scheme = scheme(3, 2);
 const CODE_2_2: Scheme = scheme(4, 2);
 
 const fn scheme(members: usize, needed: usize) -> Scheme {
-    Scheme { members, needed, has_witness: true, decides_first: true }
+    Scheme { members, needed, has_witness: true, decides_first: true, word_ends: true }
 }
 
 /// Events that a small exploration allows.
-const FEW: Budget = Budget { changes: 2, trims: 1, crashes: 2, refusals: 1, damages: 1, rebuilds: 1 };
+const FEW: Budget =
+    Budget { changes: 2, trims: 1, crashes: 2, refusals: 1, damages: 1, rebuilds: 1, losses: 0, words: 0 };
+/// Events around one word of the operator and one loss of the witness.
+const WORD: Budget = Budget { refusals: 0, damages: 0, losses: 1, words: 1, ..FEW };
 
 fn explore(scheme: Scheme, budget: Budget) {
     let states = scheme.explore(budget).unwrap_or_else(|violation| panic!("{violation}"));
@@ -802,13 +1052,15 @@ fn two_data_fragments_and_one_parity_fragment_keep_acknowledged_changes() {
 
 #[test]
 fn two_parity_fragments_tolerate_two_damaged_logs() {
-    explore(CODE_2_2, Budget { changes: 1, trims: 0, crashes: 1, refusals: 0, damages: 2, rebuilds: 0 });
+    let budget = Budget { changes: 1, trims: 0, crashes: 1, refusals: 0, damages: 2, rebuilds: 0, ..FEW };
+    explore(CODE_2_2, budget);
 }
 
 #[test]
 fn a_group_keeps_acknowledged_changes_over_several_crashes() {
-    explore(CODE_2_1, Budget { changes: 2, trims: 0, crashes: 2, refusals: 0, damages: 1, rebuilds: 0 });
-    explore(CODE_2_1, Budget { changes: 1, trims: 0, crashes: 3, refusals: 0, damages: 0, rebuilds: 1 });
+    let without = Budget { trims: 0, refusals: 0, rebuilds: 0, ..FEW };
+    explore(CODE_2_1, without);
+    explore(CODE_2_1, Budget { changes: 1, crashes: 3, damages: 0, rebuilds: 1, ..without });
 }
 
 #[test]
@@ -820,4 +1072,33 @@ fn a_group_without_a_witness_keeps_acknowledged_changes() {
 #[should_panic(expected = "the id (1.1) is used twice")]
 fn changes_that_are_undone_before_the_decision_is_stored_are_lost() {
     explore(Scheme { decides_first: false, ..CODE_2_1 }, Budget { rebuilds: 0, ..FEW });
+}
+
+#[test]
+fn a_group_keeps_acknowledged_changes_when_its_witness_is_lost() {
+    explore(MIRROR_2, Budget { refusals: 0, losses: 1, ..FEW });
+    explore(MIRROR_3, Budget { changes: 1, trims: 0, refusals: 0, rebuilds: 0, losses: 1, ..FEW });
+    explore(CODE_2_1, Budget { crashes: 1, refusals: 0, rebuilds: 0, losses: 1, ..FEW });
+}
+
+#[test]
+fn two_copies_lose_only_what_the_operator_accepts() {
+    explore(MIRROR_2, WORD);
+    explore(MIRROR_2, Budget { changes: 1, damages: 1, losses: 0, ..WORD });
+    explore(MIRROR_2, Budget { trims: 0, losses: 0, words: 2, ..WORD });
+    // A lost member returns, and has a settled change that the group has lost.
+    explore(MIRROR_2, Budget { changes: 1, crashes: 3, losses: 0, ..WORD });
+    explore(Scheme { word_ends: false, ..MIRROR_2 }, Budget { changes: 1, ..WORD });
+}
+
+#[test]
+fn three_copies_lose_only_what_the_operator_accepts() {
+    explore(MIRROR_3, Budget { changes: 1, trims: 0, rebuilds: 0, ..WORD });
+}
+
+#[test]
+fn fragments_are_lost_only_if_the_operator_accepts_it() {
+    explore(CODE_2_1, Budget { trims: 0, rebuilds: 0, losses: 0, ..WORD });
+    explore(CODE_2_1, Budget { changes: 1, trims: 0, rebuilds: 0, ..WORD });
+    explore(CODE_2_2, Budget { changes: 1, trims: 0, rebuilds: 0, losses: 0, crashes: 1, ..WORD });
 }

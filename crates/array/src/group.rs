@@ -30,6 +30,7 @@ use crate::rebuilding::Rebuilding;
 use crate::stage::Stages;
 use crate::terms::Terms;
 use crate::witness::Witness;
+use crate::word::OperatorsWord;
 
 /// Options of a new [`Group`].
 pub struct GroupOptions {
@@ -64,12 +65,16 @@ pub struct GroupOptions {
     pub clock: WallClock,
     /// Knows the group's last term.
     pub witness: Rc<dyn Witness>,
-    /// Returns true if an operator has accepted the loss of a target, or if the target has left the
-    /// node.
-    pub is_lost: Rc<dyn Fn(&Uuid) -> bool>,
+    /// Returns true if an operator has accepted the loss of a target.
+    pub is_forgotten: Rc<dyn Fn(&Uuid) -> bool>,
+    /// Returns true if a target has left the node.
+    pub has_left: Rc<dyn Fn(&Uuid) -> bool>,
 }
 
 /// The state of a placement group with redundancy: its members and what is known about each.
+///
+/// Whenever the owner changes the data of an object, it also changes an xattr of the object, and never
+/// to an earlier value. Salvage (`salvage.rs`) recognises the same content by that.
 pub struct Group {
     pub(crate) cid: CollectionId,
     /// See [`GroupOptions::place`].
@@ -86,8 +91,7 @@ pub struct Group {
     pub(crate) calls: Calls,
     pub(crate) intervals: Intervals,
     pub(crate) terms: Terms,
-    /// See [`GroupOptions::is_lost`].
-    pub(crate) is_lost: Rc<dyn Fn(&Uuid) -> bool>,
+    pub(crate) word: OperatorsWord,
     pub(crate) dirty_max: usize,
     /// If true, the next interval discards all dirty notes. Stale members, which need the notes,
     /// become blank.
@@ -139,7 +143,7 @@ impl Group {
             coding: options.coding,
             targets: options.targets,
             intervals: Intervals::default(),
-            is_lost: options.is_lost,
+            word: OperatorsWord::new(options.is_forgotten, options.has_left),
             terms: Terms::new(options.clock, options.witness, options.place),
             dirty_max: options.dirty_max,
             drops_notes: Cell::new(false),
@@ -167,6 +171,12 @@ impl Group {
     /// Minimum number of members with which the group can continue.
     pub fn needed(&self) -> usize {
         self.layout.k
+    }
+
+    /// Lets the group act on the operator's word that targets are lost, until its next interval opens.
+    /// A new group also does so until its first interval opens.
+    pub fn heed_word(&self) {
+        self.word.heed(true);
     }
 
     /// Number of the current interval. The number changes when the incarnation of a store changes,

@@ -9,6 +9,7 @@
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
 //!   that a transaction makes to one object. `staging` writes large data before its transaction.
+//! - `salvage` continues with stale members after an operator has accepted a loss (`word`).
 //! - `rebuild` brings members back in sync, `scrub` compares the fragments of all members, `repair`
 //!   replaces a damaged fragment. `rebuild` and `repair` use `copy`, which copies an object to a
 //!   member.
@@ -84,6 +85,7 @@ mod record;
 mod removal;
 mod repair;
 mod rows;
+mod salvage;
 mod scrub;
 mod split;
 mod stage;
@@ -94,6 +96,7 @@ mod transact;
 mod undo;
 mod view;
 mod witness;
+mod word;
 mod work;
 
 pub use array::{Array, ArrayFuture};

@@ -16,7 +16,7 @@ use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 
-use crate::decision::{Decision, GroupEvidence, MemberState, MemberVerdict, Undecided};
+use crate::decision::{Decision, GroupEvidence, MemberState, MemberVerdict, Salvage, Undecided};
 use crate::group::Group;
 use crate::member::Member;
 use crate::member_link::MemberLink;
@@ -24,27 +24,28 @@ use crate::page::page;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
 use crate::view::MemberView;
 
+/// Why a group cannot continue.
+pub(crate) struct NotDecided {
+    /// The targets that the group needs and that are missing or have gone back.
+    pub(crate) waits_for: Vec<Uuid>,
+    pub(crate) error: StoreError,
+}
+
 impl Group {
     /// Decides how the group continues, from what the available targets have stored.
     ///
     /// # Errors
-    /// [`StoreError::TooFewTargets`] if the group cannot continue with these targets.
+    /// With [`StoreError::TooFewTargets`] if the group cannot continue with these targets, and with
     /// [`StoreError::Corrupt`] if the membership record does not match the redundancy scheme.
-    pub(crate) fn decide(&self, views: &[MemberView]) -> store::Result<Decision> {
-        let states: Vec<MemberState> = views.iter().map(|view| view.state.clone()).collect();
-        let (witness, intents) = (self.terms.witness(), self.intents.borrow());
-        let evidence = GroupEvidence {
-            needed: self.layout.k,
-            states: &states,
-            witness: witness.as_ref(),
-            refused: intents.refused(),
-            is_lost: &*self.is_lost,
-        };
-        let mut decision = evidence.decide().map_err(|undecided| self.refusal(undecided))?;
+    pub(crate) fn decide(&self, views: &[MemberView]) -> Result<Decision, NotDecided> {
+        let mut decision = self
+            .with_evidence(views, |evidence| evidence.decide())
+            .map_err(|undecided| self.refusal(undecided))?;
         let (there, needed) = (decision.record.members.len(), self.layout.fragments());
         if there != needed {
             let detail = format!("its membership record lists {there} members instead of {needed}");
-            return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
+            let error = StoreError::Corrupt { what: format!("group {}", self.cid), detail };
+            return Err(NotDecided { waits_for: Vec::new(), error });
         }
         // A member that could not receive the changes that it lacks is rebuilt instead.
         let cannot_catch_up = self.cannot_catch_up.borrow();
@@ -57,27 +58,43 @@ impl Group {
         Ok(decision)
     }
 
-    /// Returns the targets that the group waits for; `None` before its first decision. There are none if
-    /// the group can continue, or if the operator has accepted the loss of all of them.
+    /// Returns how the group can continue although no decision is possible; `None` if it cannot.
+    pub(crate) fn to_salvage(&self, views: &[MemberView]) -> Option<Salvage> {
+        self.with_evidence(views, |evidence| evidence.salvage())
+    }
+
+    /// Calls `f` with what a decision is based on.
+    fn with_evidence<T>(&self, views: &[MemberView], f: impl FnOnce(&GroupEvidence<'_>) -> T) -> T {
+        let states: Vec<MemberState> = views.iter().map(|view| view.state.clone()).collect();
+        let (witness, intents) = (self.terms.witness(), self.intents.borrow());
+        f(&GroupEvidence {
+            needed: self.layout.k,
+            states: &states,
+            witness: witness.as_ref(),
+            refused: intents.refused(),
+            is_lost: &|target| self.word.is_lost(target),
+        })
+    }
+
+    /// Returns the targets that the group needs and that are missing or have gone back; `None` before
+    /// the group's first decision. There are none if the group can continue.
     #[must_use]
     pub fn waits_for(&self) -> Option<Vec<Uuid>> {
         self.waits_for.borrow().clone()
     }
 
-    /// The error of a group that cannot continue. Also records the targets that the group waits for.
-    fn refusal(&self, undecided: Undecided) -> StoreError {
-        let named = match &undecided {
+    /// Describes why the group cannot continue.
+    fn refusal(&self, undecided: Undecided) -> NotDecided {
+        let waits_for = match &undecided {
             Undecided::NoData => Vec::new(),
             Undecided::Outdated { ahead: named }
             | Undecided::TooFew { missing: named, .. }
             | Undecided::Doubt { ahead: named, .. }
             | Undecided::Lost { back: named, .. } => named.clone(),
         };
-        let is_hopeless = named.iter().all(|uuid| (self.is_lost)(uuid));
-        self.waits_for.replace(Some(if is_hopeless { Vec::new() } else { named }));
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let needed = self.layout.k;
-        let are_lost = |uuids: &[Uuid]| !uuids.is_empty() && uuids.iter().all(|uuid| (self.is_lost)(uuid));
+        let are_lost = |uuids: &[Uuid]| !uuids.is_empty() && uuids.iter().all(|uuid| self.word.is_lost(uuid));
         let (there, needed, detail) = match undecided {
             Undecided::TooFew { there, missing: lost } | Undecided::Lost { there, back: lost }
                 if are_lost(&lost) =>
@@ -118,7 +135,7 @@ impl Group {
                 (there, needed, detail)
             }
         };
-        StoreError::TooFewTargets { there, needed, detail }
+        NotDecided { waits_for, error: StoreError::TooFewTargets { there, needed, detail } }
     }
 
     /// Makes the members that continue agree on a membership record. Returns the record, and the
@@ -135,7 +152,7 @@ impl Group {
         let mut record = old.clone();
         for (member, verdict) in record.members.iter_mut().zip(verdicts) {
             match verdict {
-                MemberVerdict::Continues { .. } => {}
+                MemberVerdict::Continues { .. } => member.standing = Standing::InSync,
                 MemberVerdict::Missing | MemberVerdict::NotInSync if *on_word => {
                     member.standing = Standing::Blank
                 }

@@ -20,6 +20,7 @@ use crate::group::Group;
 use crate::intents::Intents;
 use crate::interval::{Interval, over};
 use crate::member::Member;
+use crate::members::NotDecided;
 use crate::record::{ChangeId, GroupRecord, MemberRecord};
 use crate::removal::leftovers;
 use crate::task::spawn;
@@ -97,7 +98,17 @@ impl Group {
         if self.number() != number {
             return Err(over(number));
         }
-        let decision = self.decide(&views).map_err(|e| self.calls.unless_hopeful(e))?;
+        let decision = match self.decide(&views) {
+            Ok(decision) => decision,
+            Err(NotDecided { waits_for, error }) => {
+                self.waits_for.replace(Some(waits_for));
+                let Some(salvage) = self.to_salvage(&views) else {
+                    return Err(self.calls.unless_hopeful(error));
+                };
+                self.salvage(number, &salvage, &views).await?;
+                return Err(over(number));
+            }
+        };
         let mut members = continuing(&decision, &views);
         let in_sync = members.iter().flatten().map(|view| Rc::clone(&view.link.target));
         self.calls.set_in_sync(in_sync.collect());
@@ -109,6 +120,7 @@ impl Group {
             return Err(over(number));
         }
         self.waits_for.replace(Some(Vec::new()));
+        self.word.heed(false);
         *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
         self.cannot_catch_up.borrow_mut().clear();
         tracing::debug!(cid = %self.cid, number, term = record.term, "opened an interval of the group");

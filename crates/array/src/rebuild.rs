@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::{self, TryStreamExt};
-use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
+use store::{ObjectId, StoreError};
 use tokio::time::Instant;
 
 use crate::ask::after;
@@ -22,10 +22,7 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::pace::Pace;
 use crate::rebuilding::{MissingObjects, Rebuilding};
-use crate::record::{
-    ChangeId, GroupEntry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record,
-    key_trimmed, own_object,
-};
+use crate::record::{ChangeId, GroupEntry, GroupRecord, MemberRecord, Standing, own_object};
 
 /// Pause before a failed rebuild of a group's member is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
@@ -151,15 +148,12 @@ impl Group {
         };
         // No change is in progress, so all committed changes are settled.
         let settled = self.intents.borrow().last_committed();
-        let entries = vec![(key_record(), record.encode()), (key_trimmed(), settled.encode().into())];
-        let note = Op::OmapSet { oid: own_object(), entries };
         let missing = match own {
-            Some(own) => MissingObjects::Only(self.clean(&link, own, note).await?),
+            Some(own) => MissingObjects::Only(self.clean(&link, own, &record, settled).await?),
             None => {
                 self.wipe(&target).await?;
                 self.create_on(&target, &record).await?;
-                let note = Transaction::new(self.cid.clone()).with(note);
-                self.calls.apply_to(&link, note.from_reserve()).await?;
+                self.replace_records(&link, &record, settled).await?;
                 MissingObjects::all()
             }
         };
@@ -231,14 +225,14 @@ impl Group {
         Ok(Some(entries))
     }
 
-    /// Removes the old undo objects of a member, and replaces its old records by those that `note`
-    /// sets. Returns the objects whose content on this member may differ from their content on the
+    /// Removes the old undo objects of a member, and replaces its old records. Returns the objects whose content on this member may differ from their content on the
     /// other members.
     async fn clean(
         &self,
         link: &MemberLink,
         own: Vec<GroupEntry>,
-        note: Op,
+        record: &GroupRecord,
+        settled: ChangeId,
     ) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for entry in own {
@@ -254,21 +248,8 @@ impl Group {
         // Write dirty notes for these objects. If the rebuild is interrupted, the notes replace the
         // member's intents, which are removed next.
         self.note_dirty(link, missing.iter()).await?;
-        let keep = own_object();
-        loop {
-            // The array's own objects sort before all other objects.
-            let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
-            let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
-            let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
-            let last = removals.is_empty();
-            let ops = if last { vec![forget_all_but_dirty(), note.clone()] } else { removals };
-            self.calls
-                .apply_to(link, Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
-                .await?;
-            if last {
-                return Ok(missing);
-            }
-        }
+        self.replace_records(link, record, settled).await?;
+        Ok(missing)
     }
 }
 

@@ -50,8 +50,7 @@ impl Views {
 impl MemberView {
     /// The highest term of the target's record and proposal.
     pub(crate) fn heard(&self) -> u64 {
-        let MemberState { record, proposal, .. } = &self.state;
-        proposal.iter().map(|proposal| proposal.term).fold(record.term, u64::max)
+        self.state.heard()
     }
 }
 

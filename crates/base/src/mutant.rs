@@ -36,11 +36,15 @@ pub enum Mutant {
     CodeUnverifiedData,
     /// An array computes a lost fragment from other fragments without verifying them.
     RecoverFromUnverified,
+    /// An array decides without the witness, and does not doubt members that are missing.
+    IgnoreWitness,
+    /// The osd uses a target that has gone back to an earlier state.
+    TrustReturnedTarget,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 13] = [
+    pub const ALL: [Mutant; 15] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -54,6 +58,8 @@ impl Mutant {
         Mutant::TrustTransferredPayload,
         Mutant::CodeUnverifiedData,
         Mutant::RecoverFromUnverified,
+        Mutant::IgnoreWitness,
+        Mutant::TrustReturnedTarget,
     ];
 
     /// The bug's name for command lines.
@@ -73,6 +79,8 @@ impl Mutant {
             Mutant::TrustTransferredPayload => "trust-transferred-payload",
             Mutant::CodeUnverifiedData => "code-unverified-data",
             Mutant::RecoverFromUnverified => "recover-from-unverified",
+            Mutant::IgnoreWitness => "ignore-witness",
+            Mutant::TrustReturnedTarget => "trust-returned-target",
         }
     }
 }

@@ -41,6 +41,9 @@ pub struct Ready {
     /// UUID of the node, if the role serves clients.
     #[serde(default)]
     pub node: Option<Uuid>,
+    /// UUIDs of the node's targets in the order of their numbers, if the role serves clients.
+    #[serde(default)]
+    pub numbered: Vec<Uuid>,
     /// Name of the engine that moves data between osd and store, if the role uses an engine.
     pub engine: Option<String>,
     /// Whether the engine between osd and store is emulated.

@@ -116,6 +116,17 @@ pub enum IdentityError {
         /// Path of the missing file.
         file: PathBuf,
     },
+    /// The path of a target contains another target of the node.
+    #[error(
+        "{} contains target {found}, which is another target of this node; restart the node, which records where its targets are: outboard down && outboard up",
+        path.display()
+    )]
+    Occupied {
+        /// The path.
+        path: PathBuf,
+        /// UUID of the target at the path.
+        found: Uuid,
+    },
     /// A target is in use.
     #[error("target {}: {source}", path.display())]
     InUse {
@@ -126,7 +137,7 @@ pub enum IdentityError {
     },
     /// The node's identity was not recorded yet.
     #[error(
-        "the node's identity {} is missing; start the node, which writes the file: outboard up",
+        "the node's identity {} is missing; start the node, which writes the file: outboard up; if the node is running, stop it first: outboard down",
         path.display()
     )]
     NoFile {
@@ -154,15 +165,28 @@ pub struct KnownTarget {
     path: PathBuf,
     /// UUID of the target.
     uuid: Uuid,
+    /// Number of the target in commands, which the osd has announced; `None` before that. It stays the
+    /// same if the target moves to another path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    number: Option<u32>,
     /// Whether the operator has accepted the loss of the target, and the osd does not know it yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     forgotten: bool,
 }
 
+/// What the role that serves clients must know of the node's identity before it starts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ExpectedNode {
+    /// UUID of the node; `None` if the node has never run.
+    pub node: Option<Uuid>,
+    /// Targets of which the operator has accepted the loss.
+    pub forgotten: Vec<Uuid>,
+}
+
 impl KnownTarget {
     /// Creates the record of a target.
     pub fn new(path: PathBuf, uuid: Uuid) -> KnownTarget {
-        KnownTarget { path, uuid, forgotten: false }
+        KnownTarget { path, uuid, number: None, forgotten: false }
     }
 
     /// Converts an announced target.
@@ -268,35 +292,80 @@ impl Identity {
         replace_file(&dir.identity(), &text)
     }
 
-    /// Records that the target with the UUID `uuid` is now the target at `path`, in place of a lost
-    /// target. Does nothing if the file does not exist.
+    /// Reads the identity of the node in `dir`.
     ///
     /// # Errors
-    /// If the file cannot be read or written.
-    pub fn replace_target(dir: &NodeDir, path: &Path, uuid: Uuid) -> Result<(), IdentityError> {
+    /// If the file is missing, cannot be read, is damaged, or has another format.
+    pub fn load_existing(dir: &NodeDir) -> Result<Identity, IdentityError> {
+        Identity::load(dir)?.ok_or_else(|| IdentityError::NoFile { path: dir.identity() })
+    }
+
+    /// Returns the target with this number.
+    ///
+    /// # Errors
+    /// [`IdentityError::NoTarget`] if there is none.
+    pub fn target(&self, number: u32) -> Result<&KnownTarget, IdentityError> {
+        self.position(number).map(|at| &self.targets[at])
+    }
+
+    /// Returns the path of target `number`, so that a new target can be created there.
+    ///
+    /// # Errors
+    /// If there is no such target, or if its path contains another target of the node.
+    pub fn place_of(&self, dir: &NodeDir, number: u32) -> Result<PathBuf, IdentityError> {
+        let target = self.target(number)?;
+        let path = dir.path().join(target.path());
+        match BlockStore::uuid_at(&path) {
+            Ok(found) if found != target.uuid && self.targets.iter().any(|other| other.uuid == found) => {
+                Err(IdentityError::Occupied { path, found })
+            }
+            _ => Ok(path),
+        }
+    }
+
+    /// Returns the position of the target with this number. Before the osd has announced the numbers,
+    /// they are the positions.
+    fn position(&self, number: u32) -> Result<usize, IdentityError> {
+        let is_numbered = self.targets.iter().any(|target| target.number.is_some());
+        let found = match is_numbered {
+            true => self.targets.iter().position(|target| target.number == Some(number)),
+            false => Some(number as usize).filter(|at| *at < self.targets.len()),
+        };
+        let last = self.targets.len().saturating_sub(1);
+        found.ok_or(IdentityError::NoTarget { number, last })
+    }
+
+    /// Records that the target with the UUID `uuid` has taken the number and the path of a lost target.
+    ///
+    /// # Errors
+    /// If there is no target with this number, or if the file is missing or cannot be read or written.
+    pub fn replace_target(dir: &NodeDir, number: u32, uuid: Uuid) -> Result<(), IdentityError> {
         let _lock = lock(dir)?;
-        let Some(mut identity) = Identity::load(dir)? else { return Ok(()) };
-        let places = identity.targets.iter_mut().filter(|target| target.path == path);
-        places.for_each(|target| *target = KnownTarget::new(path.to_owned(), uuid));
+        let mut identity = Identity::load_existing(dir)?;
+        let at = identity.position(number)?;
+        let target = &mut identity.targets[at];
+        *target = KnownTarget { number: target.number, ..KnownTarget::new(target.path.clone(), uuid) };
         Ok(identity.save(dir)?)
     }
 
     /// Records that the operator accepts the loss of what only target `number` has. The osd learns it
-    /// when it starts. Targets have the order of the configuration. Returns the target.
+    /// when it starts. Returns the target.
     ///
     /// # Errors
     /// If there is no such target, or if the file is missing or cannot be read or written.
     pub fn forget_target(dir: &NodeDir, number: u32) -> Result<KnownTarget, IdentityError> {
         let _lock = lock(dir)?;
-        let mut identity =
-            Identity::load(dir)?.ok_or_else(|| IdentityError::NoFile { path: dir.identity() })?;
-        let last = identity.targets.len().saturating_sub(1);
-        let target = identity.targets.get_mut(number as usize);
-        let target = target.ok_or(IdentityError::NoTarget { number, last })?;
-        target.forgotten = true;
-        let target = target.clone();
+        let mut identity = Identity::load_existing(dir)?;
+        let at = identity.position(number)?;
+        identity.targets[at].forgotten = true;
+        let target = identity.targets[at].clone();
         identity.save(dir)?;
         Ok(target)
+    }
+
+    /// Returns what the role that serves clients must know before it starts.
+    pub fn expected(&self) -> ExpectedNode {
+        ExpectedNode { node: self.node, forgotten: self.forgotten() }
     }
 
     /// Returns the targets of which the operator has accepted the loss, if the osd does not know it
@@ -317,17 +386,22 @@ impl Identity {
         Ok(identity.save(dir)?)
     }
 
-    /// Adds the UUID of the node to the file, and creates the file if it does not exist. The osd has
-    /// accepted the targets and has announced `node`.
+    /// Adds the UUID of the node and the numbers of the targets to the file, and creates the file if it
+    /// does not exist. The osd has accepted the targets, and has announced `node` and `numbered`: the
+    /// UUIDs of the targets in the order of their numbers.
     ///
     /// # Errors
     /// If the file cannot be read or written.
-    pub fn record(&self, dir: &NodeDir, node: Option<Uuid>) -> Result<(), IdentityError> {
+    pub fn record(&self, dir: &NodeDir, node: Option<Uuid>, numbered: &[Uuid]) -> Result<(), IdentityError> {
         let _lock = lock(dir)?;
         let recorded = Identity::load(dir)?;
         // `target replace` may have changed the file.
         let current = recorded.as_ref().unwrap_or(self);
-        let identity = Identity { node: node.or(current.node), ..current.clone() };
+        let mut identity = Identity { node: node.or(current.node), ..current.clone() };
+        for target in &mut identity.targets {
+            let number = numbered.iter().position(|uuid| *uuid == target.uuid).map(|at| at as u32);
+            target.number = number.or(target.number);
+        }
         if recorded.as_ref() == Some(&identity) {
             return Ok(());
         }
@@ -403,8 +477,10 @@ pub fn settle(dir: &NodeDir, paths: &[PathBuf]) -> Result<Settled, IdentityError
     if let Some(error) = first.filter(|_| notes.len() == paths.len()) {
         return Err(error);
     }
-    let is_forgotten = |uuid: &Uuid| recorded.forgotten().contains(uuid);
-    let target = |(path, uuid): (PathBuf, Uuid)| KnownTarget { path, uuid, forgotten: is_forgotten(&uuid) };
+    let target = |(path, uuid): (PathBuf, Uuid)| {
+        let known = recorded.targets.iter().find(|target| target.uuid == uuid);
+        known.map_or(KnownTarget::new(path.clone(), uuid), |known| KnownTarget { path, ..known.clone() })
+    };
     let targets = paths.iter().cloned().zip(uuids).map(target).collect();
     let identity = Identity { targets, ..recorded.clone() };
     Ok(Settled { is_recorded: identity == recorded, identity, has_file: true, notes })
@@ -498,21 +574,38 @@ mod tests {
     }
 
     #[test]
+    fn a_target_keeps_its_number_when_it_moves_and_gives_it_to_its_replacement() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let (a, b, c) = (Uuid::from_u128(1), Uuid::from_u128(2), Uuid::from_u128(3));
+        // The osd numbers the targets differently, because they had other paths when the node was made.
+        Identity::new(vec![target("a", 1), target("b", 2)]).record(&dir, None, &[b, a]).unwrap();
+        let uuid_of = |number| Identity::load_existing(&dir).unwrap().target(number).map(KnownTarget::uuid);
+        assert_eq!((uuid_of(0).unwrap(), uuid_of(1).unwrap()), (b, a));
+        assert_eq!(Identity::forget_target(&dir, 0).unwrap().path(), Path::new("b"));
+        Identity::replace_target(&dir, 0, c).unwrap();
+        let identity = Identity::load_existing(&dir).unwrap();
+        assert_eq!((identity.target(0).unwrap().path(), uuid_of(0).unwrap()), (Path::new("b"), c));
+        assert!(identity.forgotten().is_empty());
+        assert!(matches!(uuid_of(2), Err(IdentityError::NoTarget { number: 2, last: 1 })));
+    }
+
+    #[test]
     fn a_saved_identity_can_be_loaded_and_a_damaged_one_is_an_error() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
         assert_eq!(Identity::load(&dir).unwrap(), None);
         let identity = Identity::new(vec![target("targets/0.img", 1), target("/dev/b", 2)]);
-        identity.record(&dir, None).unwrap();
+        identity.record(&dir, None, &[]).unwrap();
         assert_eq!(Identity::load(&dir).unwrap().as_ref(), Some(&identity));
-        Identity::replace_target(&dir, Path::new("/dev/b"), Uuid::from_u128(3)).unwrap();
-        identity.record(&dir, Some(Uuid::from_u128(7))).unwrap();
-        identity.record(&dir, None).unwrap();
+        Identity::replace_target(&dir, 1, Uuid::from_u128(3)).unwrap();
+        identity.record(&dir, Some(Uuid::from_u128(7)), &[]).unwrap();
+        identity.record(&dir, None, &[]).unwrap();
         assert_eq!(Identity::forget_target(&dir, 1).unwrap().uuid(), Uuid::from_u128(3));
         assert!(matches!(Identity::forget_target(&dir, 2), Err(IdentityError::NoTarget { last: 1, .. })));
         let forgotten = Identity::load(&dir).unwrap().unwrap().forgotten();
         assert_eq!(forgotten, [Uuid::from_u128(3)]);
-        identity.record(&dir, None).unwrap();
+        identity.record(&dir, None, &[]).unwrap();
         assert_eq!(Identity::load(&dir).unwrap().unwrap().forgotten(), forgotten);
         Identity::osd_knows(&dir, &forgotten).unwrap();
         let loaded = Identity::load(&dir).unwrap().unwrap();

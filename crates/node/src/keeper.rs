@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use super::config::SuperviseSection;
 use super::dir::NodeDir;
-use super::identity::{Identity, KnownTarget};
+use super::identity::{ExpectedNode, Identity, KnownTarget};
 use super::logging;
 use super::state::Role;
 use super::units::ByteSize;
@@ -165,7 +165,7 @@ impl Keeper {
     }
 
     fn start(&mut self) -> std::io::Result<Child> {
-        self.forgotten = self.forgotten_targets();
+        let expected = self.expected_node();
         let spec = &self.spec;
         let log = logging::open_file(&spec.log, spec.log_max)?;
         let mut command = Command::new(&spec.program);
@@ -178,9 +178,13 @@ impl Keeper {
         for known in self.known_targets() {
             command.args(["--known-target".into(), known.to_argument()]);
         }
-        for uuid in &self.forgotten {
+        if let Some(node) = expected.node {
+            command.args(["--expected-node", &node.to_string()]);
+        }
+        for uuid in &expected.forgotten {
             command.args(["--forgotten-target", &uuid.to_string()]);
         }
+        self.forgotten = expected.forgotten;
         // The allocator keeps freed memory for two seconds, because a role under load soon needs
         // this memory again.
         if std::env::var_os(PURGE_DELAY).is_none() {
@@ -203,12 +207,11 @@ impl Keeper {
         }
     }
 
-    /// Returns the targets of which the operator has accepted the loss, for the command line of the
-    /// osd.
-    fn forgotten_targets(&self) -> Vec<Uuid> {
+    /// Returns what the role must know of the node's identity, for its command line.
+    fn expected_node(&self) -> ExpectedNode {
         match (self.spec.role, Identity::load(&self.spec.dir)) {
-            (Role::Osd | Role::Node, Ok(Some(identity))) => identity.forgotten(),
-            _ => Vec::new(),
+            (Role::Osd | Role::Node, Ok(Some(identity))) => identity.expected(),
+            _ => ExpectedNode::default(),
         }
     }
 

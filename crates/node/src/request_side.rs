@@ -24,6 +24,7 @@ use super::coding;
 use super::config::{self, Config};
 use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
+use crate::identity::ExpectedNode;
 use crate::witness_file::WitnessFile;
 
 /// Maximum size of a staging buffer, in bytes: two segments of 2 MiB.
@@ -148,7 +149,7 @@ pub async fn serve(
     config: Arc<Config>,
     listen: String,
     controls: Controls,
-    forgotten: Vec<Uuid>,
+    expected: ExpectedNode,
     started: oneshot::Sender<Result<Ready>>,
     stop: impl Future<Output = ()>,
 ) -> Result<()> {
@@ -189,7 +190,8 @@ pub async fn serve(
         missed_objects_per_pg: config.osd.missed_objects_per_pg,
         session_expiry: config.osd.session_expiry.0,
         witness: Some(WitnessFile::at(config.osd.witness.as_ref())),
-        forgotten,
+        forgotten: expected.forgotten,
+        node: expected.node,
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
         requests_per_connection: config.osd.requests_per_connection,
@@ -200,6 +202,7 @@ pub async fn serve(
         let ready = result.map(|started| Ready {
             endpoint: Some(started.endpoint),
             node: Some(started.node),
+            numbered: started.targets,
             engine: Some(backend.engine),
             emulated: backend.emulated,
             ..Ready::default()

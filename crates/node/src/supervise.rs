@@ -47,6 +47,8 @@ pub struct Supervisor {
     state: NodeState,
     /// UUID of the node, which the role that serves clients announces.
     node: Option<Uuid>,
+    /// UUIDs of the node's targets in the order of their numbers, which this role announces, too.
+    numbered: Vec<Uuid>,
     kept: Vec<KeptRole>,
     events: mpsc::Receiver<(Role, RoleEvent)>,
     report: mpsc::Sender<(Role, RoleEvent)>,
@@ -59,7 +61,17 @@ impl Supervisor {
     /// node.
     pub fn new(dir: NodeDir, state: NodeState, policy: SuperviseSection, signals: StopSignals) -> Supervisor {
         let (report, events) = mpsc::channel(16);
-        Supervisor { dir, state, node: None, kept: Vec::new(), events, report, policy, signals }
+        Supervisor {
+            dir,
+            state,
+            node: None,
+            numbered: Vec::new(),
+            kept: Vec::new(),
+            events,
+            report,
+            policy,
+            signals,
+        }
     }
 
     /// Returns the state of the node's processes.
@@ -70,6 +82,12 @@ impl Supervisor {
     /// Returns the UUID of the node; `None` until the role that serves clients is ready.
     pub fn node(&self) -> Option<Uuid> {
         self.node
+    }
+
+    /// Returns the UUIDs of the node's targets in the order of their numbers; none until the role that
+    /// serves clients is ready.
+    pub fn numbered(&self) -> &[Uuid] {
+        &self.numbered
     }
 
     /// Starts `roles` one after the other. Each role must be ready before the next one starts. If a
@@ -173,6 +191,9 @@ impl Supervisor {
                 process.state = ProcessState::Running;
                 process.metrics.clone_from(&ready.metrics);
                 self.node = ready.node.or(self.node);
+                if !ready.numbered.is_empty() {
+                    self.numbered.clone_from(&ready.numbered);
+                }
                 if ready.endpoint.is_some() {
                     self.state.endpoint.clone_from(&ready.endpoint);
                     self.state.engine.clone_from(&ready.engine);

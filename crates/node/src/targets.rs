@@ -269,6 +269,7 @@ fn may_be_absent(e: &StoreError) -> bool {
         StoreError::Io(_)
             | StoreError::Corrupt { .. }
             | StoreError::NotATarget(_)
+            | StoreError::WrongVersion { .. }
             | StoreError::WrongUuid { .. }
     )
 }

@@ -2,7 +2,8 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use base::BoxFuture;
 use osd::{WitnessAt, WitnessStorage};
@@ -11,16 +12,22 @@ use super::dir::DirError;
 use super::durable::replace_file;
 
 /// The file of the osd's witness. A write replaces the file atomically and durably, on a thread of
-/// its own, because it waits for the drive.
+/// its own, because it waits for the drive. A write continues if its future is dropped, so writes may
+/// overlap: they run one after the other, and an older content never replaces a newer one.
 #[derive(Debug)]
 pub struct WitnessFile {
     path: PathBuf,
+    /// Number of writes that have begun.
+    begun: AtomicU64,
+    /// Number of the newest write that has ended. Locked during a write.
+    written: Arc<Mutex<u64>>,
 }
 
 impl WitnessFile {
     /// Stores the witness in the file at `path`, which need not exist.
     pub fn at(path: &Path) -> WitnessAt {
-        WitnessAt(Arc::new(WitnessFile { path: path.to_owned() }))
+        let (begun, written) = (AtomicU64::new(0), Arc::default());
+        WitnessAt(Arc::new(WitnessFile { path: path.to_owned(), begun, written }))
     }
 }
 
@@ -34,8 +41,17 @@ impl WitnessStorage for WitnessFile {
     }
 
     fn replace(&self, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        let path = self.path.clone();
-        let writing = tokio::task::spawn_blocking(move || replace_file(&path, content));
+        let (path, written) = (self.path.clone(), Arc::clone(&self.written));
+        let number = self.begun.fetch_add(1, Ordering::Relaxed) + 1;
+        let writing = tokio::task::spawn_blocking(move || {
+            let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);
+            if *written > number {
+                return Ok(());
+            }
+            replace_file(&path, content)?;
+            *written = number;
+            Ok(())
+        });
         Box::pin(async {
             let written: Result<(), DirError> = writing.await.map_err(io::Error::other)?;
             written.map_err(io::Error::other)

@@ -60,7 +60,7 @@ struct StoredAge {
 
 impl Age {
     /// Begins a new generation. Its number is one more than the highest generation that any target
-    /// stores. Waits at most `patience` for each answer of a target. Does not fail if targets do
+    /// stores, or has stored according to the witness. Waits at most `patience` for each answer of a target. Does not fail if targets do
     /// not store the new age.
     ///
     /// # Errors
@@ -77,12 +77,7 @@ impl Age {
             match read(target, patience).await {
                 Ok(stored) => {
                     answers += 1;
-                    let both = newest.into_iter().chain(stored);
-                    newest = both.reduce(|a, b| StoredAge {
-                        generation: a.generation.max(b.generation),
-                        ran_ms: a.ran_ms.max(b.ran_ms),
-                        witness: a.witness.max(b.witness),
-                    });
+                    newest = newest.into_iter().chain(stored).reduce(StoredAge::max);
                 }
                 Err(source) => failure = Some(StartError::Target { target: target.uuid, source }),
             }
@@ -90,6 +85,10 @@ impl Age {
         if let (0, Some(failure)) = (answers, failure) {
             return Err(failure);
         }
+        // The targets with the newest age may be missing.
+        let known =
+            witness.newest_age().map(|(generation, ran_ms)| StoredAge { generation, ran_ms, witness: 0 });
+        let newest = newest.into_iter().chain(known).reduce(StoredAge::max);
         let generation = newest.map_or(SessionId::FIRST_GENERATION, |stored| stored.generation + 1);
         let before_ms = newest.map_or(0, |stored| stored.ran_ms);
         let age = Age { generation, before_ms, started: Instant::now(), saving: Mutex::default() };
@@ -153,7 +152,8 @@ pub(crate) async fn check(target: &Target, witness: &NodeWitness, patience: Dura
     let stored = read(target, patience).await?;
     let when = stored.map_or((0, 0), StoredAge::when);
     let expected = witness.age_of(target.uuid);
-    let has_gone_back = expected.is_some_and(|expected| when < expected);
+    let has_gone_back =
+        expected.is_some_and(|expected| when < expected) && !base::mutant!(TrustReturnedTarget);
     if has_gone_back {
         tracing::error!(target_uuid = %target.uuid, ?when, ?expected, "the target has gone back to an earlier state: it lacks an age of the node that it had stored");
         metrics::counter!("outboard_osd_targets_went_back_total").increment(1);
@@ -197,6 +197,15 @@ async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
 }
 
 impl StoredAge {
+    /// Returns the greater of each pair of numbers.
+    fn max(self, other: StoredAge) -> StoredAge {
+        StoredAge {
+            generation: self.generation.max(other.generation),
+            ran_ms: self.ran_ms.max(other.ran_ms),
+            witness: self.witness.max(other.witness),
+        }
+    }
+
     /// Returns the generation and the running time. Later ages have greater pairs.
     fn when(self) -> (u64, u64) {
         (self.generation, self.ran_ms)

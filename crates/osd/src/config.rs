@@ -78,6 +78,8 @@ pub struct OsdConfig {
     pub age_interval: Duration,
     /// Targets of which the operator has accepted the loss while the node was stopped.
     pub forgotten: Vec<Uuid>,
+    /// UUID of the node, if the node has run before. The osd then creates no new node.
+    pub node: Option<Uuid>,
 }
 
 /// Schedule of the probes that the osd sends to a failed target. Placement groups do not use the
@@ -170,6 +172,7 @@ impl Default for OsdConfig {
             witness: None,
             age_interval: Duration::from_secs(10),
             forgotten: Vec::new(),
+            node: None,
         }
     }
 }

@@ -16,6 +16,7 @@ use uuid::Uuid;
 use wire::Redundancy;
 
 use crate::age;
+use crate::config::OsdConfig;
 use crate::ids;
 use crate::start_error::StartError;
 use crate::target::Target;
@@ -163,38 +164,42 @@ impl TargetRecord {
 }
 
 impl NodeMap {
+    /// The map of a new node with these targets.
+    fn new(targets: Vec<Uuid>) -> NodeMap {
+        let targets = targets.into_iter().map(TargetRecord::new).collect();
+        NodeMap { epoch: 1, node: base::entropy::uuid(), targets, next_pool_id: 1, pools: vec![] }
+    }
+
     /// Finds the map on the targets. Creates it if all targets are new, and updates outdated
     /// copies. The map does not list targets that an operator has replaced. Targets that fail or do
     /// not answer within `patience` are not used. The node starts without these targets if the other
     /// targets certainly have the newest map. Otherwise, if a target was slow or was remounted
     /// meanwhile, the map is read again, in up to [`ROUNDS_MAX`] attempts. `witness` knows the epoch
-    /// of the newest map, unless it is lost. The operator has accepted the loss of the targets
-    /// `forgotten`.
+    /// of the newest map, unless it is lost.
     pub(crate) async fn open(
         targets: &[Rc<Target>],
-        forgotten: &[Uuid],
+        config: &OsdConfig,
         witness: &NodeWitness,
-        patience: Duration,
     ) -> Result<NodeMap, StartError> {
         let incarnations = || targets.iter().map(|target| target.store.incarnation()).collect::<Vec<_>>();
         for _ in 1..ROUNDS_MAX {
             let before = incarnations();
-            let error = match NodeMap::open_once(targets, forgotten, witness, patience).await {
+            let error = match NodeMap::open_once(targets, config, witness).await {
                 Err(e) if targets.iter().any(|target| target.is_slow()) || incarnations() != before => e,
                 opened => return opened,
             };
             tracing::warn!(%error, "the node cannot start without the copy of its map on a slow or remounted target; reading the map again");
             targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
         }
-        NodeMap::open_once(targets, forgotten, witness, patience).await
+        NodeMap::open_once(targets, config, witness).await
     }
 
     async fn open_once(
         targets: &[Rc<Target>],
-        forgotten: &[Uuid],
+        config: &OsdConfig,
         witness: &NodeWitness,
-        patience: Duration,
     ) -> Result<NodeMap, StartError> {
+        let (forgotten, patience) = (&*config.forgotten, config.target_timeout);
         let uuids: Vec<Uuid> = targets.iter().map(|t| t.uuid).collect();
         if let Some(twice) = uuids.iter().enumerate().find(|(i, u)| uuids[..*i].contains(u)) {
             return Err(StartError::SameTarget(*twice.1));
@@ -202,51 +207,22 @@ impl NodeMap {
         if targets.is_empty() {
             return Err(StartError::NoTargets);
         }
-        let mut copies = Vec::new();
-        let mut failure = None;
-        let incarnations: Vec<u64> = targets.iter().map(|target| target.store.incarnation()).collect();
-        let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
-        let read = targets.iter().zip(incarnations).zip(join_all(reading).await);
-        for ((target, incarnation), copy) in read {
-            let copy = match copy {
-                Err(_) => {
-                    target.overdue(&ids::node_collection(), patience);
-                    failure = Some(start_error(target, late(patience)));
-                    None
-                }
-                // The target was remounted meanwhile and may work now.
-                Ok(Err(e)) if target.store.incarnation() != incarnation => return Err(e),
-                Ok(Err(e)) if is_final_for(&e) => {
-                    match &e {
-                        StartError::Target { source, .. }
-                            if !matches!(source, StoreError::Corrupt { .. }) =>
-                        {
-                            target.fail(incarnation, source);
-                        }
-                        other => target.lose(other.to_string()),
-                    }
-                    failure = Some(e);
-                    None
-                }
-                Ok(copy) => copy?,
-            };
-            copies.push(copy);
-        }
-        // If two maps have the same epoch, the map with more copies is valid. The other map was not
-        // saved on enough targets.
-        let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
-        let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
-        let mut map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
+        let (copies, mut failure) = read_copies(targets, patience).await?;
+        let mut map = match (newest(&copies), failure.take_if(|_| newest_is_missing(&copies))) {
             (_, Some(failure)) => return Err(failure),
-            (Some(map), _) => map,
-            (None, _) => {
-                let targets = uuids.into_iter().map(TargetRecord::new).collect();
-                NodeMap { epoch: 1, node: base::entropy::uuid(), targets, next_pool_id: 1, pools: vec![] }
-            }
+            (Some(map), _) => map.clone(),
+            (None, _) => match config.node {
+                Some(node) => return Err(StartError::NoMap { node }),
+                None => NodeMap::new(uuids),
+            },
         };
+        if let Some(node) = config.node.filter(|node| *node != map.node) {
+            return Err(StartError::OtherNode { node, found: map.node });
+        }
         let accepts_losses = map.accept_losses(forgotten);
         map.check_targets(targets, &copies)?;
-        witness.check(map.node, age::witness_counter(targets, patience).await);
+        let counter = age::witness_counter(targets, patience).await;
+        witness.check(map.node, counter);
         let saved_epoch = witness.map_epoch(map.node);
         let newer = saved_epoch.filter(|epoch| *epoch > map.epoch);
         if newer.is_some() {
@@ -258,10 +234,16 @@ impl NodeMap {
         // The witness confirms that no target has a newer map that was saved.
         let is_newest = saved_epoch.is_some() && newer.is_none();
         if !is_newest {
-            map.check_failed(targets, forgotten, failure)?;
+            map.check_failed(targets, forgotten, counter > 0, failure)?;
         }
         let unread = targets.iter().filter(|target| map.has(target) && target.failure().is_some());
         unread.for_each(|target| target.set_missed_map(true));
+        for (target, _) in
+            targets.iter().zip(&copies).filter(|(target, copy)| map.has_lost_map(target, copy.as_ref()))
+        {
+            tracing::error!(target_uuid = %target.uuid, "the target has no map of the node: it was formatted again, or is a copy from before its first use");
+            witness.expect_age(target.uuid);
+        }
         map.tell(targets);
         map.bring_up_to_date(targets, &copies, is_newest, patience).await?;
         witness.retain_pools(|id| map.pools.iter().any(|pool| pool.id == id));
@@ -350,17 +332,8 @@ impl NodeMap {
 
     fn check_targets(&self, targets: &[Rc<Target>], copies: &[Option<NodeMap>]) -> Result<(), StartError> {
         for (target, copy) in targets.iter().zip(copies) {
-            let foreign = match copy {
-                Some(copy) => copy.node != self.node,
-                // A target may have no map if the node is new, if the target has failed, or if it
-                // replaces another target.
-                None => {
-                    let may_be_empty = self.record(&target.uuid).is_some_and(|r| r.lost);
-                    self.epoch > 1 && target.failure().is_none() && !may_be_empty
-                }
-            };
-            let is_foreign = foreign || (!self.has(target) && !self.has_replaced(target, copy.as_ref()));
-            if is_foreign {
+            let is_of_other_node = copy.as_ref().is_some_and(|copy| copy.node != self.node);
+            if is_of_other_node || (!self.has(target) && !self.has_replaced(target, copy.as_ref())) {
                 return Err(StartError::ForeignTarget { target: target.uuid, node: self.node });
             }
         }
@@ -375,13 +348,14 @@ impl NodeMap {
     }
 
     /// Fails because of `failure` if an unreadable target may have a newer map. This is impossible if
-    /// most targets are readable, because a map is valid only once most targets have it. It is also
-    /// impossible if the node does without the unreadable targets according to the newest map that
-    /// was read.
+    /// the node does without the unreadable targets according to the newest map that was read. It is
+    /// also impossible if most targets are readable and the node has had no witness, because most
+    /// targets must then have stored the map.
     fn check_failed(
         &self,
         targets: &[Rc<Target>],
         forgotten: &[Uuid],
+        had_witness: bool,
         failure: Option<StartError>,
     ) -> Result<(), StartError> {
         let Some(failure) = failure else { return Ok(()) };
@@ -389,12 +363,20 @@ impl NodeMap {
         let is_surprising =
             |target: &&Rc<Target>| !self.does_without(target) && !forgotten.contains(&target.uuid);
         let surprising: Vec<_> = failed().filter(is_surprising).collect();
-        if surprising.is_empty() || failed().count() * 2 < self.targets.len() {
+        let most_are_there = failed().count() * 2 < self.targets.len();
+        if surprising.is_empty() || (most_are_there && !had_witness) {
             return Ok(());
         }
         let unreadable =
             surprising.iter().map(|target| target.uuid.to_string()).collect::<Vec<_>>().join(", ");
         Err(StartError::UncertainMap { node: self.node, unreadable, why: failure.to_string() })
+    }
+
+    /// Whether a target of the node has lost its map. A target has none if the node is new, if the target
+    /// has failed, or if it replaces another target.
+    fn has_lost_map(&self, target: &Target, copy: Option<&NodeMap>) -> bool {
+        let is_used = self.record(&target.uuid).is_some_and(|record| !record.lost);
+        copy.is_none() && self.epoch > 1 && is_used && target.failure().is_none()
     }
 
     /// Whether the map lists a target.
@@ -612,6 +594,50 @@ fn is_final_for(e: &StartError) -> bool {
         StartError::CorruptMap { .. } => true,
         _ => false,
     }
+}
+
+/// Reads the copies of the map on the targets. Waits at most `patience` for each target. Also returns
+/// the reason why one of the targets has failed, if any has.
+async fn read_copies(
+    targets: &[Rc<Target>],
+    patience: Duration,
+) -> Result<(Vec<Option<NodeMap>>, Option<StartError>), StartError> {
+    let mut copies = Vec::new();
+    let mut failure = None;
+    let incarnations: Vec<u64> = targets.iter().map(|target| target.store.incarnation()).collect();
+    let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
+    let read = targets.iter().zip(incarnations).zip(join_all(reading).await);
+    for ((target, incarnation), copy) in read {
+        let copy = match copy {
+            Err(_) => {
+                target.overdue(&ids::node_collection(), patience);
+                failure = Some(start_error(target, late(patience)));
+                None
+            }
+            // The target was remounted meanwhile and may work now.
+            Ok(Err(e)) if target.store.incarnation() != incarnation => return Err(e),
+            Ok(Err(e)) if is_final_for(&e) => {
+                match &e {
+                    StartError::Target { source, .. } if !matches!(source, StoreError::Corrupt { .. }) => {
+                        target.fail(incarnation, source);
+                    }
+                    other => target.lose(other.to_string()),
+                }
+                failure = Some(e);
+                None
+            }
+            Ok(copy) => copy?,
+        };
+        copies.push(copy);
+    }
+    Ok((copies, failure))
+}
+
+/// Returns the valid map. If two maps have the same epoch, this is the map with more copies: the other
+/// map was not saved on enough targets.
+fn newest(copies: &[Option<NodeMap>]) -> Option<&NodeMap> {
+    let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
+    copies.iter().flatten().max_by_key(|map| (map.epoch, count(map)))
 }
 
 /// Returns whether no readable target has a map.

@@ -20,7 +20,7 @@ use crate::backing::Backing;
 use crate::config::{OsdConfig, TargetRetry};
 use crate::ids;
 use crate::inflight::InFlight;
-use crate::map::{MISSING_STEP, NodeMap, PoolRecord};
+use crate::map::{MISSING_STEP, NodeMap, PoolRecord, TargetRecord};
 use crate::pg::Pg;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::rebuilds::Rebuilds;
@@ -119,8 +119,8 @@ impl Osd {
         for target in &targets {
             target.store.register_memory(staging.arena());
         }
-        let witness = NodeWitness::load(config.witness.clone());
-        let map = NodeMap::open(&targets, &config.forgotten, &witness, config.target_timeout).await?;
+        let witness = NodeWitness::load(config.witness.clone())?;
+        let map = NodeMap::open(&targets, &config, &witness).await?;
         targets.retain(|target| {
             let is_listed = map.has(target);
             if !is_listed {
@@ -208,11 +208,10 @@ impl Osd {
         target.unwrap_or_else(|| absent_target(uuid, self.config.target_retry))
     }
 
-    /// Returns the function that says whether the operator has accepted the loss of a target, or has
-    /// replaced it.
-    fn is_lost(&self) -> Rc<dyn Fn(&Uuid) -> bool> {
+    /// Returns a function that looks up a target in the map, and applies `test` to its record.
+    fn target_test(&self, test: fn(Option<&TargetRecord>) -> bool) -> Rc<dyn Fn(&Uuid) -> bool> {
         let map = Rc::clone(&self.map);
-        Rc::new(move |uuid| map.borrow().record(uuid).is_none_or(|record| record.forgotten))
+        Rc::new(move |uuid| test(map.borrow().record(uuid)))
     }
 
     fn group_options(&self, record: &PoolRecord, number: u32) -> GroupOptions {
@@ -230,7 +229,8 @@ impl Osd {
             coding: Rc::clone(&self.coding),
             clock: self.config.clock.clone(),
             witness: Rc::clone(&self.witness) as _,
-            is_lost: self.is_lost(),
+            is_forgotten: self.target_test(|record| record.is_some_and(|record| record.forgotten)),
+            has_left: self.target_test(|record| record.is_none()),
         }
     }
 

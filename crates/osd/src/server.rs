@@ -31,6 +31,8 @@ pub struct OsdStarted {
     pub endpoint: String,
     /// UUID of the node to which all targets belong.
     pub node: Uuid,
+    /// UUIDs of the node's targets. The index of a target in this list is its number.
+    pub targets: Vec<Uuid>,
 }
 
 /// A running osd. Dropping it stops the osd without waiting for requests in progress.
@@ -123,8 +125,12 @@ impl OsdServer {
         };
         osd.paths.replace(listener.paths());
         osd.admissions.replace(Some(listener.admissions()));
-        let node = osd.map.borrow().node;
-        ready(Ok(OsdStarted { endpoint: listener.endpoint(), node }));
+        let started = {
+            let map = osd.map.borrow();
+            let targets = map.targets.iter().map(|record| record.uuid).collect();
+            OsdStarted { endpoint: listener.endpoint(), node: map.node, targets }
+        };
+        ready(Ok(started));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
         let collector = spawn(Rc::clone(&osd).collect_for_ever());

@@ -22,10 +22,8 @@ pub enum StartError {
         /// The node.
         node: Uuid,
     },
-    /// A target belongs to another node, or has lost its content.
-    #[error(
-        "target {target} does not belong to node {node}, or was formatted again; start with the node's own targets"
-    )]
+    /// A target belongs to another node.
+    #[error("target {target} does not belong to node {node}; start with the node's own targets")]
     ForeignTarget {
         /// The target.
         target: Uuid,
@@ -62,6 +60,27 @@ pub enum StartError {
         /// The node.
         node: Uuid,
     },
+    /// No target has a map, although the node has had one.
+    #[error(
+        "no target has the map of node {node}, so all of them were formatted again or are older copies; restore newer copies of the targets, or create a new node in another directory"
+    )]
+    NoMap {
+        /// The node.
+        node: Uuid,
+    },
+    /// The targets belong to another node.
+    #[error("the targets belong to node {found}, but this is node {node}; start with the node's own targets")]
+    OtherNode {
+        /// The node.
+        node: Uuid,
+        /// The node of the targets.
+        found: Uuid,
+    },
+    /// The witness cannot be read, but may be intact.
+    #[error(
+        "the witness cannot be read: {0}; make its file readable, or, if that is not possible, remove the file: a lost witness is replaced, but placement groups with missing targets then wait for them"
+    )]
+    UnreadableWitness(#[source] std::io::Error),
     /// The witness cannot be stored.
     #[error("{0}; make its file writable, and free some space on its file system")]
     Witness(StoreError),

@@ -15,6 +15,12 @@ use crate::osd::Osd;
 use crate::pool::{ActivePool, ObjectLocation};
 use crate::target::Target;
 
+/// Returns whether a group cannot continue without a target.
+async fn waits_for(group: &Rc<Group>, target: &Target) -> bool {
+    let is_open = group.any_interval().await.is_ok();
+    !is_open && group.waits_for().is_some_and(|targets| targets.contains(&target.uuid))
+}
+
 impl Osd {
     /// Takes a target out of use, or back into use. With the latter, the operator also withdraws the
     /// acceptance of the target's loss.
@@ -51,11 +57,15 @@ impl Osd {
         }
         if accept {
             tracing::warn!(target_uuid = %target.uuid, ?loss, "the operator has accepted the loss of the target");
+            let (single, redundant): (Vec<_>, Vec<_>) =
+                loss.iter().partition(|loss| loss.redundancy == Redundancy::Single);
             self.change_targets(|map| {
                 let record = &mut map.targets[index as usize];
-                (record.forgotten, record.given_up) = (true, true);
+                record.given_up |= !single.is_empty();
+                record.forgotten |= !redundant.is_empty();
             })
             .await?;
+            self.waiting_groups(&target).await.iter().for_each(|group| group.heed_word());
             self.accept_older_copy(&target).await;
         }
         Ok(loss)
@@ -80,11 +90,8 @@ impl Osd {
         let pools: Vec<_> = self.pools.borrow().values().filter(|p| !p.closed.get()).cloned().collect();
         let mut losses = Vec::new();
         for pool in pools {
-            let waits = async |group: &Rc<Group>| {
-                let is_open = group.any_interval().await.is_ok();
-                !is_open && group.waits_for().is_some_and(|targets| targets.contains(&target.uuid))
-            };
-            let waiting = join_all(pool.groups.iter().map(waits)).await.into_iter().filter(|w| *w).count();
+            let waits = pool.groups.iter().map(|group| waits_for(group, target));
+            let waiting = join_all(waits).await.into_iter().filter(|waits| *waits).count();
             let is_gone = |sole: &&Rc<Target>| sole.uuid == target.uuid && !sole.serves_alone();
             let on_it = pool.sole_targets.iter().filter(is_gone).count();
             if waiting + on_it > 0 {
@@ -97,6 +104,13 @@ impl Osd {
             }
         }
         losses
+    }
+
+    /// Returns the groups that wait for a target.
+    async fn waiting_groups(&self, target: &Target) -> Vec<Rc<Group>> {
+        let groups = self.open_groups().into_iter().map(|(_, group)| group);
+        let waits = groups.map(async |group| waits_for(&group, target).await.then_some(group));
+        join_all(waits).await.into_iter().flatten().collect()
     }
 
     /// Gives a target's number to another target. The node uses the new target from its next start.

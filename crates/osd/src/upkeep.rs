@@ -28,6 +28,7 @@ impl Osd {
     /// targets, and rebuilds missing fragments.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         tokio::join!(
+            self.note_lost_targets_for_ever(),
             self.rebuild_for_ever(),
             self.bound_notes_for_ever(),
             self.try_targets_for_ever(),
@@ -144,12 +145,18 @@ impl Osd {
         full
     }
 
-    async fn rebuild_for_ever(&self) {
+    async fn note_lost_targets_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
             if let Err(e) = self.note_lost_targets().await {
                 tracing::warn!(error = %e, "the lost targets could not be recorded in the map; trying again");
             }
+        }
+    }
+
+    async fn rebuild_for_ever(&self) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval).await;
             let groups = self.open_groups();
             for (pool, group) in groups {
                 self.rebuild_group(&pool, &group).await;
@@ -198,6 +205,10 @@ impl Osd {
             let mut waits = groups.iter().map(|(_, group)| group.waits_for());
             waits.any(|targets| targets.is_none_or(|targets| targets.contains(&record.uuid)))
         };
+        let is_sole = |record: &TargetRecord| {
+            let pools = self.pools.borrow();
+            pools.values().flat_map(|pool| &pool.sole_targets).any(|sole| sole.uuid == record.uuid)
+        };
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
             target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
@@ -205,7 +216,7 @@ impl Osd {
         self.change_targets(|map| {
             for record in &mut map.targets {
                 record.forgotten = record.forgotten && is_awaited(record);
-                record.given_up = record.given_up && !is_up_to_date(record);
+                record.given_up = record.given_up && is_sole(record) && !is_up_to_date(record);
                 record.lost = lost(record);
             }
         })

@@ -31,6 +31,8 @@ use store::StoreError;
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
+use crate::start_error::StartError;
+
 const MAGIC: &[u8] = b"OBWITNES";
 const FORMAT: u8 = 2;
 /// Format of witnesses without ages.
@@ -113,19 +115,23 @@ pub(crate) struct NodeWitness {
 }
 
 impl NodeWitness {
-    /// Reads the witness. Damaged or unreadable content counts as lost.
-    pub(crate) fn load(storage: Option<WitnessAt>) -> NodeWitness {
+    /// Reads the witness. Damaged content counts as lost.
+    ///
+    /// # Errors
+    /// [`StartError::UnreadableWitness`] if the content cannot be read. It may be intact, so it does
+    /// not count as lost.
+    pub(crate) fn load(storage: Option<WitnessAt>) -> Result<NodeWitness, StartError> {
         let loaded = storage.as_ref().map_or(Ok(None), |at| at.0.load());
-        let found = loaded.map_err(|e| e.to_string()).and_then(|bytes| {
-            let decode = |bytes: Vec<u8>| StoredWitness::decode(&bytes).ok_or("it is damaged".to_owned());
-            bytes.map(decode).transpose()
-        });
-        let content = found.unwrap_or_else(|why| {
-            tracing::error!(why, "the witness cannot be read, and counts as lost; groups whose targets are all present continue");
-            None
+        let bytes = loaded.map_err(StartError::UnreadableWitness)?;
+        let content = bytes.and_then(|bytes| {
+            let content = StoredWitness::decode(&bytes);
+            if content.is_none() {
+                tracing::error!("the witness is damaged, and counts as lost; groups whose targets are all present continue");
+            }
+            content
         });
         let content = content.unwrap_or_default();
-        NodeWitness {
+        Ok(NodeWitness {
             storage,
             counter: Cell::new(content.counter),
             durable: Cell::new(content.counter),
@@ -133,7 +139,7 @@ impl NodeWitness {
             changes: Cell::new(0),
             stored: Cell::new(0),
             writing: Mutex::default(),
-        }
+        })
     }
 
     /// Returns the epoch of the last map of the node that was saved; `None` if it is unknown.
@@ -180,6 +186,18 @@ impl NodeWitness {
     /// Returns the last age of the node that a target has certainly stored; `None` if it is unknown.
     pub(crate) fn age_of(&self, target: Uuid) -> Option<(u64, u64)> {
         self.knowledge.borrow().ages.get(&target).copied()
+    }
+
+    /// Returns the greatest age of the node that any target has certainly stored.
+    pub(crate) fn newest_age(&self) -> Option<(u64, u64)> {
+        self.knowledge.borrow().ages.values().max().copied()
+    }
+
+    /// Notes that a target must have stored an age of the node, although it is not known which one. The
+    /// next write stores this.
+    pub(crate) fn expect_age(&self, target: Uuid) {
+        self.knowledge.borrow_mut().ages.entry(target).or_insert((0, 1));
+        self.changes.set(self.changes.get() + 1);
     }
 
     /// Stores that these targets have stored an age of the node.

@@ -6,6 +6,7 @@ mod common;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::process::Output;
+use std::time::Duration;
 
 use client::{Client, Options};
 use common::Node;
@@ -356,6 +357,10 @@ fn a_pool_that_has_lost_too_many_targets_can_be_removed() {
         assert!(printed.contains("pool r (ec:2+1)") && printed.contains("pool s (single)"), "{printed}");
         assert!(String::from_utf8(loss.stderr).unwrap().contains("nothing was changed"));
         rig.node.ok(&["target", "forget", id, "--accept-loss"]);
+    }
+    // The osd must not forget the operator's word meanwhile.
+    std::thread::sleep(Duration::from_secs(2));
+    for id in ["1", "2"] {
         rig.node.ok(&["target", "replace", id]);
     }
     rig.node.ok(&["down"]);

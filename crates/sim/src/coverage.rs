@@ -16,6 +16,10 @@ const OF_ONE_KIND: &[(FaultKind, &str)] = &[
     (FaultKind::FlipInWrite, "drive: bits flipped in writes"),
     (FaultKind::FlipInMemory, "memory: bits flipped in reads"),
     (FaultKind::FlipInMemory, "memory: bits flipped in writes"),
+    (FaultKind::Witness, "witness: failed writes"),
+    (FaultKind::Witness, "witness: late writes"),
+    (FaultKind::Witness, "witness: losses"),
+    (FaultKind::Witness, "witness: older copies"),
 ];
 
 /// Names of the other effects that must occur in any large number of simulations with all kinds of

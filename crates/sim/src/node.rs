@@ -317,6 +317,7 @@ impl SimNode {
             }
         }
         self.memory_flips.set(0.0);
+        self.witness.trouble(None);
         self.dma.set(EngineFaults::default());
         self.engine.borrow().iter().for_each(|engine| engine.set_faults(EngineFaults::default()));
         self.wire.refuse(false);
@@ -382,6 +383,11 @@ impl SimNode {
         let flips = self.memory_flips.counts();
         coverage.add("memory: bits flipped in writes", flips.in_writes);
         coverage.add("memory: bits flipped in reads", flips.in_reads);
+        let witness = self.witness.counts();
+        coverage.add("witness: failed writes", witness.failed_writes);
+        coverage.add("witness: late writes", witness.late_writes);
+        coverage.add("witness: losses", witness.losses);
+        coverage.add("witness: older copies", witness.older_copies);
         coverage.add("node: starts of an osd", self.osds_started.get());
     }
 
@@ -393,6 +399,11 @@ impl SimNode {
     /// Bits that flip in the osd's memory.
     pub fn memory_flips(&self) -> &MemoryFlips {
         &self.memory_flips
+    }
+
+    /// The storage of the osd's witness.
+    pub fn witness(&self) -> &SimWitness {
+        &self.witness
     }
 
     fn wall_clock(&self, role: NodeRole) -> WallClock {

@@ -107,6 +107,9 @@ kinds! {
     CodingTrouble, "coding-trouble", 0;
     /// Bits of data flip in the osd's memory, after the osd or its attachment has verified the data.
     FlipInMemory, "flip-in-memory", 0;
+    /// Writes of the witness fail or are late for a while, or the witness is lost or replaced by an
+    /// older copy of itself while no osd runs.
+    Witness, "witness", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -203,6 +206,8 @@ pub enum Victim {
     Coding,
     /// The osd's memory.
     Memory,
+    /// The osd's witness.
+    Witness,
     /// The pool with this number.
     Pool(usize),
     /// No object: the operator gives a command.
@@ -220,9 +225,33 @@ impl fmt::Display for Victim {
             Victim::Channel => f.write_str("the channel"),
             Victim::Coding => f.write_str("the coding engines"),
             Victim::Memory => f.write_str("the memory of the osd"),
+            Victim::Witness => f.write_str("the witness"),
             Victim::Pool(number) => write!(f, "pool {number}"),
             Victim::Operator => f.write_str("the operator"),
         }
+    }
+}
+
+/// What happens to the witness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WitnessTrouble {
+    /// Writes fail.
+    Fails,
+    /// Writes are late.
+    Late,
+    /// The witness is lost.
+    Lost,
+    /// An older copy replaces the witness.
+    Older,
+}
+
+impl WitnessTrouble {
+    const ALL: [WitnessTrouble; 4] =
+        [WitnessTrouble::Fails, WitnessTrouble::Late, WitnessTrouble::Lost, WitnessTrouble::Older];
+
+    /// Returns the trouble that the details of a fault choose.
+    pub(crate) fn of(detail: u64) -> WitnessTrouble {
+        WitnessTrouble::ALL[(detail % 4) as usize]
     }
 }
 
@@ -355,6 +384,8 @@ pub enum RandomStream {
     MemoryFlips,
     /// The sampling of the data that the host verifies.
     Sampling,
+    /// The faults of the witness.
+    Witness,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -375,6 +406,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::MemoryFlips => (11, 0),
         RandomStream::Sampling => (12, 0),
         RandomStream::Sacrifice => (13, 0),
+        RandomStream::Witness => (14, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -439,6 +471,7 @@ impl SimulationPlan {
         plan.faults = plan.within_tolerance(faults);
         plan.faults.extend(plan.coding_trouble());
         plan.faults.extend(plan.memory_flips());
+        plan.faults.extend(plan.witness_trouble());
         plan.faults.retain(|planned| !off.contains(&planned.kind));
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
             // Larger drives take long to fill.
@@ -585,6 +618,39 @@ impl SimulationPlan {
             detail: rng.random(),
         });
         flips.collect()
+    }
+
+    /// Faults of the witness, in a third of the plans. If a fault destroys data of a drive, the
+    /// witness is not lost, because groups would then wait for the operator's word. An older copy may
+    /// seem to be the newest one if the available targets lack changes, too. So it replaces the witness
+    /// only if the targets without faults always have all changes: they are not slow or full.
+    fn witness_trouble(&self) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::Witness);
+        let count = if rng.random_range(0..3) == 0 { rng.random_range(1..=3) } else { 0 };
+        let destroys = |fault: &PlannedFault| fault.kind.is_lossy() || fault.kind == FaultKind::LyingFlush;
+        let may_be_lost = !self.faults.iter().any(destroys);
+        let may_lag = |fault: &PlannedFault| {
+            let is_paused = fault.kind == FaultKind::Pause && fault.victim == Victim::Role(NodeRole::Store);
+            is_paused || fault.kind.fills_targets() && self.troubled_drives() > 0
+        };
+        let has_all = !self.may_slow_targets() && !self.faults.iter().any(may_lag);
+        let may_go_back = may_be_lost && has_all && self.troubled_drives() <= 1;
+        let choices: &[u64] = match (may_be_lost, may_go_back) {
+            (_, true) => &[0, 1, 2, 3],
+            (true, false) => &[0, 1, 2],
+            (false, false) => &[0, 1],
+        };
+        let fault = |_| PlannedFault {
+            at: rng.random_range(Duration::ZERO..self.workload),
+            lasts: match rng.random_range(0..10) {
+                0..6 => rng.random_range(Duration::from_millis(1)..Duration::from_secs(1)),
+                _ => rng.random_range(Duration::from_secs(1)..Duration::from_secs(15)),
+            },
+            kind: FaultKind::Witness,
+            victim: Victim::Witness,
+            detail: rng.random::<u64>() / 4 * 4 + choices[rng.random_range(0..choices.len())],
+        };
+        (0..count).map(fault).collect()
     }
 
     fn fault(&self, rng: &mut StdRng) -> PlannedFault {

@@ -17,6 +17,7 @@ use crate::config::Config;
 use crate::cpus::{ChannelSide, Cpus};
 use crate::debug::Controls;
 use crate::failure::{Doing, Failure, Result};
+use crate::identity::ExpectedNode;
 use crate::remount;
 use crate::request_side::{self, Stores};
 use crate::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -37,25 +38,24 @@ pub enum StoresAt {
 }
 
 /// Runs the role until a signal stops it. The role serves clients at `listen`, or at the address in
-/// the configuration if `listen` is `None`. The operator has accepted the loss of the targets
-/// `forgotten`.
+/// the configuration if `listen` is `None`.
 ///
 /// # Errors
 /// If the role cannot be set up, if it stops serving clients without a signal, or if the targets
 /// cannot be mounted or unmounted.
-pub fn run(args: &RoleArgs, stores: StoresAt, listen: Option<String>, forgotten: Vec<Uuid>) -> Result<()> {
+pub fn run(args: &RoleArgs, stores: StoresAt, listen: Option<String>, expected: ExpectedNode) -> Result<()> {
     let role = match &stores {
         StoresAt::Here(_) => Role::Node,
         StoresAt::Behind(_) => Role::Osd,
     };
-    role::run(role, args, |process| serve(process, stores, listen, forgotten))
+    role::run(role, args, |process| serve(process, stores, listen, expected))
 }
 
 async fn serve(
     process: RoleProcess,
     stores: StoresAt,
     listen: Option<String>,
-    forgotten: Vec<Uuid>,
+    expected: ExpectedNode,
 ) -> Result<()> {
     let mut signals = StopSignals::catch()?;
     let faults = process.controls.faults().clone();
@@ -86,7 +86,7 @@ async fn serve(
     let listen = listen.unwrap_or_else(|| config.listen.clone());
     let checkpoints = targets::checkpoints(&mounted);
     let heartbeat = process.heartbeat.map(|heartbeat| heartbeat.beat(EVENT_LOOP, checkpoints.clone()));
-    let mut shard = Shard::start(stores, process.config, listen, process.controls, forgotten, heartbeat)?;
+    let mut shard = Shard::start(stores, process.config, listen, process.controls, expected, heartbeat)?;
     let ready = tokio::select! {
         ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
         () = signals.next() => return Ok(()),
@@ -141,7 +141,7 @@ impl Shard {
         config: Config,
         listen: String,
         controls: Controls,
-        forgotten: Vec<Uuid>,
+        expected: ExpectedNode,
         heartbeat: Option<impl Future<Output = ()> + Send + 'static>,
     ) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
@@ -152,7 +152,7 @@ impl Shard {
         let stopped = async move { drop(stopped.await) };
         let body = move || {
             let serving =
-                request_side::serve(stores, Arc::new(config), listen, controls, forgotten, started, stopped);
+                request_side::serve(stores, Arc::new(config), listen, controls, expected, started, stopped);
             let local = LocalSet::new();
             if let Some(heartbeat) = heartbeat {
                 local.spawn_local(heartbeat);

@@ -6,7 +6,7 @@ use clap::Args;
 
 use crate::args::NodeArgs;
 use node::failure::Result;
-use node::identity::KnownTarget;
+use node::identity::{ExpectedNode, KnownTarget};
 use node::role::RoleArgs;
 use node::roles::osd::{self, StoresAt};
 use node::store_address::StoreAddress;
@@ -43,6 +43,9 @@ pub struct OsdArgs {
     /// UUID of a target of which the operator has accepted the loss (`outboard target forget`)
     #[arg(long = "forgotten-target", value_name = "UUID", hide = true)]
     pub forgotten_targets: Vec<Uuid>,
+    /// UUID of the node. If no target belongs to this node, the role fails instead of creating a node
+    #[arg(long, value_name = "UUID", hide = true)]
+    pub expected_node: Option<Uuid>,
 }
 
 /// Runs the role.
@@ -51,5 +54,6 @@ pub fn run(args: OsdArgs, _node: &NodeArgs) -> Result<()> {
         Some(address) => StoresAt::Behind(address),
         None => StoresAt::Here(TargetPaths { paths: args.targets, known: args.known_targets }),
     };
-    osd::run(&args.role, stores, args.listen, args.forgotten_targets)
+    let expected = ExpectedNode { node: args.expected_node, forgotten: args.forgotten_targets };
+    osd::run(&args.role, stores, args.listen, expected)
 }

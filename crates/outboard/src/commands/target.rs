@@ -11,7 +11,7 @@ use crate::output;
 use node::config_file;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
-use node::identity::Identity;
+use node::identity::{Identity, IdentityError};
 use node::report::{ReportedState, trouble};
 use node::state::{NodeState, Process, ProcessState, Role};
 use node::targets;
@@ -223,18 +223,11 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     let doing = || format!("replacing target {id}");
     let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
     let config = config_file::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing())?;
-    let count = config.targets.len();
-    let Some(path) = config.targets.get(id as usize) else {
-        let why = format!("the node has targets 0 to {}", count.saturating_sub(1));
-        return Err(Failure::usage(doing(), why));
+    let identity = Identity::load_existing(&dir).doing(doing())?;
+    let path = match identity.place_of(&dir, id) {
+        Err(e @ IdentityError::NoTarget { .. }) => return Err(Failure::usage(doing(), e)),
+        place => place.doing(doing())?,
     };
-    if Identity::load(&dir).doing(doing())?.is_none() {
-        let why = format!(
-            "the node's identity {} is missing; restart the node, which writes the file: outboard down && outboard up",
-            dir.identity().display()
-        );
-        return Err(Failure::new(doing(), why));
-    }
     // Ask the node before any file is changed, because the node may refuse the replacement.
     let uuid = uuid::Uuid::new_v4();
     session::run(node, super::options(), async move |client| {
@@ -242,8 +235,7 @@ fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     })?;
     // Change the identity before the target is created, which takes long. If the command is
     // interrupted, the node starts without the new target, and the command can be repeated.
-    Identity::replace_target(&dir, path, uuid).doing(doing())?;
-    let path = dir.path().join(path);
+    Identity::replace_target(&dir, id, uuid).doing(doing())?;
     targets::make_replacement(&path, &config, uuid).doing(doing())?;
     output::line(format!(
         "created a new target {id} at {}; restart the node to rebuild its data: outboard down && outboard up",

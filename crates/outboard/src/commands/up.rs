@@ -316,7 +316,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
             return Err(e.to_string());
         }
         // The osd has accepted the targets, so an identity that was derived from them is correct.
-        if let Err(e) = identity.record(dir, supervisor.node()) {
+        if let Err(e) = identity.record(dir, supervisor.node(), supervisor.numbered()) {
             tracing::error!("cannot record the node's identity: {e}");
         }
         if background {

@@ -19,7 +19,8 @@ use wire::{Mutation, ObjectName, OpBytes, PoolName};
 use super::{FILLER, POWER_OFF, Simulation, brief, client_host};
 use crate::history::{Outcome, RefusalKind, Rule};
 use crate::node::HOST;
-use crate::plan::{FaultKind, NodeRole, PlannedFault, Victim};
+use crate::plan::{FaultKind, NodeRole, PlannedFault, Victim, WitnessTrouble};
+use crate::witness::WriteTrouble;
 
 /// Time limit of one request that fills targets.
 const FILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,6 +29,8 @@ const FILL_MAX: Duration = Duration::from_secs(20);
 /// Sizes of the objects that fill targets, in bytes: the first size until no more object fits, then
 /// the next size.
 const FILL_SIZES: [usize; 3] = [4 << 20, 256 << 10, 4 << 10];
+/// Longest delay of a write of the witness.
+const WITNESS_LATE_MAX: Duration = Duration::from_secs(8);
 /// Size of each of the two values with which one request fills an index, in bytes.
 const FILL_VALUE: usize = 100 << 10;
 
@@ -62,6 +65,7 @@ impl Simulation {
                 sleep(planned.lasts).await;
                 self.node.memory_flips().set(0.0);
             }
+            Victim::Witness => self.trouble_witness(&planned).await,
             Victim::Operator => self.command(&planned).await,
             Victim::Pool(number) => self.fill(&planned, number).await,
             Victim::Client(number) if planned.kind == FaultKind::Cut => self.cut_off(&planned, number).await,
@@ -140,6 +144,32 @@ impl Simulation {
         faults.arm(fault).expect("no other fault is armed");
         sleep(planned.lasts).await;
         faults.clear();
+    }
+
+    async fn trouble_witness(&self, planned: &PlannedFault) {
+        let mut detail = StdRng::seed_from_u64(planned.detail);
+        let witness = self.node.witness();
+        let trouble = WitnessTrouble::of(planned.detail);
+        if matches!(trouble, WitnessTrouble::Fails | WitnessTrouble::Late) {
+            let longest = detail.random_range(Duration::from_millis(10)..WITNESS_LATE_MAX);
+            let late_max = (trouble == WitnessTrouble::Late).then_some(longest);
+            let probability = if detail.random_bool(0.5) { 1.0 } else { detail.random_range(0.05..1.0) };
+            witness.trouble(Some(WriteTrouble { rng: detail, probability, late_max }));
+            sleep(planned.lasts).await;
+            witness.trouble(None);
+            // The last write that the fault hits ends this much later.
+            return sleep(late_max.unwrap_or_default()).await;
+        }
+        self.node.kill(NodeRole::Osd);
+        match trouble {
+            WitnessTrouble::Older => {
+                let has_changed = witness.go_back(detail.random());
+                self.trace.event(format_args!("an older copy replaces the witness: {has_changed}"));
+            }
+            _ => witness.lose(),
+        }
+        sleep(planned.lasts).await;
+        self.node.release(NodeRole::Osd);
     }
 
     async fn trouble_channel(&self, planned: &PlannedFault) {

@@ -69,9 +69,127 @@ async fn a_node_without_a_witness_starts_once_the_loss_of_a_missing_copy_is_acce
     assert!(refused.contains("outboard target forget"), "{refused}");
     restart_without(&mut rig, &[0], &[1]).await;
     rig.check("without target 0").await;
+    let is_over = async || !rig.client.status().await.unwrap().targets[0].forgotten;
+    until("the acceptance has ended, although target 0 is still missing", is_over).await;
     witness::change(&mut rig, 1).await;
     rig.bring_back(&[0]).await;
     rig.check("after target 0 returned").await;
+}
+
+/// The only copy with the newest changes is lost while another copy receives these changes.
+#[tokio::test]
+async fn a_mirror_continues_with_a_copy_that_was_being_rebuilt_once_the_loss_is_accepted() {
+    let slow = OsdConfig { rebuild_rate: 100 << 10, ..config() };
+    let mut rig = Rig::of("mirror:2", 1, 2, slow).await;
+    rig.fill(&(0..20).map(|n| 20_000 + n).collect::<Vec<_>>()).await;
+    let old = rig.objects.clone();
+    rig.set_down(&[1], true);
+    for (name, bytes) in &mut rig.objects {
+        *bytes = data(20_000, bytes.len() as u64 + 7);
+        rig.pool.object(&*name).unwrap().put(bytes.clone()).await.unwrap();
+    }
+    rig.set_down(&[1], false);
+    rig.client.set_target_out(1, false).await.unwrap();
+    let copied = async || rig.client.status().await.unwrap().rebuild.objects;
+    until("some objects are copied", async || copied().await > 3).await;
+    rig.set_down(&[0], true);
+    let is_refused = async || {
+        let read = rig.pool.object("o20019").unwrap().get().await;
+        read.is_err_and(|e| e.to_string().contains("outboard target forget"))
+    };
+    until("the group waits for the newest copy", is_refused).await;
+    rig.client.forget_target(0, true).await.unwrap();
+    let (mut newer, mut older) = (0, 0);
+    for ((name, new), (_, old)) in rig.objects.iter().zip(&old) {
+        let read = rig.pool.object(name).unwrap().get().await.unwrap();
+        assert!(read == *new || read == *old, "{name} has mixed content");
+        if read == *new { newer += 1 } else { older += 1 }
+    }
+    assert!(newer > 0 && older > 0, "{newer} objects are new, {older} are old");
+    rig.pool.object("o20000").unwrap().put("later").await.unwrap();
+    // The lost copy is rebuilt if it returns.
+    rig.client.set_rebuild_rate(0).await.unwrap();
+    rig.bring_back(&[0]).await;
+    assert_eq!(rig.pool.object("o20000").unwrap().get().await.unwrap(), "later");
+}
+
+/// A target of an erasure code is missing for a while, and then another one is lost. Objects that have
+/// changed meanwhile are lost, and all others are served.
+#[tokio::test]
+async fn an_erasure_code_continues_with_a_stale_target_once_the_loss_of_another_is_accepted() {
+    for (scheme, stale, lost) in [("ec:2+1", &[2][..], &[0][..]), ("ec:4+2", &[4, 5], &[0, 1])] {
+        let mut rig = Rig::new(scheme, 2).await;
+        rig.fill(&(0..12).map(|n| 1000 + 9000 * n).collect::<Vec<_>>()).await;
+        rig.pool.object("empty").unwrap().put("").await.unwrap();
+        rig.set_down(stale, true);
+        let is_noticed = async || rig.client.status().await.unwrap().health[0].degraded == 2;
+        rig.pool.object("empty").unwrap().put("").await.unwrap();
+        let names: Vec<String> = rig.objects.iter().map(|(name, _)| name.clone()).collect();
+        for (n, (name, bytes)) in rig.objects.iter_mut().enumerate().take(6) {
+            *bytes = data(5000 + 8000 * n, 77);
+            rig.pool.object(&*name).unwrap().put(bytes.clone()).await.unwrap();
+        }
+        rig.pool.object("new").unwrap().put(data(4000, 1)).await.unwrap();
+        rig.pool.object(&names[6]).unwrap().remove().await.unwrap();
+        let empty = rig.pool.object("empty").unwrap();
+        empty.set_xattr("user", "later").await.unwrap();
+        until("both groups go on without the target", is_noticed).await;
+        rig.set_down(lost, true);
+        rig.set_down(stale, false);
+        let read = async |name: &str| rig.pool.object(name).unwrap().get().await;
+        for &target in stale {
+            rig.client.set_target_out(target as u32, false).await.unwrap();
+        }
+        let refused = read(&names[8]).await.unwrap_err().to_string();
+        assert!(refused.contains("outboard target forget"), "{refused}");
+        for &target in lost {
+            rig.client.forget_target(target as u32, true).await.unwrap();
+        }
+        for (n, (name, bytes)) in rig.objects.iter().enumerate() {
+            match read(name).await {
+                Ok(read) => {
+                    assert!(n >= 7 && read == *bytes, "{scheme}: {name} was not lost, or is not the same")
+                }
+                Err(e) => assert!(n < 7 && e.is_not_found(), "{scheme}: {name}: {e}"),
+            }
+        }
+        assert!(read("new").await.unwrap_err().is_not_found());
+        assert_eq!(empty.xattr("user").await.unwrap().unwrap(), "later");
+        let listed = rig.pool.list("").collect().await.unwrap().len();
+        assert_eq!(listed, 6, "five objects with data and the empty one");
+        // The group is as good as new once the lost targets are back.
+        rig.objects.drain(..7);
+        rig.pool.object(&names[0]).unwrap().put(data(30_000, 5)).await.unwrap();
+        rig.objects.push((names[0].clone(), data(30_000, 5)));
+        rig.bring_back(lost).await;
+        rig.check("after the lost targets returned").await;
+        rig.set_down(stale, true);
+        rig.check("without the targets that were stale").await;
+    }
+}
+
+/// Too few targets are left of an erasure code. The acceptance of the loss lasts until the operator
+/// replaces the targets.
+#[tokio::test]
+async fn the_targets_of_a_lost_pool_can_be_replaced_long_after_their_loss_is_accepted() {
+    let (rig, _witness) = witness::rig("ec:2+1").await;
+    rig.set_down(&[1, 2], true);
+    let put = async |name: &str| match rig.pool.object(name).unwrap().put("x").await {
+        Ok(_) => String::new(),
+        Err(e) => e.to_string(),
+    };
+    until("the groups wait", async || put("new").await.contains("outboard target forget")).await;
+    for target in [1, 2] {
+        rig.client.forget_target(target, true).await.unwrap();
+    }
+    tokio::time::sleep(rig.node.config.upkeep_interval * 10).await;
+    let refused = put("new").await;
+    assert!(refused.contains("remove the pool"), "{refused}");
+    let status = rig.client.status().await.unwrap();
+    assert_eq!(status.targets.iter().map(|t| t.forgotten).collect::<Vec<_>>(), [false, true, true]);
+    for target in [1, 2] {
+        rig.client.replace_target(target, Uuid::from_u128(90 + u128::from(target))).await.unwrap();
+    }
 }
 
 /// The only target with the newest changes is replaced by an older copy of itself.

@@ -8,11 +8,14 @@ use osd::{OsdConfig, OsdServer, StartError};
 use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 use uuid::Uuid;
 
-use crate::common::Node;
+use crate::common::{FaultStore, Node, data};
+use crate::redundancy::{Rig, config, redundancy, wait_until_whole};
+use crate::tcp_only::witness;
 
 fn start(node: &Node, targets: Vec<(Uuid, Arc<dyn ObjectStore>)>) -> StartError {
     let stack = crate::common::stack(messenger::UseAs::Server);
-    OsdServer::start(OsdConfig::default(), targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
+    let config = OsdConfig { node: node.config.node, ..OsdConfig::default() };
+    OsdServer::start(config, targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
 }
 
 #[tokio::test]
@@ -28,17 +31,69 @@ async fn missing_foreign_and_duplicate_targets_are_refused() {
     assert!(matches!(missing, StartError::MissingTarget { target, .. } if target == good[1].0));
     let extra = start(&node, [&good[..], &[(Uuid::new_v4(), new.clone())]].concat());
     assert!(matches!(extra, StartError::ForeignTarget { .. }));
-    let wiped = start(&node, vec![good[0].clone(), (good[1].0, new)]);
-    assert!(matches!(wiped, StartError::ForeignTarget { target, .. } if target == good[1].0));
     let other = Node::start();
     let foreign = start(&node, vec![good[0].clone(), (good[1].0, other.targets()[1].1.clone())]);
     assert!(matches!(foreign, StartError::ForeignTarget { .. }));
     assert!(matches!(start(&node, vec![good[0].clone(), good[0].clone()]), StartError::SameTarget(_)));
     assert!(matches!(start(&node, vec![]), StartError::NoTargets));
 
+    // The node has run before, and its UUID is known.
+    let wiped = |number: usize| (good[number].0, Arc::new(MemStore::new()) as Arc<dyn ObjectStore>);
+    node.config.node = Some(Uuid::from_u128(7));
+    let without_map = start(&node, vec![wiped(0), wiped(1)]);
+    assert!(matches!(without_map, StartError::NoMap { node } if node.as_u128() == 7), "{without_map}");
+    let other = start(&node, good.clone());
+    assert!(matches!(other, StartError::OtherNode { node, .. } if node.as_u128() == 7), "{other}");
+
+    node.config.node = None;
     node.restart();
     let client = node.client().await;
     assert_eq!(client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "x");
+}
+
+/// A target was formatted again with the same UUID, or is a copy from before its first use.
+#[tokio::test]
+async fn a_target_that_has_lost_the_map_is_rebuilt_or_waits_for_the_operator() {
+    for has_witness in [true, false] {
+        let memory = has_witness.then(Arc::<witness::Memory>::default);
+        let config = memory.as_ref().map_or_else(config, |memory| witness::config_with(memory, config()));
+        let mut rig = Rig::of("mirror:2", 4, 2, config).await;
+        rig.fill(&[1, 5000, 70_001]).await;
+        rig.client.create_pool_with("alone", 8, redundancy("single")).await.unwrap();
+        let alone = rig.client.pool("alone").unwrap();
+        for n in 0..16 {
+            alone.object(&format!("{n}")).unwrap().put(data(3000, n)).await.unwrap();
+        }
+        rig.node.osd.take().unwrap().stop();
+        rig.node.stores[1] = FaultStore::new();
+        rig.node.restart();
+        rig.client = rig.node.client().await;
+        rig.pool = rig.client.pool("pool").unwrap();
+        if has_witness {
+            // Without the witness, the other target may have been outdated.
+            rig.check("while a target has lost everything").await;
+        }
+        let read = async || {
+            let alone = rig.client.pool("alone").unwrap();
+            let (mut whole, mut refused, mut absent) = (0, 0, 0);
+            for n in 0..16 {
+                match alone.object(&format!("{n}")).unwrap().get().await {
+                    Ok(bytes) => whole += i32::from(bytes == data(3000, n)),
+                    Err(e) if e.is_not_found() => absent += 1,
+                    Err(e) => refused += i32::from(e.to_string().contains("gone back")),
+                }
+            }
+            (whole, refused, absent)
+        };
+        let (whole, refused, absent) = read().await;
+        assert!(whole > 2 && refused > 2 && (whole + refused, absent) == (16, 0), "{whole}, {refused}");
+        rig.client.forget_target(1, true).await.unwrap();
+        wait_until_whole(&rig.client).await;
+        assert_eq!(read().await, (whole, 0, refused));
+        rig.check("after the rebuild").await;
+        rig.set_down(&[0], true);
+        rig.check("with the rebuilt target alone").await;
+    }
 }
 
 /// Returns the collection and the object in which a target stores the node's map.
