@@ -168,6 +168,52 @@ fn targets_whose_paths_are_exchanged_are_recognised() {
     assert_eq!(uuids(&node), before);
 }
 
+/// Target 0 is lost, and target 1 has moved to its path.
+#[test]
+fn commands_mean_the_target_that_target_ls_shows_after_targets_have_moved() {
+    let node = stopped("dpu", 2, &["--redundancy", "mirror:2"]);
+    let before = uuids(&node);
+    fs::rename(target(&node, 1), target(&node, 0)).unwrap();
+    starts_with_its_object(&node);
+    let listed = || {
+        let listed = node.text(&["target", "ls"]);
+        let uuid = |line: &str| before.iter().position(|uuid| line.contains(uuid.as_str()));
+        listed.lines().skip(1).map(uuid).collect::<Vec<_>>()
+    };
+    assert_eq!(listed(), [Some(0), Some(1)], "a target keeps its number");
+    node.ok(&["down"]);
+    let forgotten = node.text(&["target", "forget", "0", "--accept-loss"]);
+    assert!(forgotten.contains(&before[0]) && forgotten.contains("1.img"), "{forgotten}");
+    starts_with_its_object(&node);
+    let replaced = node.text(&["target", "replace", "0"]);
+    assert!(replaced.contains("targets/1.img"), "{replaced}");
+    assert_eq!(listed(), [None, Some(1)]);
+    node.ok(&["down"]);
+    starts_with_its_object(&node);
+    node.wait("the new target is rebuilt", || node.is_whole());
+    assert_eq!(uuids(&node)[0], before[1]);
+}
+
+/// All targets are replaced by empty targets with the same UUIDs, as if they were copies from before
+/// the first start.
+#[test]
+fn no_empty_node_is_made_of_targets_that_have_lost_everything() {
+    let node = Node::up(&["--targets", "2", "--target-size", "48MiB"]);
+    let uuids = uuids(&node);
+    node.ok(&["down"]);
+    for (n, uuid) in uuids.iter().enumerate() {
+        let options = store::MkfsOptions {
+            size: Some(48 << 20),
+            uuid: Some(uuid.parse().unwrap()),
+            ..store::MkfsOptions::default()
+        };
+        fs::remove_file(target(&node, n)).unwrap();
+        store::BlockStore::mkfs(target(&node, n).as_ref(), &options, |_, _| ()).unwrap();
+    }
+    let refused = node.fails(&["up", "--detach"]);
+    assert!(refused.contains("no target has the map of node"), "{refused}");
+}
+
 /// Older versions of Outboard record the targets only in `run/state.json`.
 #[test]
 fn a_node_of_an_older_version_gets_an_identity_at_its_next_start() {
