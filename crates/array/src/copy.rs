@@ -131,7 +131,8 @@ impl Group {
         Ok((Some(WriteSource::Staged { stage: id, offset: 0, len }), Some(stage)))
     }
 
-    async fn copy_omap(
+    /// Copies the entries of an object's omap from one of `peers` to a member.
+    pub(crate) async fn copy_omap(
         &self,
         link: &MemberLink,
         peers: &[Option<MemberLink>],

@@ -106,6 +106,7 @@ impl Group {
                     return Err(self.calls.unless_hopeful(error));
                 };
                 self.salvage(number, &salvage, &views).await?;
+                self.intervals.end();
                 return Err(over(number));
             }
         };

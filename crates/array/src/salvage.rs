@@ -29,6 +29,14 @@ use crate::view::MemberView;
 /// Number of objects listed per call.
 const PAGE: usize = 256;
 
+/// An interval of only these members, from which objects are copied.
+fn interval(number: u64, record: &GroupRecord, members: &[(usize, &MemberView)]) -> Interval {
+    let mut links = vec![None; record.members.len()];
+    members.iter().for_each(|(position, view)| links[*position] = Some(view.link.clone()));
+    let (undone, leftovers) = (BTreeSet::new(), RefCell::default());
+    Interval { number, links, record: record.clone(), undone, leftovers }
+}
+
 impl Group {
     /// Makes the members of a salvage agree on their objects, and puts a membership record in force
     /// that lists them as in sync. `number` is the number of the interval that is being opened.
@@ -102,25 +110,43 @@ impl Group {
         let differing: BTreeSet<ObjectId> = named.filter(|oid| !(self.is_internal)(oid)).cloned().collect();
         let members: Vec<(usize, &MemberView)> = in_sync.iter().chain(stale).copied().collect();
         let mut lost = 0;
-        for oid in differing.iter().chain([&self.meta]) {
-            let holders = self.holders(oid, &members).await?;
+        for oid in &differing {
+            let kept = self.holders(oid, &members).await?;
             let (holders, others): (Vec<_>, Vec<_>) =
-                members.iter().copied().partition(|(position, _)| holders.contains(position));
+                members.iter().copied().partition(|(position, _)| kept.contains(position));
             if holders.is_empty() {
                 tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
                 self.remove_from(&members, oid).await?;
                 lost += 1;
                 continue;
             }
-            let mut links = vec![None; record.members.len()];
-            holders.iter().for_each(|(position, view)| links[*position] = Some(view.link.clone()));
-            let (undone, leftovers) = (BTreeSet::new(), RefCell::default());
-            let sources = Interval { number, links, record: record.clone(), undone, leftovers };
-            for (position, view) in others {
-                self.copy_object(&sources, &view.link, position, oid, false).await?;
+            self.copy_from(&interval(number, record, &holders), oid, &others).await?;
+            // A rebuild may have copied the data, but only a part of the omap.
+            let newest: Vec<_> = in_sync.iter().filter(|(position, _)| kept.contains(position)).collect();
+            let newest: Vec<_> = newest.iter().map(|(_, view)| Some(view.link.clone())).collect();
+            for (_, view) in stale.iter().filter(|(at, _)| kept.contains(at) && !newest.is_empty()) {
+                match self.copy_omap(&view.link, &newest, oid).await {
+                    // The members agree that the object does not exist.
+                    Ok(()) | Err(StoreError::NoSuchObject(_)) => {}
+                    Err(e) => return Err(e),
+                }
             }
         }
+        // The owner's metadata object consists of an omap, and its xattrs show nothing.
+        self.copy_from(&interval(number, record, in_sync), &self.meta, stale).await?;
         Ok(lost)
+    }
+
+    async fn copy_from(
+        &self,
+        sources: &Interval,
+        oid: &ObjectId,
+        to: &[(usize, &MemberView)],
+    ) -> store::Result<()> {
+        for (position, view) in to {
+            self.copy_object(sources, &view.link, *position, oid, false).await?;
+        }
+        Ok(())
     }
 
     /// Returns the positions of the members whose content of an object the group keeps: the newest
