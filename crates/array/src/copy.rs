@@ -22,6 +22,9 @@ impl Group {
     /// Replaces a member's fragment of an object, and returns the length of the fragment in bytes.
     /// The caller must hold the object's lock. A member that is `in_sync` keeps its omap. On any
     /// other member the omap is incomplete until the copy is finished.
+    ///
+    /// # Errors
+    /// If the interval has ended, or a member fails.
     pub(crate) async fn copy_object(
         &self,
         interval: &Interval,
@@ -30,7 +33,22 @@ impl Group {
         oid: &ObjectId,
         in_sync: bool,
     ) -> store::Result<u64> {
-        let mut peers = self.live_links(interval, oid);
+        let _copying = self.copies.read().await;
+        self.still(interval)?;
+        self.copy_from_sources(interval, link, position, oid, in_sync).await
+    }
+
+    /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. No
+    /// interval is open, and the caller must have locked `copies` for writing.
+    pub(crate) async fn copy_from_sources(
+        &self,
+        sources: &Interval,
+        link: &MemberLink,
+        position: usize,
+        oid: &ObjectId,
+        in_sync: bool,
+    ) -> store::Result<u64> {
+        let mut peers = self.live_links(sources, oid);
         peers[position] = None;
         let there = match self.calls.answer(link, link.target.store().stat(&self.cid, oid)).await {
             Ok(_) => true,
@@ -51,13 +69,13 @@ impl Group {
             return Ok(0);
         };
         let whole = WholeObject { oid, size };
-        let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
+        let put = self.put_fragment(sources, link, position, whole, &peers, (there, in_sync)).await;
         match put {
             // The member is full, so remove its old fragment first. The old fragment is not needed,
             // because the member is not in sync.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
-                self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
+                self.put_fragment(sources, link, position, whole, &peers, (false, false)).await?;
             }
             put => put?,
         }

@@ -114,12 +114,15 @@ pub(crate) enum Undecided {
     /// The available members lack acknowledged changes. At least `needed` of these targets have
     /// them.
     Outdated { ahead: Vec<Uuid> },
-    /// Too few members in sync are available. These targets are missing.
+    /// Too few members in sync are available. These targets are missing, or have gone back.
     TooFew { there: usize, missing: Vec<Uuid> },
     /// The missing targets may have acknowledged changes that the available members lack.
     Doubt { there: usize, ahead: Vec<Uuid> },
     /// Too few members have all acknowledged changes: these targets have lost some.
     Lost { there: usize, back: Vec<Uuid> },
+    /// The operator has accepted the loss of so many targets that the group must continue with stale
+    /// members. These stale members are missing, and not lost.
+    Stale { there: usize, missing: Vec<Uuid> },
 }
 
 /// The record in force, as far as the evidence shows.
@@ -146,17 +149,45 @@ impl GroupEvidence<'_> {
             Some(before) => self.decide_on(&before).or(decided),
             None => decided,
         };
-        decided.or_else(|undecided| self.decide_on_word(&base.record).ok_or(undecided))
+        decided.or_else(|undecided| {
+            if !self.is_given_up(&base.record) {
+                return Err(undecided);
+            }
+            let missing = self.missing_stale(&base.record);
+            if !missing.is_empty() {
+                let there = base.record.in_sync().filter(|at| self.state_at(&base.record, *at).is_some());
+                return Err(Undecided::Stale { there: there.count(), missing });
+            }
+            self.decide_on_word(&base.record).ok_or(undecided)
+        })
     }
 
-    /// Decides with the newest record before `newest` that leaves enough members. This is possible
-    /// only if the operator has accepted the loss of so many targets that the members of `newest`
-    /// will never suffice.
+    /// Returns what the member of a record at a position has stored; `None` if the member is missing.
+    fn state_at(&self, record: &GroupRecord, position: usize) -> Option<&MemberState> {
+        let target = record.members[position].target;
+        self.states.iter().find(|state| state.target == target)
+    }
+
+    /// Whether the members of a record that are in sync will never suffice, because the operator has
+    /// accepted the loss of others.
+    fn is_given_up(&self, record: &GroupRecord) -> bool {
+        let left = record.in_sync().filter(|&position| !(self.is_lost)(&record.members[position].target));
+        left.count() < self.needed
+    }
+
+    /// Returns the stale members of a record that are missing, and that the operator has not given up.
+    fn missing_stale(&self, record: &GroupRecord) -> Vec<Uuid> {
+        let members = (0..).zip(&record.members);
+        let is_missing = |(position, member): &(usize, &MemberRecord)| {
+            matches!(member.standing, Standing::Stale { .. })
+                && self.state_at(record, *position).is_none()
+                && !(self.is_lost)(&member.target)
+        };
+        members.filter(is_missing).map(|(_, member)| member.target).collect()
+    }
+
+    /// Decides with the newest record before `newest` that leaves enough members.
     fn decide_on_word(&self, newest: &GroupRecord) -> Option<Decision> {
-        let left = newest.in_sync().filter(|&position| !(self.is_lost)(&newest.members[position].target));
-        if left.count() >= self.needed {
-            return None;
-        }
         let mut older: Vec<&GroupRecord> = self
             .states
             .iter()
@@ -206,13 +237,7 @@ impl GroupEvidence<'_> {
     /// suffices.
     pub(crate) fn salvage(&self) -> Option<Salvage> {
         let record = self.base().ok()?.record;
-        let state_at = |position: usize| {
-            let target = record.members[position].target;
-            self.states.iter().find(|state| state.target == target)
-        };
-        let is_given_up = |position: usize| {
-            state_at(position).is_some() || (self.is_lost)(&record.members[position].target)
-        };
+        let state_at = |position: usize| self.state_at(&record, position);
         let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(&record));
         let last = |position: usize| state_at(position).map(MemberState::last).unwrap_or_default();
         let current: Vec<usize> = record.in_sync().filter(knows).collect();
@@ -227,7 +252,10 @@ impl GroupEvidence<'_> {
         };
         let stale: Vec<usize> = (0..record.members.len()).filter(is_stale).collect();
         let suffices = in_sync.len() < self.needed && in_sync.len() + stale.len() >= self.needed;
-        (suffices && record.in_sync().all(is_given_up)).then_some(Salvage { record, in_sync, stale })
+        let is_given_up =
+            |position: usize| in_sync.contains(&position) || (self.is_lost)(&record.members[position].target);
+        let is_allowed = record.in_sync().all(is_given_up) && self.missing_stale(&record).is_empty();
+        (suffices && is_allowed).then_some(Salvage { record, in_sync, stale })
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -251,11 +279,13 @@ impl GroupEvidence<'_> {
             current.iter().filter(|(_, state)| has_settled(state)).map(|(&p, &s)| (p, s)).collect();
         if counted.len() < self.needed {
             let there = counted.len();
+            let back = in_sync.iter().filter(|(p, uuid)| !counted.contains_key(p) && !missing.contains(uuid));
+            let back = back.map(|(_, uuid)| *uuid);
             if in_sync.len() - missing.len() < self.needed {
+                let missing = missing.iter().copied().chain(back).collect();
                 return Err(Undecided::TooFew { there, missing });
             }
-            let back = in_sync.iter().filter(|(p, uuid)| !counted.contains_key(p) && !missing.contains(uuid));
-            return Err(Undecided::Lost { there, back: back.map(|(_, uuid)| *uuid).collect() });
+            return Err(Undecided::Lost { there, back: back.collect() });
         }
         if !is_witnessed && missing.len() >= self.needed {
             on_word = true;
@@ -478,6 +508,14 @@ mod tests {
         assert_eq!(salvage(&states[..3], &[1]), None);
         assert_eq!(salvage(&states[1..], &[1]), None, "member 2 is missing, but not lost");
         assert_eq!(salvage(&states[1..], &[1, 2]), None, "three members are too few");
+        // Member 4 has gone back, and the operator must accept the loss of its changes, too.
+        let settled = ChangeId { term: 5, number: 12 };
+        states[4] = old(6, trimmed);
+        states[..2].iter_mut().for_each(|state| state.trimmed = settled);
+        assert_eq!(salvage(&states, &[1]), None);
+        assert_eq!(salvage(&states, &[1, 4]), Some((vec![1, 2], vec![4, 5])));
+        // A stale member that is missing is awaited.
+        assert_eq!(salvage(&states[..4], &[1, 4]), None);
         // No member shows which objects have changed.
         assert_eq!(salvage(&states[3..], &[1, 2, 3, 4]), None);
     }

@@ -103,6 +103,9 @@ pub struct Group {
     /// writing during steps that must not overlap transactions, for example the admission of a
     /// member.
     pub(crate) gate: RwLock<()>,
+    /// Each copy of an object to a member holds this lock for reading. A salvage holds it for writing,
+    /// because copies of the last interval may still be in progress.
+    pub(crate) copies: RwLock<()>,
     pub(crate) intents: RefCell<Intents>,
     pub(crate) objects: Objects,
     pub(crate) stages: Stages,
@@ -149,6 +152,7 @@ impl Group {
             drops_notes: Cell::new(false),
             no_room: RefCell::default(),
             gate: RwLock::default(),
+            copies: RwLock::default(),
             intents: RefCell::default(),
             objects: Objects::default(),
             stages: Stages::default(),
@@ -173,10 +177,12 @@ impl Group {
         self.layout.k
     }
 
-    /// Lets the group act on the operator's word that targets are lost, until its next interval opens.
-    /// A new group also does so until its first interval opens.
+    /// Lets a group without an open interval act on the operator's word that targets are lost, until
+    /// its next interval opens. A new group also does so until its first interval opens.
     pub fn heed_word(&self) {
-        self.word.heed(true);
+        if self.current().is_none() {
+            self.word.heed(true);
+        }
     }
 
     /// Number of the current interval. The number changes when the incarnation of a store changes,

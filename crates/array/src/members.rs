@@ -60,7 +60,10 @@ impl Group {
 
     /// Returns how the group can continue although no decision is possible; `None` if it cannot.
     pub(crate) fn to_salvage(&self, views: &[MemberView]) -> Option<Salvage> {
-        self.with_evidence(views, |evidence| evidence.salvage())
+        let mut salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
+        let is_unable = |target: &Uuid| self.cannot_catch_up.borrow().contains(target);
+        salvage.stale.retain(|position| !is_unable(&salvage.record.members[*position].target));
+        (salvage.in_sync.len() + salvage.stale.len() >= self.layout.k).then_some(salvage)
     }
 
     /// Calls `f` with what a decision is based on.
@@ -90,6 +93,7 @@ impl Group {
             Undecided::Outdated { ahead: named }
             | Undecided::TooFew { missing: named, .. }
             | Undecided::Doubt { ahead: named, .. }
+            | Undecided::Stale { missing: named, .. }
             | Undecided::Lost { back: named, .. } => named.clone(),
         };
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -126,6 +130,13 @@ impl Group {
                     list(&ahead)
                 );
                 (there, there + 1, detail)
+            }
+            Undecided::Stale { there, missing } => {
+                let detail = format!(
+                    "it can continue with older content once these targets are back, or once their loss is accepted, too (`outboard target forget`): {}",
+                    list(&missing)
+                );
+                (there, needed, detail)
             }
             Undecided::Lost { there, back } => {
                 let detail = format!(

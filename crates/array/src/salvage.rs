@@ -7,30 +7,44 @@
 //! possible, otherwise older content. If an object has no data, one member suffices. All other objects
 //! are lost and are removed, because their fragments do not fit together.
 //!
-//! The steps may be repeated: as long as the new membership record is not in force, the notes and
-//! the old record remain.
+//! The steps may be repeated. First, a membership record on the members in sync lists the other
+//! members as lost, and too few as in sync, so that only another salvage can follow. The objects get
+//! dirty notes, which remain until the last record is in force.
 
 use std::cell::RefCell;
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
+use crate::ask::is_damage;
 use crate::decision::Salvage;
 use crate::group::Group;
-use crate::interval::Interval;
+use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::record::{
-    ChangeId, GroupRecord, SIZE_XATTR, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
-    own_object,
+    ChangeId, GroupRecord, SIZE_XATTR, Standing, forget_all_but_dirty, is_own, key_proposal, key_record,
+    key_trimmed, own_object,
 };
 use crate::view::MemberView;
 
 /// Number of objects listed per call.
 const PAGE: usize = 256;
 
+/// A member's position, and what the member has stored.
+type PlacedView<'a> = (usize, &'a MemberView);
+
+/// Returns the term of the last record that lists a stale member as in sync.
+fn last_in_sync(record: &GroupRecord, position: usize) -> u64 {
+    match record.members[position].standing {
+        Standing::Stale { term, .. } => term,
+        Standing::InSync | Standing::Blank => 0,
+    }
+}
+
 /// An interval of only these members, from which objects are copied.
-fn interval(number: u64, record: &GroupRecord, members: &[(usize, &MemberView)]) -> Interval {
+fn interval(number: u64, record: &GroupRecord, members: &[PlacedView<'_>]) -> Interval {
     let mut links = vec![None; record.members.len()];
     members.iter().for_each(|(position, view)| links[*position] = Some(view.link.clone()));
     let (undone, leftovers) = (BTreeSet::new(), RefCell::default());
@@ -40,6 +54,9 @@ fn interval(number: u64, record: &GroupRecord, members: &[(usize, &MemberView)])
 impl Group {
     /// Makes the members of a salvage agree on their objects, and puts a membership record in force
     /// that lists them as in sync. `number` is the number of the interval that is being opened.
+    ///
+    /// The first call only records that the other members are lost, so that they can never continue
+    /// with objects that this group has changed. The next call does the rest.
     ///
     /// # Errors
     /// If a member fails. Then the next attempt repeats the steps.
@@ -55,29 +72,72 @@ impl Group {
             let view = views.iter().find(|view| view.state.target == target);
             (*position, view.expect("a salvage names only members that have answered"))
         };
-        let in_sync: Vec<(usize, &MemberView)> = in_sync.iter().map(view_at).collect();
-        let stale: Vec<(usize, &MemberView)> = stale.iter().map(view_at).collect();
+        let in_sync: Vec<PlacedView<'_>> = in_sync.iter().map(view_at).collect();
+        let mut stale: Vec<PlacedView<'_>> = stale.iter().map(view_at).collect();
+        // Members that were in sync more recently have newer content.
+        stale.sort_by_key(|(position, _)| Reverse(last_in_sync(record, *position)));
+        let members: Vec<PlacedView<'_>> = in_sync.iter().chain(&stale).copied().collect();
+        views.iter().for_each(|view| self.terms.heard_of(view.heard()));
+        if record.in_sync().count() > in_sync.len() {
+            let is_lost = |position: usize| {
+                let is_in_sync = record.members[position].standing == Standing::InSync;
+                is_in_sync && in_sync.iter().all(|(at, _)| *at != position)
+            };
+            return self
+                .put_in_force_on(record, &in_sync, |at, standing| match is_lost(at) {
+                    true => Standing::Blank,
+                    false => standing,
+                })
+                .await;
+        }
+        let _alone = self.copies.write().await;
         let last = self.settle(&in_sync).await?;
-        let lost = self.salvage_objects(number, record, &in_sync, &stale).await?;
-        for (_, view) in in_sync.iter().chain(&stale) {
+        let differing = self.differing(record, &members);
+        for (_, view) in &members {
+            // If a later attempt finds other members, these objects still differ.
+            self.note_dirty(&view.link, differing.iter()).await?;
+        }
+        for (_, view) in &stale {
+            // No older record may count any more, because the objects of the stale members change.
+            let entries = vec![(key_record(), record.encode())];
+            let note = Transaction::new(self.cid.clone())
+                .with(Op::OmapSet { oid: own_object(), entries })
+                .with(Op::OmapRemove { oid: own_object(), keys: vec![key_proposal()] });
+            self.calls.apply_to(&view.link, note.from_reserve()).await?;
+        }
+        let lost = self.salvage_objects(number, record, (&in_sync, &stale), &differing).await?;
+        for (_, view) in &members {
             self.replace_records(&view.link, record, last).await?;
         }
-        let mut members = record.members.clone();
-        for (position, member) in members.iter_mut().enumerate() {
-            let continues = in_sync.iter().chain(&stale).any(|(at, _)| *at == position);
-            member.standing = if continues { Standing::InSync } else { Standing::Blank };
-        }
-        views.iter().for_each(|view| self.terms.heard_of(view.heard()));
-        let new = GroupRecord { term: self.terms.next(true), members, undone: BTreeSet::new() };
-        let links: Vec<&MemberLink> = in_sync.iter().chain(&stale).map(|(_, view)| &view.link).collect();
-        self.put_in_force(record, &new, &links).await?;
-        tracing::warn!(cid = %self.cid, term = new.term, members = links.len(), lost, "the group continues with stale members, because the loss of other members was accepted; objects that had changed are lost");
+        let continues = |position: usize| members.iter().any(|(at, _)| *at == position);
+        self.put_in_force_on(record, &members, |at, _| match continues(at) {
+            true => Standing::InSync,
+            false => Standing::Blank,
+        })
+        .await?;
+        tracing::warn!(cid = %self.cid, members = members.len(), lost, "the group continues with stale members, because the loss of other members was accepted; objects that had changed are lost");
         metrics::counter!("outboard_osd_objects_given_up_total").increment(lost);
         Ok(())
     }
 
+    /// Puts a record in force on members, with another standing of each member.
+    async fn put_in_force_on(
+        &self,
+        old: &GroupRecord,
+        on: &[PlacedView<'_>],
+        standing: impl Fn(usize, Standing) -> Standing,
+    ) -> store::Result<()> {
+        let mut members = old.members.clone();
+        for (position, member) in members.iter_mut().enumerate() {
+            member.standing = standing(position, member.standing);
+        }
+        let new = GroupRecord { term: self.terms.next(true), members, undone: BTreeSet::new() };
+        tracing::info!(cid = %self.cid, term = new.term, in_sync = new.in_sync().count(), "the group has a new membership record on the operator's word");
+        self.put_in_force(old, &new, &on.iter().map(|(_, view)| &view.link).collect::<Vec<_>>()).await
+    }
+
     /// Undoes the changes that only some of the members have. Returns the last change of all of them.
-    async fn settle(&self, members: &[(usize, &MemberView)]) -> store::Result<ChangeId> {
+    async fn settle(&self, members: &[PlacedView<'_>]) -> store::Result<ChangeId> {
         let views: Vec<&MemberView> = members.iter().map(|(_, view)| *view).collect();
         let trimmed = views.iter().map(|view| view.state.trimmed).max().unwrap_or_default();
         let open = views.iter().flat_map(|view| view.intents.keys()).filter(|change| **change > trimmed);
@@ -88,42 +148,49 @@ impl Group {
         Ok(kept.last().copied().unwrap_or_default().max(trimmed))
     }
 
-    /// Makes the stale members agree with the members in sync about all objects that may differ.
-    /// Returns the number of objects that are lost.
-    async fn salvage_objects(
-        &self,
-        number: u64,
-        record: &GroupRecord,
-        in_sync: &[(usize, &MemberView)],
-        stale: &[(usize, &MemberView)],
-    ) -> store::Result<u64> {
-        let views = || in_sync.iter().chain(stale).map(|(_, view)| *view);
+    /// Returns the objects that may differ between the members.
+    fn differing(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> BTreeSet<ObjectId> {
         // All members have the changes up to this one.
-        let common = stale.iter().filter_map(|(position, _)| match record.members[*position].standing {
+        let common = members.iter().filter_map(|(position, _)| match record.members[*position].standing {
             Standing::Stale { trimmed, .. } => Some(trimmed),
             Standing::InSync | Standing::Blank => None,
         });
         let common = common.min().unwrap_or_default();
+        let views = || members.iter().map(|(_, view)| *view);
         let open = views().flat_map(|view| &view.intents).filter(|(change, _)| **change > common);
         let touched = open.flat_map(|(_, intent)| &intent.objects).map(|touched| &touched.oid);
         let named = touched.chain(views().flat_map(|view| &view.dirty));
-        let differing: BTreeSet<ObjectId> = named.filter(|oid| !(self.is_internal)(oid)).cloned().collect();
-        let members: Vec<(usize, &MemberView)> = in_sync.iter().chain(stale).copied().collect();
+        named.filter(|oid| !(self.is_internal)(oid)).cloned().collect()
+    }
+
+    /// Makes the members agree about objects that may differ. Returns the number of objects that are
+    /// lost.
+    async fn salvage_objects(
+        &self,
+        number: u64,
+        record: &GroupRecord,
+        (in_sync, stale): (&[PlacedView<'_>], &[PlacedView<'_>]),
+        differing: &BTreeSet<ObjectId>,
+    ) -> store::Result<u64> {
+        let members: Vec<PlacedView<'_>> = in_sync.iter().chain(stale).copied().collect();
         let mut lost = 0;
-        for oid in &differing {
+        for oid in differing {
             let kept = self.holders(oid, &members).await?;
             let (holders, others): (Vec<_>, Vec<_>) =
                 members.iter().copied().partition(|(position, _)| kept.contains(position));
-            if holders.is_empty() {
+            let copied = match holders.is_empty() {
+                true => Ok(false),
+                false => self.copy_from(&interval(number, record, &holders), oid, &others).await,
+            };
+            if !copied? {
                 tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
                 self.remove_from(&members, oid).await?;
                 lost += 1;
                 continue;
             }
-            self.copy_from(&interval(number, record, &holders), oid, &others).await?;
-            // A rebuild may have copied the data, but only a part of the omap.
-            let newest: Vec<_> = in_sync.iter().filter(|(position, _)| kept.contains(position)).collect();
-            let newest: Vec<_> = newest.iter().map(|(_, view)| Some(view.link.clone())).collect();
+            // An interrupted copy may have copied the data, but only a part of the omap.
+            let newest = in_sync.iter().filter(|(position, _)| kept.contains(position));
+            let newest: Vec<_> = newest.map(|(_, view)| Some(view.link.clone())).collect();
             for (_, view) in stale.iter().filter(|(at, _)| kept.contains(at) && !newest.is_empty()) {
                 match self.copy_omap(&view.link, &newest, oid).await {
                     // The members agree that the object does not exist.
@@ -133,36 +200,47 @@ impl Group {
             }
         }
         // The owner's metadata object consists of an omap, and its xattrs show nothing.
-        self.copy_from(&interval(number, record, in_sync), &self.meta, stale).await?;
+        if !self.copy_from(&interval(number, record, in_sync), &self.meta, stale).await? {
+            let detail = "no member can read the object with the group's metadata".into();
+            return Err(StoreError::TooFewTargets { there: 0, needed: 1, detail });
+        }
         Ok(lost)
     }
 
+    /// Copies an object from the members that `sources` links. Returns false if they cannot provide it.
     async fn copy_from(
         &self,
         sources: &Interval,
         oid: &ObjectId,
-        to: &[(usize, &MemberView)],
-    ) -> store::Result<()> {
+        to: &[PlacedView<'_>],
+    ) -> store::Result<bool> {
         for (position, view) in to {
-            self.copy_object(sources, &view.link, *position, oid, false).await?;
+            match self.copy_from_sources(sources, &view.link, *position, oid, false).await {
+                Ok(_) => {}
+                Err(StoreError::NoSpace { .. }) => {
+                    tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), "a member has too little space, so the group continues without it");
+                    self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
+                    return Err(over(sources.number));
+                }
+                Err(e) if is_damage(&e) || matches!(e, StoreError::TooFewTargets { .. }) => return Ok(false),
+                Err(e) => return Err(e),
+            }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Returns the positions of the members whose content of an object the group keeps: the newest
     /// content if possible, otherwise older content. There are none if too few members have the same
-    /// content. The first of `members` is in sync.
-    async fn holders(
-        &self,
-        oid: &ObjectId,
-        members: &[(usize, &MemberView)],
-    ) -> store::Result<BTreeSet<usize>> {
+    /// content. The first of `members` are those with the newest content.
+    async fn holders(&self, oid: &ObjectId, members: &[PlacedView<'_>]) -> store::Result<BTreeSet<usize>> {
         let mut found = Vec::new();
         for (position, view) in members {
             let asked = view.link.target.store().get_xattrs(&self.cid, oid);
             let xattrs = match self.calls.answer(&view.link, asked).await {
                 Ok(xattrs) => Some(xattrs),
                 Err(StoreError::NoSuchObject(_)) => None,
+                // The member's content is of no use.
+                Err(e) if is_damage(&e) => continue,
                 Err(e) => return Err(e),
             };
             found.push((*position, xattrs));
@@ -179,14 +257,14 @@ impl Group {
             !has_data || alike(xattrs).len() >= self.layout.k
         };
         // If only stale members lack the object, it was created later.
-        let newest = members.first().map(|(position, _)| *position);
+        let newest = found.first().map(|(position, _)| *position);
         let mut candidates = found.iter().filter(|(at, xattrs)| xattrs.is_some() || Some(*at) == newest);
         let kept = candidates.find(|(_, xattrs)| suffices(xattrs));
         Ok(kept.map(|(_, xattrs)| alike(xattrs)).unwrap_or_default())
     }
 
     /// Removes an object from members, of which some may not have it.
-    async fn remove_from(&self, members: &[(usize, &MemberView)], oid: &ObjectId) -> store::Result<()> {
+    async fn remove_from(&self, members: &[PlacedView<'_>], oid: &ObjectId) -> store::Result<()> {
         for (_, view) in members {
             let remove = Op::Remove { oid: oid.clone() };
             let remove = Transaction::new(self.cid.clone()).with(remove).from_reserve();

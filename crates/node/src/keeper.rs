@@ -286,8 +286,14 @@ impl Keeper {
             listen.clone_from(endpoint);
         }
         self.metrics.clone_from(&ready.metrics);
-        if !self.forgotten.is_empty()
-            && let Err(e) = Identity::osd_knows(&self.spec.dir, &self.forgotten)
+        // The operator may have given a word after the osd was started, which was not needed then.
+        // It must not apply to a later start.
+        let given = self.expected_node().forgotten;
+        if given.iter().any(|uuid| !self.forgotten.contains(uuid)) {
+            tracing::warn!(targets = ?given, "the osd has started without the latest `target forget`; repeat the command if groups still wait");
+        }
+        if !given.is_empty()
+            && let Err(e) = Identity::osd_knows(&self.spec.dir, &given)
         {
             tracing::error!("cannot record that the osd knows the forgotten targets: {e}");
         }

@@ -198,13 +198,6 @@ impl Osd {
         let is_up_to_date = |record: &TargetRecord| {
             self.targets.iter().find(|t| t.uuid == record.uuid).is_some_and(|t| self.is_up_to_date(t))
         };
-        let is_forgotten = self.map.borrow().targets.iter().any(|record| record.forgotten);
-        let groups = if is_forgotten { self.open_groups() } else { Vec::new() };
-        // A group without a decision may still need the mark.
-        let is_awaited = |record: &TargetRecord| {
-            let mut waits = groups.iter().map(|(_, group)| group.waits_for());
-            waits.any(|targets| targets.is_none_or(|targets| targets.contains(&record.uuid)))
-        };
         let is_sole = |record: &TargetRecord| {
             let pools = self.pools.borrow();
             pools.values().flat_map(|pool| &pool.sole_targets).any(|sole| sole.uuid == record.uuid)
@@ -214,6 +207,14 @@ impl Osd {
             target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
         };
         self.change_targets(|map| {
+            // Look at the groups only now: the operator may have given a word meanwhile.
+            let is_forgotten = map.targets.iter().any(|record| record.forgotten);
+            let groups = if is_forgotten { self.open_groups() } else { Vec::new() };
+            // A group without a decision may still need the mark.
+            let is_awaited = |record: &TargetRecord| {
+                let mut waits = groups.iter().map(|(_, group)| group.waits_for());
+                waits.any(|targets| targets.is_none_or(|targets| targets.contains(&record.uuid)))
+            };
             for record in &mut map.targets {
                 record.forgotten = record.forgotten && is_awaited(record);
                 record.given_up = record.given_up && is_sole(record) && !is_up_to_date(record);

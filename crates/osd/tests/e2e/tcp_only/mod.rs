@@ -7,6 +7,7 @@ mod damage;
 mod forget;
 mod full;
 mod recovery;
+mod salvage;
 mod stalls;
 mod start;
 mod times;

@@ -28,7 +28,15 @@ impl Memory {
 
     /// Loses the content.
     pub(super) fn forget(&self) {
-        *self.content.lock().unwrap() = None;
+        self.set_content(None);
+    }
+
+    pub(super) fn content(&self) -> Option<Vec<u8>> {
+        self.content.lock().unwrap().clone()
+    }
+
+    pub(super) fn set_content(&self, content: Option<Vec<u8>>) {
+        *self.content.lock().unwrap() = content;
     }
 }
 

@@ -1,0 +1,203 @@
+//! Tests of an interrupted salvage: the power fails at a random moment after the operator has accepted
+//! the loss of targets of an erasure code. Then the node starts again, without the lost targets or
+//! with them.
+
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use client::Client;
+use osd::OsdConfig;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::IteratorRandom;
+use store::simulation::{Crashes, RecordedDrive, SimStore};
+use uuid::Uuid;
+
+use crate::common::{FaultStore, Node, Watch, data, seed};
+use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
+use crate::tcp_only::recovery::until;
+use crate::tcp_only::witness::{Memory, config_with};
+
+const SIZE: usize = 12 << 20;
+const OBJECTS: usize = 8;
+const KEY: Bytes = Bytes::from_static(b"key");
+/// Number of moments at which the power fails.
+const CHECKS: usize = 40;
+
+/// A moment at which the power may fail: how much each drive had recorded, and the witness.
+struct Moment {
+    positions: Vec<usize>,
+    witness: Option<Vec<u8>>,
+}
+
+struct Story {
+    images: Vec<Vec<u8>>,
+    drives: Vec<Arc<RecordedDrive>>,
+    lost: Vec<usize>,
+    /// All contents that each object has had: the data, and the value in the omap.
+    versions: Vec<Vec<(Bytes, Bytes)>>,
+    moments: Vec<Moment>,
+}
+
+fn start(drives: &[Arc<RecordedDrive>], config: OsdConfig, seed: u64, watch: Option<&Watch>) -> Node {
+    let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
+    let stores = drives.iter().map(|drive| FaultStore::over(mount(drive), watch.cloned()));
+    let mut node = Node::over(stores.collect(), config);
+    node.restart();
+    node
+}
+
+/// Puts new versions of some objects.
+async fn change(
+    client: &Client,
+    versions: &mut [Vec<(Bytes, Bytes)>],
+    which: impl Iterator<Item = usize>,
+    salt: u64,
+) {
+    let pool = client.pool("pool").unwrap();
+    for n in which {
+        let (bytes, value) = (data(3000 + 9000 * n, salt + n as u64), Bytes::from(salt.to_string()));
+        let object = pool.object(&format!("o{n}")).unwrap();
+        object.put(bytes.clone()).await.unwrap();
+        object.omap_set(vec![(KEY, value.clone())]).await.unwrap();
+        versions[n].push((bytes, value));
+    }
+}
+
+/// Makes the targets in `stale` miss changes, one after the other, loses the targets in `lost`, and
+/// accepts this loss.
+async fn tell(scheme: &str, stale: &[usize], lost: &[usize], seed: u64) -> Story {
+    let redundancy = redundancy(scheme);
+    let format = |n| SimStore::format(vec![0xa5; SIZE], Uuid::from_u128(n as u128 + 1)).unwrap();
+    let images: Vec<Vec<u8>> = (0..redundancy.targets()).map(format).collect();
+    let drives: Vec<_> = images.iter().map(|image| RecordedDrive::new(image.clone())).collect();
+    let (memory, moments) = (Arc::new(Memory::default()), Arc::new(Mutex::new(Vec::new())));
+    let watch: Watch = {
+        let (drives, memory, moments) = (drives.clone(), Arc::clone(&memory), Arc::clone(&moments));
+        Arc::new(move || {
+            let positions = drives.iter().map(|drive| drive.position()).collect();
+            moments.lock().unwrap().push(Moment { positions, witness: memory.content() });
+        })
+    };
+    let node = start(&drives, config_with(&memory, config()), seed, Some(&watch));
+    let client = node.client().await;
+    client.create_pool_with("pool", 1, redundancy).await.unwrap();
+    let mut versions = vec![Vec::new(); OBJECTS];
+    change(&client, &mut versions, 0..OBJECTS, 1).await;
+    for (step, target) in stale.iter().enumerate() {
+        node.stores[*target].set_down(true);
+        change(&client, &mut versions, (step..OBJECTS).step_by(3), 100 + step as u64).await;
+    }
+    lost.iter().for_each(|target| node.stores[*target].set_down(true));
+    let is_lost = async || {
+        let put = client.pool("pool").unwrap().object("probe").unwrap().put("x").await;
+        put.is_err_and(|e| e.to_string().contains("outboard target forget"))
+    };
+    until("the group waits", is_lost).await;
+    for target in stale {
+        node.stores[*target].set_down(false);
+        client.set_target_out(*target as u32, false).await.unwrap();
+    }
+    moments.lock().unwrap().clear();
+    for target in lost {
+        client.forget_target(*target as u32, true).await.unwrap();
+    }
+    let opens = async || client.pool("pool").unwrap().object("probe").unwrap().put("x").await.is_ok();
+    until("the group continues", opens).await;
+    let moments = std::mem::take(&mut *moments.lock().unwrap());
+    drop(node);
+    Story { images, drives, lost: lost.to_vec(), versions, moments }
+}
+
+/// Checks that each object has one of its contents, or is lost. Returns the contents.
+async fn check(client: &Client, story: &Story, what: &str) -> Vec<Option<(Bytes, Bytes)>> {
+    let pool = client.pool("pool").unwrap();
+    let mut contents = Vec::new();
+    for (n, versions) in story.versions.iter().enumerate() {
+        let object = pool.object(&format!("o{n}")).unwrap();
+        contents.push(match object.get().await {
+            Ok(bytes) => {
+                let value = object.omap_get(vec![KEY]).await.unwrap().pop().unwrap_or_default().1;
+                let content = (bytes, value);
+                assert!(versions.contains(&content), "object {n} has mixed content {what}: {:?}", content.1);
+                Some(content)
+            }
+            Err(e) if e.is_not_found() => None,
+            Err(e) => panic!("object {n} {what}: {e}"),
+        });
+    }
+    contents
+}
+
+async fn interrupt(scheme: &str, stale: &[usize], lost: &[usize]) {
+    let seed = seed();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let story = tell(scheme, stale, lost, seed).await;
+    assert!(story.moments.len() > 20, "{} moments", story.moments.len());
+    let tolerates = redundancy(scheme).tolerates();
+    for number in 0..CHECKS {
+        let moment = story.moments.iter().choose(&mut rng).unwrap();
+        let image = |(n, image): (usize, &Vec<u8>)| {
+            let mut crashes = Crashes::new(&story.drives[n], image.clone());
+            RecordedDrive::new(crashes.image(moment.positions[n], &mut rng))
+        };
+        let drives: Vec<_> = story.images.iter().enumerate().map(image).collect();
+        let memory = Arc::new(Memory::default());
+        memory.set_content(moment.witness.clone());
+        let returns = number % 2 == 0;
+        let mut config = config_with(&memory, config());
+        if !returns {
+            config.forgotten = story.lost.iter().map(|n| Uuid::from_u128(*n as u128 + 1)).collect();
+        }
+        let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
+        let stores: Vec<_> = drives.iter().map(|drive| FaultStore::over(mount(drive), None)).collect();
+        story.lost.iter().for_each(|target| stores[*target].set_down(!returns));
+        let mut node = Node::over(stores, config);
+        node.restart();
+        let client = node.client().await;
+        let what = if returns { "after the lost targets returned" } else { "without the lost targets" };
+        let contents = check(&client, &story, what).await;
+        if returns {
+            wait_until_whole(&client).await;
+        } else {
+            wait_until_whole_but(&client, story.lost.len()).await;
+        }
+        client.start_scrub("pool", false).await.unwrap();
+        let scrub = loop {
+            let scrub = client.scrub_status("pool").await.unwrap();
+            if !scrub.running {
+                break scrub;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        };
+        assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None), "{what}");
+        if returns {
+            // Each member has the same content.
+            for first in 0..story.images.len() {
+                let count = story.images.len();
+                let down = (first..first + tolerates).map(|target| target % count).collect::<Vec<_>>();
+                down.iter().for_each(|target| node.stores[*target].set_down(true));
+                let again = check(&client, &story, "with other targets").await;
+                assert!(again == contents, "the content changed when other drives failed");
+                down.iter().for_each(|target| node.stores[*target].set_down(false));
+                for target in &down {
+                    client.set_target_out(*target as u32, false).await.unwrap();
+                }
+                wait_until_whole(&client).await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_interrupted_salvage_with_one_stale_target_mixes_nothing() {
+    interrupt("ec:2+1", &[2], &[0]).await;
+    // Metadata is read from the first target.
+    interrupt("ec:2+1", &[0], &[2]).await;
+}
+
+#[tokio::test]
+async fn an_interrupted_salvage_with_targets_of_different_ages_mixes_nothing() {
+    interrupt("ec:2+2", &[2, 3], &[0]).await;
+    interrupt("ec:4+2", &[4, 5], &[0, 1]).await;
+}
