@@ -320,9 +320,6 @@ impl GroupEvidence<'_> {
             return Ok(Base { record: oldest.clone(), unused: None, is_witnessed: true, on_word: false });
         }
         let newest = records.max_by_key(|record| record.term).ok_or(Undecided::NoData)?;
-        if base::mutant!(IgnoreWitness) {
-            return Ok(Base { record: newest.clone(), unused: None, is_witnessed: true, on_word: false });
-        }
         // The witness is written before any member stores the record.
         let Some(witness) = self.witness.filter(|witness| newest.term <= witness.term) else {
             return Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: false });

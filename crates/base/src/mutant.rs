@@ -36,15 +36,13 @@ pub enum Mutant {
     CodeUnverifiedData,
     /// An array computes a lost fragment from other fragments without verifying them.
     RecoverFromUnverified,
-    /// An array decides without the witness, and does not doubt members that are missing.
-    IgnoreWitness,
     /// The osd uses a target that has gone back to an earlier state.
     TrustReturnedTarget,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 15] = [
+    pub const ALL: [Mutant; 14] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -58,7 +56,6 @@ impl Mutant {
         Mutant::TrustTransferredPayload,
         Mutant::CodeUnverifiedData,
         Mutant::RecoverFromUnverified,
-        Mutant::IgnoreWitness,
         Mutant::TrustReturnedTarget,
     ];
 
@@ -79,7 +76,6 @@ impl Mutant {
             Mutant::TrustTransferredPayload => "trust-transferred-payload",
             Mutant::CodeUnverifiedData => "code-unverified-data",
             Mutant::RecoverFromUnverified => "recover-from-unverified",
-            Mutant::IgnoreWitness => "ignore-witness",
             Mutant::TrustReturnedTarget => "trust-returned-target",
         }
     }

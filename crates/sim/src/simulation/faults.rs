@@ -264,8 +264,14 @@ impl Simulation {
         }
         self.note(&format!("pool {pool} contains {} objects that fill its targets", created.len()));
         sleep(planned.lasts).await;
+        // An object of a pool whose data may be lost may never be removed.
+        let attempts = match (self.plan.has_lying_drive(), self.plan.sacrifices(&self.plan.pools[number])) {
+            (true, _) => 1,
+            (false, true) => 40,
+            (false, false) => usize::MAX,
+        };
         for name in created.into_iter().rev() {
-            loop {
+            for _ in 0..attempts {
                 let (ops, conditions) = (vec![Mutation::Remove], Vec::new());
                 let change = ChangeRequest { name: name.clone(), part: None, conditions, ops, payload: None };
                 match Outcome::of_change(&client.mutate(change).await) {
@@ -278,9 +284,6 @@ impl Simulation {
                     outcome => {
                         self.trace.event(format_args!("the filler cannot remove {name}: {}", brief(&outcome)))
                     }
-                }
-                if self.plan.has_lying_drive() {
-                    break;
                 }
                 sleep(Duration::from_millis(500)).await;
             }
