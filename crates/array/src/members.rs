@@ -63,7 +63,12 @@ impl Group {
         let mut salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
         let is_unable = |target: &Uuid| self.cannot_catch_up.borrow().contains(target);
         salvage.stale.retain(|position| !is_unable(&salvage.record.members[*position].target));
-        (salvage.in_sync.len() + salvage.stale.len() >= self.layout.k).then_some(salvage)
+        if salvage.in_sync.len() + salvage.stale.len() >= self.layout.k {
+            return Some(salvage);
+        }
+        // The members that could not receive an object may be able to later.
+        self.cannot_catch_up.borrow_mut().clear();
+        None
     }
 
     /// Calls `f` with what a decision is based on.
@@ -98,7 +103,8 @@ impl Group {
         };
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let needed = self.layout.k;
-        let are_lost = |uuids: &[Uuid]| !uuids.is_empty() && uuids.iter().all(|uuid| self.word.is_lost(uuid));
+        // The list is empty if all members of the record are there, but are too few since a salvage began.
+        let are_lost = |uuids: &[Uuid]| uuids.iter().all(|uuid| self.word.is_lost(uuid));
         let (there, needed, detail) = match undecided {
             Undecided::TooFew { there, missing: lost } | Undecided::Lost { there, back: lost }
                 if are_lost(&lost) =>

@@ -48,7 +48,10 @@ fn interval(number: u64, record: &GroupRecord, members: &[PlacedView<'_>]) -> In
     let mut links = vec![None; record.members.len()];
     members.iter().for_each(|(position, view)| links[*position] = Some(view.link.clone()));
     let (undone, leftovers) = (BTreeSet::new(), RefCell::default());
-    Interval { number, links, record: record.clone(), undone, leftovers }
+    // A read must not wait for the rebuild of a member.
+    let mut record = record.clone();
+    record.members.iter_mut().for_each(|member| member.standing = Standing::InSync);
+    Interval { number, links, record, undone, leftovers }
 }
 
 impl Group {
@@ -79,16 +82,12 @@ impl Group {
         let members: Vec<PlacedView<'_>> = in_sync.iter().chain(&stale).copied().collect();
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
         if record.in_sync().count() > in_sync.len() {
-            let is_lost = |position: usize| {
-                let is_in_sync = record.members[position].standing == Standing::InSync;
-                is_in_sync && in_sync.iter().all(|(at, _)| *at != position)
+            let is_left = |position| in_sync.iter().any(|(at, _)| *at == position);
+            let standing = |position, standing| match standing {
+                Standing::InSync if !is_left(position) => Standing::Blank,
+                other => other,
             };
-            return self
-                .put_in_force_on(record, &in_sync, |at, standing| match is_lost(at) {
-                    true => Standing::Blank,
-                    false => standing,
-                })
-                .await;
+            return self.put_in_force_on(record, &in_sync, standing).await;
         }
         let _alone = self.copies.write().await;
         let last = self.settle(&in_sync).await?;
@@ -98,12 +97,7 @@ impl Group {
             self.note_dirty(&view.link, differing.iter()).await?;
         }
         for (_, view) in &stale {
-            // No older record may count any more, because the objects of the stale members change.
-            let entries = vec![(key_record(), record.encode())];
-            let note = Transaction::new(self.cid.clone())
-                .with(Op::OmapSet { oid: own_object(), entries })
-                .with(Op::OmapRemove { oid: own_object(), keys: vec![key_proposal()] });
-            self.calls.apply_to(&view.link, note.from_reserve()).await?;
+            self.forget_older_records(&view.link, record).await?;
         }
         let lost = self.salvage_objects(number, record, (&in_sync, &stale), &differing).await?;
         for (_, view) in &members {
@@ -118,6 +112,16 @@ impl Group {
         tracing::warn!(cid = %self.cid, members = members.len(), lost, "the group continues with stale members, because the loss of other members was accepted; objects that had changed are lost");
         metrics::counter!("outboard_osd_objects_given_up_total").increment(lost);
         Ok(())
+    }
+
+    /// Stores a record on a stale member. No older record may count any more, because the member's
+    /// objects change.
+    async fn forget_older_records(&self, link: &MemberLink, record: &GroupRecord) -> store::Result<()> {
+        let entries = vec![(key_record(), record.encode())];
+        let note = Transaction::new(self.cid.clone())
+            .with(Op::OmapSet { oid: own_object(), entries })
+            .with(Op::OmapRemove { oid: own_object(), keys: vec![key_proposal()] });
+        self.calls.apply_to(link, note.from_reserve()).await
     }
 
     /// Puts a record in force on members, with another standing of each member.
@@ -207,7 +211,12 @@ impl Group {
         Ok(lost)
     }
 
-    /// Copies an object from the members that `sources` links. Returns false if they cannot provide it.
+    /// Copies an object from the members that `sources` links. Returns false if too many of these members
+    /// have damaged data.
+    ///
+    /// # Errors
+    /// If a member fails. If a member cannot receive the object, the next attempt goes on without this
+    /// member.
     async fn copy_from(
         &self,
         sources: &Interval,
@@ -217,12 +226,12 @@ impl Group {
         for (position, view) in to {
             match self.copy_from_sources(sources, &view.link, *position, oid, false).await {
                 Ok(_) => {}
-                Err(StoreError::NoSpace { .. }) => {
-                    tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), "a member has too little space, so the group continues without it");
+                Err(StoreError::TooFewTargets { .. }) => return Ok(false),
+                Err(e @ (StoreError::NoSpace { .. } | StoreError::Corrupt { .. })) => {
+                    tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member cannot receive an object, so the group continues without the member");
                     self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
                     return Err(over(sources.number));
                 }
-                Err(e) if is_damage(&e) || matches!(e, StoreError::TooFewTargets { .. }) => return Ok(false),
                 Err(e) => return Err(e),
             }
         }

@@ -129,8 +129,8 @@ impl Client {
 
     /// Accepts the loss of what only one target has, so that placement groups stop waiting for the
     /// target. Returns what each pool loses, for the pools that wait for it. With `accept_loss`
-    /// false, only returns the loss. The decision ends as soon as no placement group waits for the
-    /// target. For pools without redundancy, it ends when the target works again or is replaced.
+    /// false, only returns the loss. The decision concerns the placement groups that wait for the
+    /// target now, and ends when they continue. For pools without redundancy, it ends when the target works again or is replaced.
     ///
     /// # Errors
     /// If the target does not exist, or if no placement group waits for it.
