@@ -88,6 +88,18 @@ impl Rig {
     }
 }
 
+/// Scrubs the pool `pool`, and waits until the scrub has ended.
+pub(crate) async fn scrub(client: &Client, repair: bool) -> client::ScrubStatus {
+    client.start_scrub("pool", repair).await.unwrap();
+    loop {
+        let status = client.scrub_status("pool").await.unwrap();
+        if !status.running {
+            return status;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
 /// Waits until all placement groups have all their members in sync.
 pub(crate) async fn wait_until_whole(client: &Client) {
     wait_until_whole_but(client, 0).await;

@@ -35,7 +35,7 @@ use wire::{Data, Manifest, Mutation, OpBytes, Placement, SessionId, UploadId};
 
 use crate::common::{data, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
-use crate::redundancy::{config, redundancy};
+use crate::redundancy::{config, redundancy, scrub};
 
 /// Size of the largest staging buffer, in bytes. Longer bulk data is staged in the store before its
 /// transaction.
@@ -671,17 +671,6 @@ async fn sizes(store: &dyn ObjectStore, has_fragments: bool) -> Vec<(String, u64
         }
     }
     found
-}
-
-async fn scrub(client: &Client, repair: bool) -> client::ScrubStatus {
-    client.start_scrub("pool", repair).await.unwrap();
-    loop {
-        let status = client.scrub_status("pool").await.unwrap();
-        if !status.running {
-            return status;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
-    }
 }
 
 /// Returns all compounds of `len` ops.

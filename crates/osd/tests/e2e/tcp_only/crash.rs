@@ -16,7 +16,7 @@ use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
-use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
+use crate::redundancy::{config, redundancy, scrub, wait_until_whole, wait_until_whole_but};
 
 const SIZE: usize = 12 << 20;
 const OBJECTS: usize = 4;
@@ -169,14 +169,7 @@ async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, faults: &Faults, 
     let client = node.client_with(Options::default()).await;
     let what = format!("without {lost:?}, after {back:?} went back");
     let (contents, unfinished) = check_objects(story, cut, &client, &what).await;
-    client.start_scrub("pool", false).await.unwrap();
-    let scrub = loop {
-        let scrub = client.scrub_status("pool").await.unwrap();
-        if !scrub.running {
-            break scrub;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-    };
+    let scrub = scrub(&client, false).await;
     assert_eq!(
         (scrub.inconsistent, scrub.damaged, scrub.failure),
         (0, 0, None),

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
 use crate::common::data;
-use crate::redundancy::{Rig, UNIT, wait_until_whole};
+use crate::redundancy::{Rig, UNIT, scrub, wait_until_whole};
 
 const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
 
@@ -71,17 +71,6 @@ async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
     Some(all)
 }
 
-async fn scrub(rig: &Rig) -> client::ScrubStatus {
-    rig.client.start_scrub("pool", false).await.unwrap();
-    loop {
-        let status = rig.client.scrub_status("pool").await.unwrap();
-        if !status.running {
-            return status;
-        }
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-}
-
 /// Returns whether a target of an `ec:4+2` pool stores data of an object instead of parity.
 async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
     let content = content(store).await.unwrap();
@@ -107,7 +96,7 @@ async fn damaged_fragments_count_as_lost_and_are_repaired_by_reads() {
             rig.check(&format!("{damage:?} on {target}")).await;
             // Reads do not read parity, so only a scrub repairs damaged parity.
             if !has_data {
-                scrub(&rig).await;
+                scrub(&rig.client, false).await;
             }
             let whole = async {
                 while content(store).await.as_ref() != Some(&before) {
@@ -140,13 +129,13 @@ async fn objects_that_one_target_has_lost_still_exist_and_are_restored() {
                 assert_eq!(stat.size, bytes.len() as u64, "{name}, {what}");
             }
             rig.check(&what).await;
-            let found = scrub(&rig).await;
+            let found = scrub(&rig.client, false).await;
             assert_eq!((found.damaged, found.inconsistent), (found.repaired, 0), "{what}");
             for (name, bytes) in &mut rig.objects {
                 rig.pool.object(name).unwrap().append(Bytes::from_static(b"more")).await.unwrap();
                 *bytes = [&bytes[..], b"more"].concat().into();
             }
-            assert_eq!(scrub(&rig).await.damaged, 0, "{what}");
+            assert_eq!(scrub(&rig.client, false).await.damaged, 0, "{what}");
             rig.check(&what).await;
         }
     }
@@ -165,7 +154,7 @@ async fn a_scrub_finds_and_repairs_every_damaged_fragment() {
                 before.push(content(store).await.unwrap());
                 damaged += damage_all(store, damage).await;
             }
-            let found = scrub(&rig).await;
+            let found = scrub(&rig.client, false).await;
             let what = format!("{redundancy}, {damage:?} on {targets:?}");
             assert_eq!((found.damaged, found.repaired, found.inconsistent), (damaged, damaged, 0), "{what}");
             assert_eq!((found.objects, found.failure), (SIZES.len() as u64, None), "{what}");
@@ -176,7 +165,7 @@ async fn a_scrub_finds_and_repairs_every_damaged_fragment() {
                     "{what}: target {target} has other content than before"
                 );
             }
-            let again = scrub(&rig).await;
+            let again = scrub(&rig.client, false).await;
             assert_eq!((again.damaged, again.repaired, again.inconsistent), (0, 0, 0), "{what}");
             rig.check(&what).await;
         }
@@ -213,12 +202,12 @@ async fn a_scrub_rebuilds_a_target_with_older_content() {
             .with(Op::Write { oid, offset: 0, source });
         store.queue_transaction(replace).await.unwrap();
         assert!(content(store).await.unwrap()[0].1 == fragment.1, "the fault fired");
-        let found = scrub(&rig).await;
+        let found = scrub(&rig.client, false).await;
         assert_eq!((found.inconsistent, found.failure), (0, None), "{redundancy}");
         wait_until_whole(&rig.client).await;
         assert!(content(store).await.unwrap()[0].1 != fragment.1, "{redundancy}: the target is rebuilt");
         rig.check(redundancy).await;
-        assert_eq!(scrub(&rig).await.inconsistent, 0, "{redundancy}");
+        assert_eq!(scrub(&rig.client, false).await.inconsistent, 0, "{redundancy}");
     }
 }
 
@@ -238,7 +227,7 @@ async fn reads_fail_if_too_many_fragments_are_damaged() {
                 Err(e) => assert!(e.to_string().contains("are needed"), "{damage:?}: {e}"),
             }
         }
-        let found = scrub(&rig).await;
+        let found = scrub(&rig.client, false).await;
         assert_eq!((found.damaged, found.repaired), (6, 0), "{damage:?}");
     }
 }
@@ -250,13 +239,13 @@ async fn an_unreadable_drive_is_not_used_until_the_operator_brings_it_back() {
         let mut rig = Rig::new(redundancy, 2).await;
         rig.fill(&SIZES).await;
         rig.set_down(&[1], true);
-        let found = scrub(&rig).await;
+        let found = scrub(&rig.client, false).await;
         assert_eq!((found.inconsistent, found.failure), (0, None), "{redundancy}");
         assert!(found.damaged > found.repaired, "{redundancy}: the fault fired");
         let failed = |status: client::NodeStatus| status.targets[1].failure.clone();
         assert!(failed(rig.client.status().await.unwrap()).is_some(), "{redundancy}");
         rig.check("without the failed drive").await;
-        let again = scrub(&rig).await;
+        let again = scrub(&rig.client, false).await;
         assert_eq!((again.damaged, again.inconsistent, again.failure), (0, 0, None), "{redundancy}");
         rig.bring_back(&[1]).await;
         assert_eq!(failed(rig.client.status().await.unwrap()), None, "{redundancy}");

@@ -14,7 +14,7 @@ use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
-use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
+use crate::redundancy::{config, redundancy, scrub, wait_until_whole, wait_until_whole_but};
 use crate::tcp_only::recovery::until;
 use crate::tcp_only::witness::{Memory, config_with};
 
@@ -162,14 +162,7 @@ async fn interrupt(scheme: &str, stale: &[usize], lost: &[usize]) {
         } else {
             wait_until_whole_but(&client, story.lost.len()).await;
         }
-        client.start_scrub("pool", false).await.unwrap();
-        let scrub = loop {
-            let scrub = client.scrub_status("pool").await.unwrap();
-            if !scrub.running {
-                break scrub;
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-        };
+        let scrub = scrub(&client, false).await;
         assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None), "{what}");
         if returns {
             // Each member has the same content.
