@@ -51,13 +51,18 @@ impl Group {
     /// Creates the collection and the membership record on one target.
     pub(crate) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
         let link = MemberLink::new(Rc::clone(target));
-        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
-        match self.calls.answer(&link, target.store().queue_transaction(create)).await {
-            Ok(()) | Err(StoreError::Exists(_)) => {}
-            Err(e) => return Err(e),
-        }
+        self.create_collection(&link).await?;
         let entries = vec![(key_record(), record.encode())];
         let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.calls.answer(&link, target.store().queue_transaction(write.from_reserve())).await
+    }
+
+    /// Creates the collection on one target, unless the target has it.
+    pub(crate) async fn create_collection(&self, link: &MemberLink) -> store::Result<()> {
+        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
+        match self.calls.answer(link, link.target.store().queue_transaction(create)).await {
+            Ok(()) | Err(StoreError::Exists(_)) => Ok(()),
+            Err(e) => Err(e),
+        }
     }
 }

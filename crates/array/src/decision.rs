@@ -4,6 +4,7 @@
 //! states the rules and why they hold. A test explores all states of a small group
 //! (`decision_model_test`).
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use uuid::Uuid;
@@ -24,8 +25,15 @@ pub(crate) struct MemberState {
 
 impl MemberState {
     /// Whether the member has stored a record, as its record or as a proposal.
-    fn knows(&self, record: &GroupRecord) -> bool {
+    pub(crate) fn knows(&self, record: &GroupRecord) -> bool {
         self.record == *record || self.proposal.as_ref() == Some(record)
+    }
+
+    /// Whether the member has objects as the member at a position of the group, according to its own
+    /// record.
+    fn has_content_at(&self, position: usize) -> bool {
+        let own = self.record.members.get(position).filter(|member| member.target == self.target);
+        own.is_some_and(|member| member.standing != Standing::Blank)
     }
 
     /// The highest term of the record and the proposal.
@@ -60,6 +68,8 @@ pub(crate) struct GroupEvidence<'a> {
     pub(crate) refused: &'a BTreeSet<ChangeId>,
     /// Targets of which an operator has accepted the loss.
     pub(crate) is_lost: &'a dyn Fn(&Uuid) -> bool,
+    /// Targets of the node that are not available.
+    pub(crate) missing: &'a [Uuid],
 }
 
 /// What happens to the member at a position.
@@ -98,19 +108,22 @@ pub(crate) struct Decision {
 /// without the objects that have changed since.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Salvage {
-    /// The newest record. Its other members are lost.
+    /// The newest record with members that are left in sync. Its other members are lost.
     pub(crate) record: GroupRecord,
     /// Positions of the members that are in sync; at least one.
     pub(crate) in_sync: Vec<usize>,
     /// Positions of stale members that have not gone back.
     pub(crate) stale: Vec<usize>,
+    /// Other targets that have objects as the member at a position. These objects may differ in any way
+    /// from those of the members in sync. Empty unless too few members are left without them.
+    pub(crate) others: Vec<(usize, Uuid)>,
 }
 
 /// Reason why no interval can begin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Undecided {
-    /// No available target stores the group.
-    NoData,
+    /// Too few available targets have objects of the group. These targets are missing.
+    NoData { missing: Vec<Uuid> },
     /// The available members lack acknowledged changes. At least `needed` of these targets have
     /// them.
     Outdated { ahead: Vec<Uuid> },
@@ -158,7 +171,8 @@ impl GroupEvidence<'_> {
                 let there = base.record.in_sync().filter(|at| self.state_at(&base.record, *at).is_some());
                 return Err(Undecided::Stale { there: there.count(), missing });
             }
-            self.decide_on_word(&base.record).ok_or(undecided)
+            let no_data = || if self.lacks_content() { self.no_data() } else { undecided };
+            self.decide_on_word(&base.record).ok_or_else(no_data)
         })
     }
 
@@ -188,13 +202,7 @@ impl GroupEvidence<'_> {
 
     /// Decides with the newest record before `newest` that leaves enough members.
     fn decide_on_word(&self, newest: &GroupRecord) -> Option<Decision> {
-        let mut older: Vec<&GroupRecord> = self
-            .states
-            .iter()
-            .map(|state| &state.record)
-            .filter(|record| record.term < newest.term)
-            .collect();
-        older.sort_unstable_by_key(|record| std::cmp::Reverse(record.term));
+        let older = self.older_than(newest);
         let base = |record: &GroupRecord, unused: Option<&GroupRecord>| Base {
             record: record.clone(),
             unused: unused.cloned(),
@@ -236,9 +244,21 @@ impl GroupEvidence<'_> {
     /// has accepted the loss of all missing members. A mirror needs no salvage, because any member
     /// suffices.
     pub(crate) fn salvage(&self) -> Option<Salvage> {
-        let record = self.base().ok()?.record;
-        let state_at = |position: usize| self.state_at(&record, position);
-        let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(&record));
+        let newest = self.base().ok()?.record;
+        let salvage = self.salvage_on(&newest);
+        // With an older record, any missing target may have newer objects.
+        let has_newer = newest.in_sync().count() == 0 || !self.missing.iter().all(self.is_lost);
+        if salvage.is_some() || has_newer || !self.is_given_up(&newest) {
+            return salvage;
+        }
+        let older = self.older_than(&newest);
+        older.into_iter().find_map(|record| self.salvage_on(record))
+    }
+
+    /// Like [`salvage`](Self::salvage), with the record whose members in sync have the newest objects.
+    fn salvage_on(&self, record: &GroupRecord) -> Option<Salvage> {
+        let state_at = |position: usize| self.state_at(record, position);
+        let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(record));
         let last = |position: usize| state_at(position).map(MemberState::last).unwrap_or_default();
         let current: Vec<usize> = record.in_sync().filter(knows).collect();
         let trimmed = current.iter().filter_map(|at| state_at(*at)).map(|state| state.trimmed).max()?;
@@ -251,11 +271,74 @@ impl GroupEvidence<'_> {
             _ => false,
         };
         let stale: Vec<usize> = (0..record.members.len()).filter(is_stale).collect();
-        let suffices = in_sync.len() < self.needed && in_sync.len() + stale.len() >= self.needed;
+        let others = match in_sync.len() + stale.len() < self.needed {
+            true => self.others(record, &[&in_sync[..], &stale].concat()),
+            false => Vec::new(),
+        };
+        let suffices =
+            in_sync.len() < self.needed && in_sync.len() + stale.len() + others.len() >= self.needed;
         let is_given_up =
             |position: usize| in_sync.contains(&position) || (self.is_lost)(&record.members[position].target);
-        let is_allowed = record.in_sync().all(is_given_up) && self.missing_stale(&record).is_empty();
-        (suffices && is_allowed).then_some(Salvage { record, in_sync, stale })
+        let is_allowed = record.in_sync().all(is_given_up) && self.missing_stale(record).is_empty();
+        (suffices && is_allowed).then_some(Salvage { record: record.clone(), in_sync, stale, others })
+    }
+
+    /// Returns targets that have objects as the members at other positions of a record than `taken`: members
+    /// and former members.
+    fn others(&self, record: &GroupRecord, taken: &[usize]) -> Vec<(usize, Uuid)> {
+        let is_elsewhere = |target: Uuid, position: usize| {
+            record.members.iter().enumerate().any(|(at, member)| member.target == target && at != position)
+        };
+        let other = |position: usize| {
+            let has_content = |state: &&MemberState| {
+                state.has_content_at(position) && !is_elsewhere(state.target, position)
+            };
+            // The member with the newest record has the newest objects.
+            let newest = self.states.iter().filter(has_content).max_by_key(|state| state.record.term)?;
+            Some((position, newest.target))
+        };
+        (0..record.members.len()).filter(|position| !taken.contains(position)).filter_map(other).collect()
+    }
+
+    /// Returns the records before `newest` that the available targets have, the newest first.
+    fn older_than(&self, newest: &GroupRecord) -> Vec<&GroupRecord> {
+        let records = self.states.iter().map(|state| &state.record);
+        let mut older: Vec<&GroupRecord> = records.filter(|record| record.term < newest.term).collect();
+        older.sort_unstable_by_key(|record| Reverse(record.term));
+        older
+    }
+
+    /// Returns whether the group can never continue with any of its objects: too few available targets
+    /// have them, and the operator has accepted the loss of all targets that are missing.
+    pub(crate) fn is_lost_for_good(&self) -> bool {
+        let left = |in_sync: &BTreeSet<Uuid>| in_sync.iter().filter(|uuid| !(self.is_lost)(uuid)).count();
+        let is_given_up = match self.base() {
+            Ok(base) => self.is_given_up(&base.record),
+            Err(Undecided::NoData { missing }) => match self.witness {
+                Some(witness) => left(&witness.in_sync) < self.needed,
+                None => !missing.is_empty(),
+            },
+            Err(_) => false,
+        };
+        let is_awaited = || !self.missing.iter().all(self.is_lost);
+        is_given_up && self.lacks_content() && (self.has_given_up().is_some() || !is_awaited())
+    }
+
+    /// Whether too few available targets have objects of the group.
+    pub(crate) fn lacks_content(&self) -> bool {
+        let positions = self.states.iter().map(|state| state.record.members.len()).max().unwrap_or(0);
+        let has_content = |position: &usize| self.states.iter().any(|state| state.has_content_at(*position));
+        (0..positions).filter(has_content).count() < self.needed
+    }
+
+    /// Returns the record with which the group has given up its content, if it is in force.
+    pub(crate) fn has_given_up(&self) -> Option<GroupRecord> {
+        let base = self.base().ok().filter(|base| base.is_witnessed)?;
+        (base.record.in_sync().count() == 0).then_some(base.record)
+    }
+
+    fn no_data(&self) -> Undecided {
+        Undecided::NoData { missing: self.missing.to_vec() }
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -316,10 +399,13 @@ impl GroupEvidence<'_> {
     fn base(&self) -> Result<Base, Undecided> {
         let records = self.states.iter().map(|state| &state.record);
         if base::mutant!(AcceptOldRecord) {
-            let oldest = records.min_by_key(|record| record.term).ok_or(Undecided::NoData)?;
+            let oldest = records.min_by_key(|record| record.term).ok_or_else(|| self.no_data())?;
             return Ok(Base { record: oldest.clone(), unused: None, is_witnessed: true, on_word: false });
         }
-        let newest = records.max_by_key(|record| record.term).ok_or(Undecided::NoData)?;
+        let newest = records.max_by_key(|record| record.term).ok_or_else(|| self.no_data())?;
+        if base::mutant!(IgnoreWitness) {
+            return Ok(Base { record: newest.clone(), unused: None, is_witnessed: true, on_word: false });
+        }
         // The witness is written before any member stores the record.
         let Some(witness) = self.witness.filter(|witness| newest.term <= witness.term) else {
             return Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: false });
@@ -422,7 +508,8 @@ mod tests {
         let refused = BTreeSet::new();
         let is_lost = |target: &Uuid| lost.iter().any(|n| uuid(*n) == *target);
         let witness = witness.as_ref();
-        GroupEvidence { needed, states, witness, refused: &refused, is_lost: &is_lost }.decide()
+        let missing = &[];
+        GroupEvidence { needed, states, witness, refused: &refused, is_lost: &is_lost, missing }.decide()
     }
 
     fn continuing(decision: &Decision) -> Vec<bool> {
@@ -491,26 +578,32 @@ mod tests {
             let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
             let entry = WitnessEntry { term: 5, in_sync: [1, 2, 3, 4].map(uuid).into() };
             let witness = Some(&entry);
-            let evidence = GroupEvidence { needed: 4, states, witness, refused: &refused, is_lost: &is_lost };
+            let (refused, is_lost, missing) = (&refused, &is_lost, &[]);
+            let evidence = GroupEvidence { needed: 4, states, witness, refused, is_lost, missing };
             assert!(evidence.decide().is_err());
-            evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale))
+            evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale, salvage.others))
         };
         let mut states: Vec<MemberState> = [2, 3, 4].map(|n| state(n, newest.clone())).into();
         states.extend([old(5, trimmed), old(6, trimmed)]);
         assert_eq!(salvage(&states, &[]), None);
-        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4, 5])));
+        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4, 5], vec![])));
         // Member 6 has gone back, and member 5 suffices.
         states[4] = old(6, ChangeId { term: 3, number: 8 });
-        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4])));
+        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4], vec![])));
+        // Member 5 is missing, so all objects of member 6 must be compared.
+        let without_5 = [&states[..3], &states[4..]].concat();
+        assert_eq!(salvage(&without_5, &[1, 5]), Some((vec![1, 2, 3], vec![], vec![(5, uuid(6))])));
+        assert_eq!(salvage(&without_5, &[1]), None, "member 5 is not lost");
         assert_eq!(salvage(&states[..3], &[1]), None);
         assert_eq!(salvage(&states[1..], &[1]), None, "member 2 is missing, but not lost");
-        assert_eq!(salvage(&states[1..], &[1, 2]), None, "three members are too few");
+        assert_eq!(salvage(&states[1..], &[1, 2]), Some((vec![2, 3], vec![4], vec![(5, uuid(6))])));
+        assert_eq!(salvage(&states[1..4], &[1, 2]), None, "three members are too few");
         // Member 4 has gone back, and the operator must accept the loss of its changes, too.
         let settled = ChangeId { term: 5, number: 12 };
         states[4] = old(6, trimmed);
         states[..2].iter_mut().for_each(|state| state.trimmed = settled);
         assert_eq!(salvage(&states, &[1]), None);
-        assert_eq!(salvage(&states, &[1, 4]), Some((vec![1, 2], vec![4, 5])));
+        assert_eq!(salvage(&states, &[1, 4]), Some((vec![1, 2], vec![4, 5], vec![])));
         // A stale member that is missing is awaited.
         assert_eq!(salvage(&states[..4], &[1, 4]), None);
         // No member shows which objects have changed.
@@ -537,6 +630,48 @@ mod tests {
         assert!(decide(1, &states, witness(), &[1, 2]).unwrap().on_word);
         // Two members are needed, and only one is left.
         let refused = decide(2, &states, None, &[1, 2]);
-        assert!(matches!(refused, Err(Undecided::TooFew { there: 1, .. })), "{refused:?}");
+        assert!(matches!(refused, Err(Undecided::NoData { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn a_group_gives_up_its_objects_only_if_all_missing_targets_are_lost_and_too_few_members_have_objects() {
+        let all = [1, 2, 3];
+        let gives_up =
+            |states: &[MemberState], witness: Option<WitnessEntry>, missing: &[u128], lost: &[u128]| {
+                let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
+                let missing: Vec<Uuid> = missing.iter().map(|n| uuid(*n)).collect();
+                let (witness, refused, is_lost, missing) =
+                    (witness.as_ref(), &refused, &is_lost, &missing[..]);
+                let evidence = GroupEvidence { needed: 2, states, witness, refused, is_lost, missing };
+                assert!(evidence.decide().is_err());
+                evidence.is_lost_for_good()
+            };
+        let witness = |in_sync: &[u128]| {
+            Some(WitnessEntry { term: 3, in_sync: in_sync.iter().map(|n| uuid(*n)).collect() })
+        };
+        // One of two fragments is left.
+        let one = [state(1, record(3, 3, &all))];
+        assert!(gives_up(&one, witness(&all), &[2, 3], &[2, 3]));
+        assert!(gives_up(&one, None, &[2, 3], &[2, 3]));
+        assert!(!gives_up(&one, witness(&all), &[2, 3], &[2]), "target 3 may return");
+        assert!(!gives_up(&one, witness(&all), &[2, 3, 4], &[2, 3]), "target 4 may have objects");
+        assert!(!gives_up(&one, witness(&all), &[2, 3], &[]));
+        // A former member has a fragment, too.
+        let former = [state(1, record(3, 3, &all)), state(4, record(2, 4, &[1, 2, 3, 4]))];
+        assert!(!gives_up(&former, witness(&all), &[2, 3], &[2, 3]));
+        // A member that was being rebuilt has none.
+        let blank = [state(2, record(3, 3, &[1, 3])), state(4, record(3, 3, &[1, 3]))];
+        assert!(gives_up(&blank, witness(&[1, 3]), &[1, 3], &[1, 3]));
+        assert!(!gives_up(&blank, witness(&[1, 3]), &[1, 3], &[1]));
+        // No target has anything.
+        assert!(gives_up(&[], witness(&[1, 3]), &[1, 3], &[1, 3]));
+        assert!(!gives_up(&[], witness(&[1, 3]), &[1, 2, 3], &[1, 3]));
+        assert!(gives_up(&[], None, &[1, 3], &[1, 3]));
+        assert!(!gives_up(&[], None, &[1, 3], &[1]));
+        assert!(!gives_up(&[], None, &[], &[]), "the operator has accepted nothing");
+        // The group has given up its objects before, according to the witness.
+        let given_up = [state(2, record(3, 3, &[]))];
+        assert!(gives_up(&given_up, witness(&[]), &[1, 3], &[]));
+        assert!(!gives_up(&given_up, None, &[1, 3], &[]), "a later record may be in force");
     }
 }

@@ -355,6 +355,18 @@ impl Scheme {
         present: &BTreeSet<Number>,
         refused: &BTreeSet<ChangeId>,
     ) -> Result<Decision, Undecided> {
+        self.with_evidence(state, present, refused, &state.forgotten, |evidence| evidence.decide())
+    }
+
+    /// Calls `f` with what the group sees if these members are present and these are forgotten.
+    fn with_evidence<T>(
+        &self,
+        state: &State,
+        present: &BTreeSet<Number>,
+        refused: &BTreeSet<ChangeId>,
+        forgotten: &BTreeSet<Number>,
+        f: impl FnOnce(&GroupEvidence<'_>) -> T,
+    ) -> T {
         let states: Vec<MemberState> = present
             .iter()
             .filter_map(|&n| {
@@ -368,9 +380,15 @@ impl Scheme {
                 })
             })
             .collect();
-        let is_lost = |target: &Uuid| state.forgotten.contains(&number(*target));
-        let witness = self.witness(state);
-        GroupEvidence { needed: self.needed, states: &states, witness, refused, is_lost: &is_lost }.decide()
+        let missing: Vec<Uuid> = (0..self.members).filter(|n| !present.contains(n)).map(uuid).collect();
+        f(&GroupEvidence {
+            needed: self.needed,
+            states: &states,
+            witness: self.witness(state),
+            refused,
+            is_lost: &|target| forgotten.contains(&number(*target)),
+            missing: &missing,
+        })
     }
 
     /// The faults that the group must tolerate now: members that are not in sync, that are missing
@@ -556,6 +574,39 @@ impl Scheme {
         Ok(())
     }
 
+    /// Checks that the group begins without objects only if it can never serve again with any members
+    /// that are not lost, even if the operator accepts more losses, and if they are too few to have a change
+    /// that clients know.
+    fn check_emptied(
+        &self,
+        state: &State,
+        present: &BTreeSet<Number>,
+        refused: &BTreeSet<ChangeId>,
+    ) -> Result<(), String> {
+        let forgotten = &state.forgotten;
+        if !self.with_evidence(state, present, refused, forgotten, |evidence| evidence.is_lost_for_good()) {
+            return Ok(());
+        }
+        let left: Vec<Number> = (0..self.members).filter(|n| !forgotten.contains(n)).collect();
+        for bits in 0..1_u32 << left.len() {
+            let chosen = left.iter().enumerate().filter(|(at, _)| bits >> at & 1 == 1);
+            let some: BTreeSet<Number> = chosen.map(|(_, n)| *n).collect();
+            let others: BTreeSet<Number> = (0..self.members).filter(|n| !some.contains(n)).collect();
+            for words in [forgotten, &others, &(0..self.members).collect()] {
+                let serves =
+                    |evidence: &GroupEvidence<'_>| evidence.decide().is_ok() || evidence.salvage().is_some();
+                let serves = self.with_evidence(state, &some, refused, words, serves);
+                check(!serves, || format!("the group is empty, but {some:?} could serve"))?;
+            }
+        }
+        let too_many = |change: &&ChangeId| {
+            let had = state.holders.get(change).into_iter().flatten();
+            had.filter(|n| !forgotten.contains(n) && !state.damaged.contains(n)).count() >= self.needed
+        };
+        let kept = state.acknowledged.iter().find(too_many);
+        check(kept.is_none(), || format!("the group is empty, but the change {kept:?} is not lost"))
+    }
+
     /// Begins an interval. Returns `None` if the group refuses.
     fn open(
         &self,
@@ -574,6 +625,7 @@ impl Scheme {
                     && (self.witness(state).is_some()
                         || (0..self.members).filter(awaited).count() < self.needed);
                 check(!must_serve, || format!("the group does not serve: {why:?}"))?;
+                self.check_emptied(state, present, &refused)?;
                 return Ok(None);
             }
         };

@@ -114,6 +114,8 @@ pub struct Group {
     /// The targets that the group waits for, because its last decision has failed; `None` before the
     /// first decision.
     pub(crate) waits_for: RefCell<Option<Vec<Uuid>>>,
+    /// Whether the last decision has failed, and too few available targets have objects of the group.
+    pub(crate) lacks_objects: Cell<bool>,
     /// Targets that could not receive the changes that they lacked at the beginning of an interval.
     pub(crate) cannot_catch_up: RefCell<BTreeSet<Uuid>>,
     /// Targets whose last rebuild has failed although its interval had not ended.
@@ -159,6 +161,7 @@ impl Group {
             damaged: Damaged::default(),
             rebuilding: RefCell::default(),
             waits_for: RefCell::default(),
+            lacks_objects: Cell::new(false),
             cannot_catch_up: RefCell::default(),
             cannot_rebuild: RefCell::default(),
             rebuild_next: Cell::new(0),

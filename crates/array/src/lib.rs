@@ -9,7 +9,8 @@
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
 //!   that a transaction makes to one object. `staging` writes large data before its transaction.
-//! - `salvage` continues with stale members after an operator has accepted a loss (`word`).
+//! - `salvage` continues with stale members after an operator has accepted a loss (`word`). `empty`
+//!   begins without objects if nothing is left.
 //! - `rebuild` brings members back in sync, `scrub` compares the fragments of all members, `repair`
 //!   replaces a damaged fragment. `rebuild` and `repair` use `copy`, which copies an object to a
 //!   member.
@@ -63,6 +64,7 @@ mod damaged;
 mod decision;
 #[cfg(test)]
 mod decision_model_test;
+mod empty;
 mod group;
 mod intents;
 mod interval;

@@ -63,7 +63,7 @@ impl Group {
         let mut salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
         let is_unable = |target: &Uuid| self.cannot_catch_up.borrow().contains(target);
         salvage.stale.retain(|position| !is_unable(&salvage.record.members[*position].target));
-        if salvage.in_sync.len() + salvage.stale.len() >= self.layout.k {
+        if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() >= self.layout.k {
             return Some(salvage);
         }
         // The members that could not receive an object may be able to later.
@@ -72,8 +72,14 @@ impl Group {
     }
 
     /// Calls `f` with what a decision is based on.
-    fn with_evidence<T>(&self, views: &[MemberView], f: impl FnOnce(&GroupEvidence<'_>) -> T) -> T {
+    pub(crate) fn with_evidence<T>(
+        &self,
+        views: &[MemberView],
+        f: impl FnOnce(&GroupEvidence<'_>) -> T,
+    ) -> T {
         let states: Vec<MemberState> = views.iter().map(|view| view.state.clone()).collect();
+        let missing = self.targets.iter().filter(|target| !(target.is_usable() || target.is_slow()));
+        let missing: Vec<Uuid> = missing.map(|target| target.uuid()).collect();
         let (witness, intents) = (self.terms.witness(), self.intents.borrow());
         f(&GroupEvidence {
             needed: self.layout.k,
@@ -81,6 +87,7 @@ impl Group {
             witness: witness.as_ref(),
             refused: intents.refused(),
             is_lost: &|target| self.word.is_lost(target),
+            missing: &missing,
         })
     }
 
@@ -91,11 +98,17 @@ impl Group {
         self.waits_for.borrow().clone()
     }
 
+    /// Whether the group waits, and loses all of its objects if the targets for which it waits are lost.
+    #[must_use]
+    pub fn lacks_objects(&self) -> bool {
+        self.lacks_objects.get()
+    }
+
     /// Describes why the group cannot continue.
     fn refusal(&self, undecided: Undecided) -> NotDecided {
         let waits_for = match &undecided {
-            Undecided::NoData => Vec::new(),
-            Undecided::Outdated { ahead: named }
+            Undecided::NoData { missing: named }
+            | Undecided::Outdated { ahead: named }
             | Undecided::TooFew { missing: named, .. }
             | Undecided::Doubt { ahead: named, .. }
             | Undecided::Stale { missing: named, .. }
@@ -112,9 +125,12 @@ impl Group {
                 let detail = "the loss of the other targets was accepted, and its objects are lost with them; remove the pool, and restore its objects from a copy";
                 (there, needed, detail.to_owned())
             }
-            Undecided::NoData => {
-                let detail = "no available target stores data of the group; bring missing targets back";
-                (0, needed, detail.to_owned())
+            Undecided::NoData { missing } => {
+                let detail = format!(
+                    "too few available targets have its objects; bring missing targets back, or accept their loss (`outboard target forget`), after which the group begins without objects: {}",
+                    list(&missing)
+                );
+                (0, needed, detail)
             }
             Undecided::Outdated { ahead } => {
                 let detail = format!(
@@ -260,7 +276,11 @@ impl Group {
     }
 
     /// Removes the dirty notes of the objects `oids` from a member.
-    async fn forget_dirty(&self, link: &MemberLink, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
+    pub(crate) async fn forget_dirty(
+        &self,
+        link: &MemberLink,
+        oids: &BTreeSet<ObjectId>,
+    ) -> store::Result<()> {
         let mut keys = oids.iter().map(key_dirty).peekable();
         while keys.peek().is_some() {
             let forget = Op::OmapRemove { oid: own_object(), keys: page(&mut keys) };

@@ -101,11 +101,18 @@ impl Group {
         let decision = match self.decide(&views) {
             Ok(decision) => decision,
             Err(NotDecided { waits_for, error }) => {
-                self.waits_for.replace(Some(waits_for));
-                let Some(salvage) = self.to_salvage(&views) else {
+                // The next decision still needs the word about targets that are lost.
+                let lost = self.targets.iter().map(|target| target.uuid());
+                let lost = lost.filter(|target| self.word.is_lost(target) && !waits_for.contains(target));
+                self.waits_for.replace(Some(waits_for.iter().copied().chain(lost).collect()));
+                self.lacks_objects.set(self.with_evidence(&views, |evidence| evidence.lacks_content()));
+                if let Some(salvage) = self.to_salvage(&views) {
+                    self.salvage(number, &salvage, &views).await?;
+                } else if self.with_evidence(&views, |evidence| evidence.is_lost_for_good()) {
+                    self.begin_empty(&views).await?;
+                } else {
                     return Err(self.calls.unless_hopeful(error));
-                };
-                self.salvage(number, &salvage, &views).await?;
+                }
                 self.intervals.end();
                 return Err(over(number));
             }
@@ -121,6 +128,7 @@ impl Group {
             return Err(over(number));
         }
         self.waits_for.replace(Some(Vec::new()));
+        self.lacks_objects.set(false);
         self.word.heed(false);
         *self.intents.borrow_mut() = intents_of(number, &record, &members, &decision, dirty);
         self.cannot_catch_up.borrow_mut().clear();

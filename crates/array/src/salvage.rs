@@ -7,6 +7,10 @@
 //! possible, otherwise older content. If an object has no data, one member suffices. All other objects
 //! are lost and are removed, because their fragments do not fit together.
 //!
+//! If stale members do not suffice, other targets with objects count as stale members, too: members that
+//! have gone back, former members, and members that lack too many changes for dirty notes. Then the
+//! dirty notes name all objects.
+//!
 //! The steps may be repeated. First, a membership record on the members in sync lists the other
 //! members as lost, and too few as in sync, so that only another salvage can follow. The objects get
 //! dirty notes, which remain until the last record is in force.
@@ -16,7 +20,9 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
+use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
+use uuid::Uuid;
 
 use crate::ask::is_damage;
 use crate::decision::Salvage;
@@ -24,8 +30,8 @@ use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::record::{
-    ChangeId, GroupRecord, SIZE_XATTR, Standing, forget_all_but_dirty, is_own, key_proposal, key_record,
-    key_trimmed, own_object,
+    ChangeId, GroupRecord, MemberRecord, SIZE_XATTR, Standing, forget_all_but_dirty, is_own, key_proposal,
+    key_record, key_trimmed, own_object,
 };
 use crate::view::MemberView;
 
@@ -33,7 +39,7 @@ use crate::view::MemberView;
 const PAGE: usize = 256;
 
 /// A member's position, and what the member has stored.
-type PlacedView<'a> = (usize, &'a MemberView);
+pub(crate) type PlacedView<'a> = (usize, &'a MemberView);
 
 /// Returns the term of the last record that lists a stale member as in sync.
 fn last_in_sync(record: &GroupRecord, position: usize) -> u64 {
@@ -58,7 +64,7 @@ impl Group {
     /// Makes the members of a salvage agree on their objects, and puts a membership record in force
     /// that lists them as in sync. `number` is the number of the interval that is being opened.
     ///
-    /// The first call only records that the other members are lost, so that they can never continue
+    /// The first calls only record that the other members are lost, so that they can never continue
     /// with objects that this group has changed. The next call does the rest.
     ///
     /// # Errors
@@ -69,7 +75,7 @@ impl Group {
         salvage: &Salvage,
         views: &[MemberView],
     ) -> store::Result<()> {
-        let Salvage { record, in_sync, stale } = salvage;
+        let Salvage { record, in_sync, stale, others } = salvage;
         let view_at = |position: &usize| {
             let target = record.members[*position].target;
             let view = views.iter().find(|view| view.state.target == target);
@@ -80,14 +86,34 @@ impl Group {
         // Members that were in sync more recently have newer content.
         stale.sort_by_key(|(position, _)| Reverse(last_in_sync(record, *position)));
         let members: Vec<PlacedView<'_>> = in_sync.iter().chain(&stale).copied().collect();
+        let view_of = |(position, target): &(usize, Uuid)| {
+            let view = views.iter().find(|view| view.state.target == *target);
+            (*position, view.expect("a salvage names only targets that have answered"))
+        };
+        let others: Vec<PlacedView<'_>> = others.iter().map(view_of).collect();
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
-        if record.in_sync().count() > in_sync.len() {
+        let is_newest = views.iter().all(|view| view.state.record.term <= record.term);
+        if record.in_sync().count() > in_sync.len() || !others.is_empty() || !is_newest {
+            if !others.is_empty() {
+                let all = self.all_objects(&[&members[..], &others].concat()).await?;
+                try_join_all(in_sync.iter().map(|(_, view)| self.note_dirty(&view.link, all.iter()))).await?;
+            }
             let is_left = |position| in_sync.iter().any(|(at, _)| *at == position);
-            let standing = |position, standing| match standing {
-                Standing::InSync if !is_left(position) => Standing::Blank,
-                other => other,
-            };
-            return self.put_in_force_on(record, &in_sync, standing).await;
+            return self
+                .put_in_force_on(record, &in_sync, |position, member| {
+                    if let Some((_, view)) = others.iter().find(|(at, _)| *at == position) {
+                        // Any objects of this member may differ, and dirty notes name all of them.
+                        let standing = Standing::Stale { term: 0, trimmed: ChangeId::default() };
+                        return MemberRecord { target: view.state.target, standing };
+                    }
+                    match member.standing {
+                        Standing::InSync if !is_left(position) => {
+                            MemberRecord { standing: Standing::Blank, ..member }
+                        }
+                        _ => member,
+                    }
+                })
+                .await;
         }
         let _alone = self.copies.write().await;
         let last = self.settle(&in_sync).await?;
@@ -104,9 +130,9 @@ impl Group {
             self.replace_records(&view.link, record, last).await?;
         }
         let continues = |position: usize| members.iter().any(|(at, _)| *at == position);
-        self.put_in_force_on(record, &members, |at, _| match continues(at) {
-            true => Standing::InSync,
-            false => Standing::Blank,
+        self.put_in_force_on(record, &members, |at, member| match continues(at) {
+            true => MemberRecord { standing: Standing::InSync, ..member },
+            false => MemberRecord { standing: Standing::Blank, ..member },
         })
         .await?;
         tracing::warn!(cid = %self.cid, members = members.len(), lost, "the group continues with stale members, because the loss of other members was accepted; objects that had changed are lost");
@@ -124,16 +150,16 @@ impl Group {
         self.calls.apply_to(link, note.from_reserve()).await
     }
 
-    /// Puts a record in force on members, with another standing of each member.
-    async fn put_in_force_on(
+    /// Puts a record in force on members: `old`, with each member changed.
+    pub(crate) async fn put_in_force_on(
         &self,
         old: &GroupRecord,
         on: &[PlacedView<'_>],
-        standing: impl Fn(usize, Standing) -> Standing,
+        changed: impl Fn(usize, MemberRecord) -> MemberRecord,
     ) -> store::Result<()> {
         let mut members = old.members.clone();
         for (position, member) in members.iter_mut().enumerate() {
-            member.standing = standing(position, member.standing);
+            *member = changed(position, *member);
         }
         let new = GroupRecord { term: self.terms.next(true), members, undone: BTreeSet::new() };
         tracing::info!(cid = %self.cid, term = new.term, in_sync = new.in_sync().count(), "the group has a new membership record on the operator's word");
@@ -150,6 +176,25 @@ impl Group {
             open.into_iter().partition(|change| views.iter().all(|view| view.intents.contains_key(change)));
         self.undo_changes(&undone, &views, &views).await?;
         Ok(kept.last().copied().unwrap_or_default().max(trimmed))
+    }
+
+    /// Returns all objects that any of the members has, except internal ones.
+    async fn all_objects(&self, members: &[PlacedView<'_>]) -> store::Result<BTreeSet<ObjectId>> {
+        let mut all = BTreeSet::new();
+        for (_, view) in members {
+            let mut from = None;
+            loop {
+                // A page starts with the last object of the page before.
+                let listed = view.link.target.store().list(&self.cid, from, PAGE);
+                let (ids, more) = self.calls.answer(&view.link, listed).await?;
+                from = ids.last().cloned();
+                all.extend(ids.into_iter().filter(|oid| !is_own(oid) && !(self.is_internal)(oid)));
+                if !more {
+                    break;
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// Returns the objects that may differ between the members.

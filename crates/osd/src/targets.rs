@@ -91,7 +91,11 @@ impl Osd {
         let mut losses = Vec::new();
         for pool in pools {
             let waits = pool.groups.iter().map(|group| waits_for(group, target));
-            let waiting = join_all(waits).await.into_iter().filter(|waits| *waits).count();
+            let waits = join_all(waits).await;
+            let waiting = waits.iter().filter(|waits| **waits).count();
+            let lacks =
+                pool.groups.iter().zip(&waits).filter(|(group, waits)| **waits && group.lacks_objects());
+            let emptied = lacks.count();
             let is_gone = |sole: &&Rc<Target>| sole.uuid == target.uuid && !sole.serves_alone();
             let on_it = pool.sole_targets.iter().filter(is_gone).count();
             if waiting + on_it > 0 {
@@ -100,6 +104,7 @@ impl Osd {
                     redundancy: pool.record.redundancy,
                     groups: pool.record.pg_count,
                     waiting: (waiting + on_it) as u32,
+                    emptied: (emptied + on_it) as u32,
                 });
             }
         }

@@ -211,12 +211,19 @@ fn is_ready(dir: &NodeDir) -> bool {
 
 /// Describes what a pool loses with a target.
 fn loss_line(loss: &PoolLoss, id: u32) -> String {
-    let PoolLoss { pool, redundancy, groups, waiting } = loss;
-    let what = match redundancy {
-        Redundancy::Single => "all objects on".to_owned(),
-        _ => format!("changes that only target {id} has, on"),
-    };
-    format!("pool {pool} ({redundancy}): {what} {waiting} of {groups} placement groups")
+    let PoolLoss { pool, redundancy, groups, waiting, emptied } = loss;
+    let changes = format!("changes that only target {id} has, on");
+    match redundancy {
+        Redundancy::Single => {
+            format!("pool {pool} ({redundancy}): all objects on {waiting} of {groups} placement groups")
+        }
+        _ if *emptied == 0 => {
+            format!("pool {pool} ({redundancy}): {changes} {waiting} of {groups} placement groups")
+        }
+        _ => format!(
+            "pool {pool} ({redundancy}): {changes} {waiting} of {groups} placement groups; all objects on {emptied} of them, unless other missing targets return"
+        ),
+    }
 }
 
 fn replace(id: u32, node: &NodeArgs) -> Result<()> {

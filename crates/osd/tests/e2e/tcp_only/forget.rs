@@ -113,6 +113,59 @@ async fn a_mirror_continues_with_a_copy_that_was_being_rebuilt_once_the_loss_is_
     assert_eq!(rig.pool.object("o20000").unwrap().get().await.unwrap(), "later");
 }
 
+/// Two of four targets are lost. The groups that have no other copies begin without objects, and all
+/// other objects are served.
+#[tokio::test]
+async fn groups_without_any_copy_begin_without_objects_once_the_loss_is_accepted() {
+    let mut rig = Rig::of("mirror:2", 16, 4, config()).await;
+    rig.fill(&(0..60).map(|n| 1000 + n).collect::<Vec<_>>()).await;
+    rig.set_down(&[0, 1], true);
+    let put = async |name: &str| rig.pool.object(name).unwrap().put("new").await;
+    let mut refused = Vec::new();
+    for n in 0..60 {
+        if let Err(e) = put(&format!("new{n}")).await {
+            assert!(e.to_string().contains("outboard target forget"), "{e}");
+            refused.push(n);
+        }
+    }
+    assert!(!refused.is_empty() && refused.len() < 40, "{} of 60 objects are refused", refused.len());
+    let loss = rig.client.forget_target(0, true).await.unwrap();
+    assert!(loss[0].emptied > 0 && loss[0].emptied == loss[0].waiting, "{loss:?}");
+    assert!(put(&format!("new{}", refused[0])).await.is_err(), "target 1 may have a copy");
+    rig.client.forget_target(1, true).await.unwrap();
+    for n in &refused {
+        put(&format!("new{n}")).await.unwrap();
+    }
+    let (mut kept, mut lost) = (Vec::new(), 0);
+    for (name, bytes) in &rig.objects {
+        match rig.pool.object(name).unwrap().get().await {
+            Ok(read) => {
+                assert!(read == *bytes, "{name}");
+                kept.push((name.clone(), bytes.clone()));
+            }
+            Err(e) => {
+                assert!(e.is_not_found(), "{name}: {e}");
+                lost += 1;
+            }
+        }
+    }
+    assert!(kept.len() > 20 && lost > 2, "{} objects are kept, {lost} are lost", kept.len());
+    let listed = rig.pool.list("o").collect().await.unwrap();
+    assert_eq!(listed.len(), kept.len());
+    let is_over = async || {
+        let status = rig.client.status().await.unwrap();
+        status.targets.iter().all(|target| !target.forgotten) && status.health[0].unavailable == 0
+    };
+    until("the acceptance has ended, although the targets are still missing", is_over).await;
+    // The lost objects do not come back with the targets.
+    rig.objects = kept;
+    rig.bring_back(&[0, 1]).await;
+    rig.check("after the lost targets returned").await;
+    assert_eq!(rig.pool.list("o").collect().await.unwrap().len(), rig.objects.len());
+    let scrub = crate::redundancy::scrub(&rig.client, false).await;
+    assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None));
+}
+
 /// A target of an erasure code is missing for a while, and then another one is lost. Objects that have
 /// changed meanwhile are lost, and all others are served.
 #[tokio::test]
@@ -168,7 +221,7 @@ async fn an_erasure_code_continues_with_a_stale_target_once_the_loss_of_another_
     }
 }
 
-/// Too few targets are left of an erasure code. The acceptance of the loss lasts until the operator
+/// Too few targets are left to begin without objects. The acceptance of the loss lasts until the operator
 /// replaces the targets.
 #[tokio::test]
 async fn the_targets_of_a_lost_pool_can_be_replaced_long_after_their_loss_is_accepted() {
@@ -184,7 +237,7 @@ async fn the_targets_of_a_lost_pool_can_be_replaced_long_after_their_loss_is_acc
     }
     tokio::time::sleep(rig.node.config.upkeep_interval * 10).await;
     let refused = put("new").await;
-    assert!(refused.contains("remove the pool"), "{refused}");
+    assert!(refused.contains("bring missing targets back, or replace them"), "{refused}");
     let status = rig.client.status().await.unwrap();
     assert_eq!(status.targets.iter().map(|t| t.forgotten).collect::<Vec<_>>(), [false, true, true]);
     for target in [1, 2] {

@@ -1,6 +1,6 @@
-//! Tests of an interrupted salvage: the power fails at a random moment after the operator has accepted
-//! the loss of targets of an erasure code. Then the node starts again, without the lost targets or
-//! with them.
+//! Tests of groups that continue with what is left after too many losses: the power fails at a random
+//! moment after the operator has accepted the loss. Then the node starts again, without the lost
+//! targets or with them.
 
 use std::sync::{Arc, Mutex};
 
@@ -29,6 +29,24 @@ struct Moment {
     positions: Vec<usize>,
     witness: Option<Vec<u8>>,
 }
+
+/// What happens to the targets of a group.
+struct Losses {
+    scheme: &'static str,
+    /// Number of targets that are not members.
+    spares: usize,
+    /// Targets that miss changes, one after the other.
+    stale: &'static [usize],
+    /// Targets that are lost.
+    lost: &'static [usize],
+    /// Maximum number of dirty notes.
+    notes: usize,
+    /// Minimum number of moments at which the power may fail.
+    moments: usize,
+}
+
+const SALVAGE: Losses =
+    Losses { scheme: "ec:2+1", spares: 0, stale: &[2], lost: &[0], notes: 1000, moments: 20 };
 
 struct Story {
     images: Vec<Vec<u8>>,
@@ -64,12 +82,11 @@ async fn change(
     }
 }
 
-/// Makes the targets in `stale` miss changes, one after the other, loses the targets in `lost`, and
-/// accepts this loss.
-async fn tell(scheme: &str, stale: &[usize], lost: &[usize], seed: u64) -> Story {
+/// Makes targets miss changes, loses targets, and accepts this loss.
+async fn tell(Losses { scheme, spares, stale, lost, notes, .. }: &Losses, seed: u64) -> Story {
     let redundancy = redundancy(scheme);
     let format = |n| SimStore::format(vec![0xa5; SIZE], Uuid::from_u128(n as u128 + 1)).unwrap();
-    let images: Vec<Vec<u8>> = (0..redundancy.targets()).map(format).collect();
+    let images: Vec<Vec<u8>> = (0..redundancy.targets() + spares).map(format).collect();
     let drives: Vec<_> = images.iter().map(|image| RecordedDrive::new(image.clone())).collect();
     let (memory, moments) = (Arc::new(Memory::default()), Arc::new(Mutex::new(Vec::new())));
     let watch: Watch = {
@@ -79,7 +96,8 @@ async fn tell(scheme: &str, stale: &[usize], lost: &[usize], seed: u64) -> Story
             moments.lock().unwrap().push(Moment { positions, witness: memory.content() });
         })
     };
-    let node = start(&drives, config_with(&memory, config()), seed, Some(&watch));
+    let config = OsdConfig { missed_objects_per_pg: *notes, ..config() };
+    let node = start(&drives, config_with(&memory, config), seed, Some(&watch));
     let client = node.client().await;
     client.create_pool_with("pool", 1, redundancy).await.unwrap();
     let mut versions = vec![Vec::new(); OBJECTS];
@@ -94,12 +112,12 @@ async fn tell(scheme: &str, stale: &[usize], lost: &[usize], seed: u64) -> Story
         put.is_err_and(|e| e.to_string().contains("outboard target forget"))
     };
     until("the group waits", is_lost).await;
-    for target in stale {
+    for target in *stale {
         node.stores[*target].set_down(false);
         client.set_target_out(*target as u32, false).await.unwrap();
     }
     moments.lock().unwrap().clear();
-    for target in lost {
+    for target in *lost {
         client.forget_target(*target as u32, true).await.unwrap();
     }
     let opens = async || client.pool("pool").unwrap().object("probe").unwrap().put("x").await.is_ok();
@@ -129,12 +147,14 @@ async fn check(client: &Client, story: &Story, what: &str) -> Vec<Option<(Bytes,
     contents
 }
 
-async fn interrupt(scheme: &str, stale: &[usize], lost: &[usize]) {
+/// Returns the numbers of objects that were found and that were lost.
+async fn interrupt(losses: Losses) -> (usize, usize) {
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
-    let story = tell(scheme, stale, lost, seed).await;
-    assert!(story.moments.len() > 20, "{} moments", story.moments.len());
-    let tolerates = redundancy(scheme).tolerates();
+    let story = tell(&losses, seed).await;
+    assert!(story.moments.len() > losses.moments, "{} moments", story.moments.len());
+    let tolerates = redundancy(losses.scheme).tolerates();
+    let (mut found, mut gone) = (0, 0);
     for number in 0..CHECKS {
         let moment = story.moments.iter().choose(&mut rng).unwrap();
         let image = |(n, image): (usize, &Vec<u8>)| {
@@ -157,6 +177,8 @@ async fn interrupt(scheme: &str, stale: &[usize], lost: &[usize]) {
         let client = node.client().await;
         let what = if returns { "after the lost targets returned" } else { "without the lost targets" };
         let contents = check(&client, &story, what).await;
+        found += contents.iter().flatten().count();
+        gone += contents.iter().filter(|content| content.is_none()).count();
         if returns {
             wait_until_whole(&client).await;
         } else {
@@ -180,17 +202,34 @@ async fn interrupt(scheme: &str, stale: &[usize], lost: &[usize]) {
             }
         }
     }
+    (found, gone)
 }
 
 #[tokio::test]
 async fn an_interrupted_salvage_with_one_stale_target_mixes_nothing() {
-    interrupt("ec:2+1", &[2], &[0]).await;
+    interrupt(SALVAGE).await;
     // Metadata is read from the first target.
-    interrupt("ec:2+1", &[0], &[2]).await;
+    interrupt(Losses { stale: &[0], lost: &[2], ..SALVAGE }).await;
 }
 
 #[tokio::test]
 async fn an_interrupted_salvage_with_targets_of_different_ages_mixes_nothing() {
-    interrupt("ec:2+2", &[2, 3], &[0]).await;
-    interrupt("ec:4+2", &[4, 5], &[0, 1]).await;
+    interrupt(Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0], ..SALVAGE }).await;
+    interrupt(Losses { scheme: "ec:4+2", stale: &[4, 5], lost: &[0, 1], ..SALVAGE }).await;
+}
+
+#[tokio::test]
+async fn an_interrupted_salvage_with_a_target_that_lacks_too_many_changes_mixes_nothing() {
+    let (found, gone) = interrupt(Losses { notes: 1, ..SALVAGE }).await;
+    // Three of the eight objects have changed while the target was missing.
+    assert!(found >= 5 * CHECKS && gone > 0, "{found} objects were found, and {gone} were lost");
+    interrupt(Losses { scheme: "ec:4+2", stale: &[4, 5], lost: &[0, 1], notes: 1, ..SALVAGE }).await;
+}
+
+#[tokio::test]
+async fn a_group_that_is_interrupted_while_it_begins_without_objects_brings_none_of_them_back() {
+    let empty = Losses { spares: 1, stale: &[], moments: 10, ..SALVAGE };
+    let (found, gone) = interrupt(Losses { scheme: "mirror:2", lost: &[0, 2], ..empty }).await;
+    assert!(found > 0 && gone > 0, "{found} objects were found, and {gone} were lost");
+    interrupt(Losses { lost: &[0, 2], ..empty }).await;
 }

@@ -1,0 +1,114 @@
+//! Begins a group without objects, after an operator has accepted the loss of so many targets that none
+//! of its objects can ever be read again.
+//!
+//! First, a membership record without a member in sync gives up the old objects: from then on, no
+//! target continues with them. Then the members remove what they have, and a record in force lists
+//! them as in sync. Each step may be repeated.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
+
+use crate::group::Group;
+use crate::member_link::MemberLink;
+use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing, own_object};
+use crate::salvage::PlacedView;
+use crate::view::MemberView;
+
+/// Number of objects removed per transaction.
+const OBJECTS: usize = 64;
+
+impl Group {
+    /// Makes the next step towards a group without objects. `views` are the views of all available
+    /// targets.
+    ///
+    /// # Errors
+    /// [`StoreError::TooFewTargets`] if fewer targets are usable than an object needs; other errors if a
+    /// member fails. Then the next attempt repeats the step.
+    pub(crate) async fn begin_empty(&self, views: &[MemberView]) -> store::Result<()> {
+        views.iter().for_each(|view| self.terms.heard_of(view.heard()));
+        self.terms.witness().iter().for_each(|witness| self.terms.heard_of(witness.term));
+        let Some(record) = self.with_evidence(views, |evidence| evidence.has_given_up()) else {
+            return self.give_up_objects(views).await;
+        };
+        let view_of = |member: &MemberRecord| {
+            views.iter().find(|view| view.state.target == member.target && view.state.knows(&record))
+        };
+        let members = record.members.iter().enumerate();
+        let members: Vec<PlacedView<'_>> =
+            members.filter_map(|(position, member)| Some((position, view_of(member)?))).collect();
+        if members.len() < self.layout.k {
+            return self.give_up_objects(views).await;
+        }
+        self.begin_with(&record, &members).await
+    }
+
+    /// Puts a record in force without a member in sync. Its members are the usable targets.
+    async fn give_up_objects(&self, views: &[MemberView]) -> store::Result<()> {
+        let mut record = GroupRecord { term: 0, members: Vec::new(), undone: BTreeSet::new() };
+        let (needed, members) = (self.layout.k, self.layout.fragments());
+        let blank = |target| MemberRecord { target, standing: Standing::Blank };
+        let mut links = Vec::new();
+        while let Some(target) = self.spare(&record).filter(|_| links.len() < members) {
+            record.members.push(blank(target));
+            let usable = self.targets.iter().filter(|known| known.uuid() == target);
+            links.extend(usable.map(|known| MemberLink::new(Rc::clone(known))));
+        }
+        let is_chosen = |record: &GroupRecord, target| record.members.iter().any(|m| m.target == target);
+        for target in self.targets.iter().map(|target| target.uuid()) {
+            if record.members.len() < members && !is_chosen(&record, target) {
+                record.members.push(blank(target));
+            }
+        }
+        if links.len() < needed || record.members.len() < members {
+            let detail = "its objects are lost, and too few other targets are usable to begin without them; bring missing targets back, or replace them".into();
+            return Err(StoreError::TooFewTargets { there: links.len(), needed, detail });
+        }
+        for link in &links {
+            self.create_collection(link).await?;
+        }
+        let known = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
+        let old = known.cloned().unwrap_or_else(|| record.clone());
+        record.term = self.terms.next(true);
+        self.put_in_force(&old, &record, &links.iter().collect::<Vec<_>>()).await
+    }
+
+    /// Removes all objects of the members of a record in force, and puts a record in force that lists
+    /// these members as in sync.
+    async fn begin_with(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> store::Result<()> {
+        let _alone = self.copies.write().await;
+        for (_, view) in members {
+            // From here on, the member's own record does not show older objects any more.
+            self.replace_records(&view.link, record, ChangeId::default()).await?;
+            self.forget_dirty(&view.link, &view.dirty).await?;
+            self.remove_objects(&view.link).await?;
+        }
+        let is_there = |position: usize| members.iter().any(|(at, _)| *at == position);
+        self.put_in_force_on(record, members, |at, member| match is_there(at) {
+            true => MemberRecord { standing: Standing::InSync, ..member },
+            false => MemberRecord { standing: Standing::Blank, ..member },
+        })
+        .await?;
+        tracing::warn!(cid = %self.cid, members = members.len(), "the group begins without objects, because the loss of all of its objects was accepted");
+        metrics::counter!("outboard_osd_groups_begun_empty_total").increment(1);
+        Ok(())
+    }
+
+    /// Removes all objects of a member, except the group's records.
+    async fn remove_objects(&self, link: &MemberLink) -> store::Result<()> {
+        let own = own_object();
+        loop {
+            // The object of the records stays.
+            let listed = link.target.store().list(&self.cid, None, OBJECTS + 1);
+            let (ids, _) = self.calls.answer(link, listed).await?;
+            let others: Vec<ObjectId> = ids.into_iter().filter(|oid| *oid != own).collect();
+            if others.is_empty() {
+                return Ok(());
+            }
+            let ops = others.into_iter().map(|oid| Op::Remove { oid }).collect();
+            let remove = Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
+            self.calls.apply_to(link, remove).await?;
+        }
+    }
+}
