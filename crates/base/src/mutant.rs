@@ -38,11 +38,14 @@ pub enum Mutant {
     RecoverFromUnverified,
     /// The osd uses a target that has gone back to an earlier state.
     TrustReturnedTarget,
+    /// An array takes the newest record of the available members for the last one, without the
+    /// witness.
+    IgnoreWitness,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Mutant; 14] = [
+    pub const ALL: [Mutant; 15] = [
         Mutant::AcknowledgeBeforeFlush,
         Mutant::DropRequestRecord,
         Mutant::SkipUndo,
@@ -57,6 +60,7 @@ impl Mutant {
         Mutant::CodeUnverifiedData,
         Mutant::RecoverFromUnverified,
         Mutant::TrustReturnedTarget,
+        Mutant::IgnoreWitness,
     ];
 
     /// The bug's name for command lines.
@@ -77,6 +81,7 @@ impl Mutant {
             Mutant::CodeUnverifiedData => "code-unverified-data",
             Mutant::RecoverFromUnverified => "recover-from-unverified",
             Mutant::TrustReturnedTarget => "trust-returned-target",
+            Mutant::IgnoreWitness => "ignore-witness",
         }
     }
 }

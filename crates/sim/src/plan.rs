@@ -8,6 +8,7 @@ use std::time::Duration;
 use channel::sim::EngineFaults;
 use messenger::transport::sim::{SimFaults, SimRoute};
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use wire::{CodingMode, CodingOffload, Placement, Redundancy};
 
@@ -110,6 +111,11 @@ kinds! {
     /// Writes of the witness fail or are late for a while, or the witness is lost or replaced by an
     /// older copy of itself while no osd runs.
     Witness, "witness", 0;
+    /// A drive is removed. Shortly before it returns, another drive is removed for a while: the second
+    /// one has changes that the first one lacks.
+    RemoveInTurn, "remove-in-turn", 0;
+    /// More drives than the pools can lose are removed, one after another, and never return.
+    LoseTooMany, "lose-too-many", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -120,7 +126,10 @@ impl FaultKind {
     /// the pools.
     pub(crate) fn is_lossy(self) -> bool {
         use FaultKind as K;
-        matches!(self, K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::ReplaceDrive | K::StaleDrive)
+        matches!(
+            self,
+            K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::LoseTooMany | K::ReplaceDrive | K::StaleDrive
+        )
     }
 
     /// Whether a fault of this kind fills targets.
@@ -141,6 +150,7 @@ impl FaultKind {
             || matches!(
                 self,
                 K::RemoveDrive
+                    | K::RemoveInTurn
                     | K::ReadError
                     | K::WriteError
                     | K::FlushError
@@ -386,6 +396,10 @@ pub enum RandomStream {
     Sampling,
     /// The faults of the witness.
     Witness,
+    /// The drives that are removed in turn.
+    InTurn,
+    /// The drives that are one more than the pools can lose.
+    TooMany,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -407,6 +421,8 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Sampling => (12, 0),
         RandomStream::Sacrifice => (13, 0),
         RandomStream::Witness => (14, 0),
+        RandomStream::InTurn => (15, 0),
+        RandomStream::TooMany => (16, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -471,6 +487,8 @@ impl SimulationPlan {
         plan.faults = plan.within_tolerance(faults);
         plan.faults.extend(plan.coding_trouble());
         plan.faults.extend(plan.memory_flips());
+        plan.faults.extend(plan.removals_in_turn());
+        plan.faults.extend(plan.too_many_losses());
         plan.faults.extend(plan.witness_trouble());
         plan.faults.retain(|planned| !off.contains(&planned.kind));
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
@@ -491,11 +509,17 @@ impl SimulationPlan {
     }
 
     /// Whether faults may destroy data of a pool. This is possible for pools without redundancy, in
-    /// some of the plans.
+    /// some of the plans, and for all pools if too many drives are lost.
     #[must_use]
     pub fn sacrifices(&self, pool: &PlannedPool) -> bool {
         let mut rng = rng(self.seed, RandomStream::Sacrifice);
-        pool.redundancy.tolerates() == 0 && rng.random_bool(0.4)
+        pool.redundancy.tolerates() == 0 && rng.random_bool(0.4) || self.loses_too_many()
+    }
+
+    /// Whether more drives are lost than the pools tolerate.
+    #[must_use]
+    pub fn loses_too_many(&self) -> bool {
+        self.faults.iter().any(|fault| fault.kind == FaultKind::LoseTooMany)
     }
 
     /// Returns the plan with only those faults whose positions in `faults` are in `only`.
@@ -618,6 +642,58 @@ impl SimulationPlan {
             detail: rng.random(),
         });
         flips.collect()
+    }
+
+    /// Two drives that are removed in turn, in a third of the plans in which no fault needs tolerance:
+    /// the drives may be one more than the pools can lose.
+    fn removals_in_turn(&self) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::InTurn);
+        let needs_drives =
+            |fault: &PlannedFault| fault.kind.needs_tolerance() || fault.kind == FaultKind::LyingFlush;
+        if self.targets < 2 || self.faults.iter().any(needs_drives) || rng.random_range(0..3) > 0 {
+            return Vec::new();
+        }
+        let first = rng.random_range(0..self.targets);
+        let second = (first + rng.random_range(1..self.targets)) % self.targets;
+        let at = rng.random_range(Duration::ZERO..self.workload);
+        let absent = rng.random_range(Duration::from_secs(1)..Duration::from_secs(15));
+        let early = rng.random_range(Duration::from_millis(1)..Duration::from_secs(1));
+        let removal = |target, at, lasts, detail| PlannedFault {
+            at,
+            lasts,
+            kind: FaultKind::RemoveInTurn,
+            victim: Victim::Drive(target),
+            detail,
+        };
+        let lasts = rng.random_range(Duration::from_secs(1)..Duration::from_secs(15));
+        vec![
+            removal(first, at, absent, rng.random()),
+            removal(second, at + absent - early, lasts, rng.random()),
+        ]
+    }
+
+    /// One drive more than any pool can lose is removed for ever, in a fifth of the plans in which the
+    /// other drives suffice to write to all pools, and in which no other fault destroys data.
+    fn too_many_losses(&self) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::TooMany);
+        let most = |of: fn(&Redundancy) -> usize| self.pools.iter().map(|pool| of(&pool.redundancy)).max();
+        let count = most(|redundancy| redundancy.tolerates()).unwrap_or(0) + 1;
+        let needed = most(|redundancy| redundancy.targets() - redundancy.tolerates()).unwrap_or(1);
+        let destroys = |fault: &PlannedFault| fault.kind.is_lossy() || fault.kind == FaultKind::LyingFlush;
+        let suffice = self.targets >= count + needed;
+        if !suffice || self.faults.iter().any(destroys) || rng.random_range(0..5) > 0 {
+            return Vec::new();
+        }
+        let mut drives: Vec<usize> = (0..self.targets).collect();
+        drives.shuffle(&mut rng);
+        let losses = drives[..count].iter().map(|&target| PlannedFault {
+            at: rng.random_range(Duration::ZERO..self.workload),
+            lasts: Duration::ZERO,
+            kind: FaultKind::LoseTooMany,
+            victim: Victim::Drive(target),
+            detail: rng.random(),
+        });
+        losses.collect()
     }
 
     /// Faults of the witness, in a third of the plans. If a fault destroys data of a drive, the

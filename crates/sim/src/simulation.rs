@@ -13,6 +13,7 @@ use client::{Client, Options};
 use messenger::transport::sim::SimNetwork;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::{sleep, timeout};
 use wire::{ObjectName, PoolName, Redundancy};
@@ -175,6 +176,8 @@ struct Simulation {
     /// Pools that operators have created in addition to the planned pools and not removed yet.
     extra_pools: RefCell<BTreeMap<String, Redundancy>>,
     coverage: RefCell<Coverage>,
+    /// Held while an operator replaces a target.
+    replacing: Mutex<()>,
     /// Broken promises that the history does not show.
     violations: RefCell<Vec<Violation>>,
     /// Whether the node recovers from the faults, so that clients make fewer calls.
@@ -205,6 +208,7 @@ impl Simulation {
             operators_started: Cell::new(0),
             extra_pools: RefCell::default(),
             coverage: RefCell::default(),
+            replacing: Mutex::default(),
             violations: RefCell::default(),
             is_healing: Cell::new(false),
             is_over: Cell::new(false),
@@ -273,6 +277,12 @@ impl Simulation {
         let operator = spawn_local(ThreadClass::Admin, async move {
             sleep(REACTION).await;
             this.give_up_lost(id).await;
+            sleep(REACTION).await;
+            // Pools without redundancy also need new drives.
+            let is_redundant = |pool: &&PlannedPool| pool.redundancy.tolerates() > 0;
+            for pool in this.plan.pools.iter().filter(is_redundant).filter(|_| this.plan.loses_too_many()) {
+                this.history.borrow_mut().within_tolerance(&pool.name, this.now());
+            }
         });
         sleep(HEALING).await;
         self.is_healing.set(false);

@@ -355,19 +355,24 @@ impl Simulation {
             }
             FaultKind::TargetOut => self.take_out_for(planned.lasts, target).await,
             FaultKind::ReplaceDrive => {
+                let lost = self.node.uuid(target);
                 self.node.lose(target);
                 drive.remove();
                 sleep(planned.lasts).await;
-                self.replace_target(target).await;
+                let _one_at_a_time = self.replacing.lock().await;
+                // Another fault may have lost the same drive.
+                if self.node.uuid(target) == lost {
+                    self.replace_target(target).await;
+                }
             }
-            FaultKind::RemoveDrive => {
+            FaultKind::RemoveDrive | FaultKind::RemoveInTurn => {
                 drive.remove();
                 sleep(planned.lasts).await;
                 if !self.node.is_lost(target) {
                     drive.reinsert();
                 }
             }
-            FaultKind::LoseDrive => {
+            FaultKind::LoseDrive | FaultKind::LoseTooMany => {
                 self.node.lose(target);
                 drive.remove();
             }

@@ -146,8 +146,8 @@ impl Simulation {
         lossy.filter(|&target| !is_used(self.node.uuid(target))).count()
     }
 
-    /// Scrubs all pools twice. The second scrub must find nothing. Neither may the first one, unless a
-    /// fault has damaged a drive.
+    /// Scrubs all pools twice. The second scrub must find nothing, unless a drive is damaged and has too
+    /// little space for a repair. Neither may the first one, unless a fault has damaged a drive.
     async fn scrub_everything(self: &Rc<Simulation>) {
         let client = self.connect("operator").await;
         let lossy = self.plan.lossy_drives();
@@ -157,7 +157,9 @@ impl Simulation {
                 let finds_damage = found.as_ref().is_none_or(|found| {
                     found.damaged + found.inconsistent + found.wrong_size > 0 || found.failure.is_some()
                 });
-                let may_be_damaged = round == 0 && lossy > 0;
+                // A repair needs space.
+                let may_be_damaged =
+                    lossy > 0 && (round == 0 || finds_damage && self.is_nearly_full(&client).await);
                 if finds_damage && !may_be_damaged {
                     let text = format!("scrub {round} of pool {} finds damage: {found:?}", pool.name);
                     self.violation(Rule::Structure, text);
@@ -165,6 +167,11 @@ impl Simulation {
             }
         }
         client.close().await;
+    }
+
+    async fn is_nearly_full(&self, client: &Client) -> bool {
+        let status = client.status().await;
+        status.is_ok_and(|status| status.targets.iter().flat_map(|target| &target.space).any(is_nearly_full))
     }
 
     /// Scrubs a pool. Returns `None` if the scrub does not end.

@@ -220,32 +220,39 @@ impl Simulation {
         self.node.roles().for_each(|role| self.node.release(role));
     }
 
-    /// Accepts the loss of a target. The node refuses this if no placement group waits for the target.
+    /// Accepts the loss of a target. Returns false if no placement group waits for the target.
     async fn forget(
         &self,
         client: &Client,
         operator: ClientId,
         target: usize,
         index: u32,
-    ) -> client::Result<()> {
+    ) -> client::Result<bool> {
         let forget = async {
             match client.forget_target(index, true).await {
-                Err(client::Error::Node(wire::Error::CommandRefused(_))) => Ok(()),
-                forgotten => forgotten.map(|_| self.count("operator: target forgotten")),
+                Err(client::Error::Node(wire::Error::CommandRefused(_))) => Ok(false),
+                forgotten => forgotten.map(|_| {
+                    self.count("operator: target forgotten");
+                    true
+                }),
             }
         };
         self.administer(operator, &format!("forget target {target}"), forget).await
     }
 
-    /// Gives up each target whose drive is lost or damaged and that the node does not use.
+    /// Gives up each target whose drive is lost or damaged and that the node does not use. A group may
+    /// wait for another target once the loss of one is accepted.
     pub(super) async fn give_up_lost(&self, operator: ClientId) {
         let client = self.connect("operator").await;
-        loop {
+        let mut rounds = 0;
+        while rounds <= self.plan.targets {
             let status = self.administer(operator, "show the status", client.status()).await;
-            if let Ok(status) = status
-                && self.give_up_failed(&client, operator, &status).await
-            {
-                break;
+            if let Ok(status) = status {
+                match self.give_up_failed(&client, operator, &status).await {
+                    Some(0) => break,
+                    Some(_) => rounds += 1,
+                    None => {}
+                }
             }
             sleep(Duration::from_secs(1)).await;
         }
@@ -253,23 +260,27 @@ impl Simulation {
     }
 
     /// Gives up each target that the node does not use according to `status`, and whose drive is lost
-    /// or damaged: accepts its loss, and takes it out of use. Returns whether all commands succeeded.
+    /// or damaged: accepts its loss, and takes it out of use. Returns the number of targets whose loss was
+    /// awaited; `None` if commands have failed, or if the node has not noticed yet that too many drives
+    /// are lost.
     pub(super) async fn give_up_failed(
         &self,
         client: &Client,
         operator: ClientId,
         status: &NodeStatus,
-    ) -> bool {
-        let mut is_done = true;
+    ) -> Option<usize> {
+        let (mut awaited, mut is_done) = (0, true);
         for target in (0..self.plan.targets).filter(|&target| self.plan.is_lossy(target)) {
             let uuid = self.node.uuid(target);
             let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else { continue };
             let known = &status.targets[index];
             if known.state == TargetState::Up {
+                is_done &= !self.plan.loses_too_many();
                 continue;
             }
-            if !known.forgotten {
-                is_done &= self.forget(client, operator, target, index as u32).await.is_ok();
+            match self.forget(client, operator, target, index as u32).await {
+                Ok(is_awaited) => awaited += usize::from(is_awaited),
+                Err(_) => is_done = false,
             }
             if !known.out {
                 let command = client.set_target_out(index as u32, true);
@@ -277,6 +288,6 @@ impl Simulation {
                 is_done &= outcome.is_ok();
             }
         }
-        is_done
+        is_done.then_some(awaited)
     }
 }
