@@ -59,7 +59,7 @@ impl Group {
 
     /// Creates the collection on one target, unless the target has it.
     pub(crate) async fn create_collection(&self, link: &MemberLink) -> store::Result<()> {
-        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
+        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection).from_reserve();
         match self.calls.answer(link, link.target.store().queue_transaction(create)).await {
             Ok(()) | Err(StoreError::Exists(_)) => Ok(()),
             Err(e) => Err(e),

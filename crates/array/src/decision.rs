@@ -36,6 +36,12 @@ impl MemberState {
         own.is_some_and(|member| member.standing != Standing::Blank)
     }
 
+    /// The standing of the member in its own record.
+    fn own_standing(&self) -> Option<Standing> {
+        let own = self.record.members.iter().find(|member| member.target == self.target);
+        own.map(|member| member.standing)
+    }
+
     /// The highest term of the record and the proposal.
     pub(crate) fn heard(&self) -> u64 {
         self.proposal.iter().map(|proposal| proposal.term).fold(self.record.term, u64::max)
@@ -122,7 +128,8 @@ pub(crate) struct Salvage {
 /// Reason why no interval can begin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Undecided {
-    /// Too few available targets have objects of the group. These targets are missing.
+    /// Too few available targets have the newest objects, or any objects. These targets may have some,
+    /// and the operator has not accepted their loss.
     NoData { missing: Vec<Uuid> },
     /// The available members lack acknowledged changes. At least `needed` of these targets have
     /// them.
@@ -171,8 +178,16 @@ impl GroupEvidence<'_> {
                 let there = base.record.in_sync().filter(|at| self.state_at(&base.record, *at).is_some());
                 return Err(Undecided::Stale { there: there.count(), missing });
             }
-            let no_data = || if self.lacks_content() { self.no_data() } else { undecided };
-            self.decide_on_word(&base.record).ok_or_else(no_data)
+            let is_awaited = !self.missing.iter().all(self.is_lost);
+            let refusal = match self.lacks_content() || is_awaited {
+                true => self.no_data(),
+                false => undecided,
+            };
+            // In an erasure code, a salvage keeps newer content than an older record.
+            if self.needed > 1 && !self.is_lost_in_sync(&base.record) {
+                return Err(refusal);
+            }
+            self.decide_on_word(&base.record).ok_or(refusal)
         })
     }
 
@@ -187,6 +202,11 @@ impl GroupEvidence<'_> {
     fn is_given_up(&self, record: &GroupRecord) -> bool {
         let left = record.in_sync().filter(|&position| !(self.is_lost)(&record.members[position].target));
         left.count() < self.needed
+    }
+
+    /// Whether the operator has accepted the loss of all members of a record that are in sync.
+    fn is_lost_in_sync(&self, record: &GroupRecord) -> bool {
+        record.in_sync().all(|position| (self.is_lost)(&record.members[position].target))
     }
 
     /// Returns the stale members of a record that are missing, and that the operator has not given up.
@@ -210,34 +230,34 @@ impl GroupEvidence<'_> {
             on_word: true,
         };
         let decide = |record: &&GroupRecord| self.decide_on(&base(record, None)).ok();
-        let Some((term, with_stale)) = self.with_stale_member(newest) else {
+        let Some((term, own, with_stale)) = self.with_stale_member() else {
             return older.iter().find_map(decide);
         };
         let (newer, older): (Vec<&GroupRecord>, Vec<_>) = older.into_iter().partition(|r| r.term > term);
         newer.iter().find_map(decide).or_else(|| {
-            let decision = self.decide_on(&base(&with_stale, Some(newest))).ok();
-            let decision = decision.map(|decision| Decision { record: newest.clone(), ..decision });
+            let decision = self.decide_on(&base(&with_stale, Some(own))).ok();
+            let decision = decision.map(|decision| Decision { record: own.clone(), ..decision });
             decision.or_else(|| older.iter().find_map(decide))
         })
     }
 
-    /// Returns `newest`, changed so that only the stale member that was in sync last is in sync, with
-    /// the term in which it was. This member is being rebuilt. A mirror can continue with it, because
-    /// each of its objects is a complete copy: an older one, or the newest one. Members of an erasure
-    /// code have fragments of different changes, which do not fit together.
-    fn with_stale_member(&self, newest: &GroupRecord) -> Option<(u64, GroupRecord)> {
-        let is_there = |uuid| self.states.iter().any(|state| state.target == uuid && state.record == *newest);
-        let stale = newest.members.iter().filter(|member| self.needed == 1 && is_there(member.target));
-        let last_term = |member: &MemberRecord| match member.standing {
-            Standing::Stale { term, .. } => Some((term, member.target)),
-            Standing::InSync | Standing::Blank => None,
+    /// Returns the own record of the stale member that was in sync last, and this record changed so that
+    /// only this member is in sync, with the term in which it was. This member was being rebuilt. A
+    /// mirror can continue with it, because each of its objects is a complete copy: an older one, or the
+    /// newest one. Members of an erasure code have fragments of different changes, which do not fit
+    /// together.
+    fn with_stale_member(&self) -> Option<(u64, &GroupRecord, GroupRecord)> {
+        let last_term = |state: &&MemberState| match state.own_standing() {
+            Some(Standing::Stale { term, .. }) => Some((term, state.record.term)),
+            _ => None,
         };
-        let (term, target) = stale.filter_map(last_term).max()?;
-        let mut record = newest.clone();
+        let stale = self.states.iter().filter(|_| self.needed == 1);
+        let stale = stale.filter(|state| last_term(state).is_some()).max_by_key(last_term)?;
+        let mut record = stale.record.clone();
         for member in &mut record.members {
-            member.standing = if member.target == target { Standing::InSync } else { Standing::Blank };
+            member.standing = if member.target == stale.target { Standing::InSync } else { Standing::Blank };
         }
-        Some((term, record))
+        Some((last_term(&stale)?.0, &stale.record, record))
     }
 
     /// Returns how a group can continue with stale members, if no decision is possible and the operator
@@ -246,13 +266,13 @@ impl GroupEvidence<'_> {
     pub(crate) fn salvage(&self) -> Option<Salvage> {
         let newest = self.base().ok()?.record;
         let salvage = self.salvage_on(&newest);
-        // With an older record, any missing target may have newer objects.
-        let has_newer = newest.in_sync().count() == 0 || !self.missing.iter().all(self.is_lost);
-        if salvage.is_some() || has_newer || !self.is_given_up(&newest) {
+        // Without a member in sync, any missing target may have newer objects.
+        let is_awaited = self.has_given_up().is_some() || !self.missing.iter().all(self.is_lost);
+        if salvage.is_some() || is_awaited || !self.is_lost_in_sync(&newest) {
             return salvage;
         }
         let older = self.older_than(&newest);
-        older.into_iter().find_map(|record| self.salvage_on(record))
+        older.iter().find_map(|record| self.salvage_on(record)).or_else(|| self.salvage_without_in_sync())
     }
 
     /// Like [`salvage`](Self::salvage), with the record whose members in sync have the newest objects.
@@ -271,16 +291,41 @@ impl GroupEvidence<'_> {
             _ => false,
         };
         let stale: Vec<usize> = (0..record.members.len()).filter(is_stale).collect();
-        let others = match in_sync.len() + stale.len() < self.needed {
+        // A missing target may have more objects than the others have.
+        let others = match in_sync.len() + stale.len() < self.needed && self.missing.iter().all(self.is_lost)
+        {
             true => self.others(record, &[&in_sync[..], &stale].concat()),
             false => Vec::new(),
         };
         let suffices =
             in_sync.len() < self.needed && in_sync.len() + stale.len() + others.len() >= self.needed;
-        let is_given_up =
-            |position: usize| in_sync.contains(&position) || (self.is_lost)(&record.members[position].target);
+        // Members that went on with a later record are no longer in sync.
+        let went_on =
+            |position: usize| state_at(position).is_some_and(|state| state.record.term > record.term);
+        let is_given_up = |position: usize| {
+            let target = &record.members[position].target;
+            in_sync.contains(&position) || (self.is_lost)(target) || went_on(position)
+        };
         let is_allowed = record.in_sync().all(is_given_up) && self.missing_stale(record).is_empty();
         (suffices && is_allowed).then_some(Salvage { record: record.clone(), in_sync, stale, others })
+    }
+
+    /// Like [`salvage`](Self::salvage), if no member is left that was in sync with any record: the member
+    /// with the newest record takes this part, and all other targets may differ in any object.
+    fn salvage_without_in_sync(&self) -> Option<Salvage> {
+        let has_content = |state: &&MemberState| {
+            (0..state.record.members.len()).any(|position| state.has_content_at(position))
+        };
+        let newest = self.states.iter().filter(has_content).max_by_key(|state| state.record.term)?;
+        let record = newest.record.clone();
+        let position = record.members.iter().position(|member| member.target == newest.target)?;
+        let (in_sync, stale, others) = (vec![position], Vec::new(), self.others(&record, &[position]));
+        (1 < self.needed && 1 + others.len() >= self.needed).then_some(Salvage {
+            record,
+            in_sync,
+            stale,
+            others,
+        })
     }
 
     /// Returns targets that have objects as the members at other positions of a record than `taken`: members
@@ -314,14 +359,14 @@ impl GroupEvidence<'_> {
         let left = |in_sync: &BTreeSet<Uuid>| in_sync.iter().filter(|uuid| !(self.is_lost)(uuid)).count();
         let is_given_up = match self.base() {
             Ok(base) => self.is_given_up(&base.record),
-            Err(Undecided::NoData { missing }) => match self.witness {
+            Err(Undecided::NoData { .. }) => match self.witness {
                 Some(witness) => left(&witness.in_sync) < self.needed,
-                None => !missing.is_empty(),
+                None => !self.missing.is_empty(),
             },
             Err(_) => false,
         };
-        let is_awaited = || !self.missing.iter().all(self.is_lost);
-        is_given_up && self.lacks_content() && (self.has_given_up().is_some() || !is_awaited())
+        let is_lost = is_given_up && self.lacks_content() && self.missing.iter().all(self.is_lost);
+        is_lost || self.has_given_up().is_some()
     }
 
     /// Whether too few available targets have objects of the group.
@@ -338,7 +383,10 @@ impl GroupEvidence<'_> {
     }
 
     fn no_data(&self) -> Undecided {
-        Undecided::NoData { missing: self.missing.to_vec() }
+        let is_there = |target: &&Uuid| self.states.iter().any(|state| state.target == **target);
+        let named = self.witness.iter().flat_map(|witness| &witness.in_sync).filter(|uuid| !is_there(uuid));
+        let missing: BTreeSet<Uuid> = self.missing.iter().chain(named).copied().collect();
+        Undecided::NoData { missing: missing.into_iter().filter(|uuid| !(self.is_lost)(uuid)).collect() }
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -578,7 +626,9 @@ mod tests {
             let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
             let entry = WitnessEntry { term: 5, in_sync: [1, 2, 3, 4].map(uuid).into() };
             let witness = Some(&entry);
-            let (refused, is_lost, missing) = (&refused, &is_lost, &[]);
+            let is_missing = |uuid: &Uuid| !states.iter().any(|state| state.target == *uuid);
+            let missing: Vec<Uuid> = (1..=6).map(uuid).filter(is_missing).collect();
+            let (refused, is_lost, missing) = (&refused, &is_lost, &missing[..]);
             let evidence = GroupEvidence { needed: 4, states, witness, refused, is_lost, missing };
             assert!(evidence.decide().is_err());
             evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale, salvage.others))
@@ -672,6 +722,8 @@ mod tests {
         // The group has given up its objects before, according to the witness.
         let given_up = [state(2, record(3, 3, &[]))];
         assert!(gives_up(&given_up, witness(&[]), &[1, 3], &[]));
+        let old = [&given_up[..], &[state(1, record(2, 3, &[1])), state(3, record(1, 3, &[3]))]].concat();
+        assert!(gives_up(&old, witness(&[]), &[], &[]), "two members have old objects that do not fit");
         assert!(!gives_up(&given_up, None, &[1, 3], &[]), "a later record may be in force");
     }
 }

@@ -9,8 +9,10 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
+use uuid::Uuid;
 
 use crate::group::Group;
+use crate::interval::over;
 use crate::member_link::MemberLink;
 use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing, own_object};
 use crate::salvage::PlacedView;
@@ -36,8 +38,11 @@ impl Group {
             views.iter().find(|view| view.state.target == member.target && view.state.knows(&record))
         };
         let members = record.members.iter().enumerate();
-        let members: Vec<PlacedView<'_>> =
-            members.filter_map(|(position, member)| Some((position, view_of(member)?))).collect();
+        let can_take_part = |member: &&MemberRecord| !self.no_room.borrow().contains(&member.target);
+        let members: Vec<PlacedView<'_>> = members
+            .filter(|(_, member)| can_take_part(member))
+            .filter_map(|(position, member)| Some((position, view_of(member)?)))
+            .collect();
         if members.len() < self.layout.k {
             return self.give_up_objects(views).await;
         }
@@ -46,32 +51,78 @@ impl Group {
 
     /// Puts a record in force without a member in sync. Its members are the usable targets.
     async fn give_up_objects(&self, views: &[MemberView]) -> store::Result<()> {
-        let mut record = GroupRecord { term: 0, members: Vec::new(), undone: BTreeSet::new() };
         let (needed, members) = (self.layout.k, self.layout.fragments());
-        let blank = |target| MemberRecord { target, standing: Standing::Blank };
-        let mut links = Vec::new();
-        while let Some(target) = self.spare(&record).filter(|_| links.len() < members) {
-            record.members.push(blank(target));
-            let usable = self.targets.iter().filter(|known| known.uuid() == target);
-            links.extend(usable.map(|known| MemberLink::new(Rc::clone(known))));
+        let mut record = self.blank_record();
+        if record.members.len() < needed {
+            // A member without objects needs little space.
+            self.no_room.borrow_mut().clear();
+            record = self.blank_record();
         }
-        let is_chosen = |record: &GroupRecord, target| record.members.iter().any(|m| m.target == target);
+        let there = record.members.len();
+        let links: Vec<MemberLink> = record.members.iter().filter_map(|m| self.link_of(m.target)).collect();
         for target in self.targets.iter().map(|target| target.uuid()) {
-            if record.members.len() < members && !is_chosen(&record, target) {
-                record.members.push(blank(target));
+            if record.members.len() < members && record.members.iter().all(|m| m.target != target) {
+                record.members.push(MemberRecord { target, standing: Standing::Blank });
             }
         }
-        if links.len() < needed || record.members.len() < members {
+        if there < needed || record.members.len() < members {
             let detail = "its objects are lost, and too few other targets are usable to begin without them; bring missing targets back, or replace them".into();
-            return Err(StoreError::TooFewTargets { there: links.len(), needed, detail });
+            return Err(StoreError::TooFewTargets { there, needed, detail });
         }
+        let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
+        let old = newest.cloned().unwrap_or_else(|| record.clone());
         for link in &links {
-            self.create_collection(link).await?;
+            let prepared = self.prepare_target(link, &old, views).await;
+            self.or_without(link, prepared)?;
         }
-        let known = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
-        let old = known.cloned().unwrap_or_else(|| record.clone());
         record.term = self.terms.next(true);
         self.put_in_force(&old, &record, &links.iter().collect::<Vec<_>>()).await
+    }
+
+    /// Returns a record of term 0 without a member in sync. Its members are the best usable targets, and
+    /// may be too few.
+    fn blank_record(&self) -> GroupRecord {
+        let mut record = GroupRecord { term: 0, members: Vec::new(), undone: BTreeSet::new() };
+        while record.members.len() < self.layout.fragments()
+            && let Some(target) = self.spare(&record)
+        {
+            record.members.push(MemberRecord { target, standing: Standing::Blank });
+        }
+        record
+    }
+
+    fn link_of(&self, target: Uuid) -> Option<MemberLink> {
+        let known = self.targets.iter().find(|known| known.uuid() == target)?;
+        Some(MemberLink::new(Rc::clone(known)))
+    }
+
+    /// Prepares a target for a record that replaces `old`. The target must not seem to have what `old` says
+    /// unless its own record is `old`.
+    async fn prepare_target(
+        &self,
+        link: &MemberLink,
+        old: &GroupRecord,
+        views: &[MemberView],
+    ) -> store::Result<()> {
+        self.create_collection(link).await?;
+        let view = views.iter().find(|view| view.state.target == link.target.uuid());
+        if let Some(view) = view.filter(|view| view.state.record != *old) {
+            self.replace_records(link, old, ChangeId::default()).await?;
+            self.forget_dirty(link, &view.dirty).await?;
+        }
+        Ok(())
+    }
+
+    /// If a target refuses a transaction, the next attempt goes on without this target.
+    fn or_without(&self, link: &MemberLink, outcome: store::Result<()>) -> store::Result<()> {
+        match outcome {
+            Err(e @ (StoreError::NoSpace { .. } | StoreError::Corrupt { .. })) => {
+                tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "the group begins without this target");
+                self.no_room.borrow_mut().insert(link.target.uuid());
+                Err(over(self.number()))
+            }
+            outcome => outcome,
+        }
     }
 
     /// Removes all objects of the members of a record in force, and puts a record in force that lists
@@ -79,10 +130,8 @@ impl Group {
     async fn begin_with(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> store::Result<()> {
         let _alone = self.copies.write().await;
         for (_, view) in members {
-            // From here on, the member's own record does not show older objects any more.
-            self.replace_records(&view.link, record, ChangeId::default()).await?;
-            self.forget_dirty(&view.link, &view.dirty).await?;
-            self.remove_objects(&view.link).await?;
+            let cleared = self.clear(view, record).await;
+            self.or_without(&view.link, cleared)?;
         }
         let is_there = |position: usize| members.iter().any(|(at, _)| *at == position);
         self.put_in_force_on(record, members, |at, member| match is_there(at) {
@@ -93,6 +142,14 @@ impl Group {
         tracing::warn!(cid = %self.cid, members = members.len(), "the group begins without objects, because the loss of all of its objects was accepted");
         metrics::counter!("outboard_osd_groups_begun_empty_total").increment(1);
         Ok(())
+    }
+
+    /// Removes everything of a member except the record.
+    async fn clear(&self, view: &MemberView, record: &GroupRecord) -> store::Result<()> {
+        // From here on, the member's own record does not show older objects any more.
+        self.replace_records(&view.link, record, ChangeId::default()).await?;
+        self.forget_dirty(&view.link, &view.dirty).await?;
+        self.remove_objects(&view.link).await
     }
 
     /// Removes all objects of a member, except the group's records.

@@ -24,6 +24,9 @@ use crate::page::page;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
 use crate::view::MemberView;
 
+/// The advice for a group that cannot continue in any way.
+const NOTHING_LEFT: &str = "the loss of the other targets was accepted, and its objects are lost with them; remove the pool, and restore its objects from a copy";
+
 /// Why a group cannot continue.
 pub(crate) struct NotDecided {
     /// The targets that the group needs and that are missing or have gone back.
@@ -122,12 +125,12 @@ impl Group {
             Undecided::TooFew { there, missing: lost } | Undecided::Lost { there, back: lost }
                 if are_lost(&lost) =>
             {
-                let detail = "the loss of the other targets was accepted, and its objects are lost with them; remove the pool, and restore its objects from a copy";
-                (there, needed, detail.to_owned())
+                (there, needed, NOTHING_LEFT.to_owned())
             }
+            Undecided::NoData { missing } if missing.is_empty() => (0, needed, NOTHING_LEFT.to_owned()),
             Undecided::NoData { missing } => {
                 let detail = format!(
-                    "too few available targets have its objects; bring missing targets back, or accept their loss (`outboard target forget`), after which the group begins without objects: {}",
+                    "bring these targets back, or accept their loss, too (`outboard target forget`), so that the group continues with what is left: {}",
                     list(&missing)
                 );
                 (0, needed, detail)

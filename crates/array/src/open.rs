@@ -14,6 +14,7 @@ use std::time::Duration;
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, StoreError};
 use tokio::time::Instant;
+use uuid::Uuid;
 
 use crate::decision::{Decision, MemberVerdict};
 use crate::group::Group;
@@ -101,10 +102,8 @@ impl Group {
         let decision = match self.decide(&views) {
             Ok(decision) => decision,
             Err(NotDecided { waits_for, error }) => {
-                // The next decision still needs the word about targets that are lost.
-                let lost = self.targets.iter().map(|target| target.uuid());
-                let lost = lost.filter(|target| self.word.is_lost(target) && !waits_for.contains(target));
-                self.waits_for.replace(Some(waits_for.iter().copied().chain(lost).collect()));
+                let lost = self.lost_targets(&views);
+                self.waits_for.replace(Some(waits_for.into_iter().chain(lost).collect()));
                 self.lacks_objects.set(self.with_evidence(&views, |evidence| evidence.lacks_content()));
                 if let Some(salvage) = self.to_salvage(&views) {
                     self.salvage(number, &salvage, &views).await?;
@@ -136,6 +135,18 @@ impl Group {
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
         Ok(Interval { number, links, record, undone: decision.undone, leftovers })
+    }
+
+    /// Returns the targets whose loss the next decision still takes into account: they are missing, or the
+    /// group has known them as in sync.
+    fn lost_targets(&self, views: &[MemberView]) -> Vec<Uuid> {
+        let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
+        let members = newest.iter().flat_map(|r| r.in_sync().map(|position| r.members[position].target));
+        let mut named: BTreeSet<Uuid> = members.collect();
+        named.extend(self.terms.witness().iter().flat_map(|witness| witness.in_sync.iter().copied()));
+        let counts = |target: &&Rc<dyn Member>| !target.is_usable() || named.contains(&target.uuid());
+        let lost = self.targets.iter().filter(counts).map(|target| target.uuid());
+        lost.filter(|target| self.word.is_lost(target)).collect()
     }
 
     /// Carries out a decision that is stored: undoes changes, and then copies changes to the members

@@ -106,12 +106,12 @@ impl Group {
                         let standing = Standing::Stale { term: 0, trimmed: ChangeId::default() };
                         return MemberRecord { target: view.state.target, standing };
                     }
-                    match member.standing {
-                        Standing::InSync if !is_left(position) => {
-                            MemberRecord { standing: Standing::Blank, ..member }
-                        }
-                        _ => member,
-                    }
+                    let standing = match member.standing {
+                        _ if is_left(position) => Standing::InSync,
+                        Standing::InSync => Standing::Blank,
+                        standing => standing,
+                    };
+                    MemberRecord { standing, ..member }
                 })
                 .await;
         }

@@ -103,7 +103,7 @@ pub struct PoolLoss {
     /// Placement groups that wait for the target. A pool without redundancy loses all objects of
     /// these groups, and other pools lose the changes that only the target has.
     pub waiting: u32,
-    /// Those of these placement groups of which too few targets are available. If all targets for which
-    /// they wait are lost, they lose all objects.
+    /// Those of these placement groups of which too few available targets have objects. If all targets for
+    /// which they wait are lost, they lose all objects.
     pub emptied: u32,
 }

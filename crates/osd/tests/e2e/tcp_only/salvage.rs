@@ -227,6 +227,12 @@ async fn an_interrupted_salvage_with_a_target_that_lacks_too_many_changes_mixes_
 }
 
 #[tokio::test]
+async fn an_interrupted_salvage_without_any_target_in_sync_mixes_nothing() {
+    let (found, _) = interrupt(Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0, 1], ..SALVAGE }).await;
+    assert!(found >= 3 * CHECKS, "{found} objects were found");
+}
+
+#[tokio::test]
 async fn a_group_that_is_interrupted_while_it_begins_without_objects_brings_none_of_them_back() {
     let empty = Losses { spares: 1, stale: &[], moments: 10, ..SALVAGE };
     let (found, gone) = interrupt(Losses { scheme: "mirror:2", lost: &[0, 2], ..empty }).await;
