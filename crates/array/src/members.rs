@@ -130,7 +130,7 @@ impl Group {
             Undecided::NoData { missing } if missing.is_empty() => (0, needed, NOTHING_LEFT.to_owned()),
             Undecided::NoData { missing } => {
                 let detail = format!(
-                    "bring these targets back, or accept their loss, too (`outboard target forget`), so that the group continues with what is left: {}",
+                    "bring these targets back, or accept their loss (`outboard target forget`), so that the group continues with what is left: {}",
                     list(&missing)
                 );
                 (0, needed, detail)
