@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing};
+use crate::terms::LOSS_STEP;
 
 /// What a member has stored about its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +46,12 @@ impl MemberState {
     /// The highest term of the record and the proposal.
     pub(crate) fn heard(&self) -> u64 {
         self.proposal.iter().map(|proposal| proposal.term).fold(self.record.term, u64::max)
+    }
+
+    /// The highest term of the record and of the proposal, if the member takes part in the proposal.
+    fn took_part(&self) -> u64 {
+        let proposal = self.proposal.as_ref().filter(|proposal| proposal.has_objects_on(&self.target));
+        proposal.map_or(self.record.term, |proposal| proposal.term.max(self.record.term))
     }
 
     /// The last change that the member certainly has.
@@ -114,7 +121,7 @@ pub(crate) struct Decision {
 /// without the objects that have changed since.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Salvage {
-    /// The newest record with members that are left in sync. Its other members are lost.
+    /// The newest record; with a leader, the leader's own record. Its other members are lost.
     pub(crate) record: GroupRecord,
     /// Positions of the members that are in sync; at least one.
     pub(crate) in_sync: Vec<usize>,
@@ -123,6 +130,9 @@ pub(crate) struct Salvage {
     /// Other targets that have objects as the member at a position. These objects may differ in any way
     /// from those of the members in sync. Empty unless too few members are left without them.
     pub(crate) others: Vec<(usize, Uuid)>,
+    /// Whether no member is left in sync. `in_sync` then names the leader: the target with the newest
+    /// record. All other standings of the record mean nothing.
+    pub(crate) has_leader: bool,
 }
 
 /// Reason why no interval can begin.
@@ -143,6 +153,20 @@ pub(crate) enum Undecided {
     /// The operator has accepted the loss of so many targets that the group must continue with stale
     /// members. These stale members are missing, and not lost.
     Stale { there: usize, missing: Vec<Uuid> },
+}
+
+impl Undecided {
+    /// The targets that the reason names.
+    pub(crate) fn targets(&self) -> &[Uuid] {
+        match self {
+            Undecided::NoData { missing: named }
+            | Undecided::Outdated { ahead: named }
+            | Undecided::TooFew { missing: named, .. }
+            | Undecided::Doubt { ahead: named, .. }
+            | Undecided::Stale { missing: named, .. }
+            | Undecided::Lost { back: named, .. } => named,
+        }
+    }
 }
 
 /// The record in force, as far as the evidence shows.
@@ -178,16 +202,9 @@ impl GroupEvidence<'_> {
                 let there = base.record.in_sync().filter(|at| self.state_at(&base.record, *at).is_some());
                 return Err(Undecided::Stale { there: there.count(), missing });
             }
-            let is_awaited = !self.missing.iter().all(self.is_lost);
-            let refusal = match self.lacks_content() || is_awaited {
-                true => self.no_data(),
-                false => undecided,
-            };
             // In an erasure code, a salvage keeps newer content than an older record.
-            if self.needed > 1 && !self.is_lost_in_sync(&base.record) {
-                return Err(refusal);
-            }
-            self.decide_on_word(&base.record).ok_or(refusal)
+            let decision = if self.needed == 1 { self.decide_on_word(&base.record) } else { None };
+            decision.ok_or_else(|| self.awaits_more(undecided))
         })
     }
 
@@ -222,7 +239,9 @@ impl GroupEvidence<'_> {
 
     /// Decides with the newest record before `newest` that leaves enough members.
     fn decide_on_word(&self, newest: &GroupRecord) -> Option<Decision> {
-        let older = self.older_than(newest);
+        let records = self.states.iter().map(|state| &state.record);
+        let mut older: Vec<&GroupRecord> = records.filter(|record| record.term < newest.term).collect();
+        older.sort_unstable_by_key(|record| Reverse(record.term));
         let base = |record: &GroupRecord, unused: Option<&GroupRecord>| Base {
             record: record.clone(),
             unused: unused.cloned(),
@@ -271,11 +290,10 @@ impl GroupEvidence<'_> {
         if salvage.is_some() || is_awaited || !self.is_lost_in_sync(&newest) {
             return salvage;
         }
-        let older = self.older_than(&newest);
-        older.iter().find_map(|record| self.salvage_on(record)).or_else(|| self.salvage_without_in_sync())
+        self.salvage_without_in_sync()
     }
 
-    /// Like [`salvage`](Self::salvage), with the record whose members in sync have the newest objects.
+    /// Like [`salvage`](Self::salvage), with the members of a record that are in sync.
     fn salvage_on(&self, record: &GroupRecord) -> Option<Salvage> {
         let state_at = |position: usize| self.state_at(record, position);
         let knows = |position: &usize| state_at(*position).is_some_and(|state| state.knows(record));
@@ -286,7 +304,7 @@ impl GroupEvidence<'_> {
         // A stale member that has gone back has unknown content.
         let is_stale = |position: &usize| match (record.members[*position].standing, state_at(*position)) {
             (Standing::Stale { term, trimmed }, Some(state)) => {
-                state.heard() >= term && state.last() >= trimmed
+                state.took_part() >= term && state.last() >= trimmed
             }
             _ => false,
         };
@@ -299,33 +317,31 @@ impl GroupEvidence<'_> {
         };
         let suffices =
             in_sync.len() < self.needed && in_sync.len() + stale.len() + others.len() >= self.needed;
-        // Members that went on with a later record are no longer in sync.
-        let went_on =
-            |position: usize| state_at(position).is_some_and(|state| state.record.term > record.term);
-        let is_given_up = |position: usize| {
-            let target = &record.members[position].target;
-            in_sync.contains(&position) || (self.is_lost)(target) || went_on(position)
-        };
+        let is_given_up =
+            |position: usize| in_sync.contains(&position) || (self.is_lost)(&record.members[position].target);
         let is_allowed = record.in_sync().all(is_given_up) && self.missing_stale(record).is_empty();
-        (suffices && is_allowed).then_some(Salvage { record: record.clone(), in_sync, stale, others })
+        let record = record.clone();
+        (suffices && is_allowed).then_some(Salvage { record, in_sync, stale, others, has_leader: false })
     }
 
-    /// Like [`salvage`](Self::salvage), if no member is left that was in sync with any record: the member
-    /// with the newest record takes this part, and all other targets may differ in any object.
+    /// Like [`salvage`](Self::salvage), if no member is left that is in sync: the leader takes this part,
+    /// and all other targets may differ in any object.
     fn salvage_without_in_sync(&self) -> Option<Salvage> {
-        let has_content = |state: &&MemberState| {
-            (0..state.record.members.len()).any(|position| state.has_content_at(position))
-        };
-        let newest = self.states.iter().filter(has_content).max_by_key(|state| state.record.term)?;
-        let record = newest.record.clone();
-        let position = record.members.iter().position(|member| member.target == newest.target)?;
+        let (position, leader) = self.leader()?;
+        let record = leader.record.clone();
         let (in_sync, stale, others) = (vec![position], Vec::new(), self.others(&record, &[position]));
-        (1 < self.needed && 1 + others.len() >= self.needed).then_some(Salvage {
-            record,
-            in_sync,
-            stale,
-            others,
-        })
+        let suffices = self.needed > 1 && 1 + others.len() >= self.needed;
+        suffices.then_some(Salvage { record, in_sync, stale, others, has_leader: true })
+    }
+
+    /// Returns the available target with objects of the group whose own record is the newest, and its
+    /// position in this record.
+    fn leader(&self) -> Option<(usize, &MemberState)> {
+        let position = |state: &MemberState| {
+            (0..state.record.members.len()).find(|position| state.has_content_at(*position))
+        };
+        let with_content = self.states.iter().filter_map(|state| Some((position(state)?, state)));
+        with_content.max_by_key(|(_, state)| state.record.term)
     }
 
     /// Returns targets that have objects as the members at other positions of a record than `taken`: members
@@ -343,14 +359,6 @@ impl GroupEvidence<'_> {
             Some((position, newest.target))
         };
         (0..record.members.len()).filter(|position| !taken.contains(position)).filter_map(other).collect()
-    }
-
-    /// Returns the records before `newest` that the available targets have, the newest first.
-    fn older_than(&self, newest: &GroupRecord) -> Vec<&GroupRecord> {
-        let records = self.states.iter().map(|state| &state.record);
-        let mut older: Vec<&GroupRecord> = records.filter(|record| record.term < newest.term).collect();
-        older.sort_unstable_by_key(|record| Reverse(record.term));
-        older
     }
 
     /// Returns whether the group can never continue with any of its objects: too few available targets
@@ -371,9 +379,24 @@ impl GroupEvidence<'_> {
 
     /// Whether too few available targets have objects of the group.
     pub(crate) fn lacks_content(&self) -> bool {
-        let positions = self.states.iter().map(|state| state.record.members.len()).max().unwrap_or(0);
-        let has_content = |position: &usize| self.states.iter().any(|state| state.has_content_at(*position));
-        (0..positions).filter(has_content).count() < self.needed
+        let base = self.base().ok().map(|base| base.record);
+        let base = base.filter(|record| !self.is_lost_in_sync(record));
+        let record = base.or_else(|| Some(self.leader()?.1.record.clone()));
+        record.is_none_or(|record| self.others(&record, &[]).len() < self.needed)
+    }
+
+    /// Whether a target is in sync, and has all changes that the group has settled.
+    pub(crate) fn is_current(&self, target: &Uuid) -> bool {
+        let Ok(Base { record, .. }) = self.base() else { return false };
+        let current = record.in_sync().filter_map(|position| self.state_at(&record, position));
+        let current: Vec<&MemberState> = current.filter(|state| state.knows(&record)).collect();
+        let trimmed = current.iter().map(|state| state.trimmed).max().unwrap_or_default();
+        current.iter().any(|state| state.target == *target && state.last() >= trimmed)
+    }
+
+    /// Returns the record in force, as far as the evidence shows.
+    pub(crate) fn last_record(&self) -> Option<GroupRecord> {
+        self.base().ok().map(|base| base.record)
     }
 
     /// Returns the record with which the group has given up its content, if it is in force.
@@ -382,11 +405,31 @@ impl GroupEvidence<'_> {
         (base.record.in_sync().count() == 0).then_some(base.record)
     }
 
+    /// Returns the reason why the group must wait, or cannot continue at all: any missing target may have
+    /// objects, and if enough members have objects, also the targets that `undecided` names.
+    fn awaits_more(&self, undecided: Undecided) -> Undecided {
+        let mut awaited = self.may_have_objects();
+        if !self.lacks_content() {
+            let named = undecided.targets().iter().filter(|target| !(self.is_lost)(target));
+            awaited.extend(named.copied());
+            if awaited.is_empty() {
+                return undecided;
+            }
+        }
+        Undecided::NoData { missing: awaited.into_iter().collect() }
+    }
+
     fn no_data(&self) -> Undecided {
+        Undecided::NoData { missing: self.may_have_objects().into_iter().collect() }
+    }
+
+    /// Returns the targets that are missing, or that should have objects and have none, and that the
+    /// operator has not given up.
+    fn may_have_objects(&self) -> BTreeSet<Uuid> {
         let is_there = |target: &&Uuid| self.states.iter().any(|state| state.target == **target);
         let named = self.witness.iter().flat_map(|witness| &witness.in_sync).filter(|uuid| !is_there(uuid));
-        let missing: BTreeSet<Uuid> = self.missing.iter().chain(named).copied().collect();
-        Undecided::NoData { missing: missing.into_iter().filter(|uuid| !(self.is_lost)(uuid)).collect() }
+        let targets = self.missing.iter().chain(named);
+        targets.filter(|uuid| !(self.is_lost)(uuid)).copied().collect()
     }
 
     fn decide_on(&self, base: &Base) -> Result<Decision, Undecided> {
@@ -487,7 +530,10 @@ impl GroupEvidence<'_> {
         };
         let state = self.states.iter().filter(|_| base.is_witnessed).find(is_before)?;
         let unused = Some(witnessed.clone());
-        Some(Base { record: state.record.clone(), unused, is_witnessed: true, on_word: false })
+        // Members may be missing that have gone on with a later record, if the operator has accepted their
+        // loss.
+        let on_word = witnessed.term.saturating_sub(state.record.term) >= LOSS_STEP;
+        Some(Base { record: state.record.clone(), unused, is_witnessed: true, on_word })
     }
 
     /// Decides which changes after `trimmed` the group keeps. Returns the positions of the members
@@ -707,7 +753,9 @@ mod tests {
         assert!(!gives_up(&one, witness(&all), &[2, 3, 4], &[2, 3]), "target 4 may have objects");
         assert!(!gives_up(&one, witness(&all), &[2, 3], &[]));
         // A former member has a fragment, too.
-        let former = [state(1, record(3, 3, &all)), state(4, record(2, 4, &[1, 2, 3, 4]))];
+        let mut before = record(2, 3, &all);
+        before.members[1].target = uuid(4);
+        let former = [state(1, record(3, 3, &all)), state(4, before)];
         assert!(!gives_up(&former, witness(&all), &[2, 3], &[2, 3]));
         // A member that was being rebuilt has none.
         let blank = [state(2, record(3, 3, &[1, 3])), state(4, record(3, 3, &[1, 3]))];

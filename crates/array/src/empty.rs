@@ -12,7 +12,6 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 
 use crate::group::Group;
-use crate::interval::over;
 use crate::member_link::MemberLink;
 use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing, own_object};
 use crate::salvage::PlacedView;
@@ -67,16 +66,22 @@ impl Group {
         }
         if there < needed || record.members.len() < members {
             let detail = "its objects are lost, and too few other targets are usable to begin without them; bring missing targets back, or replace them".into();
-            return Err(StoreError::TooFewTargets { there, needed, detail });
+            return Err(self.calls.unless_hopeful(StoreError::TooFewTargets { there, needed, detail }));
         }
-        let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
-        let old = newest.cloned().unwrap_or_else(|| record.clone());
-        for link in &links {
-            let prepared = self.prepare_target(link, &old, views).await;
-            self.or_without(link, prepared)?;
-        }
+        let base = self.with_evidence(views, |evidence| evidence.last_record());
+        let blank = record.clone();
         record.term = self.terms.next(true);
-        self.put_in_force(&old, &record, &links.iter().collect::<Vec<_>>()).await
+        for link in &links {
+            // A target must not seem to have what the last record says, unless it has this record.
+            let view = views.iter().find(|view| view.state.target == link.target.uuid());
+            let own = match view {
+                Some(view) => base.as_ref().filter(|base| view.state.knows(base)),
+                None => Some(&blank),
+            };
+            self.create_collection(link).await.map_err(|e| self.without(link, e))?;
+            self.propose(link, own, &record).await.map_err(|e| self.without(link, e))?;
+        }
+        self.put_proposal_in_force(&record, &links.iter().collect::<Vec<_>>()).await
     }
 
     /// Returns a record of term 0 without a member in sync. Its members are the best usable targets, and
@@ -96,33 +101,13 @@ impl Group {
         Some(MemberLink::new(Rc::clone(known)))
     }
 
-    /// Prepares a target for a record that replaces `old`. The target must not seem to have what `old` says
-    /// unless its own record is `old`.
-    async fn prepare_target(
-        &self,
-        link: &MemberLink,
-        old: &GroupRecord,
-        views: &[MemberView],
-    ) -> store::Result<()> {
-        self.create_collection(link).await?;
-        let view = views.iter().find(|view| view.state.target == link.target.uuid());
-        if let Some(view) = view.filter(|view| view.state.record != *old) {
-            self.replace_records(link, old, ChangeId::default()).await?;
-            self.forget_dirty(link, &view.dirty).await?;
-        }
-        Ok(())
-    }
-
     /// If a target refuses a transaction, the next attempt goes on without this target.
-    fn or_without(&self, link: &MemberLink, outcome: store::Result<()>) -> store::Result<()> {
-        match outcome {
-            Err(e @ (StoreError::NoSpace { .. } | StoreError::Corrupt { .. })) => {
-                tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "the group begins without this target");
-                self.no_room.borrow_mut().insert(link.target.uuid());
-                Err(over(self.number()))
-            }
-            outcome => outcome,
+    fn without(&self, link: &MemberLink, e: StoreError) -> StoreError {
+        if matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
+            tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "the next attempt to begin without objects leaves out this target");
+            self.no_room.borrow_mut().insert(link.target.uuid());
         }
+        e
     }
 
     /// Removes all objects of the members of a record in force, and puts a record in force that lists
@@ -130,8 +115,7 @@ impl Group {
     async fn begin_with(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> store::Result<()> {
         let _alone = self.copies.write().await;
         for (_, view) in members {
-            let cleared = self.clear(view, record).await;
-            self.or_without(&view.link, cleared)?;
+            self.clear(view, record).await.map_err(|e| self.without(&view.link, e))?;
         }
         let is_there = |position: usize| members.iter().any(|(at, _)| *at == position);
         self.put_in_force_on(record, members, |at, member| match is_there(at) {

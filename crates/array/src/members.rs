@@ -109,14 +109,7 @@ impl Group {
 
     /// Describes why the group cannot continue.
     fn refusal(&self, undecided: Undecided) -> NotDecided {
-        let waits_for = match &undecided {
-            Undecided::NoData { missing: named }
-            | Undecided::Outdated { ahead: named }
-            | Undecided::TooFew { missing: named, .. }
-            | Undecided::Doubt { ahead: named, .. }
-            | Undecided::Stale { missing: named, .. }
-            | Undecided::Lost { back: named, .. } => named.clone(),
-        };
+        let waits_for = undecided.targets().to_vec();
         let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let needed = self.layout.k;
         // The list is empty if all members of the record are there, but are too few since a salvage began.
@@ -248,12 +241,33 @@ impl Group {
         record: &GroupRecord,
         links: &[&MemberLink],
     ) -> store::Result<()> {
+        try_join_all(links.iter().map(|link| self.propose(link, Some(old), record))).await?;
+        self.put_proposal_in_force(record, links).await
+    }
+
+    /// Stores a record on a member as a proposal, together with the member's own record unless it stays
+    /// the same.
+    pub(crate) async fn propose(
+        &self,
+        link: &MemberLink,
+        own: Option<&GroupRecord>,
+        record: &GroupRecord,
+    ) -> store::Result<()> {
         self.terms.heard_of(record.term);
+        let own = own.map(|own| (key_record(), own.encode()));
+        let entries = own.into_iter().chain([(key_proposal(), record.encode())]).collect();
+        let propose = Op::OmapSet { oid: own_object(), entries };
+        let propose = Transaction::new(self.cid.clone()).with(propose).from_reserve();
+        self.calls.apply_to(link, propose).await
+    }
+
+    /// Puts a record in force that all of its members have as a proposal.
+    pub(crate) async fn put_proposal_in_force(
+        &self,
+        record: &GroupRecord,
+        links: &[&MemberLink],
+    ) -> store::Result<()> {
         let oid = own_object();
-        let entries = vec![(key_record(), old.encode()), (key_proposal(), record.encode())];
-        let propose = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-        let propose = propose.from_reserve();
-        try_join_all(links.iter().map(|link| self.calls.apply_to(link, propose.clone()))).await?;
         self.terms.testify(record).await?;
         let entries = vec![(key_record(), record.encode())];
         let note = Transaction::new(self.cid.clone())

@@ -137,14 +137,17 @@ impl Group {
         Ok(Interval { number, links, record, undone: decision.undone, leftovers })
     }
 
-    /// Returns the targets whose loss the next decision still takes into account: they are missing, or the
-    /// group has known them as in sync.
+    /// Returns the targets whose loss the next decision still takes into account: they are missing, or they
+    /// were in sync and have gone back.
     fn lost_targets(&self, views: &[MemberView]) -> Vec<Uuid> {
         let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
         let members = newest.iter().flat_map(|r| r.in_sync().map(|position| r.members[position].target));
         let mut named: BTreeSet<Uuid> = members.collect();
         named.extend(self.terms.witness().iter().flat_map(|witness| witness.in_sync.iter().copied()));
-        let counts = |target: &&Rc<dyn Member>| !target.is_usable() || named.contains(&target.uuid());
+        let is_current = |target: &Uuid| self.with_evidence(views, |evidence| evidence.is_current(target));
+        let counts = |target: &&Rc<dyn Member>| {
+            !target.is_usable() || named.contains(&target.uuid()) && !is_current(&target.uuid())
+        };
         let lost = self.targets.iter().filter(counts).map(|target| target.uuid());
         lost.filter(|target| self.word.is_lost(target)).collect()
     }

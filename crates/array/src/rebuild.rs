@@ -212,7 +212,11 @@ impl Group {
         let (mut heard, mut last) = (0, ChangeId::default());
         for entry in &entries {
             match entry {
-                GroupEntry::Record(record) | GroupEntry::Proposal(record) => heard = heard.max(record.term),
+                GroupEntry::Record(record) => heard = heard.max(record.term),
+                GroupEntry::Proposal(record) if record.has_objects_on(&link.target.uuid()) => {
+                    heard = heard.max(record.term);
+                }
+                GroupEntry::Proposal(_) => {}
                 GroupEntry::Trimmed(change) | GroupEntry::Intent(change, _) => last = last.max(*change),
                 GroupEntry::Dirty(_) => {}
             }

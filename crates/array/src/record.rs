@@ -101,6 +101,12 @@ impl GroupRecord {
         (0..).zip(&self.members).filter(|(_, m)| m.standing == Standing::InSync).map(|(position, _)| position)
     }
 
+    /// Whether a target is a member that is not blank.
+    pub(crate) fn has_objects_on(&self, target: &Uuid) -> bool {
+        let member = self.members.iter().find(|member| member.target == *target);
+        member.is_some_and(|member| member.standing != Standing::Blank)
+    }
+
     /// Returns true if a member needs dirty notes, because it is stale.
     pub(crate) fn needs_notes(&self) -> bool {
         self.members.iter().any(|m| matches!(m.standing, Standing::Stale { .. }))

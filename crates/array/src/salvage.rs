@@ -75,7 +75,7 @@ impl Group {
         salvage: &Salvage,
         views: &[MemberView],
     ) -> store::Result<()> {
-        let Salvage { record, in_sync, stale, others } = salvage;
+        let Salvage { record, in_sync, stale, others, has_leader } = salvage;
         let view_at = |position: &usize| {
             let target = record.members[*position].target;
             let view = views.iter().find(|view| view.state.target == target);
@@ -92,8 +92,7 @@ impl Group {
         };
         let others: Vec<PlacedView<'_>> = others.iter().map(view_of).collect();
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
-        let is_newest = views.iter().all(|view| view.state.record.term <= record.term);
-        if record.in_sync().count() > in_sync.len() || !others.is_empty() || !is_newest {
+        if record.in_sync().count() > in_sync.len() || !others.is_empty() {
             if !others.is_empty() {
                 let all = self.all_objects(&[&members[..], &others].concat()).await?;
                 try_join_all(in_sync.iter().map(|(_, view)| self.note_dirty(&view.link, all.iter()))).await?;
@@ -109,6 +108,7 @@ impl Group {
                     let standing = match member.standing {
                         _ if is_left(position) => Standing::InSync,
                         Standing::InSync => Standing::Blank,
+                        _ if *has_leader => Standing::Blank,
                         standing => standing,
                     };
                     MemberRecord { standing, ..member }

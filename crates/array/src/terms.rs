@@ -12,7 +12,7 @@ use crate::witness::Witness;
 /// Minimum increase of the term after an operator has accepted the loss of members. It makes the new term
 /// exceed all terms that the lost members may know. The new term is also at least this step times
 /// the number of seconds since 1970, so that the most recent declaration wins.
-const LOSS_STEP: u64 = 1 << 32;
+pub(crate) const LOSS_STEP: u64 = 1 << 32;
 
 /// The numbers of a group's terms: the highest one, and what the witness knows.
 pub(crate) struct Terms {

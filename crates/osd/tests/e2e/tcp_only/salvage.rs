@@ -228,8 +228,11 @@ async fn an_interrupted_salvage_with_a_target_that_lacks_too_many_changes_mixes_
 
 #[tokio::test]
 async fn an_interrupted_salvage_without_any_target_in_sync_mixes_nothing() {
-    let (found, _) = interrupt(Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0, 1], ..SALVAGE }).await;
-    assert!(found >= 3 * CHECKS, "{found} objects were found");
+    let stale = Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0, 1], ..SALVAGE };
+    for losses in [Losses { notes: 1, ..stale }, stale] {
+        let (found, _) = interrupt(losses).await;
+        assert!(found >= 3 * CHECKS, "{found} objects were found");
+    }
 }
 
 #[tokio::test]
