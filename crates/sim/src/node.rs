@@ -87,6 +87,9 @@ pub struct SimNode {
     retired: RefCell<Vec<Arc<SimDrive>>>,
     /// Whether the drive of each target is lost for ever.
     lost: RefCell<Vec<bool>>,
+    /// Whether the osd did not start, so that the operator accepts the loss of the lost drives for its next
+    /// start.
+    is_refused: Cell<bool>,
     osd: RoleSlot,
     store: RoleSlot,
 }
@@ -139,6 +142,7 @@ impl SimNode {
             drives: RefCell::new(drives),
             retired: RefCell::default(),
             lost: RefCell::new(vec![false; plan.targets]),
+            is_refused: Cell::new(false),
             osd: RoleSlot::default(),
             store: RoleSlot::default(),
         })
@@ -559,6 +563,7 @@ impl SimNode {
             pid: 1,
             coding,
             witness: Some(WitnessAt(Arc::clone(&self.witness) as _)),
+            forgotten: self.accepted_losses(),
             ..OsdConfig::default()
         };
         let seconds = |seconds| Duration::from_secs(seconds);
@@ -583,11 +588,26 @@ impl SimNode {
         }
     }
 
+    /// The targets whose loss an operator has accepted while the osd did not start, because more drives are
+    /// lost than the pools tolerate.
+    fn accepted_losses(&self) -> Vec<Uuid> {
+        if !(self.is_refused.get() && self.plan.loses_too_many()) {
+            return Vec::new();
+        }
+        (0..self.plan.targets)
+            .filter(|&target| self.is_lost(target))
+            .map(|target| self.uuid(target))
+            .collect()
+    }
+
     async fn serve(&self, parts: OsdParts) {
         let config = self.config(parts.stripes);
-        let ready = |started: Result<osd::OsdStarted, osd::StartError>| match started {
-            Ok(started) => self.trace.event(format_args!("the osd serves {}", started.endpoint)),
-            Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
+        let ready = |started: Result<osd::OsdStarted, osd::StartError>| {
+            self.is_refused.set(started.is_err());
+            match started {
+                Ok(started) => self.trace.event(format_args!("the osd serves {}", started.endpoint)),
+                Err(e) => self.trace.event(format_args!("the osd cannot start: {e}")),
+            }
         };
         let stack = Arc::new(stack(&self.plan, &self.network, HOST));
         let superseded = async {
