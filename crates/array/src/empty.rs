@@ -1,9 +1,9 @@
 //! Begins a group without objects, after an operator has accepted the loss of so many targets that none
 //! of its objects can ever be read again.
 //!
-//! First, a membership record without a member in sync gives up the old objects: from then on, no
-//! target continues with them. Then the members remove what they have, and a record in force lists
-//! them as in sync. Each step may be repeated.
+//! First, a membership record without a member in sync gives up the old objects: from then on, the group
+//! waits for no target. Then the members remove what they have, and a record in force lists them as in
+//! sync. Each step may be repeated.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -26,7 +26,8 @@ impl Group {
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if fewer targets are usable than an object needs; other errors if a
-    /// member fails. Then the next attempt repeats the step.
+    /// member fails. Then the next attempt repeats the step, without members that have refused it for
+    /// lack of space or because of damage.
     pub(crate) async fn begin_empty(&self, views: &[MemberView]) -> store::Result<()> {
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
         self.terms.witness().iter().for_each(|witness| self.terms.heard_of(witness.term));
