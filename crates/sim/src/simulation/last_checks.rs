@@ -158,8 +158,12 @@ impl Simulation {
                     found.damaged + found.inconsistent + found.wrong_size > 0 || found.failure.is_some()
                 });
                 // A repair needs space.
+                let is_unrepaired = found.as_ref().is_some_and(|found| {
+                    let others = found.inconsistent + found.wrong_size;
+                    found.damaged > found.repaired && others == 0 && found.failure.is_none()
+                });
                 let may_be_damaged =
-                    lossy > 0 && (round == 0 || finds_damage && self.is_nearly_full(&client).await);
+                    lossy > 0 && (round == 0 || is_unrepaired && self.is_nearly_full(&client).await);
                 if finds_damage && !may_be_damaged {
                     let text = format!("scrub {round} of pool {} finds damage: {found:?}", pool.name);
                     self.violation(Rule::Structure, text);
