@@ -19,7 +19,10 @@ impl Osd {
         saved
     }
 
+    /// Saves a changed map. The map also records the targets that have failed by now: otherwise a
+    /// change would be refused if half of the targets had failed a moment ago.
     pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
+        map.note_lost(&self.targets);
         // The map epoch grows even if saving fails, because some targets may have stored the failed
         // map.
         map.epoch += 1 + self.epoch_step.take();

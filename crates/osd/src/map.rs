@@ -390,6 +390,15 @@ impl NodeMap {
         self.record(&target.uuid).is_none_or(|record| record.lost || record.out)
     }
 
+    /// Records which targets have failed or have no space for the map.
+    pub(crate) fn note_lost(&mut self, targets: &[Rc<Target>]) {
+        for record in &mut self.targets {
+            if let Some(target) = targets.iter().find(|target| target.uuid == record.uuid) {
+                record.lost = target.failure().is_some() || target.lacks_map();
+            }
+        }
+    }
+
     /// Whether the operator has accepted the loss of changes that only this target has.
     fn has_forgotten(&self, target: &Target) -> bool {
         self.record(&target.uuid).is_some_and(|record| record.forgotten || record.given_up)

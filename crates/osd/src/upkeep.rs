@@ -202,10 +202,6 @@ impl Osd {
             let pools = self.pools.borrow();
             pools.values().flat_map(|pool| &pool.sole_targets).any(|sole| sole.uuid == record.uuid)
         };
-        let lost = |record: &TargetRecord| {
-            let target = self.targets.iter().find(|t| t.uuid == record.uuid);
-            target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
-        };
         self.change_targets(|map| {
             // Look at the groups only now: the operator may have given a word meanwhile.
             let is_forgotten = map.targets.iter().any(|record| record.forgotten);
@@ -218,8 +214,8 @@ impl Osd {
             for record in &mut map.targets {
                 record.forgotten = record.forgotten && is_awaited(record);
                 record.given_up = record.given_up && is_sole(record) && !is_up_to_date(record);
-                record.lost = lost(record);
             }
+            map.note_lost(&self.targets);
         })
         .await
     }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::join_all;
 use osd::{OsdConfig, OsdServer, StartError};
 use store::RemountedStore;
 use store::simulation::{RecordedDrive, SimStore};
@@ -165,6 +166,21 @@ async fn groups_without_any_copy_begin_without_objects_once_the_loss_is_accepted
     assert_eq!(rig.pool.list("o").collect().await.unwrap().len(), rig.objects.len());
     let scrub = crate::redundancy::scrub(&rig.client, false).await;
     assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None));
+}
+
+/// The node has not yet recorded the loss of half of its targets when the operator accepts it.
+#[tokio::test]
+async fn a_loss_can_be_accepted_before_the_map_records_the_failed_targets() {
+    // Without upkeep, only commands change the map.
+    let config = OsdConfig { upkeep_interval: Duration::from_secs(3600), ..config() };
+    let rig = Rig::of("mirror:2", 16, 4, config).await;
+    rig.set_down(&[0, 1], true);
+    let object = |n: u32| rig.pool.object(&format!("o{n}")).unwrap();
+    assert!(join_all((0..60).map(async |n| object(n).put("new").await)).await.iter().any(Result::is_err));
+    let targets = rig.client.status().await.unwrap().targets;
+    assert!(targets[..2].iter().all(|target| target.failure.is_some()), "{targets:?}");
+    let loss = rig.client.forget_target(0, true).await.unwrap();
+    assert!(loss[0].emptied > 0, "{loss:?}");
 }
 
 /// A target of an erasure code is missing for a while, and then another one is lost. Objects that have
