@@ -1,11 +1,14 @@
 //! Copies an object to one member: its fragment, reconstructed from the other members, and its
 //! metadata.
 
+use std::collections::BTreeMap;
+
 use base::block::{BLOCK_SIZE, Payload, crc_without_padding};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 
+use crate::ask::is_damage;
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
@@ -164,21 +167,59 @@ impl Group {
             let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
             let next = Bytes::from([last, &b"\0"[..]].concat());
-            let mut entries = entries.into_iter().peekable();
-            while entries.peek().is_some() {
-                let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
-                let mut set =
-                    Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-                // The copy of the owner's metadata object may use the reserve; otherwise a full
-                // member could never be rebuilt.
-                set.uses_reserve = *oid == self.meta;
-                self.calls.apply_to(link, set).await?;
-            }
+            self.set_omap(link, oid, entries).await?;
             if !more {
                 return Ok(());
             }
             from = next;
         }
+    }
+
+    /// Copies those entries of an object's omap from another member that a member lacks. Stops if the
+    /// other member's omap is damaged: reads of this member report the damage.
+    pub(crate) async fn copy_missing_omap(
+        &self,
+        to: &MemberLink,
+        from: &MemberLink,
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        let mut start = Bytes::new();
+        loop {
+            let asked = from.target.store().omap_iterate(&self.cid, oid, start, 1024);
+            let (mut entries, more) = match self.calls.answer(from, asked).await {
+                Err(e) if is_damage(&e) => return Ok(()),
+                page => page?,
+            };
+            let Some((last, _)) = entries.last() else { return Ok(()) };
+            start = Bytes::from([last, &b"\0"[..]].concat());
+            let keys = entries.iter().map(|(key, _)| key.clone()).collect();
+            let asked = to.target.store().omap_get(&self.cid, oid, keys);
+            let known: BTreeMap<Bytes, Bytes> = self.calls.answer(to, asked).await?.into_iter().collect();
+            entries.retain(|(key, value)| known.get(key) != Some(value));
+            self.set_omap(to, oid, entries).await?;
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sets entries of an object's omap on a member.
+    async fn set_omap(
+        &self,
+        link: &MemberLink,
+        oid: &ObjectId,
+        entries: Vec<(Bytes, Bytes)>,
+    ) -> store::Result<()> {
+        let mut entries = entries.into_iter().peekable();
+        while entries.peek().is_some() {
+            let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
+            let mut set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
+            // The copy of the owner's metadata object may use the reserve; otherwise a full member could
+            // never be rebuilt.
+            set.uses_reserve = *oid == self.meta;
+            self.calls.apply_to(link, set).await?;
+        }
+        Ok(())
     }
 }
 

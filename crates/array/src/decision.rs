@@ -43,6 +43,15 @@ impl MemberState {
         own.map(|member| member.standing)
     }
 
+    /// The last term in which the member was in sync, according to its own record; 0 for a blank member.
+    pub(crate) fn last_in_sync(&self) -> u64 {
+        match self.own_standing() {
+            Some(Standing::InSync) => self.record.term,
+            Some(Standing::Stale { term, .. }) => term,
+            Some(Standing::Blank) | None => 0,
+        }
+    }
+
     /// The highest term of the record and the proposal.
     pub(crate) fn heard(&self) -> u64 {
         self.proposal.iter().map(|proposal| proposal.term).fold(self.record.term, u64::max)
@@ -203,8 +212,10 @@ impl GroupEvidence<'_> {
                 return Err(Undecided::Stale { there: there.count(), missing });
             }
             // In an erasure code, a salvage keeps newer content than an older record.
-            let decision = if self.needed == 1 { self.decide_on_word(&base.record) } else { None };
-            decision.ok_or_else(|| self.awaits_more(undecided))
+            if self.needed > 1 || !self.all_missing_are_lost() {
+                return Err(self.awaits_more(undecided));
+            }
+            self.decide_on_word(&base.record).map_err(|doubt| self.awaits_more(doubt.unwrap_or(undecided)))
         })
     }
 
@@ -226,6 +237,12 @@ impl GroupEvidence<'_> {
         record.in_sync().all(|position| (self.is_lost)(&record.members[position].target))
     }
 
+    /// Whether the operator has accepted the loss of all targets that are missing. Otherwise one of them may
+    /// have newer objects than the targets that are left.
+    fn all_missing_are_lost(&self) -> bool {
+        self.missing.iter().all(self.is_lost)
+    }
+
     /// Returns the stale members of a record that are missing, and that the operator has not given up.
     fn missing_stale(&self, record: &GroupRecord) -> Vec<Uuid> {
         let members = (0..).zip(&record.members);
@@ -238,7 +255,10 @@ impl GroupEvidence<'_> {
     }
 
     /// Decides with the newest record before `newest` that leaves enough members.
-    fn decide_on_word(&self, newest: &GroupRecord) -> Option<Decision> {
+    ///
+    /// # Errors
+    /// If there is no such record; with the reason if other targets may have newer objects.
+    fn decide_on_word(&self, newest: &GroupRecord) -> Result<Decision, Option<Undecided>> {
         let records = self.states.iter().map(|state| &state.record);
         let mut older: Vec<&GroupRecord> = records.filter(|record| record.term < newest.term).collect();
         older.sort_unstable_by_key(|record| Reverse(record.term));
@@ -248,16 +268,21 @@ impl GroupEvidence<'_> {
             is_witnessed: false,
             on_word: true,
         };
-        let decide = |record: &&GroupRecord| self.decide_on(&base(record, None)).ok();
-        let Some((term, own, with_stale)) = self.with_stale_member() else {
-            return older.iter().find_map(decide);
+        let mut doubt = None;
+        let mut decide = |record: &GroupRecord, unused: Option<&GroupRecord>| {
+            let decided = self.decide_on(&base(record, unused));
+            decided.map_err(|e| doubt.get_or_insert(e).clone()).ok()
         };
-        let (newer, older): (Vec<&GroupRecord>, Vec<_>) = older.into_iter().partition(|r| r.term > term);
-        newer.iter().find_map(decide).or_else(|| {
-            let decision = self.decide_on(&base(&with_stale, Some(own))).ok();
-            let decision = decision.map(|decision| Decision { record: own.clone(), ..decision });
-            decision.or_else(|| older.iter().find_map(decide))
-        })
+        let stale = self.with_stale_member();
+        let since = stale.as_ref().map_or(0, |(term, ..)| *term);
+        let (newer, older): (Vec<&GroupRecord>, Vec<_>) = older.into_iter().partition(|r| r.term > since);
+        let mut decision = newer.iter().find_map(|record| decide(record, None));
+        if let (None, Some((_, own, with_stale))) = (&decision, &stale) {
+            let decided = decide(with_stale, Some(own));
+            decision = decided.map(|decision| Decision { record: (*own).clone(), ..decision });
+        }
+        let decision = decision.or_else(|| older.iter().find_map(|record| decide(record, None)));
+        decision.ok_or(doubt.filter(|doubt| matches!(doubt, Undecided::Doubt { .. })))
     }
 
     /// Returns the own record of the stale member that was in sync last, and this record changed so that
@@ -283,11 +308,9 @@ impl GroupEvidence<'_> {
     /// has accepted the loss of all missing members. A mirror needs no salvage, because any member
     /// suffices.
     pub(crate) fn salvage(&self) -> Option<Salvage> {
-        let newest = self.base().ok()?.record;
+        let newest = self.base().ok().filter(|_| self.all_missing_are_lost())?.record;
         let salvage = self.salvage_on(&newest);
-        // Without a member in sync, any missing target may have newer objects.
-        let is_awaited = self.has_given_up().is_some() || !self.missing.iter().all(self.is_lost);
-        if salvage.is_some() || is_awaited || !self.is_lost_in_sync(&newest) {
+        if salvage.is_some() || self.has_given_up().is_some() || !self.is_lost_in_sync(&newest) {
             return salvage;
         }
         self.salvage_without_in_sync()
@@ -309,9 +332,7 @@ impl GroupEvidence<'_> {
             _ => false,
         };
         let stale: Vec<usize> = (0..record.members.len()).filter(is_stale).collect();
-        // A missing target may have more objects than the others have.
-        let others = match in_sync.len() + stale.len() < self.needed && self.missing.iter().all(self.is_lost)
-        {
+        let others = match in_sync.len() + stale.len() < self.needed {
             true => self.others(record, &[&in_sync[..], &stale].concat()),
             false => Vec::new(),
         };
@@ -334,14 +355,14 @@ impl GroupEvidence<'_> {
         suffices.then_some(Salvage { record, in_sync, stale, others, has_leader: true })
     }
 
-    /// Returns the available target with objects of the group whose own record is the newest, and its
-    /// position in this record.
+    /// Returns the available target with objects of the group that was in sync last, and its position in its
+    /// own record. A stale member may have the newest record, because its rebuild had begun.
     fn leader(&self) -> Option<(usize, &MemberState)> {
         let position = |state: &MemberState| {
             (0..state.record.members.len()).find(|position| state.has_content_at(*position))
         };
         let with_content = self.states.iter().filter_map(|state| Some((position(state)?, state)));
-        with_content.max_by_key(|(_, state)| state.record.term)
+        with_content.max_by_key(|(_, state)| (state.last_in_sync(), state.record.term))
     }
 
     /// Returns targets that have objects as the members at other positions of a record than `taken`: members
@@ -354,8 +375,8 @@ impl GroupEvidence<'_> {
             let has_content = |state: &&MemberState| {
                 state.has_content_at(position) && !is_elsewhere(state.target, position)
             };
-            // The member with the newest record has the newest objects.
-            let newest = self.states.iter().filter(has_content).max_by_key(|state| state.record.term)?;
+            let with_content = self.states.iter().filter(has_content);
+            let newest = with_content.max_by_key(|state| (state.last_in_sync(), state.record.term))?;
             Some((position, newest.target))
         };
         (0..record.members.len()).filter(|position| !taken.contains(position)).filter_map(other).collect()
@@ -373,7 +394,7 @@ impl GroupEvidence<'_> {
             },
             Err(_) => false,
         };
-        let is_lost = is_given_up && self.lacks_content() && self.missing.iter().all(self.is_lost);
+        let is_lost = is_given_up && self.lacks_content() && self.all_missing_are_lost();
         is_lost || self.has_given_up().is_some()
     }
 
@@ -387,7 +408,7 @@ impl GroupEvidence<'_> {
 
     /// Whether a target is in sync, and has all changes that the group has settled.
     pub(crate) fn is_current(&self, target: &Uuid) -> bool {
-        let Ok(Base { record, .. }) = self.base() else { return false };
+        let Ok(Base { record, on_word: false, .. }) = self.base() else { return false };
         let current = record.in_sync().filter_map(|position| self.state_at(&record, position));
         let current: Vec<&MemberState> = current.filter(|state| state.knows(&record)).collect();
         let trimmed = current.iter().map(|state| state.trimmed).max().unwrap_or_default();
@@ -513,20 +534,28 @@ impl GroupEvidence<'_> {
         if left >= self.needed {
             return Err(Undecided::Outdated { ahead: witness.in_sync.iter().copied().collect() });
         }
+        if !self.all_missing_are_lost() {
+            return Err(self.no_data());
+        }
         Ok(Base { record: newest.clone(), unused: None, is_witnessed: false, on_word: true })
     }
 
     /// Returns the record before the witnessed one, if a member in sync shows that the witnessed
     /// record was not in force on all members: the member has it, or a later one, only as a proposal.
-    /// No change of its term was acknowledged then, so the record before it suffices.
+    /// No change of its term was acknowledged then, so the record before it suffices. A later proposal
+    /// shows nothing if it was made on the operator's word: the member may have gone back to the record
+    /// before it.
     fn base_before(&self, base: &Base) -> Option<Base> {
         let witnessed = &base.record;
         let in_sync = |uuid: &Uuid| witnessed.in_sync().any(|p| witnessed.members[p].target == *uuid);
-        let proposed = |state: &MemberState| state.proposal.as_ref().map(|record| record.term);
+        let shows_it = |state: &MemberState| {
+            state.proposal.as_ref().is_some_and(|proposal| {
+                let is_on_word = proposal.term.saturating_sub(state.record.term) >= LOSS_STEP;
+                proposal.term == witnessed.term || proposal.term > witnessed.term && !is_on_word
+            })
+        };
         let is_before = |state: &&MemberState| {
-            in_sync(&state.target)
-                && state.record.term < witnessed.term
-                && proposed(state) >= Some(witnessed.term)
+            in_sync(&state.target) && state.record.term < witnessed.term && shows_it(state)
         };
         let state = self.states.iter().filter(|_| base.is_witnessed).find(is_before)?;
         let unused = Some(witnessed.clone());
@@ -570,208 +599,5 @@ impl GroupEvidence<'_> {
         // no member has undone it yet, and the group keeps it.
         undone.retain(|change| !whole.is_subset(&holders[change]));
         (whole, undone)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn uuid(n: u128) -> Uuid {
-        Uuid::from_u128(n)
-    }
-
-    /// A record of members with the UUIDs 1, 2, …, of which these are in sync.
-    fn record(term: u64, members: u128, in_sync: &[u128]) -> GroupRecord {
-        let standing = |n| if in_sync.contains(&n) { Standing::InSync } else { Standing::Blank };
-        let members = (1..=members).map(|n| MemberRecord { target: uuid(n), standing: standing(n) });
-        GroupRecord { term, members: members.collect(), undone: BTreeSet::new() }
-    }
-
-    fn state(target: u128, record: GroupRecord) -> MemberState {
-        let (trimmed, changes) = (ChangeId::default(), BTreeSet::new());
-        MemberState { target: uuid(target), record, proposal: None, trimmed, changes }
-    }
-
-    fn decide(
-        needed: usize,
-        states: &[MemberState],
-        witness: Option<WitnessEntry>,
-        lost: &[u128],
-    ) -> Result<Decision, Undecided> {
-        let refused = BTreeSet::new();
-        let is_lost = |target: &Uuid| lost.iter().any(|n| uuid(*n) == *target);
-        let witness = witness.as_ref();
-        let missing = &[];
-        GroupEvidence { needed, states, witness, refused: &refused, is_lost: &is_lost, missing }.decide()
-    }
-
-    fn continuing(decision: &Decision) -> Vec<bool> {
-        decision.verdicts.iter().map(|v| matches!(v, MemberVerdict::Continues { .. })).collect()
-    }
-
-    #[test]
-    fn an_older_record_counts_once_the_loss_of_all_newer_members_is_accepted() {
-        // Member 1 has continued alone. Member 2 is being rebuilt, and member 3 has been missing.
-        let states = [state(2, record(5, 3, &[1])), state(3, record(3, 3, &[1, 2, 3]))];
-        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
-        let waits = decide(1, &states, witness(), &[]);
-        assert_eq!(waits, Err(Undecided::TooFew { there: 0, missing: vec![uuid(1)] }));
-        let decision = decide(1, &states, witness(), &[1]).unwrap();
-        assert!(decision.on_word && decision.record.term == 3);
-        assert_eq!(continuing(&decision), [false, false, true]);
-        // Without the witness, the word is needed as well.
-        assert!(decide(1, &states, None, &[]).is_err());
-        assert!(decide(1, &states, None, &[1]).unwrap().on_word);
-    }
-
-    #[test]
-    fn a_mirror_continues_with_a_member_that_was_being_rebuilt_once_the_loss_of_the_newest_is_accepted() {
-        let trimmed = ChangeId::default();
-        let stale = |term, n: usize, stale: &[(usize, u64)]| {
-            let mut record = record(term, n as u128, &[1]);
-            for &(n, term) in stale {
-                record.members[n - 1].standing = Standing::Stale { term, trimmed };
-            }
-            record
-        };
-        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
-        // The rebuild of member 2 has begun, so it has the record that calls it stale.
-        let states = [state(2, stale(5, 2, &[(2, 4)]))];
-        assert!(decide(1, &states, witness(), &[]).is_err());
-        let decision = decide(1, &states, witness(), &[1]).unwrap();
-        assert!(decision.on_word && decision.record == states[0].record);
-        assert_eq!(continuing(&decision), [false, true]);
-        // Fragments of an erasure code do not fit together.
-        assert!(decide(2, &states, witness(), &[1]).is_err());
-        // Member 3 was in sync more recently than member 2, and then less recently.
-        for (last, expected) in
-            [(4, [false, false, true]), (3, [false, true, false]), (2, [false, true, false])]
-        {
-            let states = [state(2, stale(5, 3, &[(2, 3), (3, last)])), state(3, record(last, 3, &[1, 3]))];
-            let decision = decide(1, &states, witness(), &[1]).unwrap();
-            assert_eq!(continuing(&decision), expected, "{last}");
-        }
-        // Two members that were being rebuilt have different content, so only one of them continues.
-        let both = stale(5, 3, &[(2, 3), (3, 4)]);
-        let decision = decide(1, &[state(2, both.clone()), state(3, both)], witness(), &[1]).unwrap();
-        assert_eq!(continuing(&decision), [false, false, true]);
-    }
-
-    #[test]
-    fn an_erasure_code_continues_with_stale_members_once_the_loss_of_the_others_is_accepted() {
-        // Members 1 to 4 have continued without members 5 and 6. Then member 1 is lost.
-        let trimmed = ChangeId { term: 3, number: 9 };
-        let mut newest = record(5, 6, &[1, 2, 3, 4]);
-        for at in [4, 5] {
-            newest.members[at].standing = Standing::Stale { term: 3, trimmed };
-        }
-        let old =
-            |n, last: ChangeId| MemberState { trimmed: last, ..state(n, record(3, 6, &[1, 2, 3, 4, 5, 6])) };
-        let salvage = |states: &[MemberState], lost: &[u128]| {
-            let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
-            let entry = WitnessEntry { term: 5, in_sync: [1, 2, 3, 4].map(uuid).into() };
-            let witness = Some(&entry);
-            let is_missing = |uuid: &Uuid| !states.iter().any(|state| state.target == *uuid);
-            let missing: Vec<Uuid> = (1..=6).map(uuid).filter(is_missing).collect();
-            let (refused, is_lost, missing) = (&refused, &is_lost, &missing[..]);
-            let evidence = GroupEvidence { needed: 4, states, witness, refused, is_lost, missing };
-            assert!(evidence.decide().is_err());
-            evidence.salvage().map(|salvage| (salvage.in_sync, salvage.stale, salvage.others))
-        };
-        let mut states: Vec<MemberState> = [2, 3, 4].map(|n| state(n, newest.clone())).into();
-        states.extend([old(5, trimmed), old(6, trimmed)]);
-        assert_eq!(salvage(&states, &[]), None);
-        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4, 5], vec![])));
-        // Member 6 has gone back, and member 5 suffices.
-        states[4] = old(6, ChangeId { term: 3, number: 8 });
-        assert_eq!(salvage(&states, &[1]), Some((vec![1, 2, 3], vec![4], vec![])));
-        // Member 5 is missing, so all objects of member 6 must be compared.
-        let without_5 = [&states[..3], &states[4..]].concat();
-        assert_eq!(salvage(&without_5, &[1, 5]), Some((vec![1, 2, 3], vec![], vec![(5, uuid(6))])));
-        assert_eq!(salvage(&without_5, &[1]), None, "member 5 is not lost");
-        assert_eq!(salvage(&states[..3], &[1]), None);
-        assert_eq!(salvage(&states[1..], &[1]), None, "member 2 is missing, but not lost");
-        assert_eq!(salvage(&states[1..], &[1, 2]), Some((vec![2, 3], vec![4], vec![(5, uuid(6))])));
-        assert_eq!(salvage(&states[1..4], &[1, 2]), None, "three members are too few");
-        // Member 4 has gone back, and the operator must accept the loss of its changes, too.
-        let settled = ChangeId { term: 5, number: 12 };
-        states[4] = old(6, trimmed);
-        states[..2].iter_mut().for_each(|state| state.trimmed = settled);
-        assert_eq!(salvage(&states, &[1]), None);
-        assert_eq!(salvage(&states, &[1, 4]), Some((vec![1, 2], vec![4, 5], vec![])));
-        // A stale member that is missing is awaited.
-        assert_eq!(salvage(&states[..4], &[1, 4]), None);
-        // No member shows which objects have changed.
-        assert_eq!(salvage(&states[3..], &[1, 2, 3, 4]), None);
-    }
-
-    #[test]
-    fn a_member_that_went_back_continues_once_the_loss_of_its_changes_is_accepted() {
-        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1)].into() });
-        let states = [state(1, record(4, 2, &[1, 2])), state(2, record(4, 2, &[1, 2]))];
-        let refused = decide(1, &states, witness(), &[]);
-        assert_eq!(refused, Err(Undecided::Outdated { ahead: vec![uuid(1)] }));
-        let decision = decide(1, &states, witness(), &[1]).unwrap();
-        assert!(decision.on_word);
-        assert_eq!(continuing(&decision), [true, true]);
-    }
-
-    #[test]
-    fn the_loss_of_too_few_targets_changes_nothing() {
-        let all = [1, 2, 3];
-        let states = [state(3, record(3, 3, &all))];
-        let witness = || Some(WitnessEntry { term: 5, in_sync: [uuid(1), uuid(2)].into() });
-        assert!(matches!(decide(1, &states, witness(), &[1]), Err(Undecided::Outdated { .. })));
-        assert!(decide(1, &states, witness(), &[1, 2]).unwrap().on_word);
-        // Two members are needed, and only one is left.
-        let refused = decide(2, &states, None, &[1, 2]);
-        assert!(matches!(refused, Err(Undecided::NoData { .. })), "{refused:?}");
-    }
-
-    #[test]
-    fn a_group_gives_up_its_objects_only_if_all_missing_targets_are_lost_and_too_few_members_have_objects() {
-        let all = [1, 2, 3];
-        let gives_up =
-            |states: &[MemberState], witness: Option<WitnessEntry>, missing: &[u128], lost: &[u128]| {
-                let (refused, is_lost) = (BTreeSet::new(), |target: &Uuid| lost.contains(&target.as_u128()));
-                let missing: Vec<Uuid> = missing.iter().map(|n| uuid(*n)).collect();
-                let (witness, refused, is_lost, missing) =
-                    (witness.as_ref(), &refused, &is_lost, &missing[..]);
-                let evidence = GroupEvidence { needed: 2, states, witness, refused, is_lost, missing };
-                assert!(evidence.decide().is_err());
-                evidence.is_lost_for_good()
-            };
-        let witness = |in_sync: &[u128]| {
-            Some(WitnessEntry { term: 3, in_sync: in_sync.iter().map(|n| uuid(*n)).collect() })
-        };
-        // One of two fragments is left.
-        let one = [state(1, record(3, 3, &all))];
-        assert!(gives_up(&one, witness(&all), &[2, 3], &[2, 3]));
-        assert!(gives_up(&one, None, &[2, 3], &[2, 3]));
-        assert!(!gives_up(&one, witness(&all), &[2, 3], &[2]), "target 3 may return");
-        assert!(!gives_up(&one, witness(&all), &[2, 3, 4], &[2, 3]), "target 4 may have objects");
-        assert!(!gives_up(&one, witness(&all), &[2, 3], &[]));
-        // A former member has a fragment, too.
-        let mut before = record(2, 3, &all);
-        before.members[1].target = uuid(4);
-        let former = [state(1, record(3, 3, &all)), state(4, before)];
-        assert!(!gives_up(&former, witness(&all), &[2, 3], &[2, 3]));
-        // A member that was being rebuilt has none.
-        let blank = [state(2, record(3, 3, &[1, 3])), state(4, record(3, 3, &[1, 3]))];
-        assert!(gives_up(&blank, witness(&[1, 3]), &[1, 3], &[1, 3]));
-        assert!(!gives_up(&blank, witness(&[1, 3]), &[1, 3], &[1]));
-        // No target has anything.
-        assert!(gives_up(&[], witness(&[1, 3]), &[1, 3], &[1, 3]));
-        assert!(!gives_up(&[], witness(&[1, 3]), &[1, 2, 3], &[1, 3]));
-        assert!(gives_up(&[], None, &[1, 3], &[1, 3]));
-        assert!(!gives_up(&[], None, &[1, 3], &[1]));
-        assert!(!gives_up(&[], None, &[], &[]), "the operator has accepted nothing");
-        // The group has given up its objects before, according to the witness.
-        let given_up = [state(2, record(3, 3, &[]))];
-        assert!(gives_up(&given_up, witness(&[]), &[1, 3], &[]));
-        let old = [&given_up[..], &[state(1, record(2, 3, &[1])), state(3, record(1, 3, &[3]))]].concat();
-        assert!(gives_up(&old, witness(&[]), &[], &[]), "two members have old objects that do not fit");
-        assert!(!gives_up(&given_up, None, &[1, 3], &[]), "a later record may be in force");
     }
 }

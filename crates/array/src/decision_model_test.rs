@@ -19,6 +19,7 @@ use uuid::Uuid;
 
 use super::decision::{Decision, GroupEvidence, MemberState, MemberVerdict, Undecided, WitnessEntry};
 use super::record::{ChangeId, GroupRecord, MemberRecord, Standing};
+use super::terms::LOSS_STEP;
 
 /// Number of a member.
 type Number = usize;
@@ -485,7 +486,10 @@ impl Scheme {
         if !is_old {
             // After a word of the operator, the term exceeds all terms that lost members may have.
             let of_all = (0..self.members).flat_map(stores).chain([state.witness.term]).max();
-            record.term = if decision.on_word { of_all.unwrap_or(0) } else { heard } + 1;
+            record.term = match decision.on_word {
+                true => of_all.unwrap_or(0) + LOSS_STEP,
+                false => heard + 1,
+            };
             let notes = going_on.keys().flat_map(|&n| {
                 let stored = stored(n);
                 stored.intents.into_iter().chain(stored.notes)

@@ -30,7 +30,6 @@ impl Group {
     /// lack of space or because of damage.
     pub(crate) async fn begin_empty(&self, views: &[MemberView]) -> store::Result<()> {
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
-        self.terms.witness().iter().for_each(|witness| self.terms.heard_of(witness.term));
         let Some(record) = self.with_evidence(views, |evidence| evidence.has_given_up()) else {
             return self.give_up_objects(views).await;
         };

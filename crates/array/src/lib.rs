@@ -64,6 +64,8 @@ mod damaged;
 mod decision;
 #[cfg(test)]
 mod decision_model_test;
+#[cfg(test)]
+mod decision_test;
 mod empty;
 mod group;
 mod intents;

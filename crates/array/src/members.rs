@@ -64,6 +64,9 @@ impl Group {
     /// Returns how the group can continue although no decision is possible; `None` if it cannot.
     pub(crate) fn to_salvage(&self, views: &[MemberView]) -> Option<Salvage> {
         let mut salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
+        if salvage.record.members.len() != self.layout.fragments() {
+            return None;
+        }
         let is_unable = |target: &Uuid| self.cannot_catch_up.borrow().contains(target);
         salvage.stale.retain(|position| !is_unable(&salvage.record.members[*position].target));
         if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() >= self.layout.k {

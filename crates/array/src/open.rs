@@ -99,6 +99,7 @@ impl Group {
         if self.number() != number {
             return Err(over(number));
         }
+        self.terms.witness().iter().for_each(|witness| self.terms.heard_of(witness.term));
         let decision = match self.decide(&views) {
             Ok(decision) => decision,
             Err(NotDecided { waits_for, error }) => {

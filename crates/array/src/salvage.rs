@@ -102,7 +102,8 @@ impl Group {
                 .put_in_force_on(record, &in_sync, |position, member| {
                     if let Some((_, view)) = others.iter().find(|(at, _)| *at == position) {
                         // Any objects of this member may differ, and dirty notes name all of them.
-                        let standing = Standing::Stale { term: 0, trimmed: ChangeId::default() };
+                        let (term, trimmed) = (view.state.last_in_sync(), ChangeId::default());
+                        let standing = Standing::Stale { term, trimmed };
                         return MemberRecord { target: view.state.target, standing };
                     }
                     let standing = match member.standing {
@@ -229,23 +230,15 @@ impl Group {
                 members.iter().copied().partition(|(position, _)| kept.contains(position));
             let copied = match holders.is_empty() {
                 true => Ok(false),
-                false => self.copy_from(&interval(number, record, &holders), oid, &others).await,
+                false => {
+                    self.merge_omaps(number, &holders, oid).await?;
+                    self.copy_from(&interval(number, record, &holders), oid, &others).await
+                }
             };
             if !copied? {
                 tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
                 self.remove_from(&members, oid).await?;
                 lost += 1;
-                continue;
-            }
-            // An interrupted copy may have copied the data, but only a part of the omap.
-            let newest = in_sync.iter().filter(|(position, _)| kept.contains(position));
-            let newest: Vec<_> = newest.map(|(_, view)| Some(view.link.clone())).collect();
-            for (_, view) in stale.iter().filter(|(at, _)| kept.contains(at) && !newest.is_empty()) {
-                match self.copy_omap(&view.link, &newest, oid).await {
-                    // The members agree that the object does not exist.
-                    Ok(()) | Err(StoreError::NoSuchObject(_)) => {}
-                    Err(e) => return Err(e),
-                }
             }
         }
         // The owner's metadata object consists of an omap, and its xattrs show nothing.
@@ -260,8 +253,7 @@ impl Group {
     /// have damaged data.
     ///
     /// # Errors
-    /// If a member fails. If a member cannot receive the object, the next attempt goes on without this
-    /// member.
+    /// If a member fails.
     async fn copy_from(
         &self,
         sources: &Interval,
@@ -272,15 +264,42 @@ impl Group {
             match self.copy_from_sources(sources, &view.link, *position, oid, false).await {
                 Ok(_) => {}
                 Err(StoreError::TooFewTargets { .. }) => return Ok(false),
-                Err(e @ (StoreError::NoSpace { .. } | StoreError::Corrupt { .. })) => {
-                    tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member cannot receive an object, so the group continues without the member");
-                    self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
-                    return Err(over(sources.number));
-                }
-                Err(e) => return Err(e),
+                Err(e) => return Err(self.unless_it_cannot_receive(view, sources.number, e)),
             }
         }
         Ok(true)
+    }
+
+    /// Returns the error of a member that receives an object. If the member cannot receive it, the next
+    /// attempt goes on without this member.
+    fn unless_it_cannot_receive(&self, view: &MemberView, number: u64, e: StoreError) -> StoreError {
+        if !matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
+            return e;
+        }
+        tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member cannot receive an object, so the group continues without the member");
+        self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
+        over(number)
+    }
+
+    /// Makes the omaps of an object equal on members that have the same content. An interrupted copy may
+    /// have copied the data to one of them, but only a part of the omap.
+    async fn merge_omaps(
+        &self,
+        number: u64,
+        members: &[PlacedView<'_>],
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        let (_, first) = members[0];
+        let to_first = members[1..].iter().map(|(_, view)| (first, *view));
+        let from_first = members[1..].iter().map(|(_, view)| (*view, first));
+        for (to, from) in to_first.chain(from_first) {
+            match self.copy_missing_omap(&to.link, &from.link, oid).await {
+                // The members agree that the object does not exist.
+                Ok(()) | Err(StoreError::NoSuchObject(_)) => {}
+                Err(e) => return Err(self.unless_it_cannot_receive(to, number, e)),
+            }
+        }
+        Ok(())
     }
 
     /// Returns the positions of the members whose content of an object the group keeps: the newest

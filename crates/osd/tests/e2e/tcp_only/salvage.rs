@@ -215,6 +215,8 @@ async fn an_interrupted_salvage_with_one_stale_target_mixes_nothing() {
 #[tokio::test]
 async fn an_interrupted_salvage_with_targets_of_different_ages_mixes_nothing() {
     interrupt(Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0], ..SALVAGE }).await;
+    // Metadata is read from the only target that is left in sync.
+    interrupt(Losses { scheme: "ec:2+2", stale: &[1, 3], lost: &[0], ..SALVAGE }).await;
     interrupt(Losses { scheme: "ec:4+2", stale: &[4, 5], lost: &[0, 1], ..SALVAGE }).await;
 }
 
