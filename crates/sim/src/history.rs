@@ -280,6 +280,12 @@ impl History {
         self.healed = Some(now);
     }
 
+    /// Returns the calls of a client that have ended, with their outcomes.
+    pub fn ended_calls(&self, client: ClientId) -> impl Iterator<Item = (&Request, &Outcome)> {
+        let calls = self.calls.iter().filter(move |call| call.client == client);
+        calls.filter_map(|call| Some((&call.request, &call.end.as_ref()?.1)))
+    }
+
     /// Returns the number of calls.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -423,7 +423,7 @@ impl SimNode {
     }
 
     /// The role that owns the targets.
-    fn owner(&self) -> NodeRole {
+    pub(crate) fn owner(&self) -> NodeRole {
         match self.plan.placement {
             Placement::Host => NodeRole::Osd,
             Placement::Dpu => NodeRole::Store,

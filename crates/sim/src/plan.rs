@@ -116,6 +116,9 @@ kinds! {
     RemoveInTurn, "remove-in-turn", 0;
     /// More drives than the pools can lose are removed, one after another, and never return.
     LoseTooMany, "lose-too-many", 0;
+    /// The store is killed, and a bit at the end of a drive's log flips before the store starts again. The
+    /// damage is permanent.
+    DamageLogEnd, "damage-log-end", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
     Command, "command", 8;
@@ -128,7 +131,13 @@ impl FaultKind {
         use FaultKind as K;
         matches!(
             self,
-            K::FlipInWrite | K::FlipAtRest | K::LoseDrive | K::LoseTooMany | K::ReplaceDrive | K::StaleDrive
+            K::FlipInWrite
+                | K::FlipAtRest
+                | K::DamageLogEnd
+                | K::LoseDrive
+                | K::LoseTooMany
+                | K::ReplaceDrive
+                | K::StaleDrive
         )
     }
 
@@ -400,6 +409,8 @@ pub enum RandomStream {
     InTurn,
     /// The drives that are one more than the pools can lose.
     TooMany,
+    /// The damage at the end of a log.
+    LogEnd,
 }
 
 /// Returns the random number generator for `stream` in the simulation of `seed`.
@@ -423,6 +434,7 @@ pub fn rng(seed: u64, stream: RandomStream) -> StdRng {
         RandomStream::Witness => (14, 0),
         RandomStream::InTurn => (15, 0),
         RandomStream::TooMany => (16, 0),
+        RandomStream::LogEnd => (17, 0),
     };
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -489,6 +501,7 @@ impl SimulationPlan {
         plan.faults.extend(plan.memory_flips());
         plan.faults.extend(plan.removals_in_turn());
         plan.faults.extend(plan.too_many_losses());
+        plan.faults.extend(plan.damage_at_log_end());
         plan.faults.extend(plan.witness_trouble());
         plan.faults.retain(|planned| !off.contains(&planned.kind));
         if plan.faults.iter().any(|planned| planned.kind.fills_targets()) {
@@ -514,6 +527,15 @@ impl SimulationPlan {
     pub fn sacrifices(&self, pool: &PlannedPool) -> bool {
         let mut rng = rng(self.seed, RandomStream::Sacrifice);
         pool.redundancy.tolerates() == 0 && rng.random_bool(0.4) || self.loses_too_many()
+    }
+
+    /// Whether the node must report all data that it loses, until the operator accepts the loss: no
+    /// drive is lost or replaced, and only single bits of drives flip.
+    #[must_use]
+    pub fn reports_losses(&self) -> bool {
+        use FaultKind as K;
+        let is_reported = |kind| matches!(kind, K::FlipInWrite | K::FlipAtRest | K::DamageLogEnd);
+        self.faults.iter().all(|fault| !fault.kind.is_lossy() || is_reported(fault.kind))
     }
 
     /// Whether more drives are lost than the pools tolerate.
@@ -694,6 +716,33 @@ impl SimulationPlan {
             detail: rng.random(),
         });
         losses.collect()
+    }
+
+    /// Damage at the end of a drive's log, if no other fault destroys data, and if the pools can also lose this
+    /// drive: in all plans that sacrifice pools, because the node must report their losses, and in a third of
+    /// the other plans.
+    fn damage_at_log_end(&self) -> Vec<PlannedFault> {
+        let mut rng = rng(self.seed, RandomStream::LogEnd);
+        let destroys =
+            |fault: &PlannedFault| fault.kind.needs_tolerance() || fault.kind == FaultKind::LyingFlush;
+        let sacrifices = self.pools.iter().any(|pool| self.sacrifices(pool));
+        let occurs = rng.random_range(0..3) == 0 || sacrifices;
+        if self.tolerance() == 0 || self.faults.iter().any(destroys) || !occurs {
+            return Vec::new();
+        }
+        let is_troubled = |target: usize| self.faults.iter().any(|f| f.victim == Victim::Drive(target));
+        let target = rng.random_range(0..self.targets);
+        if self.troubled_drives() + usize::from(!is_troubled(target)) > self.tolerance() {
+            return Vec::new();
+        }
+        let damage = PlannedFault {
+            at: rng.random_range(Duration::ZERO..self.workload),
+            lasts: rng.random_range(Duration::from_millis(1)..Duration::from_secs(5)),
+            kind: FaultKind::DamageLogEnd,
+            victim: Victim::Drive(target),
+            detail: rng.random(),
+        };
+        vec![damage]
     }
 
     /// Faults of the witness, in a third of the plans. If a fault destroys data of a drive, the

@@ -246,7 +246,7 @@ impl Simulation {
             let (this, id) = (Rc::clone(&self), self.new_operator());
             // Some faults end only after the operator has given up lost drives.
             let operator = spawn_local(ThreadClass::Admin, async move {
-                while this.plan.lossy_drives() > 0 {
+                while this.plan.lossy_drives() > 0 && !this.plan.reports_losses() {
                     sleep(ATTENTION).await;
                     this.give_up_lost(id).await;
                 }

@@ -354,6 +354,9 @@ impl<'a> HistoryCheck<'a> {
                 if self.pool(&list.pool).may_lose_changes {
                     return;
                 }
+                if refusal.kind == RefusalKind::Damaged && self.was_beyond_tolerance(call) {
+                    return;
+                }
                 if !matches!(refusal.kind, RefusalKind::Failed | RefusalKind::NoSuchPool) {
                     self.report_call(Rule::ExpectedError, id, "a listing cannot fail with this error");
                 } else if refusal.kind == RefusalKind::NoSuchPool

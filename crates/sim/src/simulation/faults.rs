@@ -311,6 +311,13 @@ impl Simulation {
         }
     }
 
+    /// Declares that all pools that the plan sacrifices may lose changes.
+    pub(super) fn sacrifice_pools(&self) {
+        for pool in self.plan.pools.iter().filter(|pool| self.plan.sacrifices(pool)) {
+            self.history.borrow_mut().may_lose_changes(&pool.name);
+        }
+    }
+
     async fn trouble_drive(&self, planned: &PlannedFault, target: usize) {
         let drives = self.plan.troubled_drives();
         if planned.kind == FaultKind::LyingFlush {
@@ -320,10 +327,8 @@ impl Simulation {
                 self.history.borrow_mut().may_lose_changes(&pool.name);
             }
         }
-        if planned.kind.is_lossy() {
-            for pool in self.plan.pools.iter().filter(|pool| self.plan.sacrifices(pool)) {
-                self.history.borrow_mut().may_lose_changes(&pool.name);
-            }
+        if planned.kind.is_lossy() && !self.plan.reports_losses() {
+            self.sacrifice_pools();
         }
         for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() < drives) {
             let now = self.now();
@@ -389,6 +394,14 @@ impl Simulation {
                 let part = parts[detail.random_range(0..parts.len())];
                 let flipped = drive.flip_bit_in(part);
                 self.trace.event(format_args!("drive {target}: a bit of {part:?} is flipped at {flipped:?}"));
+            }
+            FaultKind::DamageLogEnd => {
+                let role = self.node.owner();
+                self.node.kill(role);
+                let flipped = drive.flip_bit_at_log_end(detail.random_range(0..4));
+                self.trace.event(format_args!("drive {target}: a bit of the log is flipped at {flipped:?}"));
+                sleep(planned.lasts).await;
+                self.node.release(role);
             }
             FaultKind::ReadError => drive.inject(fault(DriveFaultKind::ReadError)),
             FaultKind::WriteError => drive.inject(fault(DriveFaultKind::WriteError)),

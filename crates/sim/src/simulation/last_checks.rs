@@ -1,6 +1,7 @@
 //! The last steps of a simulation, after the end of all faults and of the workload. They show that
 //! the drives hold what clients have read, and that the redundancy is complete again.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -9,11 +10,11 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::{NodeStatus, PoolHealth, QueryOp, Redundancy, ScrubStatus, Space, TargetState};
+use wire::{NodeStatus, PoolHealth, QueryAnswer, QueryOp, Redundancy, ScrubStatus, Space, TargetState};
 
 use super::{POWER_OFF, REACTION, REQUEST_TIMEOUT, Simulation};
-use crate::history::{ChangeCall, ClientId, ListCall, QueryCall, RangeRead, Request, Rule};
-use crate::plan::{RandomStream, rng};
+use crate::history::{ChangeCall, ClientId, ListCall, Outcome, QueryCall, RangeRead, Request, Rule};
+use crate::plan::{PlannedPool, RandomStream, rng};
 
 /// Time within which the node restores the redundancy of all pools after the end of all faults.
 const REBUILD: Duration = Duration::from_secs(300);
@@ -29,7 +30,7 @@ impl Simulation {
     /// as many drives as the pools can lose.
     pub(super) async fn check_at_end(self: &Rc<Simulation>) {
         let mut choice = rng(self.plan.seed, RandomStream::LastChecks);
-        self.change_everything().await;
+        let writer = self.change_everything().await;
         let mut is_redundant = self.redundancy_returns().await;
         if is_redundant {
             self.scrub_everything().await;
@@ -46,21 +47,77 @@ impl Simulation {
             is_redundant = is_redundant && self.redundancy_returns().await;
         }
         let mut drives: Vec<usize> = (0..self.plan.targets).filter(|&n| !self.plan.is_lossy(n)).collect();
-        let spare = self.plan.tolerance().saturating_sub(self.plan.lossy_drives());
-        let sacrifices = self.plan.pools.iter().any(|pool| self.plan.sacrifices(pool));
+        let loses_too_many = self.plan.loses_too_many();
+        let spare = match loses_too_many {
+            true => self.redundant_pools().map(|pool| pool.redundancy.tolerates()).min().unwrap_or(0),
+            false => self.plan.tolerance().saturating_sub(self.plan.lossy_drives()),
+        };
+        let sacrifices = !loses_too_many && self.plan.pools.iter().any(|pool| self.plan.sacrifices(pool));
         let removes = is_redundant && spare > 0 && !sacrifices && choice.random_bool(0.5);
         let removed = if removes { spare } else { 0 };
         drives.shuffle(&mut choice);
+        let earlier = if removed > 0 && loses_too_many { Some(self.read_everything().await) } else { None };
         for &target in &drives[..removed] {
             self.note(&format!("last checks: drive {target} is removed"));
             self.node.drive(target).remove();
         }
-        self.read_everything().await;
+        let reader = self.read_everything().await;
+        if let Some(earlier) = earlier {
+            self.check_copies(writer, earlier, reader);
+        }
         drives[..removed].iter().for_each(|&target| self.node.drive(target).reinsert());
     }
 
+    fn redundant_pools(&self) -> impl Iterator<Item = &PlannedPool> {
+        self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() > 0)
+    }
+
+    /// Checks, after the loss of too many drives, that pools with redundancy have kept the changes of the
+    /// client `writer`, and that the objects are the same for the client `earlier` as for the client
+    /// `later`, who reads with fewer drives.
+    fn check_copies(&self, writer: ClientId, earlier: ClientId, later: ClientId) {
+        let history = self.history.borrow();
+        let is_redundant = |request: &Request| {
+            let pool = request.object().map(|object| object.pool());
+            self.redundant_pools().any(|redundant| Some(&redundant.name[..]) == pool)
+        };
+        let calls = |client| history.ended_calls(client).filter(|(request, _)| is_redundant(request));
+        let mut versions = BTreeMap::new();
+        for (request, outcome) in calls(writer) {
+            if let Outcome::Changed(mutated) = outcome {
+                versions.insert(request.object(), mutated.version);
+            }
+        }
+        for ((request, outcome), (_, other)) in calls(earlier).zip(calls(later)) {
+            let is_same = match (outcome, other) {
+                (Outcome::Refused(one), Outcome::Refused(other)) => one.kind == other.kind,
+                (one, other) => one == other,
+            };
+            if !is_same {
+                let text = format!(
+                    "{request} is answered differently with fewer drives: {outcome:?}, and then {other:?}"
+                );
+                self.violation(Rule::Redundancy, text);
+            }
+            let expected = versions.get(&request.object()).copied();
+            let found = match outcome {
+                Outcome::Read(answer) => answer.version,
+                Outcome::Queried(answers) => answers.iter().find_map(|answer| match answer {
+                    QueryAnswer::Stat(stat) => Some(stat.version),
+                    _ => None,
+                }),
+                _ => None,
+            };
+            if expected.is_some() && found != expected {
+                let text =
+                    format!("{request} does not show the last change, of version {expected:?}: {outcome:?}");
+                self.violation(Rule::Linearizable, text);
+            }
+        }
+    }
+
     /// Reads all objects and their metadata, and lists them, as a new client.
-    async fn read_everything(self: &Rc<Simulation>) {
+    async fn read_everything(self: &Rc<Simulation>) -> ClientId {
         let (client, id) = self.last_client("reader").await;
         let objects = self.history.borrow().objects();
         for object in objects {
@@ -75,10 +132,11 @@ impl Simulation {
             self.last_call(&client, id, list.into()).await;
         }
         client.close().await;
+        id
     }
 
     /// Writes to all objects, as a new client.
-    async fn change_everything(self: &Rc<Simulation>) {
+    async fn change_everything(self: &Rc<Simulation>) -> ClientId {
         let (client, id) = self.last_client("writer").await;
         let objects = self.history.borrow().objects();
         for object in objects {
@@ -86,6 +144,7 @@ impl Simulation {
             self.last_call(&client, id, ChangeCall::new(object).write(3000, fill).into()).await;
         }
         client.close().await;
+        id
     }
 
     async fn last_client(self: &Rc<Simulation>, host: &str) -> (Client, ClientId) {
@@ -150,8 +209,13 @@ impl Simulation {
     /// little space for a repair. Neither may the first one, unless a fault has damaged a drive.
     async fn scrub_everything(self: &Rc<Simulation>) {
         let client = self.connect("operator").await;
-        let lossy = self.plan.lossy_drives();
-        for pool in self.plan.pools.iter().filter(|pool| pool.redundancy.tolerates() >= lossy) {
+        // The loss of too many drives damages no other drive.
+        let lossy = if self.plan.loses_too_many() { 0 } else { self.plan.lossy_drives() };
+        let is_whole = |pool: &&PlannedPool| {
+            let tolerates = pool.redundancy.tolerates();
+            tolerates >= lossy && (tolerates > 0 || !self.plan.loses_too_many())
+        };
+        for pool in self.plan.pools.iter().filter(is_whole) {
             for round in 0..2 {
                 let found = self.scrub(&client, &pool.name).await;
                 let finds_damage = found.as_ref().is_none_or(|found| {

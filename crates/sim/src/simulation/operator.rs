@@ -228,6 +228,7 @@ impl Simulation {
         target: usize,
         index: u32,
     ) -> client::Result<bool> {
+        self.sacrifice_pools();
         let forget = async {
             match client.forget_target(index, true).await {
                 Err(client::Error::Node(wire::Error::CommandRefused(_))) => Ok(false),

@@ -184,6 +184,19 @@ pub(crate) struct Scan {
     pub(crate) damage: Vec<String>,
 }
 
+/// Returns the sequence number of the newest valid sector of the log; `None` if there is none.
+///
+/// # Errors
+/// If the drive cannot be read.
+#[cfg(feature = "sim")]
+pub(crate) fn newest_sector(drive: &dyn Drive, sb: &Superblock) -> Result<Option<u64>> {
+    let mut ring = vec![0; sb.log.len as usize];
+    drive.read_at(sb.log.offset, &mut ring)?;
+    let valid = ring.chunks_exact(SECTOR).filter_map(get_sector);
+    let newest = valid.map(|(header, _)| header).max_by_key(|header| (header.generation, header.sequence));
+    Ok(newest.map(|header| header.sequence))
+}
+
 /// Reads the log from sequence number `start` on. With `repair`, damage is listed and ends the log.
 /// Without `repair`, damage is an error.
 ///

@@ -32,7 +32,8 @@ use base::clock::Instant;
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use super::superblock::{SUPERBLOCKS, Superblock};
+use super::log;
+use super::superblock::{SECTOR, SUPERBLOCKS, Superblock};
 
 pub(super) use backend::SimBackend;
 pub use faults::{DriveCounts, DriveFault, DriveFaultKind};
@@ -272,6 +273,17 @@ impl SimDrive {
     pub fn flip_bit_in(&self, part: DrivePart) -> Option<u64> {
         let range = self.part(part)?;
         self.flip_bit(range)
+    }
+
+    /// Flips one random bit of the last group of the log but `before`, if the group is durable. Returns the
+    /// offset of the bit's byte; `None` if nothing is flipped.
+    pub fn flip_bit_at_log_end(&self, before: u64) -> Option<u64> {
+        let drive = ImageDrive::new(self.image().0);
+        let superblock = Superblock::read(&drive).ok()?;
+        let newest = log::newest_sector(&drive, &superblock).ok()??;
+        let group = (newest / log::GROUP_SECTORS).checked_sub(before)? * log::GROUP_SECTORS;
+        let at = superblock.log.offset + group % superblock.log_sectors() * SECTOR as u64;
+        self.flip_bit(at..at + BLOCK)
     }
 
     /// Returns the range of a part of the target, in bytes; `None` if the drive has no target.
