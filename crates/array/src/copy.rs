@@ -16,6 +16,18 @@ use crate::page::page_by;
 use crate::read::{FragmentRead, WholeObject};
 use crate::stage::FragmentStage;
 
+/// The member that receives a copy of an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Receiver {
+    /// The member is in sync, and only its data is damaged. It keeps its omap, and may use the reserve.
+    Damaged,
+    /// The member is in sync, and receives other content in a salvage. It may use the reserve, and keeps its
+    /// fragment if it has too little space.
+    Salvaged,
+    /// The member is not in sync, so its old fragment is not needed.
+    NotInSync,
+}
+
 /// Number of bytes of a fragment that are reconstructed and copied at a time.
 const SEGMENT: u64 = 1 << 20;
 /// Number of segments of one fragment that are copied concurrently.
@@ -23,8 +35,8 @@ const SEGMENTS: usize = 3;
 
 impl Group {
     /// Replaces a member's fragment of an object, and returns the length of the fragment in bytes.
-    /// The caller must hold the object's lock. A member that is `in_sync` keeps its omap. On any
-    /// other member the omap is incomplete until the copy is finished.
+    /// The caller must hold the object's lock. Unless the member keeps its omap, the omap is incomplete
+    /// until the copy is finished.
     ///
     /// # Errors
     /// If the interval has ended, or a member fails.
@@ -34,11 +46,11 @@ impl Group {
         link: &MemberLink,
         position: usize,
         oid: &ObjectId,
-        in_sync: bool,
+        receiver: Receiver,
     ) -> store::Result<u64> {
         let _copying = self.copies.read().await;
         self.still(interval)?;
-        self.copy_from_sources(interval, link, position, oid, in_sync).await
+        self.copy_from_sources(interval, link, position, oid, receiver).await
     }
 
     /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. No
@@ -49,7 +61,7 @@ impl Group {
         link: &MemberLink,
         position: usize,
         oid: &ObjectId,
-        in_sync: bool,
+        receiver: Receiver,
     ) -> store::Result<u64> {
         let mut peers = self.live_links(sources, oid);
         peers[position] = None;
@@ -72,18 +84,17 @@ impl Group {
             return Ok(0);
         };
         let whole = WholeObject { oid, size };
-        let put = self.put_fragment(sources, link, position, whole, &peers, (there, in_sync)).await;
+        let put = self.put_fragment(sources, link, position, whole, &peers, (there, receiver)).await;
         match put {
-            // The member is full, so remove its old fragment first. The old fragment is not needed,
-            // because the member is not in sync.
-            Err(StoreError::NoSpace { .. }) if there && !in_sync => {
+            // The member is full, so remove its old fragment first.
+            Err(StoreError::NoSpace { .. }) if there && receiver == Receiver::NotInSync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
-                self.put_fragment(sources, link, position, whole, &peers, (false, false)).await?;
+                self.put_fragment(sources, link, position, whole, &peers, (false, receiver)).await?;
             }
             put => put?,
         }
-        if !(there && in_sync) {
-            self.copy_omap(link, &peers, oid).await?;
+        if !(there && receiver == Receiver::Damaged) {
+            self.copy_omap(link, &peers, oid, receiver).await?;
         }
         Ok(self.layout.fragment_size(position, size))
     }
@@ -93,7 +104,7 @@ impl Group {
     }
 
     /// Writes a fragment and the xattrs to a member. `there`: the member has a fragment of the
-    /// object. `in_sync`: the member is in sync, so its repair may use the reserve.
+    /// object.
     async fn put_fragment(
         &self,
         interval: &Interval,
@@ -101,12 +112,12 @@ impl Group {
         position: usize,
         whole: WholeObject<'_>,
         peers: &[Option<MemberLink>],
-        (there, in_sync): (bool, bool),
+        (there, receiver): (bool, Receiver),
     ) -> store::Result<()> {
         let oid = whole.oid;
         let mut transaction = Transaction::new(self.cid.clone());
-        transaction.uses_reserve = in_sync;
-        if there && in_sync {
+        transaction.uses_reserve = receiver != Receiver::NotInSync;
+        if there && receiver == Receiver::Damaged {
             transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
             transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
         } else if there {
@@ -153,11 +164,12 @@ impl Group {
     }
 
     /// Copies the entries of an object's omap from one of `peers` to a member.
-    pub(crate) async fn copy_omap(
+    async fn copy_omap(
         &self,
         link: &MemberLink,
         peers: &[Option<MemberLink>],
         oid: &ObjectId,
+        receiver: Receiver,
     ) -> store::Result<()> {
         let mut from = Bytes::new();
         loop {
@@ -167,7 +179,7 @@ impl Group {
             let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
             let next = Bytes::from([last, &b"\0"[..]].concat());
-            self.set_omap(link, oid, entries).await?;
+            self.set_omap(link, oid, entries, receiver).await?;
             if !more {
                 return Ok(());
             }
@@ -175,8 +187,8 @@ impl Group {
         }
     }
 
-    /// Copies those entries of an object's omap from another member that a member lacks. Stops if the
-    /// other member's omap is damaged: reads of this member report the damage.
+    /// Copies those entries of an object's omap from another member that a member lacks. Does nothing if one
+    /// of the omaps is damaged: reads report the damage.
     pub(crate) async fn copy_missing_omap(
         &self,
         to: &MemberLink,
@@ -194,9 +206,12 @@ impl Group {
             start = Bytes::from([last, &b"\0"[..]].concat());
             let keys = entries.iter().map(|(key, _)| key.clone()).collect();
             let asked = to.target.store().omap_get(&self.cid, oid, keys);
-            let known: BTreeMap<Bytes, Bytes> = self.calls.answer(to, asked).await?.into_iter().collect();
+            let known: BTreeMap<Bytes, Bytes> = match self.calls.answer(to, asked).await {
+                Err(e) if is_damage(&e) => return Ok(()),
+                known => known?.into_iter().collect(),
+            };
             entries.retain(|(key, value)| known.get(key) != Some(value));
-            self.set_omap(to, oid, entries).await?;
+            self.set_omap(to, oid, entries, Receiver::Salvaged).await?;
             if !more {
                 return Ok(());
             }
@@ -209,6 +224,7 @@ impl Group {
         link: &MemberLink,
         oid: &ObjectId,
         entries: Vec<(Bytes, Bytes)>,
+        receiver: Receiver,
     ) -> store::Result<()> {
         let mut entries = entries.into_iter().peekable();
         while entries.peek().is_some() {
@@ -216,7 +232,7 @@ impl Group {
             let mut set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
             // The copy of the owner's metadata object may use the reserve; otherwise a full member could
             // never be rebuilt.
-            set.uses_reserve = *oid == self.meta;
+            set.uses_reserve = *oid == self.meta || receiver != Receiver::NotInSync;
             self.calls.apply_to(link, set).await?;
         }
         Ok(())

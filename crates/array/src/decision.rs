@@ -139,8 +139,8 @@ pub(crate) struct Salvage {
     /// Other targets that have objects as the member at a position. These objects may differ in any way
     /// from those of the members in sync. Empty unless too few members are left without them.
     pub(crate) others: Vec<(usize, Uuid)>,
-    /// Whether no member is left in sync. `in_sync` then names the leader: the target with the newest
-    /// record. All other standings of the record mean nothing.
+    /// Whether no member is left in sync. `in_sync` then names the leader: the target that was in sync last.
+    /// All other standings of the record mean nothing.
     pub(crate) has_leader: bool,
 }
 
@@ -212,7 +212,8 @@ impl GroupEvidence<'_> {
                 return Err(Undecided::Stale { there: there.count(), missing });
             }
             // In an erasure code, a salvage keeps newer content than an older record.
-            if self.needed > 1 || !self.all_missing_are_lost() {
+            let is_awaited = !self.all_missing_are_lost() && self.has_given_up().is_none();
+            if self.needed > 1 || is_awaited {
                 return Err(self.awaits_more(undecided));
             }
             self.decide_on_word(&base.record).map_err(|doubt| self.awaits_more(doubt.unwrap_or(undecided)))
@@ -268,10 +269,11 @@ impl GroupEvidence<'_> {
             is_witnessed: false,
             on_word: true,
         };
+        let is_doubt = |e: &Undecided| matches!(e, Undecided::Doubt { .. });
         let mut doubt = None;
         let mut decide = |record: &GroupRecord, unused: Option<&GroupRecord>| {
             let decided = self.decide_on(&base(record, unused));
-            decided.map_err(|e| doubt.get_or_insert(e).clone()).ok()
+            decided.map_err(|e| doubt = doubt.take().or(Some(e).filter(is_doubt))).ok()
         };
         let stale = self.with_stale_member();
         let since = stale.as_ref().map_or(0, |(term, ..)| *term);
@@ -282,7 +284,7 @@ impl GroupEvidence<'_> {
             decision = decided.map(|decision| Decision { record: (*own).clone(), ..decision });
         }
         let decision = decision.or_else(|| older.iter().find_map(|record| decide(record, None)));
-        decision.ok_or(doubt.filter(|doubt| matches!(doubt, Undecided::Doubt { .. })))
+        decision.ok_or(doubt)
     }
 
     /// Returns the own record of the stale member that was in sync last, and this record changed so that

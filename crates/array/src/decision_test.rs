@@ -269,6 +269,21 @@ fn a_member_without_objects_can_be_given_up_like_a_missing_one() {
     let decide = |lost: &[u128]| with(1, &states, entry(5, &[1]), (&[1], lost), |evidence| evidence.decide());
     assert_eq!(decide(&[1]), Err(Undecided::NoData { missing: vec![uuid(3)] }));
     assert!(decide(&[1, 3]).unwrap().on_word);
+    // A member that was to be rebuilt has a record between these two.
+    let mut between = record(3, 2, &[1]);
+    between.members[1].target = uuid(5);
+    let states = [&states[..], &[state(5, between)]].concat();
+    let decide = |lost: &[u128]| with(1, &states, entry(5, &[1]), (&[1], lost), |evidence| evidence.decide());
+    assert_eq!(decide(&[1]), Err(Undecided::NoData { missing: vec![uuid(3)] }));
+    assert!(decide(&[1, 3]).unwrap().on_word);
+}
+
+#[test]
+fn a_mirror_that_has_given_up_its_objects_continues_with_a_copy_that_returns() {
+    // No other target is awaited.
+    let states = [state(1, record(3, 2, &[1, 2])), state(2, record(5, 2, &[]))];
+    let decision = with(1, &states, entry(5, &[]), (&[3], &[]), |evidence| evidence.decide()).unwrap();
+    assert!(decision.on_word && continuing(&decision) == [true, false]);
 }
 
 #[test]

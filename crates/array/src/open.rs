@@ -138,16 +138,19 @@ impl Group {
         Ok(Interval { number, links, record, undone: decision.undone, leftovers })
     }
 
-    /// Returns the targets whose loss the next decision still takes into account: they are missing, or they
-    /// were in sync and have gone back.
+    /// Returns the targets whose loss the next decision still takes into account: they are missing, have no
+    /// record of the group, or were in sync and have gone back.
     fn lost_targets(&self, views: &[MemberView]) -> Vec<Uuid> {
         let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
         let members = newest.iter().flat_map(|r| r.in_sync().map(|position| r.members[position].target));
         let mut named: BTreeSet<Uuid> = members.collect();
         named.extend(self.terms.witness().iter().flat_map(|witness| witness.in_sync.iter().copied()));
         let is_current = |target: &Uuid| self.with_evidence(views, |evidence| evidence.is_current(target));
+        let has_record = |target: &Uuid| views.iter().any(|view| view.state.target == *target);
         let counts = |target: &&Rc<dyn Member>| {
-            !target.is_usable() || named.contains(&target.uuid()) && !is_current(&target.uuid())
+            !target.is_usable()
+                || !has_record(&target.uuid())
+                || named.contains(&target.uuid()) && !is_current(&target.uuid())
         };
         let lost = self.targets.iter().filter(counts).map(|target| target.uuid());
         lost.filter(|target| self.word.is_lost(target)).collect()
@@ -198,7 +201,8 @@ impl Group {
         while !(waiting.is_empty() && slow.is_empty()) {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
-                if self.decide(&found.views).is_ok() {
+                // A target that has not answered may have newer objects than an operator's word gives up.
+                if self.decide(&found.views).is_ok_and(|decision| !decision.on_word) {
                     // The group can continue without the targets that have not answered. Report
                     // these targets as slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));

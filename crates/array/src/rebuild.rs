@@ -16,6 +16,7 @@ use store::{ObjectId, StoreError};
 use tokio::time::Instant;
 
 use crate::ask::after;
+use crate::copy::Receiver;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member::Member;
@@ -159,7 +160,7 @@ impl Group {
         };
         // Transactions change the owner's metadata object without a lock. Copy this object while
         // `Group::gate` is locked against transactions.
-        self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
+        self.copy_object(interval, &link, position, &self.meta.clone(), Receiver::NotInSync).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
         *self.rebuilding.borrow_mut() = Some(rebuilding);
@@ -298,7 +299,7 @@ impl RebuildRun<'_> {
         let locked = self.group.objects.exclusive(&oid).await;
         self.group.still(&self.interval)?;
         let (interval, link) = (&self.interval, &self.link);
-        let bytes = self.group.copy_object(interval, link, self.position, &oid, false).await?;
+        let bytes = self.group.copy_object(interval, link, self.position, &oid, Receiver::NotInSync).await?;
         self.with_rebuilding(|rebuilding| rebuilding.has_now(&oid));
         drop(locked);
         {

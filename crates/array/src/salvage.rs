@@ -25,6 +25,7 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 
 use crate::ask::is_damage;
+use crate::copy::Receiver;
 use crate::decision::Salvage;
 use crate::group::Group;
 use crate::interval::{Interval, over};
@@ -232,7 +233,7 @@ impl Group {
                 true => Ok(false),
                 false => {
                     self.merge_omaps(number, &holders, oid).await?;
-                    self.copy_from(&interval(number, record, &holders), oid, &others).await
+                    self.copy_from(&interval(number, record, &holders), oid, &others, in_sync).await
                 }
             };
             if !copied? {
@@ -242,7 +243,7 @@ impl Group {
             }
         }
         // The owner's metadata object consists of an omap, and its xattrs show nothing.
-        if !self.copy_from(&interval(number, record, in_sync), &self.meta, stale).await? {
+        if !self.copy_from(&interval(number, record, in_sync), &self.meta, stale, in_sync).await? {
             let detail = "no member can read the object with the group's metadata".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: 1, detail });
         }
@@ -259,9 +260,14 @@ impl Group {
         sources: &Interval,
         oid: &ObjectId,
         to: &[PlacedView<'_>],
+        in_sync: &[PlacedView<'_>],
     ) -> store::Result<bool> {
         for (position, view) in to {
-            match self.copy_from_sources(sources, &view.link, *position, oid, false).await {
+            let receiver = match in_sync.iter().any(|(at, _)| at == position) {
+                true => Receiver::Salvaged,
+                false => Receiver::NotInSync,
+            };
+            match self.copy_from_sources(sources, &view.link, *position, oid, receiver).await {
                 Ok(_) => {}
                 Err(StoreError::TooFewTargets { .. }) => return Ok(false),
                 Err(e) => return Err(self.unless_it_cannot_receive(view, sources.number, e)),

@@ -94,8 +94,8 @@ pub(crate) struct PoolRules {
     /// Intervals in which objects may be unreadable for a while, because groups of the pool may lack
     /// members that were slow.
     pub(crate) maybe_unreadable: Vec<(Duration, Option<Duration>)>,
-    /// Whether drives may have lost acknowledged changes of the pool.
-    pub(crate) may_lose_changes: bool,
+    /// Moment from which on drives may have lost acknowledged changes of the pool.
+    pub(crate) may_lose_changes: Option<Moment>,
     /// Moment from which on the pool's calls are not checked, because the pool was removed.
     pub(crate) removed: Option<Moment>,
 }
@@ -176,13 +176,36 @@ impl History {
         }
     }
 
-    /// Declares that drives may lose acknowledged changes of a pool. Of the pool's calls, the check
-    /// then only demands that they end, and that reads return data that was written to the object.
+    /// Declares that drives may lose acknowledged changes of a pool from now on. Of the pool's calls that
+    /// end later, the check only demands that they end, and that reads return data that was written to the
+    /// object.
     ///
     /// # Panics
     /// If the pool was not declared.
-    pub fn may_lose_changes(&mut self, pool: &str) {
-        self.pools.get_mut(pool).expect("the pool was declared").may_lose_changes = true;
+    pub fn may_lose_changes(&mut self, pool: &str, now: Duration) {
+        let moment = self.moment(now);
+        let pool = self.pools.get_mut(pool).expect("the pool was declared");
+        pool.may_lose_changes.get_or_insert(moment);
+    }
+
+    /// Returns the history of a pool until drives may have lost its changes: calls that end later have not
+    /// ended yet. `None` if drives never may.
+    fn before_losses(&self, pool: &str) -> Option<History> {
+        let moment = self.pools.get(pool)?.may_lose_changes?;
+        let mut before = self.clone();
+        before.pools.get_mut(pool)?.may_lose_changes = None;
+        before.calls.truncate(self.calls.partition_point(|call| call.start < moment));
+        for call in &mut before.calls {
+            if call.end.as_ref().is_some_and(|(end, _)| *end > moment) {
+                call.end = None;
+            }
+            if call.end.is_none() {
+                call.killed = Some(call.killed.map_or(moment, |killed| killed.min(moment)));
+            }
+        }
+        before.notes.retain(|(at, _)| *at < moment);
+        before.healed = self.healed.filter(|healed| *healed < moment.time);
+        Some(before)
     }
 
     /// Declares that requests that the history does not contain fill the targets from now on. Calls
@@ -313,6 +336,11 @@ impl History {
     /// at most one per object and rule.
     #[must_use]
     pub fn check(&self, options: &CheckOptions) -> Vec<Violation> {
-        check::check(self, options)
+        let mut violations = check::check(self, options, None);
+        for pool in self.pools.keys() {
+            let before = self.before_losses(pool);
+            violations.extend(before.iter().flat_map(|before| check::check(before, options, Some(pool))));
+        }
+        violations
     }
 }

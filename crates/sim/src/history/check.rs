@@ -194,7 +194,8 @@ struct HistoryCheck<'a> {
     violations: Vec<Violation>,
 }
 
-pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation> {
+/// Checks the calls on one pool, or all calls.
+pub(super) fn check(history: &History, options: &CheckOptions, only: Option<&str>) -> Vec<Violation> {
     let of_call = |call: &RecordedCall| {
         [Some(call.start), call.end.as_ref().map(|(moment, _)| *moment), call.killed].into_iter().flatten()
     };
@@ -214,7 +215,8 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     let mut check = HistoryCheck { history, options, moments, stored, default_pool, violations: Vec::new() };
     let mut objects: BTreeMap<&ObjectName, ObjectCalls<'_>> = BTreeMap::new();
     let mut listings = Vec::new();
-    for (id, call) in (0..).map(CallId).zip(&history.calls) {
+    let is_checked = |call: &RecordedCall| only.is_none() || call.request.pool() == only;
+    for (id, call) in (0..).map(CallId).zip(&history.calls).filter(|(_, call)| is_checked(call)) {
         check.check_liveness(id, call);
         match &call.request {
             Request::List(list) => {
@@ -238,8 +240,8 @@ pub(super) fn check(history: &History, options: &CheckOptions) -> Vec<Violation>
     }
     for (object, calls) in &objects {
         match check.pool(object.pool()).may_lose_changes {
-            true => check.check_origin(object, calls),
-            false => check.check_object(object, calls, &listings),
+            Some(_) => check.check_origin(object, calls),
+            None => check.check_object(object, calls, &listings),
         }
     }
     check.violations
@@ -351,7 +353,7 @@ impl<'a> HistoryCheck<'a> {
         let names = match &call.end {
             Some((_, Outcome::Listed(names))) => names,
             Some((_, Outcome::Refused(refusal))) => {
-                if self.pool(&list.pool).may_lose_changes {
+                if self.pool(&list.pool).may_lose_changes.is_some() {
                     return;
                 }
                 if refusal.kind == RefusalKind::Damaged && self.was_beyond_tolerance(call) {
@@ -385,7 +387,7 @@ impl<'a> HistoryCheck<'a> {
                 let text = format!("the listing contains {name}, which no call has created");
                 return self.report_call(Rule::Listing, id, &text);
             };
-            let is_checked = !self.pool(&list.pool).may_lose_changes;
+            let is_checked = self.pool(&list.pool).may_lose_changes.is_none();
             if !seen.insert(name.clone()) && is_checked && !self.may_be_removed_during(call, calls) {
                 let text =
                     format!("the listing contains {name} twice, although no call removed it meanwhile");

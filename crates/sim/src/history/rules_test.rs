@@ -8,6 +8,7 @@ use wire::{Condition, Mutated, Mutation, ObjectName, QueryAnswer, QueryOp};
 use super::*;
 
 /// A history in the making. Each event happens one second after the one before.
+#[derive(Clone)]
 struct Story {
     history: History,
     now: u64,
@@ -378,9 +379,14 @@ fn a_full_target_refuses_only_changes() {
 fn a_drive_that_loses_changes_must_not_invent_data() {
     let mut story = Story::new();
     story.put(1000, 1);
-    story.history.may_lose_changes("p");
+    let mut lost = story.clone();
+    story.history.may_lose_changes("p", Duration::from_secs(100));
     story.call(read(), refused(RefusalKind::NoSuchObject));
     story.accept();
+    // The loss was shown before it was possible.
+    lost.call(read(), refused(RefusalKind::NoSuchObject));
+    lost.history.may_lose_changes("p", Duration::from_secs(100));
+    lost.reject(Rule::Linearizable);
     let other = story.history.new_fill(1000);
     story.call(read(), data(1, &[other]));
     story.reject(Rule::DataOrigin);

@@ -314,7 +314,7 @@ impl Simulation {
     /// Declares that all pools that the plan sacrifices may lose changes.
     pub(super) fn sacrifice_pools(&self) {
         for pool in self.plan.pools.iter().filter(|pool| self.plan.sacrifices(pool)) {
-            self.history.borrow_mut().may_lose_changes(&pool.name);
+            self.history.borrow_mut().may_lose_changes(&pool.name, self.now());
         }
     }
 
@@ -324,7 +324,7 @@ impl Simulation {
             for pool in &self.plan.pools {
                 let now = self.now();
                 self.history.borrow_mut().beyond_tolerance(&pool.name, now, None);
-                self.history.borrow_mut().may_lose_changes(&pool.name);
+                self.history.borrow_mut().may_lose_changes(&pool.name, now);
             }
         }
         if planned.kind.is_lossy() && !self.plan.reports_losses() {

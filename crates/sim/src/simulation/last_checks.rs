@@ -53,10 +53,10 @@ impl Simulation {
             false => self.plan.tolerance().saturating_sub(self.plan.lossy_drives()),
         };
         let sacrifices = !loses_too_many && self.plan.pools.iter().any(|pool| self.plan.sacrifices(pool));
-        let removes = is_redundant && spare > 0 && !sacrifices && choice.random_bool(0.5);
+        let removes = is_redundant && spare > 0 && !sacrifices && (loses_too_many || choice.random_bool(0.5));
         let removed = if removes { spare } else { 0 };
         drives.shuffle(&mut choice);
-        let earlier = if removed > 0 && loses_too_many { Some(self.read_everything().await) } else { None };
+        let earlier = if loses_too_many { Some(self.read_everything().await) } else { None };
         for &target in &drives[..removed] {
             self.note(&format!("last checks: drive {target} is removed"));
             self.node.drive(target).remove();
@@ -64,6 +64,11 @@ impl Simulation {
         let reader = self.read_everything().await;
         if let Some(earlier) = earlier {
             self.check_copies(writer, earlier, reader);
+            self.count(if removed > 0 {
+                "copies compared: without drives"
+            } else {
+                "copies compared: with all drives"
+            });
         }
         drives[..removed].iter().for_each(|&target| self.node.drive(target).reinsert());
     }
