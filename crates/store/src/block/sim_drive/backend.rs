@@ -370,3 +370,38 @@ impl DriverBackend for SimBackend {
         mount.drained().await;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use base::block::BLOCK;
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    use super::super::DriveTimes;
+    use super::*;
+
+    /// The drive sorts writes, but a later write overwrites earlier ones.
+    #[test]
+    fn of_overlapping_writes_the_last_one_counts() {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            let drive = SimDrive::new(1 << 20, StdRng::seed_from_u64(1), DriveTimes::default());
+            let mount = SimMount::begin(&drive, Faults::default()).unwrap();
+            let write = |first: u64, blocks: usize, byte: u8| {
+                mount.write_at(first * BLOCK, &vec![byte; blocks * BLOCK as usize]).unwrap();
+            };
+            write(6, 1, 1);
+            write(5, 2, 2);
+            write(9, 1, 3);
+            write(8, 3, 4);
+            write(9, 1, 5);
+            mount.flush().unwrap();
+            mount.drained().await;
+            let mut content = vec![0; 6 * BLOCK as usize];
+            mount.read_at(5 * BLOCK, &mut content).unwrap();
+            let blocks: Vec<u8> = content.chunks(BLOCK as usize).map(|block| block[0]).collect();
+            assert_eq!(blocks, [2, 2, 0, 4, 5, 4]);
+        });
+    }
+}

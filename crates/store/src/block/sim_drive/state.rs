@@ -522,6 +522,22 @@ impl State {
     }
 }
 
+/// Replaces content that a later write with another first block overwrites by the content of that write.
+/// Then the order of these writes does not matter. Writes with the same first block keep their order.
+fn keep_newest(writes: &mut [QueuedDriveOp]) {
+    let mut newest: BTreeMap<usize, (usize, SimPage)> = BTreeMap::new();
+    for queued in writes.iter_mut().rev() {
+        let SubmittedOp::Write { first, pages } = &mut queued.op else { continue };
+        for (block, page) in (*first..).zip(pages) {
+            match newest.get(&block) {
+                Some((by, content)) if by != first => *page = content.clone(),
+                Some(_) => {}
+                None => drop(newest.insert(block, (*first, page.clone()))),
+            }
+        }
+    }
+}
+
 /// Blocking operations of the mount with number `mount`.
 impl State {
     /// Fails if the mount has no access to the drive.
@@ -593,8 +609,9 @@ impl State {
         self.check_access(mount)?;
         let verdict = self.judge(&SubmittedOp::Flush(0), Instant::now());
         let sorted = self.queue.waiting.len() - self.queue.unsorted;
-        let first = |queued: &QueuedDriveOp| queued.op.range().start;
-        self.queue.waiting.make_contiguous()[sorted..].sort_by_key(first);
+        let writes = &mut self.queue.waiting.make_contiguous()[sorted..];
+        keep_newest(writes);
+        writes.sort_by_key(|queued| queued.op.range().start);
         self.queue.unsorted = 0;
         self.enqueue(SubmittedOp::Flush(0), verdict);
         if verdict.fails { Err(io_error()) } else { Ok(()) }
