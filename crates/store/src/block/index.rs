@@ -5,12 +5,13 @@
 //! fail.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use bytes::Bytes;
-use redb::{Builder, Database, ReadableDatabase, TableDefinition};
+use redb::{Builder, Database, ReadableDatabase, StorageBackend, TableDefinition};
 
 use super::records::{Meta, corrupt, key};
 use super::region::{Damage, IndexRegion};
@@ -47,12 +48,65 @@ type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 /// Number of changes per commit when the index has no room for all changes in one commit.
 const STEP: usize = 8;
 
+/// The storage of one database. When the database ends, `redb` would trim its storage. The storage can only
+/// grow by doubling, so it could then never grow again if more than half of the region is in use. A database
+/// that has ended therefore writes nothing: its last commit stays, as after a crash.
+#[derive(Debug)]
+struct DatabaseStorage {
+    region: IndexRegion,
+    has_ended: Arc<AtomicBool>,
+}
+
+impl DatabaseStorage {
+    fn unless_ended(&self) -> io::Result<&IndexRegion> {
+        match self.has_ended.load(Ordering::Acquire) {
+            true => Err(io::Error::other("the database has ended")),
+            false => Ok(&self.region),
+        }
+    }
+}
+
+impl StorageBackend for DatabaseStorage {
+    fn len(&self) -> io::Result<u64> {
+        self.region.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.region.read(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.unless_ended()?.set_len(len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.unless_ended()?.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.unless_ended()?.write(offset, data)
+    }
+}
+
+/// A database that writes nothing when it ends.
+#[derive(Debug)]
+struct OpenDatabase {
+    has_ended: Arc<AtomicBool>,
+    database: Database,
+}
+
+impl Drop for OpenDatabase {
+    fn drop(&mut self) {
+        self.has_ended.store(true, Ordering::Release);
+    }
+}
+
 /// The index. Any thread may call its methods, which block.
 #[derive(Debug)]
 pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
-    database: RwLock<Option<Database>>,
+    database: RwLock<Option<OpenDatabase>>,
     /// Estimate of the bytes in use: the last measurement plus four times the bytes written since;
     /// 0 before the first measurement.
     used: AtomicU64,
@@ -74,13 +128,12 @@ impl Index {
         self.region.header_number()
     }
 
-    fn open_database(&self) -> Result<Database> {
+    fn open_database(&self) -> Result<OpenDatabase> {
         guarded(|| {
-            let region = self.region.clone();
-            Builder::new()
-                .set_cache_size(self.cache_bytes)
-                .create_with_backend(region)
-                .map_err(redb::Error::from)
+            let has_ended = Arc::new(AtomicBool::new(false));
+            let storage = DatabaseStorage { region: self.region.clone(), has_ended: Arc::clone(&has_ended) };
+            let database = Builder::new().set_cache_size(self.cache_bytes).create_with_backend(storage)?;
+            Ok(OpenDatabase { has_ended, database })
         })
     }
 
@@ -89,7 +142,7 @@ impl Index {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
             if let Some(database) = &*database {
-                match guarded(|| f(database)) {
+                match guarded(|| f(&database.database)) {
                     Ok(value) => return Ok(value),
                     Err(error) => {
                         tracing::warn!(%error, "an operation of the index has failed; the index is opened again")
@@ -105,7 +158,7 @@ impl Index {
             });
         }
         let fresh = self.open_database()?;
-        let result = guarded(|| f(&fresh));
+        let result = guarded(|| f(&fresh.database));
         *database = Some(fresh);
         result
     }
@@ -265,5 +318,52 @@ fn map_error(error: redb::Error) -> StoreError {
             None => StoreError::Io(format!("index: {e}")),
         },
         other => corrupt("index", other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::drive::Drive;
+    use super::super::sim::RecordedDrive;
+    use super::super::superblock::Region;
+    use super::*;
+
+    const META: Meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1 };
+
+    fn set(index: &Index, keys: std::ops::Range<u32>, value: &Option<Bytes>) -> Result<()> {
+        let key = |n: u32| Bytes::from(format!("{:08x}", n.wrapping_mul(0x9e37_79b1)));
+        index.apply(&keys.map(|n| (key(n), value.clone())).collect(), &Changes::new(), &META)
+    }
+
+    /// Fills an index up to a fifth of its bytes, and returns the number of keys.
+    fn fill(index: &Index) -> Result<u32> {
+        let value = Some(Bytes::from(vec![1; 3000]));
+        for first in (0..).step_by(10) {
+            set(index, first..first + 10, &value)?;
+            let (total, free) = index.space();
+            if first > 100 && free < total / 5 {
+                return Ok(first + 10);
+            }
+        }
+        unreachable!("the index has limited space")
+    }
+
+    /// The storage can only grow by doubling, so it must keep its size when the index ends.
+    #[test]
+    fn an_index_that_is_more_than_half_full_can_be_filled_after_it_was_closed() {
+        let drive: Arc<dyn Drive> = RecordedDrive::new(vec![0; 5 << 20]);
+        let region = Region { offset: 0, len: 5 << 20 };
+        let index = Index::open(IndexRegion::create(Arc::clone(&drive), region).unwrap(), 1 << 20).unwrap();
+        let most = fill(&index).unwrap();
+        set(&index, most / 3 * 2..most, &None).unwrap();
+        let (total, _) = index.space();
+        drop(index);
+        for _ in 0..3 {
+            let region = IndexRegion::open(Arc::clone(&drive), region, 0).unwrap();
+            drop(Index::open(region, 1 << 20).unwrap());
+        }
+        let index = Index::open(IndexRegion::open(drive, region, 0).unwrap(), 1 << 20).unwrap();
+        assert_eq!(index.space().0, total);
+        assert!(fill(&index).unwrap() >= most / 10 * 9);
     }
 }
