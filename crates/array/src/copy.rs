@@ -18,7 +18,7 @@ use crate::stage::FragmentStage;
 
 /// The member that receives a copy of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Receiver {
+pub(crate) enum ReceivingMember {
     /// The member is in sync, and only its data is damaged. It keeps its omap, and may use the reserve.
     Damaged,
     /// The member is in sync, and receives other content in a salvage. It may use the reserve, and keeps its
@@ -46,7 +46,7 @@ impl Group {
         link: &MemberLink,
         position: usize,
         oid: &ObjectId,
-        receiver: Receiver,
+        receiver: ReceivingMember,
     ) -> store::Result<u64> {
         let _copying = self.copies.read().await;
         self.still(interval)?;
@@ -61,7 +61,7 @@ impl Group {
         link: &MemberLink,
         position: usize,
         oid: &ObjectId,
-        receiver: Receiver,
+        receiver: ReceivingMember,
     ) -> store::Result<u64> {
         let mut peers = self.live_links(sources, oid);
         peers[position] = None;
@@ -87,13 +87,13 @@ impl Group {
         let put = self.put_fragment(sources, link, position, whole, &peers, (there, receiver)).await;
         match put {
             // The member is full, so remove its old fragment first.
-            Err(StoreError::NoSpace { .. }) if there && receiver == Receiver::NotInSync => {
+            Err(StoreError::NoSpace { .. }) if there && receiver == ReceivingMember::NotInSync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(sources, link, position, whole, &peers, (false, receiver)).await?;
             }
             put => put?,
         }
-        if !(there && receiver == Receiver::Damaged) {
+        if !(there && receiver == ReceivingMember::Damaged) {
             self.copy_omap(link, &peers, oid, receiver).await?;
         }
         Ok(self.layout.fragment_size(position, size))
@@ -112,12 +112,12 @@ impl Group {
         position: usize,
         whole: WholeObject<'_>,
         peers: &[Option<MemberLink>],
-        (there, receiver): (bool, Receiver),
+        (there, receiver): (bool, ReceivingMember),
     ) -> store::Result<()> {
         let oid = whole.oid;
         let mut transaction = Transaction::new(self.cid.clone());
-        transaction.uses_reserve = receiver != Receiver::NotInSync;
-        if there && receiver == Receiver::Damaged {
+        transaction.uses_reserve = receiver != ReceivingMember::NotInSync;
+        if there && receiver == ReceivingMember::Damaged {
             transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
             transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
         } else if there {
@@ -169,7 +169,7 @@ impl Group {
         link: &MemberLink,
         peers: &[Option<MemberLink>],
         oid: &ObjectId,
-        receiver: Receiver,
+        receiver: ReceivingMember,
     ) -> store::Result<()> {
         let mut from = Bytes::new();
         loop {
@@ -211,7 +211,7 @@ impl Group {
                 known => known?.into_iter().collect(),
             };
             entries.retain(|(key, value)| known.get(key) != Some(value));
-            self.set_omap(to, oid, entries, Receiver::Salvaged).await?;
+            self.set_omap(to, oid, entries, ReceivingMember::Salvaged).await?;
             if !more {
                 return Ok(());
             }
@@ -224,7 +224,7 @@ impl Group {
         link: &MemberLink,
         oid: &ObjectId,
         entries: Vec<(Bytes, Bytes)>,
-        receiver: Receiver,
+        receiver: ReceivingMember,
     ) -> store::Result<()> {
         let mut entries = entries.into_iter().peekable();
         while entries.peek().is_some() {
@@ -232,7 +232,7 @@ impl Group {
             let mut set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
             // The copy of the owner's metadata object may use the reserve; otherwise a full member could
             // never be rebuilt.
-            set.uses_reserve = *oid == self.meta || receiver != Receiver::NotInSync;
+            set.uses_reserve = *oid == self.meta || receiver != ReceivingMember::NotInSync;
             self.calls.apply_to(link, set).await?;
         }
         Ok(())

@@ -16,7 +16,7 @@ use store::{ObjectId, StoreError};
 use tokio::time::Instant;
 
 use crate::ask::after;
-use crate::copy::Receiver;
+use crate::copy::ReceivingMember;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member::Member;
@@ -160,7 +160,7 @@ impl Group {
         };
         // Transactions change the owner's metadata object without a lock. Copy this object while
         // `Group::gate` is locked against transactions.
-        self.copy_object(interval, &link, position, &self.meta.clone(), Receiver::NotInSync).await?;
+        self.copy_object(interval, &link, position, &self.meta.clone(), ReceivingMember::NotInSync).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
         *self.rebuilding.borrow_mut() = Some(rebuilding);
@@ -299,7 +299,8 @@ impl RebuildRun<'_> {
         let locked = self.group.objects.exclusive(&oid).await;
         self.group.still(&self.interval)?;
         let (interval, link) = (&self.interval, &self.link);
-        let bytes = self.group.copy_object(interval, link, self.position, &oid, Receiver::NotInSync).await?;
+        let bytes =
+            self.group.copy_object(interval, link, self.position, &oid, ReceivingMember::NotInSync).await?;
         self.with_rebuilding(|rebuilding| rebuilding.has_now(&oid));
         drop(locked);
         {

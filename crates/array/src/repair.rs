@@ -3,7 +3,7 @@
 
 use store::ObjectId;
 
-use crate::copy::Receiver;
+use crate::copy::ReceivingMember;
 use crate::group::Group;
 use crate::interval::Interval;
 
@@ -20,7 +20,7 @@ impl Group {
 
     async fn repair_locked(&self, interval: &Interval, oid: &ObjectId, position: usize) -> store::Result<()> {
         let Some(link) = self.live(interval, position, oid) else { return Ok(()) };
-        self.copy_object(interval, &link, position, oid, Receiver::Damaged).await?;
+        self.copy_object(interval, &link, position, oid, ReceivingMember::Damaged).await?;
         metrics::counter!("outboard_osd_fragments_repaired_total").increment(1);
         tracing::info!(%oid, target_uuid = %link.target.uuid(), "a fragment was repaired");
         Ok(())

@@ -25,7 +25,7 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 
 use crate::ask::is_damage;
-use crate::copy::Receiver;
+use crate::copy::ReceivingMember;
 use crate::decision::Salvage;
 use crate::group::Group;
 use crate::interval::{Interval, over};
@@ -264,8 +264,8 @@ impl Group {
     ) -> store::Result<bool> {
         for (position, view) in to {
             let receiver = match in_sync.iter().any(|(at, _)| at == position) {
-                true => Receiver::Salvaged,
-                false => Receiver::NotInSync,
+                true => ReceivingMember::Salvaged,
+                false => ReceivingMember::NotInSync,
             };
             match self.copy_from_sources(sources, &view.link, *position, oid, receiver).await {
                 Ok(_) => {}
