@@ -291,6 +291,8 @@ async fn an_older_copy_is_used_once_the_loss_of_its_changes_is_accepted() {
     rig.pool = rig.client.pool("pool").unwrap();
     rig.set_down(&[1], true);
     witness::change(&mut rig, 1).await;
+    // The map changes, too.
+    rig.client.create_pool_with("later", 1, redundancy("single")).await.unwrap();
     rig.node.osd.take().unwrap().stop();
     let outdated = drives[1].image();
     rig.node.stores = vec![mount(older), mount(outdated)];
