@@ -138,18 +138,24 @@ impl Group {
         Ok(Interval { number, links, record, undone: decision.undone, leftovers })
     }
 
-    /// Returns the targets whose loss the next decision still takes into account: they are missing, have no
-    /// record of the group, or were in sync and have gone back.
+    /// Returns the targets whose loss the next decision still takes into account: they are missing, are
+    /// members without a record of the group, or were in sync and have gone back.
     fn lost_targets(&self, views: &[MemberView]) -> Vec<Uuid> {
         let newest = views.iter().map(|view| &view.state.record).max_by_key(|record| record.term);
         let members = newest.iter().flat_map(|r| r.in_sync().map(|position| r.members[position].target));
         let mut named: BTreeSet<Uuid> = members.collect();
         named.extend(self.terms.witness().iter().flat_map(|witness| witness.in_sync.iter().copied()));
         let is_current = |target: &Uuid| self.with_evidence(views, |evidence| evidence.is_current(target));
+        let is_member = |target: &Uuid| {
+            let mut records = views.iter().map(|view| &view.state.record);
+            records.any(|record| record.members.iter().any(|member| member.target == *target))
+        };
         let has_record = |target: &Uuid| views.iter().any(|view| view.state.target == *target);
+        let lacks_record =
+            |target: &Uuid| !has_record(target) && (is_member(target) || named.contains(target));
         let counts = |target: &&Rc<dyn Member>| {
             !target.is_usable()
-                || !has_record(&target.uuid())
+                || lacks_record(&target.uuid())
                 || named.contains(&target.uuid()) && !is_current(&target.uuid())
         };
         let lost = self.targets.iter().filter(counts).map(|target| target.uuid());
@@ -201,14 +207,24 @@ impl Group {
         while !(waiting.is_empty() && slow.is_empty()) {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
-                // A target that has not answered may have newer objects than an operator's word gives up.
-                if self.decide(&found.views).is_ok_and(|decision| !decision.on_word) {
+                let silent: Vec<Uuid> = waiting.iter().chain(&slow).map(|target| target.uuid()).collect();
+                let decision = self.decide(&found.views);
+                // A target that has not answered may have newer objects than those that an operator's word
+                // leaves.
+                let needs_answers = decision.as_ref().is_ok_and(|decision| decision.on_word)
+                    && !silent.iter().all(|target| self.word.is_lost(target));
+                if decision.is_ok() && !needs_answers {
                     // The group can continue without the targets that have not answered. Report
                     // these targets as slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
                 if slow.is_empty() && now >= began + self.calls.patience {
+                    if needs_answers {
+                        // The operator can accept the loss of these targets, too.
+                        let lost = self.lost_targets(&found.views);
+                        self.waits_for.replace(Some(silent.into_iter().chain(lost).collect()));
+                    }
                     let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
                     let why = format!(
                         "too few targets answered within {:?}; no answer from the targets {silent}",
