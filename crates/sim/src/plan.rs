@@ -116,8 +116,8 @@ kinds! {
     RemoveInTurn, "remove-in-turn", 0;
     /// More drives than the pools can lose are removed, one after another, and never return.
     LoseTooMany, "lose-too-many", 0;
-    /// The store is killed, and a bit at the end of a drive's log flips before the store starts again. The
-    /// damage is permanent.
+    /// The process that owns the drives is killed, and a bit at the end of a drive's log flips before the
+    /// process starts again. The damage is permanent.
     DamageLogEnd, "damage-log-end", 0;
     /// The operator starts a scrub, changes a setting, creates and removes a pool, or asks for the
     /// status.
