@@ -188,7 +188,7 @@ impl Group {
     }
 
     /// Copies those entries of an object's omap from another member that a member lacks. Does nothing if one
-    /// of the omaps is damaged: reads report the damage.
+    /// of the omaps is damaged, because reads report the damage, or if the object does not exist.
     pub(crate) async fn copy_missing_omap(
         &self,
         to: &MemberLink,

@@ -299,11 +299,8 @@ impl Group {
         let to_first = members[1..].iter().map(|(_, view)| (first, *view));
         let from_first = members[1..].iter().map(|(_, view)| (*view, first));
         for (to, from) in to_first.chain(from_first) {
-            match self.copy_missing_omap(&to.link, &from.link, oid).await {
-                // The members agree that the object does not exist.
-                Ok(()) | Err(StoreError::NoSuchObject(_)) => {}
-                Err(e) => return Err(self.unless_it_cannot_receive(to, number, e)),
-            }
+            let copied = self.copy_missing_omap(&to.link, &from.link, oid).await;
+            copied.map_err(|e| self.unless_it_cannot_receive(to, number, e))?;
         }
         Ok(())
     }
