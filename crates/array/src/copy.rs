@@ -14,6 +14,7 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::page::page_by;
 use crate::read::{FragmentRead, WholeObject};
+use crate::record::SIZE_XATTR;
 use crate::stage::FragmentStage;
 
 /// The member that receives a copy of an object.
@@ -21,12 +22,16 @@ use crate::stage::FragmentStage;
 pub(crate) enum ReceivingMember {
     /// The member is in sync, and only its data is damaged. It keeps its omap, and may use the reserve.
     Damaged,
-    /// The member is in sync, and receives other content in a salvage. It may use the reserve, and keeps its
-    /// fragment if it has too little space.
+    /// The member is in sync, and receives other content in a salvage. It may use the reserve, and never
+    /// lacks the object meanwhile, because a salvage could take that for a removal.
     Salvaged,
     /// The member is not in sync, so its old fragment is not needed.
     NotInSync,
 }
+
+/// The xattr of an unfinished fragment that is written in several transactions. Its value is the UUID of the
+/// member's target.
+const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
 
 /// Number of bytes of a fragment that are reconstructed and copied at a time.
 const SEGMENT: u64 = 1 << 20;
@@ -91,6 +96,9 @@ impl Group {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(sources, link, position, whole, &peers, (false, receiver)).await?;
             }
+            Err(StoreError::NoSpace { .. }) if there && receiver == ReceivingMember::Salvaged => {
+                self.refill_fragment(sources, link, position, whole, &peers).await?;
+            }
             put => put?,
         }
         if !(there && receiver == ReceivingMember::Damaged) {
@@ -126,12 +134,51 @@ impl Group {
         let (source, stage) = self.make_fragment(interval, link, position, whole).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
-        let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&self.cid, oid).await;
-        let xattrs = self.ask_one_of(peers, oid, asked).await?;
+        let xattrs = self.xattrs_of_any(peers, oid).await?;
         transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         let written = self.calls.apply_to(link, transaction).await;
         drop(stage);
         written
+    }
+
+    /// Replaces a member's fragment and xattrs in several transactions, which need little more space than
+    /// the larger of both fragments. Until the last transaction, the xattrs differ from those of all
+    /// other members, so that a salvage recognises that the fragment has no usable content.
+    async fn refill_fragment(
+        &self,
+        interval: &Interval,
+        link: &MemberLink,
+        position: usize,
+        whole: WholeObject<'_>,
+        peers: &[Option<MemberLink>],
+    ) -> store::Result<()> {
+        let oid = || whole.oid.clone();
+        let ops = |ops| Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
+        let uuid = Bytes::copy_from_slice(link.target.uuid().as_bytes());
+        let size = Bytes::copy_from_slice(&whole.size.max(1).to_be_bytes());
+        let xattrs = vec![(UNFINISHED_XATTR, uuid), (SIZE_XATTR, size)];
+        let empty =
+            [Op::Remove { oid: oid() }, Op::Touch { oid: oid() }, Op::SetXattrs { oid: oid(), xattrs }];
+        self.calls.apply_to(link, ops(empty.into())).await?;
+        let len = self.layout.fragment_size(position, whole.size);
+        for offset in (0..len).step_by(SEGMENT as usize) {
+            let range = offset..(offset + SEGMENT).min(len);
+            let source = payload(self.reconstruct(interval, whole, position, range).await?)?;
+            let write = Op::Write { oid: oid(), offset, source: WriteSource::Inline(source) };
+            self.calls.apply_to(link, ops(vec![write])).await?;
+        }
+        let xattrs = self.xattrs_of_any(peers, whole.oid).await?;
+        let finish = [Op::RemoveXattrs { oid: oid() }, Op::SetXattrs { oid: oid(), xattrs }];
+        self.calls.apply_to(link, ops(finish.into())).await
+    }
+
+    async fn xattrs_of_any(
+        &self,
+        peers: &[Option<MemberLink>],
+        oid: &ObjectId,
+    ) -> store::Result<Vec<(Bytes, Bytes)>> {
+        let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&self.cid, oid).await;
+        self.ask_one_of(peers, oid, asked).await
     }
 
     /// Reconstructs a fragment. Stages the fragment on its member if it is longer than `SEGMENT`.

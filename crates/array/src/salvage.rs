@@ -50,6 +50,13 @@ fn last_in_sync(record: &GroupRecord, position: usize) -> u64 {
     }
 }
 
+fn receiver_at(position: usize, in_sync: &[PlacedView<'_>]) -> ReceivingMember {
+    match in_sync.iter().any(|(at, _)| *at == position) {
+        true => ReceivingMember::Salvaged,
+        false => ReceivingMember::NotInSync,
+    }
+}
+
 /// An interval of only these members, from which objects are copied.
 fn interval(number: u64, record: &GroupRecord, members: &[PlacedView<'_>]) -> Interval {
     let mut links = vec![None; record.members.len()];
@@ -232,7 +239,7 @@ impl Group {
             let copied = match holders.is_empty() {
                 true => Ok(false),
                 false => {
-                    self.merge_omaps(number, &holders, oid).await?;
+                    self.merge_omaps(number, &holders, in_sync, oid).await?;
                     self.copy_from(&interval(number, record, &holders), oid, &others, in_sync).await
                 }
             };
@@ -263,23 +270,31 @@ impl Group {
         in_sync: &[PlacedView<'_>],
     ) -> store::Result<bool> {
         for (position, view) in to {
-            let receiver = match in_sync.iter().any(|(at, _)| at == position) {
-                true => ReceivingMember::Salvaged,
-                false => ReceivingMember::NotInSync,
-            };
+            let receiver = receiver_at(*position, in_sync);
             match self.copy_from_sources(sources, &view.link, *position, oid, receiver).await {
                 Ok(_) => {}
                 Err(StoreError::TooFewTargets { .. }) => return Ok(false),
-                Err(e) => return Err(self.unless_it_cannot_receive(view, sources.number, e)),
+                Err(e) => return Err(self.unless_it_cannot_receive(view, receiver, sources.number, e)),
             }
         }
         Ok(true)
     }
 
     /// Returns the error of a member that receives an object. If the member cannot receive it, the next
-    /// attempt goes on without this member.
-    fn unless_it_cannot_receive(&self, view: &MemberView, number: u64, e: StoreError) -> StoreError {
+    /// attempt goes on without this member, unless the member is in sync: only such members have the newest
+    /// content, so that the group waits until the member can receive the object.
+    fn unless_it_cannot_receive(
+        &self,
+        view: &MemberView,
+        receiver: ReceivingMember,
+        number: u64,
+        e: StoreError,
+    ) -> StoreError {
         if !matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
+            return e;
+        }
+        if receiver == ReceivingMember::Salvaged {
+            tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member in sync cannot receive an object, so the group waits");
             return e;
         }
         tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member cannot receive an object, so the group continues without the member");
@@ -293,14 +308,16 @@ impl Group {
         &self,
         number: u64,
         members: &[PlacedView<'_>],
+        in_sync: &[PlacedView<'_>],
         oid: &ObjectId,
     ) -> store::Result<()> {
-        let (_, first) = members[0];
-        let to_first = members[1..].iter().map(|(_, view)| (first, *view));
-        let from_first = members[1..].iter().map(|(_, view)| (*view, first));
-        for (to, from) in to_first.chain(from_first) {
+        let first = members[0];
+        let to_first = members[1..].iter().map(|other| (first, *other));
+        let from_first = members[1..].iter().map(|other| (*other, first));
+        for ((position, to), (_, from)) in to_first.chain(from_first) {
             let copied = self.copy_missing_omap(&to.link, &from.link, oid).await;
-            copied.map_err(|e| self.unless_it_cannot_receive(to, number, e))?;
+            let receiver = receiver_at(position, in_sync);
+            copied.map_err(|e| self.unless_it_cannot_receive(to, receiver, number, e))?;
         }
         Ok(())
     }

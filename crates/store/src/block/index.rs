@@ -50,7 +50,7 @@ const STEP: usize = 8;
 
 /// The storage of one database. When the database ends, `redb` would trim its storage. The storage can only
 /// grow by doubling, so it could then never grow again if more than half of the region is in use. A database
-/// that has ended therefore writes nothing: its last commit stays, as after a crash.
+/// that has ended therefore does nothing more: its last commit stays, as after a crash.
 #[derive(Debug)]
 struct DatabaseStorage {
     region: IndexRegion,
@@ -72,7 +72,7 @@ impl StorageBackend for DatabaseStorage {
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.region.read(offset, out)
+        self.unless_ended()?.read(offset, out)
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
@@ -88,7 +88,7 @@ impl StorageBackend for DatabaseStorage {
     }
 }
 
-/// A database that writes nothing when it ends.
+/// A database that does nothing when it ends.
 #[derive(Debug)]
 struct OpenDatabase {
     has_ended: Arc<AtomicBool>,

@@ -182,9 +182,12 @@ async fn puts_that_can_never_fit_are_all_refused() {
     assert_none_failed(&node).await;
 }
 
+/// The collection of [`take_every_block`].
+const FILLER: &str = "filler";
+
 /// Fills every block, including the blocks of the reserve.
-async fn take_every_block(store: &dyn ObjectStore) {
-    let filler = CollectionId::new("filler").unwrap();
+pub(super) async fn take_every_block(store: &dyn ObjectStore) {
+    let filler = CollectionId::new(FILLER).unwrap();
     let create = Transaction::new(filler.clone()).with(Op::CreateCollection);
     store.queue_transaction(create).await.unwrap();
     for n in 0..100_000 {
@@ -198,6 +201,17 @@ async fn take_every_block(store: &dyn ObjectStore) {
         }
     }
     panic!("the target is not full");
+}
+
+/// Frees the blocks of [`take_every_block`].
+pub(super) async fn free_blocks(store: &dyn ObjectStore) {
+    let filler = CollectionId::new(FILLER).unwrap();
+    let (objects, _) = store.list(&filler, None, 100_000).await.unwrap();
+    assert!(!objects.is_empty());
+    for oid in objects {
+        let remove = Transaction::new(filler.clone()).with(Op::Remove { oid });
+        store.queue_transaction(remove.from_reserve()).await.unwrap();
+    }
 }
 
 /// The node is as full as a node could become before the reserve existed. A change of the map has

@@ -5,16 +5,18 @@
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use client::Client;
+use client::{Client, Error, NodeError};
 use osd::OsdConfig;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
+use store::StoreCalls;
 use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
 use crate::redundancy::{config, redundancy, scrub, wait_until_whole, wait_until_whole_but};
+use crate::tcp_only::full::{free_blocks, take_every_block};
 use crate::tcp_only::recovery::until;
 use crate::tcp_only::witness::{Memory, config_with};
 
@@ -39,6 +41,8 @@ struct Losses {
     stale: &'static [usize],
     /// Targets that are lost.
     lost: &'static [usize],
+    /// A target that other data fills.
+    full: Option<usize>,
     /// Maximum number of dirty notes.
     notes: usize,
     /// Minimum number of moments at which the power may fail.
@@ -46,7 +50,7 @@ struct Losses {
 }
 
 const SALVAGE: Losses =
-    Losses { scheme: "ec:2+1", spares: 0, stale: &[2], lost: &[0], notes: 1000, moments: 20 };
+    Losses { scheme: "ec:2+1", spares: 0, stale: &[2], lost: &[0], full: None, notes: 1000, moments: 20 };
 
 struct Story {
     images: Vec<Vec<u8>>,
@@ -82,8 +86,19 @@ async fn change(
     }
 }
 
+/// Whether a target still has content that changes have replaced.
+async fn keeps_older_content(store: &FaultStore) -> bool {
+    for cid in store.inner().collections().await.unwrap() {
+        let (objects, _) = store.inner().list(&cid, None, 10_000).await.unwrap();
+        if objects.iter().any(|oid| oid.as_bytes().windows(4).any(|part| part == b"undo")) {
+            return true;
+        }
+    }
+    false
+}
+
 /// Makes targets miss changes, loses targets, and accepts this loss.
-async fn tell(Losses { scheme, spares, stale, lost, notes, .. }: &Losses, seed: u64) -> Story {
+async fn tell(Losses { scheme, spares, stale, lost, full, notes, .. }: &Losses, seed: u64) -> Story {
     let redundancy = redundancy(scheme);
     let format = |n| SimStore::format(vec![0xa5; SIZE], Uuid::from_u128(n as u128 + 1)).unwrap();
     let images: Vec<Vec<u8>> = (0..redundancy.targets() + spares).map(format).collect();
@@ -106,6 +121,10 @@ async fn tell(Losses { scheme, spares, stale, lost, notes, .. }: &Losses, seed: 
         node.stores[*target].set_down(true);
         change(&client, &mut versions, (step..OBJECTS).step_by(3), 100 + step as u64).await;
     }
+    if let Some(target) = full {
+        let store = &node.stores[*target];
+        until("the older content is removed", async || !keeps_older_content(store).await).await;
+    }
     lost.iter().for_each(|target| node.stores[*target].set_down(true));
     let is_lost = async || {
         let put = client.pool("pool").unwrap().object("probe").unwrap().put("x").await;
@@ -116,11 +135,17 @@ async fn tell(Losses { scheme, spares, stale, lost, notes, .. }: &Losses, seed: 
         node.stores[*target].set_down(false);
         client.set_target_out(*target as u32, false).await.unwrap();
     }
+    if let Some(target) = full {
+        take_every_block(node.stores[*target].inner()).await;
+    }
     moments.lock().unwrap().clear();
     for target in *lost {
         client.forget_target(*target as u32, true).await.unwrap();
     }
-    let opens = async || client.pool("pool").unwrap().object("probe").unwrap().put("x").await.is_ok();
+    let opens = async || match client.pool("pool").unwrap().object("o0").unwrap().get().await {
+        Err(e) => e.is_not_found(),
+        Ok(_) => true,
+    };
     until("the group continues", opens).await;
     let moments = std::mem::take(&mut *moments.lock().unwrap());
     drop(node);
@@ -171,6 +196,10 @@ async fn interrupt(losses: Losses) -> (usize, usize) {
         }
         let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
         let stores: Vec<_> = drives.iter().map(|drive| FaultStore::over(mount(drive), None)).collect();
+        if let Some(target) = losses.full {
+            // Otherwise the target could not be rebuilt later.
+            free_blocks(stores[target].inner()).await;
+        }
         story.lost.iter().for_each(|target| stores[*target].set_down(!returns));
         let mut node = Node::over(stores, config);
         node.restart();
@@ -218,6 +247,52 @@ async fn an_interrupted_salvage_with_targets_of_different_ages_mixes_nothing() {
     // Metadata is read from the only target that is left in sync.
     interrupt(Losses { scheme: "ec:2+2", stale: &[1, 3], lost: &[0], ..SALVAGE }).await;
     interrupt(Losses { scheme: "ec:4+2", stale: &[4, 5], lost: &[0, 1], ..SALVAGE }).await;
+}
+
+/// Two stale targets have older content of some objects, and the only target in sync receives it.
+#[tokio::test]
+async fn an_interrupted_salvage_with_a_full_target_in_sync_mixes_nothing() {
+    let full = Losses { scheme: "ec:2+2", stale: &[2, 3], lost: &[0], full: Some(1), ..SALVAGE };
+    let (found, gone) = interrupt(full).await;
+    assert_eq!((found, gone), (OBJECTS * CHECKS, 0));
+}
+
+/// The older content of an object needs more space than the newer content.
+#[tokio::test]
+async fn a_salvage_waits_until_a_full_target_in_sync_has_room_for_older_content() {
+    let seed = seed();
+    let drive = |n: u128| SimStore::format(vec![0; 16 << 20], Uuid::from_u128(n + 1)).unwrap();
+    let drives: Vec<_> = (0..4).map(|n| RecordedDrive::new(drive(n))).collect();
+    let memory = Arc::new(Memory::default());
+    let node = start(&drives, config_with(&memory, config()), seed, None);
+    let client = node.client().await;
+    client.create_pool_with("pool", 1, redundancy("ec:2+2")).await.unwrap();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    let older = data(5_000_000, 1);
+    object.put(older.clone()).await.unwrap();
+    [2, 3].iter().for_each(|n: &usize| node.stores[*n].set_down(true));
+    object.put("newer").await.unwrap();
+    until("the older content is removed", async || !keeps_older_content(&node.stores[1]).await).await;
+    node.stores[0].set_down(true);
+    let is_lost = async || {
+        let put = client.pool("pool").unwrap().object("probe").unwrap().put("x").await;
+        put.is_err_and(|e| e.to_string().contains("outboard target forget"))
+    };
+    until("the group waits", is_lost).await;
+    take_every_block(node.stores[1].inner()).await;
+    for target in [2, 3] {
+        node.stores[target].set_down(false);
+        client.set_target_out(target as u32, false).await.unwrap();
+    }
+    client.forget_target(0, true).await.unwrap();
+    let is_full = async || matches!(object.get().await, Err(Error::Node(NodeError::NoSpace { .. })));
+    until("the group waits for space", is_full).await;
+    assert!(is_full().await);
+    free_blocks(node.stores[1].inner()).await;
+    until("the group continues", async || object.get().await.is_ok_and(|bytes| bytes == older)).await;
+    wait_until_whole_but(&client, 1).await;
+    let scrub = scrub(&client, false).await;
+    assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None));
 }
 
 #[tokio::test]
