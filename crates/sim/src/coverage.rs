@@ -11,9 +11,13 @@ use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, Share
 
 use crate::plan::FaultKind;
 
+/// The effect of [`FaultKind::DamageLogEnd`].
+pub(crate) const BITS_AT_LOG_ENDS: &str = "drive: bits flipped at log ends";
+
 /// Effects that only one kind of fault has.
 const OF_ONE_KIND: &[(FaultKind, &str)] = &[
     (FaultKind::FlipInWrite, "drive: bits flipped in writes"),
+    (FaultKind::DamageLogEnd, BITS_AT_LOG_ENDS),
     (FaultKind::FlipInMemory, "memory: bits flipped in reads"),
     (FaultKind::FlipInMemory, "memory: bits flipped in writes"),
     (FaultKind::Witness, "witness: failed writes"),

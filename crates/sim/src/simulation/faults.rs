@@ -17,6 +17,7 @@ use tokio::time::sleep;
 use wire::{Mutation, ObjectName, OpBytes, PoolName};
 
 use super::{FILLER, POWER_OFF, Simulation, brief, client_host};
+use crate::coverage::BITS_AT_LOG_ENDS;
 use crate::history::{Outcome, RefusalKind, Rule};
 use crate::node::HOST;
 use crate::plan::{FaultKind, NodeRole, PlannedFault, Victim, WitnessTrouble};
@@ -400,6 +401,9 @@ impl Simulation {
                 self.node.kill(role);
                 let flipped = drive.flip_bit_at_log_end(detail.random_range(0..4));
                 self.trace.event(format_args!("drive {target}: a bit of the log is flipped at {flipped:?}"));
+                if flipped.is_some() {
+                    self.count(BITS_AT_LOG_ENDS);
+                }
                 sleep(planned.lasts).await;
                 self.node.release(role);
             }

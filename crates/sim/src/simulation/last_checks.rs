@@ -93,7 +93,11 @@ impl Simulation {
                 versions.insert(request.object(), mutated.version);
             }
         }
-        for ((request, outcome), (_, other)) in calls(earlier).zip(calls(later)) {
+        let call = |request: &Request| (request.object().cloned(), request.to_string());
+        let answers: BTreeMap<_, &Outcome> =
+            calls(later).map(|(request, outcome)| (call(request), outcome)).collect();
+        for (request, outcome) in calls(earlier) {
+            let Some(other) = answers.get(&call(request)).copied() else { continue };
             let is_same = match (outcome, other) {
                 (Outcome::Refused(one), Outcome::Refused(other)) => one.kind == other.kind,
                 (one, other) => one == other,
