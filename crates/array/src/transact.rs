@@ -242,11 +242,12 @@ impl Group {
             TransactionFailure::Nowhere(e)
             | TransactionFailure::Somewhere { error: e @ StoreError::Disconnected(_), .. } => Err(e),
             // The next interval normally undoes the change. Until it has done so, the failure is not
-            // certain.
-            TransactionFailure::Somewhere { error, .. } => {
-                let next = self.any_interval().await?;
-                if next.undone.contains(&change) { Err(error) } else { Err(over(interval.number)) }
-            }
+            // certain, even if the group cannot continue now.
+            TransactionFailure::Somewhere { error, .. } => match self.any_interval().await {
+                Ok(next) if next.undone.contains(&change) => Err(error),
+                Ok(_) => Err(over(interval.number)),
+                Err(e) => Err(StoreError::Disconnected(e.to_string())),
+            },
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use client::{Error, NodeError};
 use osd::OsdConfig;
 use store::simulation::{RecordedDrive, SimStore};
 use store::{ObjectId, Op, StoreCalls, Transaction};
@@ -467,6 +468,19 @@ async fn a_membership_record_in_force_only_on_a_lost_target_is_ignored() {
         comes_back(&rig, first);
         all_is_well(rig).await;
     }
+}
+
+/// One target refuses a change, and the others fail before they have undone it.
+#[tokio::test]
+async fn a_change_that_was_refused_and_may_be_kept_has_an_unknown_outcome() {
+    let mut rig = Rig::new("ec:2+1", 1).await;
+    rig.put(0, 50_000, 1).await;
+    let object = rig.pool.object("o0").unwrap();
+    rig.node.stores[2].set_full(1);
+    [0, 1].iter().for_each(|target: &usize| rig.node.stores[*target].arm_gone_at_record());
+    let outcome = object.put("newer").await;
+    assert!([0, 1].iter().any(|target: &usize| rig.node.stores[*target].is_down()));
+    assert!(matches!(outcome, Err(Error::Node(NodeError::OutcomeUnknown(_)))), "{outcome:?}");
 }
 
 #[tokio::test]
