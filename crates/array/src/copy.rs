@@ -96,8 +96,8 @@ impl Group {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(sources, link, position, whole, &peers, (false, receiver)).await?;
             }
-            Err(StoreError::NoSpace { .. }) if there && receiver == ReceivingMember::Salvaged => {
-                self.refill_fragment(sources, link, position, whole, &peers).await?;
+            Err(StoreError::NoSpace { .. }) if receiver == ReceivingMember::Salvaged => {
+                self.refill_fragment(sources, link, position, whole, (&peers, there)).await?;
             }
             put => put?,
         }
@@ -143,33 +143,57 @@ impl Group {
 
     /// Replaces a member's fragment and xattrs in several transactions, which need little more space than
     /// the larger of both fragments. Until the last transaction, the xattrs differ from those of all
-    /// other members, so that a salvage recognises that the fragment has no usable content.
+    /// other members, so that a salvage recognises that the fragment has no usable content. `there`: the
+    /// member has a fragment of the object.
+    ///
+    /// # Errors
+    /// If a member fails. If the space does not suffice, the member then has an empty fragment.
     async fn refill_fragment(
         &self,
         interval: &Interval,
         link: &MemberLink,
         position: usize,
         whole: WholeObject<'_>,
-        peers: &[Option<MemberLink>],
+        (peers, there): (&[Option<MemberLink>], bool),
     ) -> store::Result<()> {
+        self.empty_fragment(link, whole, there).await?;
         let oid = || whole.oid.clone();
-        let ops = |ops| Transaction { collection: self.cid.clone(), ops, uses_reserve: true };
-        let uuid = Bytes::copy_from_slice(link.target.uuid().as_bytes());
-        let size = Bytes::copy_from_slice(&whole.size.max(1).to_be_bytes());
-        let xattrs = vec![(UNFINISHED_XATTR, uuid), (SIZE_XATTR, size)];
-        let empty =
-            [Op::Remove { oid: oid() }, Op::Touch { oid: oid() }, Op::SetXattrs { oid: oid(), xattrs }];
-        self.calls.apply_to(link, ops(empty.into())).await?;
         let len = self.layout.fragment_size(position, whole.size);
         for offset in (0..len).step_by(SEGMENT as usize) {
             let range = offset..(offset + SEGMENT).min(len);
             let source = payload(self.reconstruct(interval, whole, position, range).await?)?;
             let write = Op::Write { oid: oid(), offset, source: WriteSource::Inline(source) };
-            self.calls.apply_to(link, ops(vec![write])).await?;
+            match self.calls.apply_to(link, self.with_reserve(vec![write])).await {
+                Err(e @ StoreError::NoSpace { .. }) => {
+                    // While the group waits for space, other groups can use this space.
+                    self.empty_fragment(link, whole, true).await?;
+                    return Err(e);
+                }
+                written => written?,
+            }
         }
         let xattrs = self.xattrs_of_any(peers, whole.oid).await?;
         let finish = [Op::RemoveXattrs { oid: oid() }, Op::SetXattrs { oid: oid(), xattrs }];
-        self.calls.apply_to(link, ops(finish.into())).await
+        self.calls.apply_to(link, self.with_reserve(finish.into())).await
+    }
+
+    /// Replaces a member's fragment, if it is `there`, by an empty one with xattrs that no other member has.
+    async fn empty_fragment(
+        &self,
+        link: &MemberLink,
+        WholeObject { oid, size }: WholeObject<'_>,
+        there: bool,
+    ) -> store::Result<()> {
+        let uuid = Bytes::copy_from_slice(link.target.uuid().as_bytes());
+        let size = Bytes::copy_from_slice(&size.max(1).to_be_bytes());
+        let xattrs = vec![(UNFINISHED_XATTR, uuid), (SIZE_XATTR, size)];
+        let make = [Op::Touch { oid: oid.clone() }, Op::SetXattrs { oid: oid.clone(), xattrs }];
+        let remove = there.then(|| Op::Remove { oid: oid.clone() });
+        self.calls.apply_to(link, self.with_reserve(remove.into_iter().chain(make).collect())).await
+    }
+
+    fn with_reserve(&self, ops: Vec<Op>) -> Transaction {
+        Transaction { collection: self.cid.clone(), ops, uses_reserve: true }
     }
 
     async fn xattrs_of_any(

@@ -560,10 +560,10 @@ impl GroupEvidence<'_> {
             in_sync(&state.target) && state.record.term < witnessed.term && shows_it(state)
         };
         let state = self.states.iter().filter(|_| base.is_witnessed).find(is_before)?;
-        let unused = Some(witnessed.clone());
         // Members may be missing that have gone on with a later record, if the operator has accepted their
-        // loss.
+        // loss. A salvage may have changed the objects of the members that have the witnessed record.
         let on_word = witnessed.term.saturating_sub(state.record.term) >= LOSS_STEP;
+        let unused = Some(witnessed.clone()).filter(|_| !on_word);
         Some(Base { record: state.record.clone(), unused, is_witnessed: true, on_word })
     }
 

@@ -17,6 +17,8 @@ use crate::record::{ChangeId, GroupRecord, Standing};
 
 /// Pause after a failed attempt to open an interval, before the next attempt with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
+/// The pause if a member has too little space, so that a salvage failed after it had changed objects.
+const FULL_FOR: Duration = Duration::from_secs(1);
 
 /// A period in which the same members of a group take part in transactions.
 pub struct Interval {
@@ -61,7 +63,7 @@ struct OpeningFailure {
     number: u64,
     /// Time before which the group does not try to open the interval again.
     until: Instant,
-    why: String,
+    error: StoreError,
 }
 
 /// The intervals of a group.
@@ -105,9 +107,9 @@ impl Intervals {
     }
 
     /// Records that interval `number` could not be opened, and why.
-    pub(crate) fn refuse(&self, number: u64, why: String) {
-        let until = Instant::now() + REFUSED_FOR;
-        *self.refusal.borrow_mut() = Some(OpeningFailure { number, until, why });
+    pub(crate) fn refuse(&self, number: u64, error: StoreError) {
+        let pause = if matches!(error, StoreError::NoSpace { .. }) { FULL_FOR } else { REFUSED_FOR };
+        *self.refusal.borrow_mut() = Some(OpeningFailure { number, until: Instant::now() + pause, error });
     }
 
     /// Returns the error of a recent failed attempt to open interval `number`. Returns `None` if
@@ -115,7 +117,7 @@ impl Intervals {
     pub(crate) fn refusal(&self, number: u64) -> Option<StoreError> {
         let refusal = self.refusal.borrow();
         let refusal = refusal.as_ref().filter(|r| r.number == number && Instant::now() < r.until)?;
-        Some(StoreError::Disconnected(refusal.why.clone()))
+        Some(refusal.error.clone())
     }
 
     /// Tries to become the only task that opens an interval. Returns true on success.

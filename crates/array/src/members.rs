@@ -63,13 +63,13 @@ impl Group {
 
     /// Returns how the group can continue although no decision is possible; `None` if it cannot.
     pub(crate) fn to_salvage(&self, views: &[MemberView]) -> Option<Salvage> {
-        let mut salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
+        let salvage = self.with_evidence(views, |evidence| evidence.salvage())?;
         if salvage.record.members.len() != self.layout.fragments() {
             return None;
         }
-        let is_unable = |target: &Uuid| self.cannot_catch_up.borrow().contains(target);
-        salvage.stale.retain(|position| !is_unable(&salvage.record.members[*position].target));
-        if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() >= self.layout.k {
+        let is_unable = |position: &&usize| !self.can_receive(&salvage.record.members[**position].target);
+        let unable = salvage.stale.iter().filter(is_unable).count();
+        if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() >= self.layout.k + unable {
             return Some(salvage);
         }
         // The members that could not receive an object may be able to later.
@@ -95,6 +95,11 @@ impl Group {
             is_lost: &|target| self.word.is_lost(target),
             missing: &missing,
         })
+    }
+
+    /// Whether a target has not refused to receive objects since the last interval.
+    pub(crate) fn can_receive(&self, target: &Uuid) -> bool {
+        !self.cannot_catch_up.borrow().contains(target)
     }
 
     /// Returns the targets that the group needs and that are missing or have gone back; `None` before

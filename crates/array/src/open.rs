@@ -47,8 +47,8 @@ impl Group {
             }
             let tried = self.number();
             let opened = self.open().await;
-            if let Err(StoreError::Disconnected(why)) = &opened {
-                self.intervals.refuse(tried, why.clone());
+            if let Err(e @ (StoreError::Disconnected(_) | StoreError::NoSpace { .. })) = &opened {
+                self.intervals.refuse(tried, e.clone());
             }
             self.intervals.begin(opened?);
         }
@@ -193,6 +193,11 @@ impl Group {
         Ok(())
     }
 
+    /// Whether the group can continue with these targets although no decision is possible.
+    fn goes_on_without_decision(&self, views: &[MemberView]) -> bool {
+        self.with_evidence(views, |evidence| evidence.salvage().is_some() || evidence.is_lost_for_good())
+    }
+
     /// Reads the group's records on the targets. Asks slow targets only if too few other targets
     /// have answered.
     async fn views(&self) -> store::Result<Views> {
@@ -209,22 +214,27 @@ impl Group {
             if waiting.is_empty() || now >= wait_until {
                 let silent: Vec<Uuid> = waiting.iter().chain(&slow).map(|target| target.uuid()).collect();
                 let decision = self.decide(&found.views);
-                // A target that has not answered may have newer objects than those that an operator's word
-                // leaves.
-                let needs_answers = decision.as_ref().is_ok_and(|decision| decision.on_word)
-                    && !silent.iter().all(|target| self.word.is_lost(target));
-                if decision.is_ok() && !needs_answers {
+                let are_lost = silent.iter().all(|target| self.word.is_lost(target));
+                let goes_on = match &decision {
+                    // A target that has not answered may have newer objects than those that an operator's
+                    // word leaves.
+                    Ok(decision) => !decision.on_word || are_lost,
+                    Err(_) => are_lost && self.goes_on_without_decision(&found.views),
+                };
+                if goes_on {
                     // The group can continue without the targets that have not answered. Report
                     // these targets as slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
                 if slow.is_empty() && now >= began + self.calls.patience {
-                    if needs_answers {
-                        // The operator can accept the loss of these targets, too.
-                        let lost = self.lost_targets(&found.views);
-                        self.waits_for.replace(Some(silent.into_iter().chain(lost).collect()));
-                    }
+                    // The operator can accept the loss of these targets, too.
+                    let lost = self.lost_targets(&found.views);
+                    let named = decision.err().map(|refused| refused.waits_for).unwrap_or_default();
+                    let waits_for: BTreeSet<Uuid> = silent.into_iter().chain(named).chain(lost).collect();
+                    self.waits_for.replace(Some(waits_for.into_iter().collect()));
+                    self.lacks_objects
+                        .set(self.with_evidence(&found.views, |evidence| evidence.lacks_content()));
                     let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
                     let why = format!(
                         "too few targets answered within {:?}; no answer from the targets {silent}",

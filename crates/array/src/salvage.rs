@@ -5,7 +5,8 @@
 //! notes or its own intents name. The xattrs of such an object show which members have the same
 //! content. If enough members do, this content is copied to the others: the newest content if
 //! possible, otherwise older content. If an object has no data, one member suffices. All other objects
-//! are lost and are removed, because their fragments do not fit together.
+//! are lost and are removed, because their fragments do not fit together. A stale member that cannot
+//! receive an object, for example because it is full, is only read, and becomes blank.
 //!
 //! If stale members do not suffice, other targets with objects count as stale members, too: members that
 //! have gone back, former members, and members that lack too many changes for dirty notes. Then the
@@ -41,6 +42,16 @@ const PAGE: usize = 256;
 
 /// A member's position, and what the member has stored.
 pub(crate) type PlacedView<'a> = (usize, &'a MemberView);
+
+/// The members of a salvage.
+struct Salvaged<'a> {
+    record: &'a GroupRecord,
+    /// All of them, the newest first.
+    sources: &'a [PlacedView<'a>],
+    in_sync: &'a [PlacedView<'a>],
+    /// Stale members that receive objects.
+    stale: &'a [PlacedView<'a>],
+}
 
 /// Returns the term of the last record that lists a stale member as in sync.
 fn last_in_sync(record: &GroupRecord, position: usize) -> u64 {
@@ -100,7 +111,11 @@ impl Group {
         };
         let others: Vec<PlacedView<'_>> = others.iter().map(view_of).collect();
         views.iter().for_each(|view| self.terms.heard_of(view.heard()));
-        if record.in_sync().count() > in_sync.len() || !others.is_empty() {
+        // If a member had this record only as a proposal, the record before it would count once the lost
+        // members return, although objects have changed.
+        let is_in_force = self.terms.witness().is_some_and(|witness| witness.term == record.term)
+            && in_sync.iter().all(|(_, view)| view.state.record == *record);
+        if !is_in_force || record.in_sync().count() > in_sync.len() || !others.is_empty() {
             if !others.is_empty() {
                 let all = self.all_objects(&[&members[..], &others].concat()).await?;
                 try_join_all(in_sync.iter().map(|(_, view)| self.note_dirty(&view.link, all.iter()))).await?;
@@ -127,6 +142,9 @@ impl Group {
         let _alone = self.copies.write().await;
         let last = self.settle(&in_sync).await?;
         let differing = self.differing(record, &members);
+        stale.retain(|(_, view)| self.can_receive(&view.link.target.uuid()));
+        let sources = members;
+        let members: Vec<PlacedView<'_>> = in_sync.iter().chain(&stale).copied().collect();
         for (_, view) in &members {
             // If a later attempt finds other members, these objects still differ.
             self.note_dirty(&view.link, differing.iter()).await?;
@@ -134,7 +152,8 @@ impl Group {
         for (_, view) in &stale {
             self.forget_older_records(&view.link, record).await?;
         }
-        let lost = self.salvage_objects(number, record, (&in_sync, &stale), &differing).await?;
+        let salvaged = Salvaged { record, sources: &sources, in_sync: &in_sync, stale: &stale };
+        let lost = self.salvage_objects(number, &salvaged, &differing).await?;
         for (_, view) in &members {
             self.replace_records(&view.link, record, last).await?;
         }
@@ -226,20 +245,21 @@ impl Group {
     async fn salvage_objects(
         &self,
         number: u64,
-        record: &GroupRecord,
-        (in_sync, stale): (&[PlacedView<'_>], &[PlacedView<'_>]),
+        salvaged: &Salvaged<'_>,
         differing: &BTreeSet<ObjectId>,
     ) -> store::Result<u64> {
+        let Salvaged { record, sources, in_sync, stale } = *salvaged;
         let members: Vec<PlacedView<'_>> = in_sync.iter().chain(stale).copied().collect();
         let mut lost = 0;
         for oid in differing {
-            let kept = self.holders(oid, &members).await?;
-            let (holders, others): (Vec<_>, Vec<_>) =
-                members.iter().copied().partition(|(position, _)| kept.contains(position));
+            let kept = self.holders(oid, sources).await?;
+            let is_kept = |(position, _): &PlacedView<'_>| kept.contains(position);
+            let holders: Vec<PlacedView<'_>> = sources.iter().copied().filter(is_kept).collect();
+            let others: Vec<PlacedView<'_>> = members.iter().copied().filter(|m| !is_kept(m)).collect();
             let copied = match holders.is_empty() {
                 true => Ok(false),
                 false => {
-                    self.merge_omaps(number, &holders, in_sync, oid).await?;
+                    self.merge_omaps(number, &holders, salvaged, oid).await?;
                     self.copy_from(&interval(number, record, &holders), oid, &others, in_sync).await
                 }
             };
@@ -274,32 +294,34 @@ impl Group {
             match self.copy_from_sources(sources, &view.link, *position, oid, receiver).await {
                 Ok(_) => {}
                 Err(StoreError::TooFewTargets { .. }) => return Ok(false),
-                Err(e) => return Err(self.unless_it_cannot_receive(view, receiver, sources.number, e)),
+                Err(e) => self.unless_unneeded(view, receiver, sources.number, e)?,
             }
         }
         Ok(true)
     }
 
-    /// Returns the error of a member that receives an object. If the member cannot receive it, the next
-    /// attempt goes on without this member, unless the member is in sync: only such members have the newest
-    /// content, so that the group waits until the member can receive the object.
-    fn unless_it_cannot_receive(
+    /// Handles the error of a member that receives an object. The next attempt only reads a stale member
+    /// that cannot receive it. Members in sync are needed, because only they have the newest content: the
+    /// group waits until such a member has space, and ignores that its part of the object is damaged,
+    /// because reads find that, too.
+    fn unless_unneeded(
         &self,
         view: &MemberView,
         receiver: ReceivingMember,
         number: u64,
         e: StoreError,
-    ) -> StoreError {
-        if !matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
-            return e;
+    ) -> store::Result<()> {
+        let is_damaged = matches!(e, StoreError::Corrupt { .. });
+        if !is_damaged && !matches!(e, StoreError::NoSpace { .. }) {
+            return Err(e);
         }
-        if receiver == ReceivingMember::Salvaged {
-            tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member in sync cannot receive an object, so the group waits");
-            return e;
+        let is_in_sync = receiver == ReceivingMember::Salvaged;
+        tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, is_in_sync, "a member cannot receive an object that other members have");
+        if is_in_sync {
+            return if is_damaged { Ok(()) } else { Err(e) };
         }
-        tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, "a member cannot receive an object, so the group continues without the member");
         self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
-        over(number)
+        Err(over(number))
     }
 
     /// Makes the omaps of an object equal on members that have the same content. An interrupted copy may
@@ -307,17 +329,17 @@ impl Group {
     async fn merge_omaps(
         &self,
         number: u64,
-        members: &[PlacedView<'_>],
-        in_sync: &[PlacedView<'_>],
+        holders: &[PlacedView<'_>],
+        Salvaged { in_sync, stale, .. }: &Salvaged<'_>,
         oid: &ObjectId,
     ) -> store::Result<()> {
-        let first = members[0];
-        let to_first = members[1..].iter().map(|other| (first, *other));
-        let from_first = members[1..].iter().map(|other| (*other, first));
-        for ((position, to), (_, from)) in to_first.chain(from_first) {
-            let copied = self.copy_missing_omap(&to.link, &from.link, oid).await;
-            let receiver = receiver_at(position, in_sync);
-            copied.map_err(|e| self.unless_it_cannot_receive(to, receiver, number, e))?;
+        let receives = |holder: &&PlacedView<'_>| in_sync.iter().chain(*stale).any(|(at, _)| *at == holder.0);
+        let Some(first) = holders.iter().find(receives) else { return Ok(()) };
+        let to_first = holders.iter().map(|other| (first, other));
+        let from_first = holders.iter().filter(receives).map(|other| (other, first));
+        for (to, from) in to_first.chain(from_first).filter(|(to, from)| to.0 != from.0) {
+            let copied = self.copy_missing_omap(&to.1.link, &from.1.link, oid).await;
+            copied.or_else(|e| self.unless_unneeded(to.1, receiver_at(to.0, in_sync), number, e))?;
         }
         Ok(())
     }
