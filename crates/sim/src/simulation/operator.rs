@@ -9,11 +9,13 @@ use client::engine::{ChangeRequest, Source};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::sleep;
-use wire::{CodingMode, Mutation, NodeStatus, ObjectName, OpBytes, PoolName, Redundancy, TargetState};
+use wire::{
+    CodingMode, Mutation, NodeStatus, ObjectName, OpBytes, PoolLoss, PoolName, Redundancy, TargetState,
+};
 
 use super::{POWER_OFF, REQUEST_TIMEOUT, Simulation, brief};
 use crate::history::{ClientId, Outcome, RefusalKind, Request, Rule};
-use crate::plan::PlannedFault;
+use crate::plan::{PlannedFault, PlannedPool};
 
 /// Number of times that an operator tries to remove a pool while faults occur.
 const REMOVALS: u32 = 5;
@@ -229,16 +231,32 @@ impl Simulation {
         index: u32,
     ) -> client::Result<bool> {
         self.sacrifice_pools();
+        let began = self.now();
         let forget = async {
             match client.forget_target(index, true).await {
                 Err(client::Error::Node(wire::Error::CommandRefused(_))) => Ok(false),
-                forgotten => forgotten.map(|_| {
-                    self.count("operator: target forgotten");
-                    true
-                }),
+                forgotten => {
+                    self.loses_with_slow_target(forgotten.as_deref().ok(), began);
+                    forgotten.map(|_| {
+                        self.count("operator: target forgotten");
+                        true
+                    })
+                }
             }
         };
         self.administer(operator, &format!("forget target {target}"), forget).await
+    }
+
+    /// Declares that pools may lose changes because the loss of a target was accepted at the time `now`,
+    /// although they tolerate this loss: another target may have been slow, so that a group continued
+    /// without it. `loss` is what the node has reported, if its answer was received.
+    fn loses_with_slow_target(&self, loss: Option<&[PoolLoss]>, now: Duration) {
+        let waits = |pool: &&PlannedPool| {
+            loss.is_none_or(|loss| loss.iter().any(|loss| loss.pool == pool.name && loss.waiting > 0))
+        };
+        for pool in self.plan.pools.iter().filter(waits).filter(|_| self.plan.may_slow_targets()) {
+            self.history.borrow_mut().may_lose_changes(&pool.name, now);
+        }
     }
 
     /// Gives up each target whose drive is lost or damaged and that the node does not use. A group may
