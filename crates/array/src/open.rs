@@ -250,10 +250,14 @@ impl Group {
             }
             tokio::select! {
                 biased;
-                Some((target, looked)) = looks.next() => {
-                    waiting.retain(|t| t.uuid() != target.uuid());
-                    found.add(target, looked?);
-                }
+                Some((target, looked)) = looks.next() => match looked {
+                    // The target has not answered either.
+                    Err(StoreError::Disconnected(_)) if began.elapsed() >= self.calls.patience => {}
+                    looked => {
+                        waiting.retain(|t| t.uuid() != target.uuid());
+                        found.add(target, looked?);
+                    }
+                },
                 () = tokio::time::sleep_until(wait_until) => {}
             }
         }

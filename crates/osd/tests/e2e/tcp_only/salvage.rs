@@ -86,6 +86,29 @@ async fn change(
     }
 }
 
+async fn until_it_continues(client: &Client) {
+    let continues = async || match client.pool("pool").unwrap().object("o0").unwrap().get().await {
+        Err(e) => e.is_not_found(),
+        Ok(_) => true,
+    };
+    until("the group continues", continues).await;
+}
+
+type Moments = Arc<Mutex<Vec<Moment>>>;
+
+/// Returns a witness, and a callback that records the moments at which the power may fail.
+fn watched(drives: &[Arc<RecordedDrive>]) -> (Arc<Memory>, Watch, Moments) {
+    let (memory, moments) = (Arc::new(Memory::default()), Moments::default());
+    let watch = {
+        let (drives, memory, moments) = (drives.to_vec(), Arc::clone(&memory), Arc::clone(&moments));
+        Arc::new(move || {
+            let positions = drives.iter().map(|drive| drive.position()).collect();
+            moments.lock().unwrap().push(Moment { positions, witness: memory.content() });
+        })
+    };
+    (memory, watch, moments)
+}
+
 /// Whether a target still has content that changes have replaced.
 async fn keeps_older_content(store: &FaultStore) -> bool {
     for cid in store.inner().collections().await.unwrap() {
@@ -103,14 +126,7 @@ async fn tell(Losses { scheme, spares, stale, lost, full, notes, .. }: &Losses, 
     let format = |n| SimStore::format(vec![0xa5; SIZE], Uuid::from_u128(n as u128 + 1)).unwrap();
     let images: Vec<Vec<u8>> = (0..redundancy.targets() + spares).map(format).collect();
     let drives: Vec<_> = images.iter().map(|image| RecordedDrive::new(image.clone())).collect();
-    let (memory, moments) = (Arc::new(Memory::default()), Arc::new(Mutex::new(Vec::new())));
-    let watch: Watch = {
-        let (drives, memory, moments) = (drives.clone(), Arc::clone(&memory), Arc::clone(&moments));
-        Arc::new(move || {
-            let positions = drives.iter().map(|drive| drive.position()).collect();
-            moments.lock().unwrap().push(Moment { positions, witness: memory.content() });
-        })
-    };
+    let (memory, watch, moments) = watched(&drives);
     let config = OsdConfig { missed_objects_per_pg: *notes, ..config() };
     let node = start(&drives, config_with(&memory, config), seed, Some(&watch));
     let client = node.client().await;
@@ -121,8 +137,8 @@ async fn tell(Losses { scheme, spares, stale, lost, full, notes, .. }: &Losses, 
         node.stores[*target].set_down(true);
         change(&client, &mut versions, (step..OBJECTS).step_by(3), 100 + step as u64).await;
     }
-    if let Some(target) = full {
-        let store = &node.stores[*target];
+    if let Some(target) = full.filter(|full| !stale.contains(full)) {
+        let store = &node.stores[target];
         until("the older content is removed", async || !keeps_older_content(store).await).await;
     }
     lost.iter().for_each(|target| node.stores[*target].set_down(true));
@@ -142,11 +158,7 @@ async fn tell(Losses { scheme, spares, stale, lost, full, notes, .. }: &Losses, 
     for target in *lost {
         client.forget_target(*target as u32, true).await.unwrap();
     }
-    let opens = async || match client.pool("pool").unwrap().object("o0").unwrap().get().await {
-        Err(e) => e.is_not_found(),
-        Ok(_) => true,
-    };
-    until("the group continues", opens).await;
+    until_it_continues(&client).await;
     let moments = std::mem::take(&mut *moments.lock().unwrap());
     drop(node);
     Story { images, drives, lost: lost.to_vec(), versions, moments }
@@ -172,6 +184,35 @@ async fn check(client: &Client, story: &Story, what: &str) -> Vec<Option<(Bytes,
     contents
 }
 
+/// Returns images of the drives after a power failure at a moment.
+fn crash(story: &Story, moment: &Moment, rng: &mut StdRng) -> Vec<Vec<u8>> {
+    let image = |(n, image): (usize, &Vec<u8>)| {
+        let mut crashes = Crashes::new(&story.drives[n], image.clone());
+        crashes.image(moment.positions[n], rng)
+    };
+    story.images.iter().enumerate().map(image).collect()
+}
+
+/// Continues with a node that has lost power at a moment, without the lost targets.
+async fn continue_from(story: &Story, moment: &Moment, seed: u64, rng: &mut StdRng) -> Story {
+    let images = crash(story, moment, rng);
+    let drives: Vec<_> = images.iter().map(|image| RecordedDrive::new(image.clone())).collect();
+    let (memory, watch, moments) = watched(&drives);
+    memory.set_content(moment.witness.clone());
+    let forgotten = story.lost.iter().map(|n| Uuid::from_u128(*n as u128 + 1)).collect();
+    let config = OsdConfig { forgotten, ..config_with(&memory, config()) };
+    let mount = |drive| Arc::new(SimStore::mount(drive, seed).unwrap());
+    let stores: Vec<_> =
+        drives.iter().map(|drive| FaultStore::over(mount(drive), Some(watch.clone()))).collect();
+    story.lost.iter().for_each(|target| stores[*target].set_down(true));
+    let mut node = Node::over(stores, config);
+    node.restart();
+    until_it_continues(&node.client().await).await;
+    drop(node);
+    let moments = std::mem::take(&mut *moments.lock().unwrap());
+    Story { images, drives, lost: story.lost.clone(), versions: story.versions.clone(), moments }
+}
+
 /// Returns the numbers of objects that were found and that were lost.
 async fn interrupt(losses: Losses) -> (usize, usize) {
     let seed = seed();
@@ -181,12 +222,16 @@ async fn interrupt(losses: Losses) -> (usize, usize) {
     let tolerates = redundancy(losses.scheme).tolerates();
     let (mut found, mut gone) = (0, 0);
     for number in 0..CHECKS {
-        let moment = story.moments.iter().choose(&mut rng).unwrap();
-        let image = |(n, image): (usize, &Vec<u8>)| {
-            let mut crashes = Crashes::new(&story.drives[n], image.clone());
-            RecordedDrive::new(crashes.image(moment.positions[n], &mut rng))
+        // In a part of the checks, the power fails twice, first just after the witness has changed.
+        let changes = story.moments.windows(2).filter(|pair| pair[0].witness != pair[1].witness);
+        let first = changes.map(|pair| &pair[1]).choose(&mut rng).filter(|_| number % 4 == 0);
+        let again = match first {
+            Some(first) => Some(continue_from(&story, first, seed, &mut rng).await),
+            None => None,
         };
-        let drives: Vec<_> = story.images.iter().enumerate().map(image).collect();
+        let story = again.as_ref().filter(|again| !again.moments.is_empty()).unwrap_or(&story);
+        let moment = story.moments.iter().choose(&mut rng).unwrap();
+        let drives: Vec<_> = crash(story, moment, &mut rng).into_iter().map(RecordedDrive::new).collect();
         let memory = Arc::new(Memory::default());
         memory.set_content(moment.witness.clone());
         let returns = number % 2 == 0;
@@ -205,7 +250,7 @@ async fn interrupt(losses: Losses) -> (usize, usize) {
         node.restart();
         let client = node.client().await;
         let what = if returns { "after the lost targets returned" } else { "without the lost targets" };
-        let contents = check(&client, &story, what).await;
+        let contents = check(&client, story, what).await;
         found += contents.iter().flatten().count();
         gone += contents.iter().filter(|content| content.is_none()).count();
         if returns {
@@ -221,7 +266,7 @@ async fn interrupt(losses: Losses) -> (usize, usize) {
                 let count = story.images.len();
                 let down = (first..first + tolerates).map(|target| target % count).collect::<Vec<_>>();
                 down.iter().for_each(|target| node.stores[*target].set_down(true));
-                let again = check(&client, &story, "with other targets").await;
+                let again = check(&client, story, "with other targets").await;
                 assert!(again == contents, "the content changed when other drives failed");
                 down.iter().for_each(|target| node.stores[*target].set_down(false));
                 for target in &down {
@@ -293,6 +338,14 @@ async fn a_salvage_waits_until_a_full_target_in_sync_has_room_for_older_content(
     wait_until_whole_but(&client, 1).await;
     let scrub = scrub(&client, false).await;
     assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None));
+}
+
+/// The full target has older content of some objects, which the group needs.
+#[tokio::test]
+async fn an_interrupted_salvage_with_a_full_stale_target_loses_nothing_that_the_target_has() {
+    let full = Losses { scheme: "ec:2+2", stale: &[3, 2], lost: &[0], full: Some(3), ..SALVAGE };
+    let (found, gone) = interrupt(full).await;
+    assert_eq!((found, gone), (OBJECTS * CHECKS, 0));
 }
 
 #[tokio::test]

@@ -20,6 +20,7 @@ use wire::{Data, Mutation, OpBytes};
 use crate::common::{FaultStore, Node, data, seed};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{Rig, redundancy, wait_until_whole};
+use crate::tcp_only::recovery::until;
 
 type Waiting = Vec<Box<dyn FnOnce() + Send>>;
 
@@ -586,4 +587,28 @@ async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_free_s
     stalls.rig.node.stores.iter().for_each(|store| store.set_full(0));
     stalls.go_on(&stalls.all());
     assert!(object.get().await.unwrap() == data(10_000, 1));
+}
+
+/// A target does not answer any more, and does not fail either.
+#[tokio::test]
+async fn the_loss_of_a_target_that_never_answers_can_be_accepted() {
+    let stalls = Stalls::new("ec:2+1", 1, config()).await;
+    let rig = &stalls.rig;
+    let [kept, changed] = ["kept", "changed"].map(|name| rig.pool.object(name).unwrap());
+    for object in [&kept, &changed] {
+        object.put(data(50_000, 1)).await.unwrap();
+    }
+    rig.set_down(&[2], true);
+    changed.put(data(50_000, 2)).await.unwrap();
+    stalls.stop(&[0]);
+    rig.set_down(&[2], false);
+    rig.client.set_target_out(2, false).await.unwrap();
+    let read = async { kept.get().await };
+    let forget = until("the group waits", async || rig.client.forget_target(0, true).await.is_ok());
+    assert!(futures::future::join(read, forget).await.0.unwrap() == data(50_000, 1));
+    assert!(changed.get().await.unwrap_err().is_not_found());
+    stalls.go_on(&[0]);
+    stalls.all_is_well().await;
+    assert!(kept.get().await.unwrap() == data(50_000, 1));
+    assert!(changed.get().await.unwrap_err().is_not_found());
 }
