@@ -42,19 +42,16 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 	@scripts/setup test
 	@DEVICE=$(DEVICE) tests/rdma/run
 
-# Kinds of faults that reach known defects (docs/simulator.md).
-sim_off := fill-index
-
 sim: setup ## Simulate a whole node from 10,000 seeds; SEEDS=COUNT, SEED=FIRST, JOBS=COUNT
 	$(CARGO) build --profile sim --locked -p outboard-sim
-	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
+	@$${CARGO_TARGET_DIR:-target}/sim/outboard-sim --seed $(or $(SEED),0) --count $(or $(SEEDS),10000) --jobs $(or $(JOBS),$(shell nproc))
 
 sim-sample: setup ## Simulate a whole node from new seeds for MINUTES=4; SEED=FIRST
 	OUTBOARD_SIM_MINUTES=$(or $(MINUTES),4) OUTBOARD_SIM_SEED=$(SEED) $(CARGO) test --locked --workspace --test simulations -- --ignored --nocapture a_sample_of_seeds_shows_no_bug
 
 sim-mutants: setup ## Plant bugs, one at a time, and check that simulations find each of them
 	RUSTFLAGS="--cfg mutants" $(CARGO) build --profile sim --locked -p outboard-sim --target-dir $${CARGO_TARGET_DIR:-target}/mutants
-	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc)) --off $(sim_off)
+	@$${CARGO_TARGET_DIR:-target}/mutants/sim/outboard-sim --mutants --count 2000 --jobs $(or $(JOBS),$(shell nproc))
 
 # For example, ARGS="--pools mirror:2 --without stale-image" (docs/thrash.md).
 thrash: setup ## Inject faults into real nodes for MINUTES=60, and check all answers; SEED=FIRST, ARGS="--pools single"
