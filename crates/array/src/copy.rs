@@ -58,9 +58,9 @@ impl Group {
         self.copy_from_sources(interval, link, position, oid, receiver).await
     }
 
-    /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. No
-    /// interval is open, and the caller must have locked `copies` for writing.
-    pub(crate) async fn copy_from_sources(
+    /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. The caller
+    /// must have locked `copies`.
+    async fn copy_from_sources(
         &self,
         sources: &Interval,
         link: &MemberLink,
@@ -68,20 +68,46 @@ impl Group {
         oid: &ObjectId,
         receiver: ReceivingMember,
     ) -> store::Result<u64> {
-        let mut peers = self.live_links(sources, oid);
-        peers[position] = None;
-        let there = match self.calls.answer(link, link.target.store().stat(&self.cid, oid)).await {
-            Ok(_) => true,
-            Err(StoreError::NoSuchObject(_)) => false,
+        let there = self.is_there(sources, link, position, oid).await?;
+        self.copy_over(sources, link, position, oid, (there, receiver)).await
+    }
+
+    /// Returns whether the member at a position has a fragment of an object.
+    pub(crate) async fn is_there(
+        &self,
+        sources: &Interval,
+        link: &MemberLink,
+        position: usize,
+        oid: &ObjectId,
+    ) -> store::Result<bool> {
+        match self.calls.answer(link, link.target.store().stat(&self.cid, oid)).await {
+            Ok(_) => Ok(true),
+            Err(StoreError::NoSuchObject(_)) => Ok(false),
             Err(e) => {
                 // A member that cannot even answer this query cannot receive data. The other
                 // members continue without this member if they can.
-                if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
+                let peers = self.live_links(sources, oid).into_iter().enumerate();
+                let peers = peers.filter(|(at, peer)| *at != position && peer.is_some()).count();
+                if matches!(e, StoreError::Io(_)) && peers >= self.layout.k {
                     link.fail(&e);
                 }
-                return Err(e);
+                Err(e)
             }
-        };
+        }
+    }
+
+    /// Like [`copy_from_sources`](Group::copy_from_sources), after a call of
+    /// [`is_there`](Group::is_there).
+    pub(crate) async fn copy_over(
+        &self,
+        sources: &Interval,
+        link: &MemberLink,
+        position: usize,
+        oid: &ObjectId,
+        (there, receiver): (bool, ReceivingMember),
+    ) -> store::Result<u64> {
+        let mut peers = self.live_links(sources, oid);
+        peers[position] = None;
         let Some(size) = self.size_by_any(&mut peers, oid).await? else {
             if there {
                 self.calls.apply_to(link, self.removal(oid)).await?;
@@ -147,7 +173,7 @@ impl Group {
     /// member has a fragment of the object.
     ///
     /// # Errors
-    /// If a member fails. If the space does not suffice, the member then has an empty fragment.
+    /// If a member fails. If the data does not fit, the member then has an empty fragment.
     async fn refill_fragment(
         &self,
         interval: &Interval,

@@ -106,6 +106,7 @@ impl Group {
         if matches!(e, StoreError::NoSpace { .. } | StoreError::Corrupt { .. }) {
             tracing::warn!(cid = %self.cid, target_uuid = %link.target.uuid(), error = %e, "the next attempt to begin without objects leaves out this target");
             self.no_room.borrow_mut().insert(link.target.uuid());
+            return StoreError::Disconnected(e.to_string());
         }
         e
     }

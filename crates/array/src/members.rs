@@ -69,12 +69,11 @@ impl Group {
         }
         let is_unable = |position: &&usize| !self.can_receive(&salvage.record.members[**position].target);
         let unable = salvage.stale.iter().filter(is_unable).count();
-        if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() >= self.layout.k + unable {
-            return Some(salvage);
+        if salvage.in_sync.len() + salvage.stale.len() + salvage.others.len() < self.layout.k + unable {
+            // The members that could not receive an object may be able to now.
+            self.cannot_catch_up.borrow_mut().clear();
         }
-        // The members that could not receive an object may be able to later.
-        self.cannot_catch_up.borrow_mut().clear();
-        None
+        Some(salvage)
     }
 
     /// Calls `f` with what a decision is based on.

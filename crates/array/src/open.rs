@@ -215,11 +215,12 @@ impl Group {
                 let silent: Vec<Uuid> = waiting.iter().chain(&slow).map(|target| target.uuid()).collect();
                 let decision = self.decide(&found.views);
                 let are_lost = silent.iter().all(|target| self.word.is_lost(target));
+                let is_over = slow.is_empty() && now >= began + self.calls.patience;
                 let goes_on = match &decision {
                     // A target that has not answered may have newer objects than those that an operator's
                     // word leaves.
                     Ok(decision) => !decision.on_word || are_lost,
-                    Err(_) => are_lost && self.goes_on_without_decision(&found.views),
+                    Err(_) => is_over && are_lost && self.goes_on_without_decision(&found.views),
                 };
                 if goes_on {
                     // The group can continue without the targets that have not answered. Report
@@ -227,7 +228,7 @@ impl Group {
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
-                if slow.is_empty() && now >= began + self.calls.patience {
+                if is_over {
                     // The operator can accept the loss of these targets, too.
                     let lost = self.lost_targets(&found.views);
                     let named = decision.err().map(|refused| refused.waits_for).unwrap_or_default();

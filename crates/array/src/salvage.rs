@@ -6,7 +6,7 @@
 //! content. If enough members do, this content is copied to the others: the newest content if
 //! possible, otherwise older content. If an object has no data, one member suffices. All other objects
 //! are lost and are removed, because their fragments do not fit together. A stale member that cannot
-//! receive an object, for example because it is full, is only read, and becomes blank.
+//! receive an object, for example because it is full, is only read, and becomes blank, unless it is needed.
 //!
 //! If stale members do not suffice, other targets with objects count as stale members, too: members that
 //! have gone back, former members, and members that lack too many changes for dirty notes. Then the
@@ -43,6 +43,9 @@ const PAGE: usize = 256;
 /// A member's position, and what the member has stored.
 pub(crate) type PlacedView<'a> = (usize, &'a MemberView);
 
+/// The xattrs of an object, `None` if it does not exist, and the positions of the members that have them.
+type Holders = (Option<Vec<(Bytes, Bytes)>>, BTreeSet<usize>);
+
 /// The members of a salvage.
 struct Salvaged<'a> {
     record: &'a GroupRecord,
@@ -51,6 +54,13 @@ struct Salvaged<'a> {
     in_sync: &'a [PlacedView<'a>],
     /// Stale members that receive objects.
     stale: &'a [PlacedView<'a>],
+}
+
+impl Salvaged<'_> {
+    /// Whether the member at a position receives objects.
+    fn receives(&self, position: usize) -> bool {
+        self.in_sync.iter().chain(self.stale).any(|(at, _)| *at == position)
+    }
 }
 
 /// Returns the term of the last record that lists a stale member as in sync.
@@ -252,25 +262,29 @@ impl Group {
         let members: Vec<PlacedView<'_>> = in_sync.iter().chain(stale).copied().collect();
         let mut lost = 0;
         for oid in differing {
-            let kept = self.holders(oid, sources).await?;
-            let is_kept = |(position, _): &PlacedView<'_>| kept.contains(position);
-            let holders: Vec<PlacedView<'_>> = sources.iter().copied().filter(is_kept).collect();
-            let others: Vec<PlacedView<'_>> = members.iter().copied().filter(|m| !is_kept(m)).collect();
-            let copied = match holders.is_empty() {
-                true => Ok(false),
-                false => {
-                    self.merge_omaps(number, &holders, salvaged, oid).await?;
-                    self.copy_from(&interval(number, record, &holders), oid, &others, in_sync).await
+            let mut tried = Vec::new();
+            let is_kept = loop {
+                let Some((xattrs, kept)) = self.holders(oid, sources, &tried).await? else { break false };
+                let is_holder = |(position, _): &PlacedView<'_>| kept.contains(position);
+                let holders: Vec<PlacedView<'_>> = sources.iter().copied().filter(is_holder).collect();
+                let others: Vec<PlacedView<'_>> = members.iter().copied().filter(|m| !is_holder(m)).collect();
+                self.merge_omaps(number, &holders, salvaged, oid).await?;
+                if self.copy_from(&interval(number, record, &holders), oid, &others, salvaged).await? {
+                    // A holder that is only read may have received a part of the omap.
+                    self.complete_omaps(number, &holders, &others, salvaged, oid).await?;
+                    break true;
                 }
+                // Fragments of this content are damaged, so try older content.
+                tried.push(xattrs);
             };
-            if !copied? {
+            if !is_kept {
                 tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
                 self.remove_from(&members, oid).await?;
                 lost += 1;
             }
         }
         // The owner's metadata object consists of an omap, and its xattrs show nothing.
-        if !self.copy_from(&interval(number, record, in_sync), &self.meta, stale, in_sync).await? {
+        if !self.copy_from(&interval(number, record, in_sync), &self.meta, stale, salvaged).await? {
             let detail = "no member can read the object with the group's metadata".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: 1, detail });
         }
@@ -287,27 +301,33 @@ impl Group {
         sources: &Interval,
         oid: &ObjectId,
         to: &[PlacedView<'_>],
-        in_sync: &[PlacedView<'_>],
+        salvaged: &Salvaged<'_>,
     ) -> store::Result<bool> {
         for (position, view) in to {
-            let receiver = receiver_at(*position, in_sync);
-            match self.copy_from_sources(sources, &view.link, *position, oid, receiver).await {
+            let receiver = receiver_at(*position, salvaged.in_sync);
+            let there = match self.is_there(sources, &view.link, *position, oid).await {
+                Ok(there) => there,
+                Err(e) => {
+                    self.unless_unneeded(view, (*position, salvaged), sources.number, e)?;
+                    continue;
+                }
+            };
+            match self.copy_over(sources, &view.link, *position, oid, (there, receiver)).await {
                 Ok(_) => {}
-                Err(StoreError::TooFewTargets { .. }) => return Ok(false),
-                Err(e) => self.unless_unneeded(view, receiver, sources.number, e)?,
+                Err(StoreError::TooFewTargets { .. } | StoreError::Corrupt { .. }) => return Ok(false),
+                Err(e) => self.unless_unneeded(view, (*position, salvaged), sources.number, e)?,
             }
         }
         Ok(true)
     }
 
     /// Handles the error of a member that receives an object. The next attempt only reads a stale member
-    /// that cannot receive it. Members in sync are needed, because only they have the newest content: the
-    /// group waits until such a member has space, and ignores that its part of the object is damaged,
-    /// because reads find that, too.
+    /// that cannot receive it, if enough others can. A member that is needed keeps a damaged part of an
+    /// object, because reads find the damage, but the group waits until such a member has space.
     fn unless_unneeded(
         &self,
         view: &MemberView,
-        receiver: ReceivingMember,
+        (position, salvaged): (usize, &Salvaged<'_>),
         number: u64,
         e: StoreError,
     ) -> store::Result<()> {
@@ -315,9 +335,10 @@ impl Group {
         if !is_damaged && !matches!(e, StoreError::NoSpace { .. }) {
             return Err(e);
         }
-        let is_in_sync = receiver == ReceivingMember::Salvaged;
-        tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, is_in_sync, "a member cannot receive an object that other members have");
-        if is_in_sync {
+        let is_stale = salvaged.stale.iter().any(|(at, _)| *at == position);
+        let is_needed = !is_stale || salvaged.in_sync.len() + salvaged.stale.len() <= self.layout.k;
+        tracing::warn!(cid = %self.cid, target_uuid = %view.link.target.uuid(), error = %e, is_needed, "a member cannot receive an object that other members have");
+        if is_needed {
             return if is_damaged { Ok(()) } else { Err(e) };
         }
         self.cannot_catch_up.borrow_mut().insert(view.link.target.uuid());
@@ -330,24 +351,52 @@ impl Group {
         &self,
         number: u64,
         holders: &[PlacedView<'_>],
-        Salvaged { in_sync, stale, .. }: &Salvaged<'_>,
+        salvaged: &Salvaged<'_>,
         oid: &ObjectId,
     ) -> store::Result<()> {
-        let receives = |holder: &&PlacedView<'_>| in_sync.iter().chain(*stale).any(|(at, _)| *at == holder.0);
+        let receives = |holder: &&PlacedView<'_>| salvaged.receives(holder.0);
         let Some(first) = holders.iter().find(receives) else { return Ok(()) };
         let to_first = holders.iter().map(|other| (first, other));
         let from_first = holders.iter().filter(receives).map(|other| (other, first));
         for (to, from) in to_first.chain(from_first).filter(|(to, from)| to.0 != from.0) {
             let copied = self.copy_missing_omap(&to.1.link, &from.1.link, oid).await;
-            copied.or_else(|e| self.unless_unneeded(to.1, receiver_at(to.0, in_sync), number, e))?;
+            copied.or_else(|e| self.unless_unneeded(to.1, (to.0, salvaged), number, e))?;
         }
         Ok(())
     }
 
-    /// Returns the positions of the members whose content of an object the group keeps: the newest
-    /// content if possible, otherwise older content. There are none if too few members have the same
-    /// content. The first of `members` are those with the newest content.
-    async fn holders(&self, oid: &ObjectId, members: &[PlacedView<'_>]) -> store::Result<BTreeSet<usize>> {
+    /// Copies the entries of an object's omap that receiving members lack, if holders may lack some, too,
+    /// because they do not receive any.
+    async fn complete_omaps(
+        &self,
+        number: u64,
+        holders: &[PlacedView<'_>],
+        to: &[PlacedView<'_>],
+        salvaged: &Salvaged<'_>,
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        if holders.iter().all(|(position, _)| salvaged.receives(*position)) {
+            return Ok(());
+        }
+        for (position, view) in to {
+            for (_, from) in holders {
+                let copied = self.copy_missing_omap(&view.link, &from.link, oid).await;
+                copied.or_else(|e| self.unless_unneeded(view, (*position, salvaged), number, e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the content of an object that the group keeps, as its xattrs, and the positions of the
+    /// members that have it: the newest content if possible, otherwise older content, without the contents
+    /// in `tried`. `None` if too few members have the same content. The first of `members` are those with
+    /// the newest content.
+    async fn holders(
+        &self,
+        oid: &ObjectId,
+        members: &[PlacedView<'_>],
+        tried: &[Option<Vec<(Bytes, Bytes)>>],
+    ) -> store::Result<Option<Holders>> {
         let mut found = Vec::new();
         for (position, view) in members {
             let asked = view.link.target.store().get_xattrs(&self.cid, oid);
@@ -372,10 +421,10 @@ impl Group {
             !has_data || alike(xattrs).len() >= self.layout.k
         };
         // If only stale members lack the object, it was created later.
-        let newest = found.first().map(|(position, _)| *position);
+        let newest = members.first().map(|(position, _)| *position);
         let mut candidates = found.iter().filter(|(at, xattrs)| xattrs.is_some() || Some(*at) == newest);
-        let kept = candidates.find(|(_, xattrs)| suffices(xattrs));
-        Ok(kept.map(|(_, xattrs)| alike(xattrs)).unwrap_or_default())
+        let kept = candidates.find(|(_, xattrs)| suffices(xattrs) && !tried.contains(xattrs));
+        Ok(kept.map(|(_, xattrs)| (xattrs.clone(), alike(xattrs))))
     }
 
     /// Removes an object from members, of which some may not have it.

@@ -60,6 +60,11 @@ async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
     fragments.len() as u64
 }
 
+/// Flips a bit of every fragment on a target. Returns the number of fragments.
+pub(super) async fn flip_all(store: &dyn ObjectStore) -> u64 {
+    damage_all(store, Damage::Flipped).await
+}
+
 /// Returns the contents of all fragments on a target; `None` if a fragment cannot be verified.
 async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
     let mut all = Vec::new();
