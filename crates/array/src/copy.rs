@@ -55,21 +55,8 @@ impl Group {
     ) -> store::Result<u64> {
         let _copying = self.copies.read().await;
         self.still(interval)?;
-        self.copy_from_sources(interval, link, position, oid, receiver).await
-    }
-
-    /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. The caller
-    /// must have locked `copies`.
-    async fn copy_from_sources(
-        &self,
-        sources: &Interval,
-        link: &MemberLink,
-        position: usize,
-        oid: &ObjectId,
-        receiver: ReceivingMember,
-    ) -> store::Result<u64> {
-        let there = self.is_there(sources, link, position, oid).await?;
-        self.copy_over(sources, link, position, oid, (there, receiver)).await
+        let there = self.is_there(interval, link, position, oid).await?;
+        self.copy_from_sources(interval, link, position, oid, (there, receiver)).await
     }
 
     /// Returns whether the member at a position has a fragment of an object.
@@ -96,9 +83,10 @@ impl Group {
         }
     }
 
-    /// Like [`copy_from_sources`](Group::copy_from_sources), after a call of
-    /// [`is_there`](Group::is_there).
-    pub(crate) async fn copy_over(
+    /// Like [`copy_object`](Group::copy_object), but from the members that `sources` links. The caller
+    /// must have locked `copies`, and knows from [`is_there`](Group::is_there) whether the member has a
+    /// fragment.
+    pub(crate) async fn copy_from_sources(
         &self,
         sources: &Interval,
         link: &MemberLink,

@@ -312,7 +312,7 @@ impl Group {
                     continue;
                 }
             };
-            match self.copy_over(sources, &view.link, *position, oid, (there, receiver)).await {
+            match self.copy_from_sources(sources, &view.link, *position, oid, (there, receiver)).await {
                 Ok(_) => {}
                 Err(StoreError::TooFewTargets { .. } | StoreError::Corrupt { .. }) => return Ok(false),
                 Err(e) => self.unless_unneeded(view, (*position, salvaged), sources.number, e)?,

@@ -58,7 +58,7 @@ const SEEDS: &[(u64, &str)] = &[
     (22879, "5482efdd"),
 ];
 
-/// Like [`SEEDS`], with the kinds of faults that do not occur.
+/// Like [`SEEDS`], with the kinds of faults that do not occur. If the list is empty, all kinds occur.
 const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     // The array: it used the data of a target with older content.
     (76, "lying-flush,fill-index,witness,remove-in-turn,lose-too-many,damage-log-end", "5482efdd"),
