@@ -52,7 +52,14 @@ impl Injector {
             if others_serve && has_room && is_settled {
                 return Ok(candidates[self.random.random_range(0..candidates.len())]);
             }
-            if others_serve && is_settled && !self.damaged.is_empty() && summary.is_whole() {
+            // A scrub does not read a damaged target that the node does not use.
+            let is_damage_readable = not_in.iter().all(|target| !self.damaged.contains(target));
+            if others_serve
+                && is_settled
+                && !self.damaged.is_empty()
+                && is_damage_readable
+                && summary.is_whole()
+            {
                 self.repair_damage();
                 continue;
             }
