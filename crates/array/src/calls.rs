@@ -94,6 +94,22 @@ impl Calls {
         self.answer(link, queued).await.map_err(|e| link.classified(e))
     }
 
+    /// Like [`apply_to`](Calls::apply_to), but a target does not fail because stored data is damaged.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if stored data is damaged.
+    pub(crate) async fn apply_unless_damaged(
+        &self,
+        link: &MemberLink,
+        transaction: Transaction,
+    ) -> store::Result<()> {
+        let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
+        self.answer(link, queued).await.map_err(|e| match e {
+            StoreError::Corrupt { .. } => e,
+            e => link.classified(e),
+        })
+    }
+
     /// Reads all omap entries of an object whose keys are at least `from` and, if `to` is set, less
     /// than `to`.
     pub(crate) async fn all_entries(

@@ -1,14 +1,11 @@
 //! Copies an object to one member: its fragment, reconstructed from the other members, and its
 //! metadata.
 
-use std::collections::BTreeMap;
-
 use base::block::{BLOCK_SIZE, Payload, crc_without_padding};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 
-use crate::ask::is_damage;
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
@@ -22,26 +19,32 @@ use crate::stage::FragmentStage;
 pub(crate) enum ReceivingMember {
     /// The member is in sync, and only its data is damaged. It keeps its omap, and may use the reserve.
     Damaged,
-    /// The member is in sync, and receives other content in a salvage. It may use the reserve, and never
-    /// lacks the object meanwhile, because a salvage could take that for a removal.
-    Salvaged,
-    /// The member is not in sync, so its old fragment is not needed.
+    /// The member takes part in a salvage. It never lacks the object meanwhile, because a salvage could
+    /// take that for a removal. Damage that prevents the copy is an error of the call, and the member's
+    /// target does not fail.
+    Salvaged {
+        /// Whether the copy may use the reserve.
+        uses_reserve: bool,
+    },
+    /// The member is being rebuilt, so its old fragment is not needed.
     NotInSync,
 }
 
-/// The xattr of an unfinished fragment that is written in several transactions. Its value is the UUID of the
-/// member's target.
-const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
+/// The xattr of an object whose copy on a member is incomplete. Its value is the UUID of the member's
+/// target, so the xattrs of this copy differ from those of all other copies.
+pub(crate) const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
 
 /// Number of bytes of a fragment that are reconstructed and copied at a time.
-const SEGMENT: u64 = 1 << 20;
+pub(crate) const SEGMENT: u64 = 1 << 20;
 /// Number of segments of one fragment that are copied concurrently.
 const SEGMENTS: usize = 3;
+/// Number of omap entries that are read at a time.
+const OMAP_PAGE: usize = 1024;
 
 impl Group {
     /// Replaces a member's fragment of an object, and returns the length of the fragment in bytes.
-    /// The caller must hold the object's lock. Unless the member keeps its omap, the omap is incomplete
-    /// until the copy is finished.
+    /// The caller must hold the object's lock. Only a complete copy has the xattrs of the object, with two
+    /// exceptions: in a mirror, and on a member in sync that had lost the object, the omap is copied last.
     ///
     /// # Errors
     /// If the interval has ended, or a member fails.
@@ -98,35 +101,55 @@ impl Group {
         peers[position] = None;
         let Some(size) = self.size_by_any(&mut peers, oid).await? else {
             if there {
-                self.calls.apply_to(link, self.removal(oid)).await?;
+                self.apply_copy(link, vec![Op::Remove { oid: oid.clone() }], oid, receiver).await?;
             }
             return Ok(0);
         };
         let whole = WholeObject { oid, size };
         let put = self.put_fragment(sources, link, position, whole, &peers, (there, receiver)).await;
-        match put {
+        match (put, receiver) {
             // The member is full, so remove its old fragment first.
-            Err(StoreError::NoSpace { .. }) if there && receiver == ReceivingMember::NotInSync => {
-                self.calls.apply_to(link, self.removal(oid)).await?;
+            (Err(StoreError::NoSpace { .. }), ReceivingMember::NotInSync) if there => {
+                self.apply_copy(link, vec![Op::Remove { oid: oid.clone() }], oid, receiver).await?;
                 self.put_fragment(sources, link, position, whole, &peers, (false, receiver)).await?;
             }
-            Err(StoreError::NoSpace { .. }) if receiver == ReceivingMember::Salvaged => {
-                self.refill_fragment(sources, link, position, whole, (&peers, there)).await?;
+            (Err(StoreError::NoSpace { .. }), ReceivingMember::Salvaged { .. }) => {
+                let filled = self.refill_fragment(sources, link, position, whole, (&peers, receiver)).await;
+                if let Err(StoreError::NoSpace { .. }) = filled {
+                    // While the group waits for space, other groups can use this space.
+                    self.empty_fragment(link, whole, true, receiver).await?;
+                }
+                filled?;
             }
-            put => put?,
-        }
-        if !(there && receiver == ReceivingMember::Damaged) {
-            self.copy_omap(link, &peers, oid, receiver).await?;
+            (put, _) => put?,
         }
         Ok(self.layout.fragment_size(position, size))
     }
 
-    fn removal(&self, oid: &ObjectId) -> Transaction {
-        Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
+    /// Applies operations on an object to the member that receives its copy.
+    async fn apply_copy(
+        &self,
+        link: &MemberLink,
+        ops: Vec<Op>,
+        oid: &ObjectId,
+        receiver: ReceivingMember,
+    ) -> store::Result<()> {
+        // The copy of the owner's metadata object may use the reserve; otherwise a full member could
+        // never be rebuilt.
+        let uses_reserve = match (&ops[..], receiver) {
+            ([Op::Remove { .. }], _) | (_, ReceivingMember::Damaged) => true,
+            (_, ReceivingMember::Salvaged { uses_reserve: true }) => true,
+            _ => *oid == self.meta,
+        };
+        let transaction = Transaction { collection: self.cid.clone(), ops, uses_reserve };
+        match receiver {
+            ReceivingMember::Salvaged { .. } => self.calls.apply_unless_damaged(link, transaction).await,
+            _ => self.calls.apply_to(link, transaction).await,
+        }
     }
 
-    /// Writes a fragment and the xattrs to a member. `there`: the member has a fragment of the
-    /// object.
+    /// Replaces a fragment, the xattrs and the omap of a member after it has read the fragment and the
+    /// xattrs from other members. `there`: the member has a fragment of the object.
     async fn put_fragment(
         &self,
         interval: &Interval,
@@ -136,87 +159,139 @@ impl Group {
         peers: &[Option<MemberLink>],
         (there, receiver): (bool, ReceivingMember),
     ) -> store::Result<()> {
-        let oid = whole.oid;
-        let mut transaction = Transaction::new(self.cid.clone());
-        transaction.uses_reserve = receiver != ReceivingMember::NotInSync;
-        if there && receiver == ReceivingMember::Damaged {
-            transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
-            transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
-        } else if there {
-            transaction.ops.push(Op::Remove { oid: oid.clone() });
-        }
+        let oid = || whole.oid.clone();
+        let is_damaged = receiver == ReceivingMember::Damaged;
+        let keeps_omap = is_damaged && there;
+        // There is no salvage in a mirror, and the data of an interrupted copy is of use there.
+        let is_omap_last = !keeps_omap && (is_damaged || self.layout.is_mirror());
         let (source, stage) = self.make_fragment(interval, link, position, whole).await?;
-        transaction.ops.push(Op::Touch { oid: oid.clone() });
-        transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
-        let xattrs = self.xattrs_of_any(peers, oid).await?;
-        transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
-        let written = self.calls.apply_to(link, transaction).await;
+        let xattrs = self.xattrs_of_any(peers, whole.oid).await?;
+        let mut ops = Vec::new();
+        if keeps_omap {
+            ops.extend([Op::Truncate { oid: oid(), size: 0 }, Op::RemoveXattrs { oid: oid() }]);
+        } else if !is_omap_last && self.has_omap(peers, whole.oid).await? {
+            self.empty_fragment(link, whole, there, receiver).await?;
+            self.copy_omap(link, peers, whole.oid, receiver).await?;
+            ops.push(Op::RemoveXattrs { oid: oid() });
+        } else if there {
+            ops.push(Op::Remove { oid: oid() });
+        }
+        ops.push(Op::Touch { oid: oid() });
+        ops.extend(source.map(|source| Op::Write { oid: oid(), offset: 0, source }));
+        ops.push(Op::SetXattrs { oid: oid(), xattrs });
+        let written = self.apply_copy(link, ops, whole.oid, receiver).await;
         drop(stage);
-        written
+        written?;
+        match is_omap_last {
+            true => self.copy_omap(link, peers, whole.oid, receiver).await,
+            false => Ok(()),
+        }
     }
 
-    /// Replaces a member's fragment and xattrs in several transactions, which need little more space than
-    /// the larger of both fragments. Until the last transaction, the xattrs differ from those of all
-    /// other members, so that a salvage recognises that the fragment has no usable content. `there`: the
-    /// member has a fragment of the object.
-    ///
-    /// # Errors
-    /// If a member fails. If the data does not fit, the member then has an empty fragment.
+    /// Like [`put_fragment`](Group::put_fragment), but needs little more space than the larger of both
+    /// fragments: removes the old fragment, and writes the new one in several transactions.
     async fn refill_fragment(
         &self,
         interval: &Interval,
         link: &MemberLink,
         position: usize,
         whole: WholeObject<'_>,
-        (peers, there): (&[Option<MemberLink>], bool),
+        (peers, receiver): (&[Option<MemberLink>], ReceivingMember),
     ) -> store::Result<()> {
-        self.empty_fragment(link, whole, there).await?;
         let oid = || whole.oid.clone();
+        let there = self.is_there(interval, link, position, whole.oid).await?;
+        self.empty_fragment(link, whole, there, receiver).await?;
+        self.copy_omap(link, peers, whole.oid, receiver).await?;
         let len = self.layout.fragment_size(position, whole.size);
         for offset in (0..len).step_by(SEGMENT as usize) {
             let range = offset..(offset + SEGMENT).min(len);
             let source = payload(self.reconstruct(interval, whole, position, range).await?)?;
             let write = Op::Write { oid: oid(), offset, source: WriteSource::Inline(source) };
-            match self.calls.apply_to(link, self.with_reserve(vec![write])).await {
-                Err(e @ StoreError::NoSpace { .. }) => {
-                    // While the group waits for space, other groups can use this space.
-                    self.empty_fragment(link, whole, true).await?;
-                    return Err(e);
-                }
-                written => written?,
-            }
+            self.apply_copy(link, vec![write], whole.oid, receiver).await?;
         }
         let xattrs = self.xattrs_of_any(peers, whole.oid).await?;
         let finish = [Op::RemoveXattrs { oid: oid() }, Op::SetXattrs { oid: oid(), xattrs }];
-        self.calls.apply_to(link, self.with_reserve(finish.into())).await
+        self.apply_copy(link, finish.into(), whole.oid, receiver).await
     }
 
-    /// Replaces a member's fragment, if it is `there`, by an empty one with xattrs that no other member has.
-    async fn empty_fragment(
+    /// Replaces a member's fragment, if it is `there`, by an empty one with [`UNFINISHED_XATTR`]. A salvage
+    /// recognises by the xattrs that the copy is incomplete.
+    pub(crate) async fn empty_fragment(
         &self,
         link: &MemberLink,
         WholeObject { oid, size }: WholeObject<'_>,
         there: bool,
+        receiver: ReceivingMember,
     ) -> store::Result<()> {
         let uuid = Bytes::copy_from_slice(link.target.uuid().as_bytes());
         let size = Bytes::copy_from_slice(&size.max(1).to_be_bytes());
         let xattrs = vec![(UNFINISHED_XATTR, uuid), (SIZE_XATTR, size)];
         let make = [Op::Touch { oid: oid.clone() }, Op::SetXattrs { oid: oid.clone(), xattrs }];
         let remove = there.then(|| Op::Remove { oid: oid.clone() });
-        self.calls.apply_to(link, self.with_reserve(remove.into_iter().chain(make).collect())).await
+        self.apply_copy(link, remove.into_iter().chain(make).collect(), oid, receiver).await
     }
 
-    fn with_reserve(&self, ops: Vec<Op>) -> Transaction {
-        Transaction { collection: self.cid.clone(), ops, uses_reserve: true }
-    }
-
-    async fn xattrs_of_any(
+    pub(crate) async fn xattrs_of_any(
         &self,
         peers: &[Option<MemberLink>],
         oid: &ObjectId,
     ) -> store::Result<Vec<(Bytes, Bytes)>> {
         let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&self.cid, oid).await;
         self.ask_one_of(peers, oid, asked).await
+    }
+
+    /// Returns whether an object has entries in its omap.
+    pub(crate) async fn has_omap(&self, peers: &[Option<MemberLink>], oid: &ObjectId) -> store::Result<bool> {
+        let (entries, _) = self.omap_page(peers, oid, Bytes::new(), 1).await?;
+        Ok(!entries.is_empty())
+    }
+
+    /// Returns entries of an object's omap from `from` on, and whether more follow, from the first of
+    /// `peers` that can read them.
+    async fn omap_page(
+        &self,
+        peers: &[Option<MemberLink>],
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> store::Result<(Vec<(Bytes, Bytes)>, bool)> {
+        let asked = async |peer: &MemberLink| {
+            peer.target.store().omap_iterate(&self.cid, oid, from.clone(), limit).await
+        };
+        self.ask_one_of(peers, oid, asked).await
+    }
+
+    /// Reads all that copies of an object to the members at `positions` need from the members that
+    /// `sources` links, and discards it.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] or [`StoreError::TooFewTargets`] if too many of these members have damaged
+    /// data.
+    pub(crate) async fn try_copies(
+        &self,
+        sources: &Interval,
+        positions: &[usize],
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        let mut peers = self.live_links(sources, oid);
+        let Some(size) = self.size_by_any(&mut peers, oid).await? else { return Ok(()) };
+        let whole = WholeObject { oid, size };
+        for &position in positions {
+            let len = self.layout.fragment_size(position, size);
+            for offset in (0..len).step_by(SEGMENT as usize) {
+                let range = offset..(offset + SEGMENT).min(len);
+                self.reconstruct(sources, whole, position, range).await?;
+            }
+        }
+        self.xattrs_of_any(&peers, oid).await?;
+        let mut from = Bytes::new();
+        loop {
+            let (entries, more) = self.omap_page(&peers, oid, from, OMAP_PAGE).await?;
+            match entries.last() {
+                Some((last, _)) if more => from = following(last),
+                _ => return Ok(()),
+            }
+        }
     }
 
     /// Reconstructs a fragment. Stages the fragment on its member if it is longer than `SEGMENT`.
@@ -258,45 +333,10 @@ impl Group {
     ) -> store::Result<()> {
         let mut from = Bytes::new();
         loop {
-            let asked = async |peer: &MemberLink| {
-                peer.target.store().omap_iterate(&self.cid, oid, from.clone(), 1024).await
-            };
-            let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
+            let (entries, more) = self.omap_page(peers, oid, from, OMAP_PAGE).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
-            let next = Bytes::from([last, &b"\0"[..]].concat());
+            from = following(last);
             self.set_omap(link, oid, entries, receiver).await?;
-            if !more {
-                return Ok(());
-            }
-            from = next;
-        }
-    }
-
-    /// Copies those entries of an object's omap from another member that a member lacks. Does nothing if one
-    /// of the omaps is damaged, because reads report the damage, or if the object does not exist.
-    pub(crate) async fn copy_missing_omap(
-        &self,
-        to: &MemberLink,
-        from: &MemberLink,
-        oid: &ObjectId,
-    ) -> store::Result<()> {
-        let mut start = Bytes::new();
-        loop {
-            let asked = from.target.store().omap_iterate(&self.cid, oid, start, 1024);
-            let (mut entries, more) = match self.calls.answer(from, asked).await {
-                Err(e) if is_damage(&e) => return Ok(()),
-                page => page?,
-            };
-            let Some((last, _)) = entries.last() else { return Ok(()) };
-            start = Bytes::from([last, &b"\0"[..]].concat());
-            let keys = entries.iter().map(|(key, _)| key.clone()).collect();
-            let asked = to.target.store().omap_get(&self.cid, oid, keys);
-            let known: BTreeMap<Bytes, Bytes> = match self.calls.answer(to, asked).await {
-                Err(e) if is_damage(&e) => return Ok(()),
-                known => known?.into_iter().collect(),
-            };
-            entries.retain(|(key, value)| known.get(key) != Some(value));
-            self.set_omap(to, oid, entries, ReceivingMember::Salvaged).await?;
             if !more {
                 return Ok(());
             }
@@ -314,14 +354,15 @@ impl Group {
         let mut entries = entries.into_iter().peekable();
         while entries.peek().is_some() {
             let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
-            let mut set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-            // The copy of the owner's metadata object may use the reserve; otherwise a full member could
-            // never be rebuilt.
-            set.uses_reserve = *oid == self.meta || receiver != ReceivingMember::NotInSync;
-            self.calls.apply_to(link, set).await?;
+            self.apply_copy(link, vec![Op::OmapSet { oid: oid.clone(), entries }], oid, receiver).await?;
         }
         Ok(())
     }
+}
+
+/// Returns the key that follows a key.
+fn following(key: &Bytes) -> Bytes {
+    Bytes::from([key, &b"\0"[..]].concat())
 }
 
 /// Returns a fragment's bytes with their checksums. The last checksum is of the bytes alone,

@@ -14,7 +14,7 @@ use uuid::Uuid;
 use crate::group::Group;
 use crate::member_link::MemberLink;
 use crate::record::{ChangeId, GroupRecord, MemberRecord, Standing, own_object};
-use crate::salvage::PlacedView;
+use crate::salvage_object::PlacedView;
 use crate::view::MemberView;
 
 /// Number of objects removed per transaction.

@@ -17,8 +17,9 @@ use crate::record::{ChangeId, GroupRecord, Standing};
 
 /// Pause after a failed attempt to open an interval, before the next attempt with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
-/// The pause if a member has too little space, so that a salvage failed after it had changed objects.
-const FULL_FOR: Duration = Duration::from_secs(1);
+/// The pause if a salvage failed after it had changed objects, for example because a member has too little
+/// space.
+const SALVAGE_FAILED_FOR: Duration = Duration::from_secs(1);
 
 /// A period in which the same members of a group take part in transactions.
 pub struct Interval {
@@ -108,7 +109,8 @@ impl Intervals {
 
     /// Records that interval `number` could not be opened, and why.
     pub(crate) fn refuse(&self, number: u64, error: StoreError) {
-        let pause = if matches!(error, StoreError::NoSpace { .. }) { FULL_FOR } else { REFUSED_FOR };
+        let is_disconnected = matches!(error, StoreError::Disconnected(_));
+        let pause = if is_disconnected { REFUSED_FOR } else { SALVAGE_FAILED_FOR };
         *self.refusal.borrow_mut() = Some(OpeningFailure { number, until: Instant::now() + pause, error });
     }
 

@@ -9,11 +9,12 @@
 //! - `array`: accepts requests and starts their tasks.
 //! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
 //!   that a transaction makes to one object. `staging` writes large data before its transaction.
-//! - `salvage` continues with stale members after an operator has accepted a loss (`word`). `empty`
-//!   begins without objects if nothing is left.
+//! - `salvage` continues with stale members after an operator has accepted a loss (`word`), and
+//!   `salvage_object` makes them agree about one object. `empty` begins without objects if nothing is
+//!   left.
 //! - `rebuild` brings members back in sync, `scrub` compares the fragments of all members, `repair`
-//!   replaces a damaged fragment. `rebuild` and `repair` use `copy`, which copies an object to a
-//!   member.
+//!   replaces a damaged fragment. `rebuild`, `repair` and `salvage_object` use `copy`, which copies
+//!   an object to a member.
 //! - `read`: reads and verifies data. `plan` chooses which fragments to read if a fragment is
 //!   missing. `ask` sends metadata queries that any member can answer.
 //! - `open`: begins an interval. `view` reads what a target stores about the group, `members` finds
@@ -90,6 +91,7 @@ mod removal;
 mod repair;
 mod rows;
 mod salvage;
+mod salvage_object;
 mod scrub;
 mod split;
 mod stage;

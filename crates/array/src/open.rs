@@ -107,7 +107,8 @@ impl Group {
                 self.waits_for.replace(Some(waits_for.into_iter().chain(lost).collect()));
                 self.lacks_objects.set(self.with_evidence(&views, |evidence| evidence.lacks_content()));
                 if let Some(salvage) = self.to_salvage(&views) {
-                    self.salvage(number, &salvage, &views).await?;
+                    let salvaged = self.salvage(number, &salvage, &views).await;
+                    salvaged.inspect_err(|e| self.intervals.refuse(number, e.clone()))?;
                 } else if self.with_evidence(&views, |evidence| evidence.is_lost_for_good()) {
                     self.begin_empty(&views).await?;
                 } else {

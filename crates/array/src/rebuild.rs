@@ -12,16 +12,17 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::{self, TryStreamExt};
-use store::{ObjectId, StoreError};
+use store::{ObjectId, StoreCalls, StoreError};
 use tokio::time::Instant;
 
 use crate::ask::after;
-use crate::copy::ReceivingMember;
+use crate::copy::{ReceivingMember, SEGMENT};
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::pace::Pace;
+use crate::read::WholeObject;
 use crate::rebuilding::{MissingObjects, Rebuilding};
 use crate::record::{ChangeId, GroupEntry, GroupRecord, MemberRecord, Standing, own_object};
 
@@ -299,8 +300,13 @@ impl RebuildRun<'_> {
         let locked = self.group.objects.exclusive(&oid).await;
         self.group.still(&self.interval)?;
         let (interval, link) = (&self.interval, &self.link);
-        let bytes =
-            self.group.copy_object(interval, link, self.position, &oid, ReceivingMember::NotInSync).await?;
+        let bytes = match self.has_current(&oid).await? {
+            true => 0,
+            false => {
+                let receiver = ReceivingMember::NotInSync;
+                self.group.copy_object(interval, link, self.position, &oid, receiver).await?
+            }
+        };
         self.with_rebuilding(|rebuilding| rebuilding.has_now(&oid));
         drop(locked);
         {
@@ -310,6 +316,31 @@ impl RebuildRun<'_> {
         }
         self.pace.after(bytes, began.elapsed()).await;
         Ok(())
+    }
+
+    /// Whether a stale member has an intact fragment of the current content of an object. The other
+    /// members may be unable to provide it again. The xattrs show this, because the owner changes an xattr
+    /// with each change of the object, but an earlier version has copied the omap after the xattrs.
+    async fn has_current(&self, oid: &ObjectId) -> store::Result<bool> {
+        let (group, link, position) = (self.group, &self.link, self.position);
+        if !matches!(self.interval.record.members[position].standing, Standing::Stale { .. }) {
+            return Ok(false);
+        }
+        let own = group.calls.answer(link, link.target.store().get_xattrs(&group.cid, oid)).await;
+        let Ok(own) = own else { return Ok(false) };
+        let mut peers = self.interval.links.clone();
+        let Some(size) = group.size_by_any(&mut peers, oid).await? else { return Ok(false) };
+        if group.xattrs_of_any(&peers, oid).await? != own || group.has_omap(&peers, oid).await? {
+            return Ok(false);
+        }
+        let len = group.layout.fragment_size(position, size);
+        for at in (0..len.max(1)).step_by(SEGMENT as usize) {
+            let range = at..(at + SEGMENT).min(len);
+            if group.read_from(link, WholeObject { oid, size }, position, range, None).await.is_err() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn with_rebuilding<T>(&self, change: impl FnOnce(&mut Rebuilding) -> T) -> Option<T> {

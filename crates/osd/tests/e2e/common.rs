@@ -36,6 +36,9 @@ pub(crate) enum Loss {
 /// Callback that runs before each transaction.
 pub(crate) type Watch = Arc<dyn Fn() + Send + Sync>;
 
+/// Returns the error of a request, or `None` if the store executes the request.
+pub(crate) type Refusal = Box<dyn FnMut(&StoreRequest) -> Option<StoreError> + Send>;
+
 /// A store that fails or begins a new incarnation on demand. The names of its fields and methods
 /// call an incarnation a session.
 pub(crate) struct FaultStore {
@@ -57,6 +60,8 @@ pub(crate) struct FaultStore {
     full_for_map: AtomicBool,
     /// Whether every call fails, as if the drive were removed.
     down: AtomicBool,
+    /// Chooses requests that fail.
+    refusal: Mutex<Option<Refusal>>,
     /// While this is true, no change becomes durable, and reads delayed by
     /// [`FaultStore::arm_late_read`] wait.
     held: watch::Sender<bool>,
@@ -106,6 +111,7 @@ impl FaultStore {
             refused: AtomicU64::new(0),
             full_for_map: AtomicBool::new(false),
             down: AtomicBool::new(false),
+            refusal: Mutex::default(),
             held: watch::Sender::new(false),
             stages_held: watch::Sender::new(false),
             records_held: watch::Sender::new(false),
@@ -173,6 +179,11 @@ impl FaultStore {
     /// Makes all calls fail as if the drive were removed, or ends this. The content stays.
     pub(crate) fn set_down(&self, down: bool) {
         self.down.store(down, Ordering::SeqCst);
+    }
+
+    /// Makes requests fail with the errors that `refusal` returns; with none, ends this.
+    pub(crate) fn refuse(&self, refusal: Option<Refusal>) {
+        *self.refusal.lock().unwrap() = refusal;
     }
 
     /// Returns whether the drive counts as removed.
@@ -279,6 +290,11 @@ impl Submit for FaultStore {
         }
         if let Some(gone) = self.gone() {
             return gone;
+        }
+        let refused = self.refusal.lock().unwrap().as_mut().and_then(|refusal| refusal(&request));
+        if let Some(e) = refused {
+            self.fired.fetch_add(1, Ordering::SeqCst);
+            return ready(Err(e));
         }
         match request {
             StoreRequest::StageWrite { stage, offset, payload } => {

@@ -23,7 +23,7 @@ enum Damage {
 }
 
 /// Returns the users' objects with data on a target, with their sizes.
-async fn fragments(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
+pub(super) async fn fragments(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
     let mut found = Vec::new();
     let mut collections = store.collections().await.unwrap();
     collections.retain(|cid| cid.as_bytes().starts_with(b"P"));

@@ -8,6 +8,7 @@ mod forget;
 mod full;
 mod recovery;
 mod salvage;
+mod salvage_damage;
 mod stalls;
 mod start;
 mod times;

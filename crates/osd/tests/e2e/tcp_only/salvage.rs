@@ -15,8 +15,7 @@ use store::simulation::{Crashes, RecordedDrive, SimStore};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, Watch, data, seed};
-use crate::redundancy::{Rig, config, redundancy, scrub, wait_until_whole, wait_until_whole_but};
-use crate::tcp_only::damage::flip_all;
+use crate::redundancy::{config, redundancy, scrub, wait_until_whole, wait_until_whole_but};
 use crate::tcp_only::full::{free_blocks, take_every_block};
 use crate::tcp_only::recovery::until;
 use crate::tcp_only::witness::{Memory, config_with};
@@ -111,7 +110,7 @@ fn watched(drives: &[Arc<RecordedDrive>]) -> (Arc<Memory>, Watch, Moments) {
 }
 
 /// Whether a target still has content that changes have replaced.
-async fn keeps_older_content(store: &FaultStore) -> bool {
+pub(super) async fn keeps_older_content(store: &FaultStore) -> bool {
     for cid in store.inner().collections().await.unwrap() {
         let (objects, _) = store.inner().list(&cid, None, 10_000).await.unwrap();
         if objects.iter().any(|oid| oid.as_bytes().windows(4).any(|part| part == b"undo")) {
@@ -347,32 +346,6 @@ async fn an_interrupted_salvage_with_a_full_stale_target_loses_nothing_that_the_
     let full = Losses { scheme: "ec:2+2", stale: &[3, 2], lost: &[0], full: Some(3), ..SALVAGE };
     let (found, gone) = interrupt(full).await;
     assert_eq!((found, gone), (OBJECTS * CHECKS, 0));
-}
-
-/// Two stale targets have older content, and that of one is damaged.
-#[tokio::test]
-async fn a_salvage_takes_damaged_older_content_for_lost() {
-    let rig = Rig::new("ec:2+2", 1).await;
-    let [object, other] = ["object", "other"].map(|name| rig.pool.object(name).unwrap());
-    other.put(data(50_000, 1)).await.unwrap();
-    object.put(data(50_000, 2)).await.unwrap();
-    rig.set_down(&[2, 3], true);
-    object.put(data(50_000, 3)).await.unwrap();
-    rig.set_down(&[0], true);
-    let is_lost = async || {
-        let put = rig.pool.object("probe").unwrap().put("x").await;
-        put.is_err_and(|e| e.to_string().contains("outboard target forget"))
-    };
-    until("the group waits", is_lost).await;
-    assert_eq!(flip_all(rig.node.stores[3].inner()).await, 2);
-    rig.set_down(&[2, 3], false);
-    for target in [2, 3] {
-        rig.client.set_target_out(target, false).await.unwrap();
-    }
-    rig.client.forget_target(0, true).await.unwrap();
-    assert!(other.get().await.unwrap() == data(50_000, 1));
-    let read = object.get().await;
-    assert!(read.as_ref().is_err_and(|e| e.is_not_found()), "{read:?}");
 }
 
 #[tokio::test]

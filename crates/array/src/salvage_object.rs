@@ -1,0 +1,340 @@
+//! Salvages one object: chooses the content that the group keeps, and copies it to the members of the
+//! salvage that lack it.
+//!
+//! Nothing is replaced or removed before everything that the copies need was read: a copy replaces
+//! another content, which would be the next choice. A read may fail although the stored data is intact,
+//! so data counts as damaged only if several reads fail.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use bytes::Bytes;
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
+
+use crate::copy::{ReceivingMember, UNFINISHED_XATTR};
+use crate::group::Group;
+use crate::interval::{Interval, over};
+use crate::member_link::MemberLink;
+use crate::read::WholeObject;
+use crate::record::{GroupRecord, SIZE_XATTR, Standing};
+use crate::view::MemberView;
+
+/// Number of attempts after which stored data counts as damaged.
+const ATTEMPTS: usize = 3;
+/// Pause between these attempts.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A member's position, and what the member has stored.
+pub(crate) type PlacedView<'a> = (usize, &'a MemberView);
+
+/// The members of a salvage.
+#[derive(Clone, Copy)]
+pub(crate) struct Salvaged<'a> {
+    /// Number of the interval that is being opened.
+    pub(crate) number: u64,
+    pub(crate) record: &'a GroupRecord,
+    /// All members: those in sync, and then the stale members, the newest first.
+    pub(crate) sources: &'a [PlacedView<'a>],
+    pub(crate) in_sync: &'a [PlacedView<'a>],
+    /// Stale members that receive objects.
+    pub(crate) stale: &'a [PlacedView<'a>],
+}
+
+impl<'a> Salvaged<'a> {
+    /// Returns the members that receive objects.
+    fn receivers(&self) -> impl Iterator<Item = PlacedView<'a>> {
+        self.in_sync.iter().chain(self.stale).copied()
+    }
+
+    /// Whether the member at a position receives objects.
+    pub(crate) fn receives(&self, position: usize) -> bool {
+        self.receivers().any(|(at, _)| at == position)
+    }
+
+    fn is_in_sync(&self, position: usize) -> bool {
+        self.in_sync.iter().any(|(at, _)| *at == position)
+    }
+
+    /// Returns an interval of only these members, from which objects are copied.
+    fn interval(&self, members: &[PlacedView<'_>]) -> Interval {
+        let mut links = vec![None; self.record.members.len()];
+        members.iter().for_each(|(position, view)| links[*position] = Some(view.link.clone()));
+        let (undone, leftovers) = (BTreeSet::new(), RefCell::default());
+        // A read must not wait for the rebuild of a member.
+        let mut record = self.record.clone();
+        record.members.iter_mut().for_each(|member| member.standing = Standing::InSync);
+        Interval { number: self.number, links, record, undone, leftovers }
+    }
+}
+
+/// A content of an object, and the members that have it.
+struct HeldContent<'a> {
+    /// The xattrs, which differ between any two contents. `None` if the object does not exist.
+    xattrs: Option<Vec<(Bytes, Bytes)>>,
+    holders: Vec<PlacedView<'a>>,
+}
+
+impl<'a> HeldContent<'a> {
+    /// Returns the number of members that must have this content.
+    fn needed(&self, k: usize) -> usize {
+        let is_size = |(name, size): &(Bytes, Bytes)| *name == SIZE_XATTR && size[..] != 0_u64.to_be_bytes();
+        match &self.xattrs {
+            None => 0,
+            Some(xattrs) if xattrs.iter().any(is_size) => k,
+            Some(_) => 1,
+        }
+    }
+
+    /// Returns the members that must receive this content.
+    fn receivers(&self, salvaged: &Salvaged<'a>) -> Vec<PlacedView<'a>> {
+        let is_holder = |position| self.holders.iter().any(|(at, _)| *at == position);
+        salvaged.receivers().filter(|(position, _)| !is_holder(*position)).collect()
+    }
+}
+
+/// Whether an error may mean that stored data is damaged.
+fn may_be_damage(e: &StoreError) -> bool {
+    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::TooFewTargets { .. })
+}
+
+/// Repeats a call that finds damage.
+async fn repeated<T>(call: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
+    for _ in 1..ATTEMPTS {
+        match call().await {
+            Err(e) if may_be_damage(&e) => tokio::time::sleep(PAUSE).await,
+            outcome => return outcome,
+        }
+    }
+    call().await
+}
+
+impl Group {
+    /// Makes the members agree about an object that may differ. Returns false if the object is lost.
+    ///
+    /// # Errors
+    /// If a member fails.
+    pub(crate) async fn salvage_object(
+        &self,
+        salvaged: &Salvaged<'_>,
+        oid: &ObjectId,
+    ) -> store::Result<bool> {
+        for content in self.contents(salvaged, oid).await? {
+            if self.is_complete(salvaged, &content, oid).await? {
+                self.copy_content(salvaged, &content, oid).await?;
+                return Ok(true);
+            }
+        }
+        tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
+        for (_, view) in salvaged.receivers() {
+            self.remove_from(&view.link, oid).await?;
+        }
+        Ok(false)
+    }
+
+    /// Returns the contents of an object, the newest first.
+    async fn contents<'a>(
+        &self,
+        salvaged: &Salvaged<'a>,
+        oid: &ObjectId,
+    ) -> store::Result<Vec<HeldContent<'a>>> {
+        let mut contents: Vec<HeldContent<'a>> = Vec::new();
+        for &(position, view) in salvaged.sources {
+            let asked = async || {
+                let asked = view.link.target.store().get_xattrs(&self.cid, oid);
+                self.calls.answer(&view.link, asked).await
+            };
+            let xattrs = match repeated(asked).await {
+                Ok(xattrs) => Some(xattrs),
+                Err(StoreError::NoSuchObject(_)) => None,
+                Err(e) => {
+                    self.unless_damaged(&[(position, view)], e).await?;
+                    continue;
+                }
+            };
+            match contents.iter_mut().find(|content| content.xattrs == xattrs) {
+                Some(content) => content.holders.push((position, view)),
+                // If only stale members lack the object, it was created later.
+                None if xattrs.is_none() && !salvaged.is_in_sync(position) => {}
+                None => contents.push(HeldContent { xattrs, holders: vec![(position, view)] }),
+            }
+        }
+        Ok(contents)
+    }
+
+    /// Returns the error of a call on members unless it means that stored data is damaged.
+    async fn unless_damaged(&self, members: &[PlacedView<'_>], e: StoreError) -> store::Result<()> {
+        if !may_be_damage(&e) {
+            return Err(e);
+        }
+        let links: Vec<MemberLink> = members.iter().map(|(_, view)| view.link.clone()).collect();
+        match self.unless_failing(&links, e).await {
+            e @ StoreError::Disconnected(_) => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether enough members have a content, and all data that the other members need can be read.
+    async fn is_complete<'a>(
+        &self,
+        salvaged: &Salvaged<'a>,
+        content: &HeldContent<'a>,
+        oid: &ObjectId,
+    ) -> store::Result<bool> {
+        if content.holders.len() < content.needed(self.layout.k) {
+            return Ok(false);
+        }
+        let receivers: Vec<usize> = content.receivers(salvaged).iter().map(|(at, _)| *at).collect();
+        if receivers.is_empty() || content.xattrs.is_none() {
+            return Ok(true);
+        }
+        let sources = salvaged.interval(&content.holders);
+        match repeated(async || self.try_copies(&sources, &receivers, oid).await).await {
+            Ok(()) => Ok(true),
+            Err(e) => self.unless_damaged(&content.holders, e).await.map(|()| false),
+        }
+    }
+
+    /// Copies a complete content to the members that lack it.
+    ///
+    /// # Errors
+    /// If a member fails, or if too few members can receive the content.
+    async fn copy_content<'a>(
+        &self,
+        salvaged: &Salvaged<'a>,
+        content: &HeldContent<'a>,
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        if content.xattrs.is_none() {
+            for (_, view) in content.receivers(salvaged) {
+                self.remove_from(&view.link, oid).await?;
+            }
+            return Ok(());
+        }
+        let sources = salvaged.interval(&content.holders);
+        let mut there = content.holders.iter().filter(|(position, _)| salvaged.receives(*position)).count();
+        for (position, view) in content.receivers(salvaged) {
+            let is_in_sync = salvaged.is_in_sync(position);
+            let is_needed = is_in_sync || salvaged.receivers().count() <= self.layout.k;
+            let receiver = ReceivingMember::Salvaged { uses_reserve: is_needed };
+            let copied = repeated(async || {
+                let was_there = self.is_there(&sources, &view.link, position, oid).await?;
+                self.copy_from_sources(&sources, &view.link, position, oid, (was_there, receiver)).await
+            });
+            let e = match copied.await {
+                Ok(_) => {
+                    there += 1;
+                    continue;
+                }
+                Err(e) => e,
+            };
+            let target = view.link.target.uuid();
+            let is_full = matches!(e, StoreError::NoSpace { .. });
+            if !is_full {
+                self.unless_damaged(&[(position, view)], e.clone()).await?;
+                if !self.is_damaged_on(&view.link, oid, receiver).await? {
+                    // The sources are damaged. The next attempt considers all contents again.
+                    return Err(StoreError::Disconnected(e.to_string()));
+                }
+            }
+            tracing::warn!(cid = %self.cid, %oid, target_uuid = %target, error = %e, is_needed, "a member cannot receive an object that other members have");
+            if !is_needed {
+                // The next attempt only reads this member.
+                self.cannot_catch_up.borrow_mut().insert(target);
+                return Err(over(salvaged.number));
+            }
+            if is_full {
+                // Other members may have space by the next attempt.
+                self.cannot_catch_up.borrow_mut().clear();
+                return Err(e);
+            }
+            // The member keeps its damaged part of the object, and reads find the damage.
+        }
+        let needed = content.needed(self.layout.k);
+        if there < needed {
+            // Members that are only read have the content, and may have space by the next attempt.
+            self.cannot_catch_up.borrow_mut().clear();
+            let detail = format!(
+                "object {oid} is damaged on a target that the group needs, and another target with the object has no space; remove objects, or replace the target with the damage"
+            );
+            return Err(StoreError::TooFewTargets { there, needed, detail });
+        }
+        Ok(())
+    }
+
+    /// Makes the members agree about the owner's metadata object, which consists of an omap. Its xattrs show
+    /// nothing, so the newest member that can read it counts.
+    ///
+    /// # Errors
+    /// If a member fails, or if no member can read the object.
+    pub(crate) async fn salvage_metadata(&self, salvaged: &Salvaged<'_>) -> store::Result<()> {
+        let mut content = HeldContent { xattrs: None, holders: Vec::new() };
+        for &(position, view) in salvaged.sources {
+            let is_in_sync = salvaged.is_in_sync(position);
+            if !is_in_sync && !content.holders.is_empty() {
+                break;
+            }
+            let read = async || {
+                let asked = view.link.target.store().get_xattrs(&self.cid, &self.meta);
+                let xattrs = self.calls.answer(&view.link, asked).await?;
+                self.calls.all_entries(&view.link, &self.meta, &Bytes::new(), None).await?;
+                Ok(xattrs)
+            };
+            let xattrs = match repeated(read).await {
+                Ok(xattrs) => Some(xattrs),
+                Err(StoreError::NoSuchObject(_)) => None,
+                Err(e) => {
+                    self.unless_damaged(&[(position, view)], e).await?;
+                    continue;
+                }
+            };
+            let is_unfinished = xattrs.iter().flatten().any(|(name, _)| *name == UNFINISHED_XATTR);
+            if !is_unfinished && (is_in_sync || xattrs.is_some()) {
+                content.xattrs = xattrs;
+                content.holders.push((position, view));
+            }
+        }
+        let Some((first, _)) = content.holders.first() else {
+            let detail = "the group's metadata is damaged on all targets that are there; bring missing targets back, or remove the drives of these targets, and accept the loss with `outboard target forget`".into();
+            return Err(StoreError::TooFewTargets { there: 0, needed: 1, detail });
+        };
+        if !salvaged.is_in_sync(*first) {
+            tracing::warn!(cid = %self.cid, "the group's metadata is damaged on all members in sync; the group continues with older metadata of a stale member");
+            // Only one member is certain to have all of it.
+            content.holders.truncate(1);
+        }
+        self.copy_content(salvaged, &content, &self.meta).await
+    }
+
+    /// Whether damage prevents that a member replaces an object. The member may then have an empty copy.
+    async fn is_damaged_on(
+        &self,
+        link: &MemberLink,
+        oid: &ObjectId,
+        receiver: ReceivingMember,
+    ) -> store::Result<bool> {
+        let empty = WholeObject { oid, size: 0 };
+        match repeated(async || self.empty_fragment(link, empty, true, receiver).await).await {
+            Ok(()) | Err(StoreError::NoSuchObject(_) | StoreError::NoSpace { .. }) => Ok(false),
+            Err(StoreError::Corrupt { .. }) => Ok(true),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Removes an object from a member that may not have it.
+    async fn remove_from(&self, link: &MemberLink, oid: &ObjectId) -> store::Result<()> {
+        let removed = repeated(async || {
+            let remove = Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() });
+            self.calls.apply_unless_damaged(link, remove.from_reserve()).await
+        });
+        match removed.await {
+            Ok(()) | Err(StoreError::NoSuchObject(_)) => Ok(()),
+            // No other member has the object, so it cannot be read.
+            Err(e @ StoreError::Corrupt { .. }) => {
+                tracing::warn!(cid = %self.cid, %oid, target_uuid = %link.target.uuid(), error = %e, "a lost object cannot be removed from a member, because it is damaged there");
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
