@@ -69,6 +69,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (200547, "", "a0cf964f"),
     // The simulator: a panic counted that the store had caught.
     (203199, "", "a0cf964f"),
+    // The store: an index whose write had failed in a read was never remounted.
+    (216956, "", "fa6d9de1"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

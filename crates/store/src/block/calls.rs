@@ -421,7 +421,16 @@ impl Core {
         self.pending.insert(op, pending);
     }
 
+    /// Makes the target refuse writes if a read of the index has found that an earlier write has failed.
+    /// Returns the error of the read.
+    fn poisoned_by(&mut self, error: StoreError) -> StoreError {
+        let StoreError::Poisoned(reason) = error else { return error };
+        self.poison(&reason);
+        StoreError::Io(format!("index: {reason}"))
+    }
+
     fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<NeedAnswer>>) {
+        let found = found.map_err(|error| self.poisoned_by(error));
         if op == SCAN {
             return self.scanned(found);
         }

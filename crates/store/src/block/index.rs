@@ -2,7 +2,7 @@
 //!
 //! The index is a `redb` database with one table. After a storage error, `redb` fails every later
 //! operation, so the store reopens the database. Then only operations that read a damaged page
-//! fail.
+//! fail. After a failed write, the database cannot be reopened, and the target must be remounted.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -138,12 +138,18 @@ impl Index {
     }
 
     /// Runs `f`. If `f` fails, reopens the database and runs `f` again.
+    ///
+    /// # Errors
+    /// [`StoreError::Poisoned`] if `f` fails, and a write has failed now or earlier.
     fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
             if let Some(database) = &*database {
                 match guarded(|| f(&database.database)) {
                     Ok(value) => return Ok(value),
+                    Err(error) if self.region.has_failed() => {
+                        return Err(StoreError::Poisoned(format!("write of the index ({error})")));
+                    }
                     Err(error) => {
                         tracing::warn!(%error, "an operation of the index has failed; the index is opened again")
                     }
@@ -328,6 +334,36 @@ mod tests {
     use super::super::superblock::Region;
     use super::*;
 
+    /// A drive whose writes can fail, and whose reads can return wrong data.
+    #[derive(Debug)]
+    struct FaultyDrive {
+        drive: Arc<RecordedDrive>,
+        is_faulty: AtomicBool,
+    }
+
+    impl Drive for FaultyDrive {
+        fn size(&self) -> u64 {
+            self.drive.size()
+        }
+
+        fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+            self.drive.read_at(offset, out)?;
+            out[0] ^= u8::from(self.is_faulty.load(Ordering::Relaxed));
+            Ok(())
+        }
+
+        fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+            match self.is_faulty.load(Ordering::Relaxed) {
+                true => Err(io::Error::other("injected")),
+                false => self.drive.write_at(offset, data),
+            }
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            self.drive.flush()
+        }
+    }
+
     const META: Meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1 };
 
     fn set(index: &Index, keys: std::ops::Range<u32>, value: &Option<Bytes>) -> Result<()> {
@@ -346,6 +382,22 @@ mod tests {
             }
         }
         unreachable!("the index has limited space")
+    }
+
+    #[test]
+    fn an_index_whose_write_has_failed_asks_for_a_remount() {
+        let drive = RecordedDrive::new(vec![0; 5 << 20]);
+        let drive = Arc::new(FaultyDrive { drive, is_faulty: AtomicBool::new(false) });
+        let region = Region { offset: 0, len: 5 << 20 };
+        let region = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
+        let index = Index::open(region, 1 << 20).unwrap();
+        set(&index, 0..100, &Some(Bytes::from(vec![1; 3000]))).unwrap();
+        drive.is_faulty.store(true, Ordering::Relaxed);
+        let failed = set(&index, 0..100, &None);
+        assert!(matches!(failed, Err(StoreError::Poisoned(_))), "{failed:?}");
+        drive.is_faulty.store(false, Ordering::Relaxed);
+        let again = set(&index, 0..100, &None);
+        assert!(matches!(again, Err(StoreError::Poisoned(_))), "{again:?}");
     }
 
     /// The storage can only grow by doubling, so it must keep its size when the index ends.

@@ -159,6 +159,11 @@ impl IndexRegion {
         self.lock().durable_header
     }
 
+    /// Whether a write or flush has failed. `redb` does not report every failed write.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.lock().failed
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
