@@ -11,7 +11,7 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::page::page_by;
 use crate::read::{FragmentRead, WholeObject};
-use crate::record::SIZE_XATTR;
+use crate::record::{SIZE_XATTR, UNFINISHED_XATTR};
 use crate::stage::FragmentStage;
 
 /// The member that receives a copy of an object.
@@ -29,10 +29,6 @@ pub(crate) enum ReceivingMember {
     /// The member is being rebuilt, so its old fragment is not needed.
     NotInSync,
 }
-
-/// The xattr of an object whose copy on a member is incomplete. Its value is the UUID of the member's
-/// target, so the xattrs of this copy differ from those of all other copies.
-pub(crate) const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
 
 /// Number of bytes of a fragment that are reconstructed and copied at a time.
 pub(crate) const SEGMENT: u64 = 1 << 20;
@@ -116,8 +112,9 @@ impl Group {
             (Err(StoreError::NoSpace { .. }), ReceivingMember::Salvaged { .. }) => {
                 let filled = self.refill_fragment(sources, link, position, whole, (&peers, receiver)).await;
                 if let Err(StoreError::NoSpace { .. }) = filled {
-                    // While the group waits for space, other groups can use this space.
-                    self.empty_fragment(link, whole, true, receiver).await?;
+                    // While the group waits for space, other groups can use this space. The member may not
+                    // have room even for an empty fragment.
+                    drop(self.empty_fragment(link, whole, true, receiver).await);
                 }
                 filled?;
             }

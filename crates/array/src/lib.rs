@@ -113,6 +113,6 @@ pub use member::Member;
 pub use pace::Pace;
 pub use probe::NewObjects;
 pub use rebuild::{RETRY, Rebuilt};
-pub use record::SIZE_XATTR;
+pub use record::{SIZE_XATTR, UNFINISHED_XATTR};
 pub use scrub::Findings;
 pub use witness::{Witness, WitnessEntry};

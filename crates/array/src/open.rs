@@ -21,6 +21,7 @@ use crate::group::Group;
 use crate::intents::Intents;
 use crate::interval::{Interval, over};
 use crate::member::Member;
+use crate::member_link::is_refusal;
 use crate::members::NotDecided;
 use crate::record::{ChangeId, GroupRecord, MemberRecord};
 use crate::removal::leftovers;
@@ -108,6 +109,13 @@ impl Group {
                 self.lacks_objects.set(self.with_evidence(&views, |evidence| evidence.lacks_content()));
                 if let Some(salvage) = self.to_salvage(&views) {
                     let salvaged = self.salvage(number, &salvage, &views).await;
+                    let salvaged = salvaged.map_err(|e| match e {
+                        // These errors concern an object of the salvage, and not that of a request.
+                        e if is_refusal(&e) && !matches!(e, StoreError::NoSpace { .. }) => {
+                            StoreError::Disconnected(e.to_string())
+                        }
+                        e => e,
+                    });
                     salvaged.inspect_err(|e| self.intervals.refuse(number, e.clone()))?;
                 } else if self.with_evidence(&views, |evidence| evidence.is_lost_for_good()) {
                     self.begin_empty(&views).await?;

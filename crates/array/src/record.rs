@@ -36,6 +36,11 @@ const OWN: &[u8] = b"\0\0\0\0\0a";
 /// Name of the xattr that stores an object's size in bytes.
 pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 
+/// The xattr of an object whose copy on a member is incomplete. Its value is the UUID of the member's
+/// target, so the xattrs of this copy differ from those of all other copies. Only members that are not in
+/// sync have such copies.
+pub const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
+
 /// Identifies a change of a group: one transaction. Later changes have greater ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub(crate) struct ChangeId {

@@ -189,7 +189,8 @@ impl Group {
             loop {
                 // A page starts with the last object of the page before.
                 let listed = view.link.target.store().list(&self.cid, from, PAGE);
-                let (ids, more) = self.calls.answer(&view.link, listed).await?;
+                let listed = self.calls.answer(&view.link, listed).await;
+                let (ids, more) = listed.map_err(|e| view.link.classified(e))?;
                 from = ids.last().cloned();
                 all.extend(ids.into_iter().filter(|oid| !is_own(oid) && !(self.is_internal)(oid)));
                 if !more {
@@ -226,7 +227,8 @@ impl Group {
         let keep = own_object();
         loop {
             // The array's own objects sort before all other objects.
-            let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
+            let listed = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await;
+            let (ids, _) = listed.map_err(|e| link.classified(e))?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let is_last = removals.is_empty();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::copy::{ReceivingMember, UNFINISHED_XATTR};
+use crate::copy::ReceivingMember;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
@@ -126,8 +126,8 @@ impl Group {
             }
         }
         tracing::warn!(cid = %self.cid, %oid, "an object is lost, because too few members have the same content");
-        for (_, view) in salvaged.receivers() {
-            self.remove_from(&view.link, oid).await?;
+        for placed in salvaged.receivers() {
+            self.remove_from(salvaged, placed, oid).await?;
         }
         Ok(false)
     }
@@ -140,11 +140,7 @@ impl Group {
     ) -> store::Result<Vec<HeldContent<'a>>> {
         let mut contents: Vec<HeldContent<'a>> = Vec::new();
         for &(position, view) in salvaged.sources {
-            let asked = async || {
-                let asked = view.link.target.store().get_xattrs(&self.cid, oid);
-                self.calls.answer(&view.link, asked).await
-            };
-            let xattrs = match repeated(asked).await {
+            let xattrs = match repeated(async || self.xattrs_on(&view.link, oid).await).await {
                 Ok(xattrs) => Some(xattrs),
                 Err(StoreError::NoSuchObject(_)) => None,
                 Err(e) => {
@@ -206,17 +202,15 @@ impl Group {
         oid: &ObjectId,
     ) -> store::Result<()> {
         if content.xattrs.is_none() {
-            for (_, view) in content.receivers(salvaged) {
-                self.remove_from(&view.link, oid).await?;
+            for placed in content.receivers(salvaged) {
+                self.remove_from(salvaged, placed, oid).await?;
             }
             return Ok(());
         }
         let sources = salvaged.interval(&content.holders);
         let mut there = content.holders.iter().filter(|(position, _)| salvaged.receives(*position)).count();
         for (position, view) in content.receivers(salvaged) {
-            let is_in_sync = salvaged.is_in_sync(position);
-            let is_needed = is_in_sync || salvaged.receivers().count() <= self.layout.k;
-            let receiver = ReceivingMember::Salvaged { uses_reserve: is_needed };
+            let receiver = ReceivingMember::Salvaged { uses_reserve: self.needs(salvaged, position) };
             let copied = repeated(async || {
                 let was_there = self.is_there(&sources, &view.link, position, oid).await?;
                 self.copy_from_sources(&sources, &view.link, position, oid, (was_there, receiver)).await
@@ -228,27 +222,15 @@ impl Group {
                 }
                 Err(e) => e,
             };
-            let target = view.link.target.uuid();
-            let is_full = matches!(e, StoreError::NoSpace { .. });
-            if !is_full {
+            if !matches!(e, StoreError::NoSpace { .. }) {
                 self.unless_damaged(&[(position, view)], e.clone()).await?;
-                if !self.is_damaged_on(&view.link, oid, receiver).await? {
-                    // The sources are damaged. The next attempt considers all contents again.
+                let sources_are_damaged = !self.is_complete(salvaged, content, oid).await?;
+                if sources_are_damaged || !self.is_damaged_on(&view.link, oid, receiver).await? {
+                    // The next attempt considers all contents again.
                     return Err(StoreError::Disconnected(e.to_string()));
                 }
             }
-            tracing::warn!(cid = %self.cid, %oid, target_uuid = %target, error = %e, is_needed, "a member cannot receive an object that other members have");
-            if !is_needed {
-                // The next attempt only reads this member.
-                self.cannot_catch_up.borrow_mut().insert(target);
-                return Err(over(salvaged.number));
-            }
-            if is_full {
-                // Other members may have space by the next attempt.
-                self.cannot_catch_up.borrow_mut().clear();
-                return Err(e);
-            }
-            // The member keeps its damaged part of the object, and reads find the damage.
+            self.cannot_receive(salvaged, (position, view), oid, e).await?;
         }
         let needed = content.needed(self.layout.k);
         if there < needed {
@@ -262,48 +244,79 @@ impl Group {
         Ok(())
     }
 
-    /// Makes the members agree about the owner's metadata object, which consists of an omap. Its xattrs show
-    /// nothing, so the newest member that can read it counts.
+    /// Whether the group cannot go on if the member at a position receives no more objects.
+    fn needs(&self, salvaged: &Salvaged<'_>, position: usize) -> bool {
+        salvaged.is_in_sync(position) || salvaged.receivers().count() <= self.layout.k
+    }
+
+    /// Handles the error `e` of a member that cannot receive or remove an object, because it has no space,
+    /// or because what it has stored about the object is damaged.
     ///
     /// # Errors
-    /// If a member fails, or if no member can read the object.
+    /// Unless the member keeps a damaged object that it cannot read.
+    async fn cannot_receive(
+        &self,
+        salvaged: &Salvaged<'_>,
+        (position, view): PlacedView<'_>,
+        oid: &ObjectId,
+        e: StoreError,
+    ) -> store::Result<()> {
+        let target = view.link.target.uuid();
+        let is_needed = self.needs(salvaged, position);
+        tracing::warn!(cid = %self.cid, %oid, target_uuid = %target, error = %e, is_needed, "a member cannot receive or remove an object as the other members do");
+        if !is_needed {
+            // The next attempt only reads this member.
+            self.cannot_catch_up.borrow_mut().insert(target);
+            return Err(over(salvaged.number));
+        }
+        if matches!(e, StoreError::NoSpace { .. }) {
+            // Other members may have space by the next attempt.
+            self.cannot_catch_up.borrow_mut().clear();
+            return Err(e);
+        }
+        match repeated(async || self.xattrs_on(&view.link, oid).await).await {
+            // Reads find the damage, and use other members.
+            Err(StoreError::Corrupt { .. }) => Ok(()),
+            // Otherwise reads would mix the old content with that of the other members.
+            _ => Err(view.link.classified(e)),
+        }
+    }
+
+    async fn xattrs_on(&self, link: &MemberLink, oid: &ObjectId) -> store::Result<Vec<(Bytes, Bytes)>> {
+        self.calls.answer(link, link.target.store().get_xattrs(&self.cid, oid)).await
+    }
+
+    /// Copies the owner's metadata object, which consists of an omap, to the stale members, and to members in
+    /// sync that have lost it. Its xattrs show nothing.
+    ///
+    /// # Errors
+    /// If a member fails. If no member in sync can read the object, the targets of these members fail, so
+    /// that the operator can accept their loss: stale metadata does not fit the newest objects.
     pub(crate) async fn salvage_metadata(&self, salvaged: &Salvaged<'_>) -> store::Result<()> {
         let mut content = HeldContent { xattrs: None, holders: Vec::new() };
-        for &(position, view) in salvaged.sources {
-            let is_in_sync = salvaged.is_in_sync(position);
-            if !is_in_sync && !content.holders.is_empty() {
-                break;
-            }
+        let mut damage = None;
+        for &(position, view) in salvaged.in_sync {
             let read = async || {
-                let asked = view.link.target.store().get_xattrs(&self.cid, &self.meta);
-                let xattrs = self.calls.answer(&view.link, asked).await?;
+                let xattrs = self.xattrs_on(&view.link, &self.meta).await?;
                 self.calls.all_entries(&view.link, &self.meta, &Bytes::new(), None).await?;
                 Ok(xattrs)
             };
-            let xattrs = match repeated(read).await {
-                Ok(xattrs) => Some(xattrs),
-                Err(StoreError::NoSuchObject(_)) => None,
-                Err(e) => {
-                    self.unless_damaged(&[(position, view)], e).await?;
-                    continue;
+            match repeated(read).await {
+                Ok(xattrs) => {
+                    content.xattrs = Some(xattrs);
+                    content.holders.push((position, view));
                 }
-            };
-            let is_unfinished = xattrs.iter().flatten().any(|(name, _)| *name == UNFINISHED_XATTR);
-            if !is_unfinished && (is_in_sync || xattrs.is_some()) {
-                content.xattrs = xattrs;
-                content.holders.push((position, view));
+                Err(StoreError::NoSuchObject(_)) => {}
+                Err(e) => {
+                    self.unless_damaged(&[(position, view)], e.clone()).await?;
+                    damage = Some((&view.link, e));
+                }
             }
         }
-        let Some((first, _)) = content.holders.first() else {
-            let detail = "the group's metadata is damaged on all targets that are there; bring missing targets back, or remove the drives of these targets, and accept the loss with `outboard target forget`".into();
-            return Err(StoreError::TooFewTargets { there: 0, needed: 1, detail });
-        };
-        if !salvaged.is_in_sync(*first) {
-            tracing::warn!(cid = %self.cid, "the group's metadata is damaged on all members in sync; the group continues with older metadata of a stale member");
-            // Only one member is certain to have all of it.
-            content.holders.truncate(1);
+        match damage {
+            Some((link, e)) if content.holders.is_empty() => Err(link.classified(e)),
+            _ => self.copy_content(salvaged, &content, &self.meta).await,
         }
-        self.copy_content(salvaged, &content, &self.meta).await
     }
 
     /// Whether damage prevents that a member replaces an object. The member may then have an empty copy.
@@ -322,17 +335,20 @@ impl Group {
     }
 
     /// Removes an object from a member that may not have it.
-    async fn remove_from(&self, link: &MemberLink, oid: &ObjectId) -> store::Result<()> {
+    async fn remove_from(
+        &self,
+        salvaged: &Salvaged<'_>,
+        (position, view): PlacedView<'_>,
+        oid: &ObjectId,
+    ) -> store::Result<()> {
         let removed = repeated(async || {
             let remove = Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() });
-            self.calls.apply_unless_damaged(link, remove.from_reserve()).await
+            self.calls.apply_unless_damaged(&view.link, remove.from_reserve()).await
         });
         match removed.await {
             Ok(()) | Err(StoreError::NoSuchObject(_)) => Ok(()),
-            // No other member has the object, so it cannot be read.
             Err(e @ StoreError::Corrupt { .. }) => {
-                tracing::warn!(cid = %self.cid, %oid, target_uuid = %link.target.uuid(), error = %e, "a lost object cannot be removed from a member, because it is damaged there");
-                Ok(())
+                self.cannot_receive(salvaged, (position, view), oid, e).await
             }
             Err(e) => Err(e),
         }

@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-use array::{Findings, SIZE_XATTR};
+use array::{Findings, SIZE_XATTR, UNFINISHED_XATTR};
 use base::block;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
@@ -66,6 +66,10 @@ impl ObjectSizes {
 #[must_use]
 pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
     let name = ids::parse(oid)?;
+    if xattrs.contains_key(&UNFINISHED_XATTR) {
+        // The rebuild of the target was interrupted, and replaces this copy when it continues.
+        return None;
+    }
     // A fragment stores the size of its object in an xattr.
     let stored = match xattrs.get(&SIZE_XATTR) {
         Some(bytes) => u64::from_be_bytes(bytes[..].try_into().ok()?),
@@ -179,5 +183,7 @@ mod tests {
         let long = inspect(100, 4096, None).unwrap();
         assert!(long.contains("restore it"), "{long}");
         assert_eq!(inspect_object(&ids::meta_object(), 5, &BTreeMap::new()), None);
+        let unfinished = BTreeMap::from([(UNFINISHED_XATTR, Bytes::new())]);
+        assert_eq!(inspect_object(&ids::object(7, "", "object", None), 0, &unfinished), None);
     }
 }

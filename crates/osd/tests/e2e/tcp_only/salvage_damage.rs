@@ -78,6 +78,25 @@ fn full(name: &'static str) -> Refusal {
     })
 }
 
+/// A target has no room for another object in its index.
+fn full_index(name: &'static str) -> Refusal {
+    Box::new(move |request| {
+        let StoreRequest::Transact { transaction, .. } = request else { return None };
+        let adds = concerns(request, name) && !matches!(transaction.ops[0], Op::Remove { .. });
+        let (target, area) = (Uuid::nil(), Area::Index);
+        adds.then_some(StoreError::NoSpace { target, area, needed: 1, free: 0 })
+    })
+}
+
+/// Damage prevents that an object is removed, and does not prevent reads.
+fn damaged_for_removal(name: &'static str) -> Refusal {
+    Box::new(move |request| {
+        let StoreRequest::Transact { transaction, .. } = request else { return None };
+        let removes = |op: &Op| matches!(op, Op::Remove { .. });
+        (concerns(request, name) && transaction.ops.iter().any(removes)).then(corrupt)
+    })
+}
+
 fn fired(store: &FaultStore) -> u64 {
     store.fired.load(Ordering::SeqCst)
 }
@@ -242,6 +261,40 @@ async fn a_salvage_goes_on_although_a_lost_object_cannot_be_removed() {
     assert!(fired(&rig.node.stores[1]) > 0);
     let status = rig.client.status().await.unwrap();
     assert_eq!(status.targets[1].failure, None);
+}
+
+/// A full target that the group does not need lacks an object.
+#[tokio::test]
+async fn a_salvage_goes_on_without_a_target_that_has_no_room_for_a_new_object() {
+    let rig = Rig::new("ec:2+2", 1).await;
+    rig.set_down(&[2], true);
+    let newest = rig.store("object", 1).await;
+    rig.set_down(&[3], true);
+    rig.store("other", 2).await;
+    rig.lose(0).await;
+    let before = fired(&rig.node.stores[2]);
+    rig.node.stores[2].refuse(Some(full_index("object")));
+    rig.go_on(&[2, 3], 0).await;
+    assert!(rig.object("object").get().await.unwrap() == newest);
+    assert!(fired(&rig.node.stores[2]) > before);
+}
+
+/// The target in sync has newest content that is lost, and cannot receive the older content of the stale
+/// targets.
+#[tokio::test]
+async fn a_salvage_mixes_no_content_with_that_of_a_target_that_cannot_replace_it() {
+    let rig = Rig::new("ec:2+2", 1).await;
+    let older = rig.store("object", 1).await;
+    rig.set_down(&[2, 3], true);
+    rig.store("object", 2).await;
+    rig.lose(0).await;
+    rig.node.stores[1].refuse(Some(damaged_for_removal("object")));
+    rig.go_on(&[2, 3], 0).await;
+    let read = rig.object("object").get().await;
+    assert!(read.as_ref().is_err_and(|e| !e.is_not_found()), "{:?}", read.map(|read| read.len()));
+    assert!(fired(&rig.node.stores[1]) > 0);
+    rig.client.forget_target(1, true).await.unwrap();
+    assert!(rig.object("object").get().await.unwrap() == older);
 }
 
 /// The newest content has no data, and its omap cannot be read on the only target that has it.
