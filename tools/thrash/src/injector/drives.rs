@@ -1,6 +1,7 @@
 //! Faults of drives. Keeps account of the targets that may lack data, so that faults stay within the
 //! tolerance of the pool.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::time::Duration;
 
@@ -77,8 +78,12 @@ impl Injector {
         for _ in 0..3 {
             match self.node.scrub(POOL) {
                 Ok(ScrubSummary { damaged: 0, inconsistent: 0 }) => {
-                    self.record.note(format!("a scrub finds no damage on targets {:?}", self.damaged));
-                    self.damaged.clear();
+                    // The scrub does not read a target that has failed, perhaps because of the damage.
+                    let not_in = self.node.summary().unwrap_or_default().targets_not_in();
+                    let (damaged, intact): (BTreeSet<usize>, BTreeSet<usize>) =
+                        self.damaged.iter().partition(|target| not_in.contains(target));
+                    self.record.note(format!("a scrub finds no damage on targets {intact:?}"));
+                    self.damaged = damaged;
                     return;
                 }
                 Ok(found) => self.record.note(format!("a scrub found and repaired damage: {found:?}")),
