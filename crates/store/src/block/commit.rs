@@ -210,7 +210,6 @@ impl Core {
                 view.thaw(meta.next_nid, loaded);
                 metrics::counter!("outboard_store_checkpoints_total").increment(1);
             }
-            Err(StoreError::Poisoned(reason)) => self.poison(&format!("checkpoint: {reason}")),
             Err(error) => self.poison(&format!("checkpoint ({error})")),
         }
     }

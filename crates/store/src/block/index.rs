@@ -137,19 +137,18 @@ impl Index {
         })
     }
 
+    /// Whether a write of the index has failed. The index can then not be opened again.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.region.has_failed()
+    }
+
     /// Runs `f`. If `f` fails, reopens the database and runs `f` again.
-    ///
-    /// # Errors
-    /// [`StoreError::Poisoned`] if `f` fails, and a write has failed now or earlier.
     fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
         {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
             if let Some(database) = &*database {
                 match guarded(|| f(&database.database)) {
                     Ok(value) => return Ok(value),
-                    Err(error) if self.region.has_failed() => {
-                        return Err(StoreError::Poisoned(format!("write of the index ({error})")));
-                    }
                     Err(error) => {
                         tracing::warn!(%error, "an operation of the index has failed; the index is opened again")
                     }
@@ -330,6 +329,8 @@ fn map_error(error: redb::Error) -> StoreError {
 #[cfg(test)]
 mod tests {
     use super::super::drive::Drive;
+    use super::super::messages::load;
+    use super::super::need::Need;
     use super::super::sim::RecordedDrive;
     use super::super::superblock::Region;
     use super::*;
@@ -385,18 +386,25 @@ mod tests {
     }
 
     #[test]
-    fn an_index_whose_write_has_failed_asks_for_a_remount() {
+    fn reads_of_an_index_whose_write_has_failed_ask_for_a_remount() {
         let drive = RecordedDrive::new(vec![0; 5 << 20]);
         let drive = Arc::new(FaultyDrive { drive, is_faulty: AtomicBool::new(false) });
         let region = Region { offset: 0, len: 5 << 20 };
         let region = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
-        let index = Index::open(region, 1 << 20).unwrap();
-        set(&index, 0..100, &Some(Bytes::from(vec![1; 3000]))).unwrap();
+        // The cache holds less than the index.
+        let index = Index::open(region, 64 << 10).unwrap();
+        set(&index, 0..1000, &Some(Bytes::from(vec![1; 3000]))).unwrap();
+        let read_all = || {
+            let (from, to) = (Bytes::new(), Bytes::from_static(b"g"));
+            load(&index, &[Need::Range { from, to, limit: 1000 }])
+        };
+        assert!(read_all().is_ok());
         drive.is_faulty.store(true, Ordering::Relaxed);
-        let failed = set(&index, 0..100, &None);
+        // The read fails, and then the write with which the index is opened again.
+        let failed = read_all();
         assert!(matches!(failed, Err(StoreError::Poisoned(_))), "{failed:?}");
         drive.is_faulty.store(false, Ordering::Relaxed);
-        let again = set(&index, 0..100, &None);
+        let again = read_all();
         assert!(matches!(again, Err(StoreError::Poisoned(_))), "{again:?}");
     }
 

@@ -51,6 +51,10 @@ pub(crate) enum NeedAnswer {
 }
 
 /// Reads the index for [`BlockingWork::Load`].
+///
+/// # Errors
+/// [`StoreError::Poisoned`] if a read fails, and a write of the index has failed: no later read can succeed
+/// before a remount.
 pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
     /// Approximate maximum number of bytes that one scan reads.
     const SCAN_BYTES: usize = 4 << 20;
@@ -63,7 +67,11 @@ pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<NeedAnswer>> {
             }
             Need::Block(_) => Ok(NeedAnswer::Key(None)),
         })
-        .collect()
+        .collect::<Result<_>>()
+        .map_err(|error| match index.has_failed() {
+            true => StoreError::Poisoned(format!("write of the index ({error})")),
+            false => error,
+        })
 }
 
 /// Work that the core requests from the driver.
