@@ -125,7 +125,9 @@ impl Group {
         }
         self.salvage_metadata(&salvaged).await?;
         for (_, view) in &members {
-            self.replace_records(&view.link, record, last).await?;
+            let replaced = self.replace_records(&view.link, record, last).await;
+            // If the target fails, the operator can accept its loss.
+            replaced.map_err(|e| view.link.classified(e))?;
         }
         let is_source = |position: usize| sources.iter().any(|(at, _)| *at == position);
         self.put_in_force_on(record, &members, |at, member| {
@@ -227,8 +229,7 @@ impl Group {
         let keep = own_object();
         loop {
             // The array's own objects sort before all other objects.
-            let listed = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await;
-            let (ids, _) = listed.map_err(|e| link.classified(e))?;
+            let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let is_last = removals.is_empty();

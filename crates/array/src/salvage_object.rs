@@ -17,7 +17,7 @@ use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::read::WholeObject;
-use crate::record::{GroupRecord, SIZE_XATTR, Standing};
+use crate::record::{GroupRecord, SIZE_XATTR, Standing, UNFINISHED_XATTR};
 use crate::view::MemberView;
 
 /// Number of attempts after which stored data counts as damaged.
@@ -91,6 +91,16 @@ impl<'a> HeldContent<'a> {
         let is_holder = |position| self.holders.iter().any(|(at, _)| *at == position);
         salvaged.receivers().filter(|(position, _)| !is_holder(*position)).collect()
     }
+}
+
+/// What a member has of the owner's metadata object.
+enum MetadataCopy {
+    Absent,
+    /// The copy to this member was interrupted.
+    Incomplete,
+    /// All of it is readable, and these are the xattrs.
+    Complete(Vec<(Bytes, Bytes)>),
+    Damaged(StoreError),
 }
 
 /// Whether an error may mean that stored data is damaged.
@@ -215,7 +225,7 @@ impl Group {
                 let was_there = self.is_there(&sources, &view.link, position, oid).await?;
                 self.copy_from_sources(&sources, &view.link, position, oid, (was_there, receiver)).await
             });
-            let e = match copied.await {
+            let mut e = match copied.await {
                 Ok(_) => {
                     there += 1;
                     continue;
@@ -224,11 +234,12 @@ impl Group {
             };
             if !matches!(e, StoreError::NoSpace { .. }) {
                 self.unless_damaged(&[(position, view)], e.clone()).await?;
-                let sources_are_damaged = !self.is_complete(salvaged, content, oid).await?;
-                if sources_are_damaged || !self.is_damaged_on(&view.link, oid, receiver).await? {
-                    // The next attempt considers all contents again.
-                    return Err(StoreError::Disconnected(e.to_string()));
-                }
+                let damage = match self.is_complete(salvaged, content, oid).await? {
+                    true => self.damage_on(&view.link, oid, receiver).await?,
+                    false => None,
+                };
+                // Otherwise the next attempt considers all contents again.
+                e = damage.ok_or_else(|| StoreError::Disconnected(e.to_string()))?;
             }
             self.cannot_receive(salvaged, (position, view), oid, e).await?;
         }
@@ -237,7 +248,7 @@ impl Group {
             // Members that are only read have the content, and may have space by the next attempt.
             self.cannot_catch_up.borrow_mut().clear();
             let detail = format!(
-                "object {oid} is damaged on a target that the group needs, and another target with the object has no space; remove objects, or replace the target with the damage"
+                "object {oid} is damaged on one target, and another target that has it cannot receive all objects, for example for lack of space; remove objects, or replace the damaged target"
             );
             return Err(StoreError::TooFewTargets { there, needed, detail });
         }
@@ -263,73 +274,102 @@ impl Group {
     ) -> store::Result<()> {
         let target = view.link.target.uuid();
         let is_needed = self.needs(salvaged, position);
+        let is_full = matches!(e, StoreError::NoSpace { .. });
         tracing::warn!(cid = %self.cid, %oid, target_uuid = %target, error = %e, is_needed, "a member cannot receive or remove an object as the other members do");
+        if !is_full {
+            let read = repeated(async || self.xattrs_on(&view.link, oid).await).await;
+            if matches!(read, Err(StoreError::Corrupt { .. })) {
+                // Reads find the damage, and use other members.
+                return Ok(());
+            }
+        }
         if !is_needed {
             // The next attempt only reads this member.
             self.cannot_catch_up.borrow_mut().insert(target);
             return Err(over(salvaged.number));
         }
-        if matches!(e, StoreError::NoSpace { .. }) {
+        if is_full {
             // Other members may have space by the next attempt.
             self.cannot_catch_up.borrow_mut().clear();
             return Err(e);
         }
-        match repeated(async || self.xattrs_on(&view.link, oid).await).await {
-            // Reads find the damage, and use other members.
-            Err(StoreError::Corrupt { .. }) => Ok(()),
-            // Otherwise reads would mix the old content with that of the other members.
-            _ => Err(view.link.classified(e)),
-        }
+        // Reads would mix the old content of this member with that of the other members.
+        Err(view.link.classified(e))
     }
 
     async fn xattrs_on(&self, link: &MemberLink, oid: &ObjectId) -> store::Result<Vec<(Bytes, Bytes)>> {
         self.calls.answer(link, link.target.store().get_xattrs(&self.cid, oid)).await
     }
 
-    /// Copies the owner's metadata object, which consists of an omap, to the stale members, and to members in
-    /// sync that have lost it. Its xattrs show nothing.
+    /// Copies the owner's metadata object, which consists of an omap, to the members that lack it. Its xattrs
+    /// show only whether the copy is complete.
     ///
     /// # Errors
-    /// If a member fails. If no member in sync can read the object, the targets of these members fail, so
-    /// that the operator can accept their loss: stale metadata does not fit the newest objects.
+    /// If a member fails. If no member in sync can read the object, the target of one of them fails, so that
+    /// the operator can accept its loss: stale metadata does not fit the newest objects.
     pub(crate) async fn salvage_metadata(&self, salvaged: &Salvaged<'_>) -> store::Result<()> {
         let mut content = HeldContent { xattrs: None, holders: Vec::new() };
-        let mut damage = None;
-        for &(position, view) in salvaged.in_sync {
-            let read = async || {
-                let xattrs = self.xattrs_on(&view.link, &self.meta).await?;
-                self.calls.all_entries(&view.link, &self.meta, &Bytes::new(), None).await?;
-                Ok(xattrs)
-            };
-            match repeated(read).await {
-                Ok(xattrs) => {
+        let (mut damage, mut incomplete) = (None, None);
+        for &placed in salvaged.in_sync {
+            match self.metadata_on(placed).await? {
+                MetadataCopy::Complete(xattrs) => {
                     content.xattrs = Some(xattrs);
-                    content.holders.push((position, view));
+                    content.holders.push(placed);
                 }
-                Err(StoreError::NoSuchObject(_)) => {}
-                Err(e) => {
-                    self.unless_damaged(&[(position, view)], e.clone()).await?;
-                    damage = Some((&view.link, e));
-                }
+                MetadataCopy::Incomplete => incomplete = Some(placed),
+                MetadataCopy::Damaged(e) => damage = Some((placed, e)),
+                MetadataCopy::Absent => {}
             }
         }
+        if let (Some(placed), None, true) = (incomplete, &damage, content.holders.is_empty()) {
+            // A member whose rebuild was interrupted counts as in sync if it has the newest record. The
+            // metadata of other members is then as old as its objects.
+            for &(position, view) in salvaged.sources.iter().filter(|(at, _)| !salvaged.is_in_sync(*at)) {
+                if let MetadataCopy::Complete(xattrs) = self.metadata_on((position, view)).await? {
+                    content = HeldContent { xattrs: Some(xattrs), holders: vec![(position, view)] };
+                    break;
+                }
+            }
+            let (what, detail) = ("metadata of a group".into(), "no member has a complete copy".into());
+            damage = Some((placed, StoreError::Corrupt { what, detail }));
+        }
         match damage {
-            Some((link, e)) if content.holders.is_empty() => Err(link.classified(e)),
+            Some(((_, view), e)) if content.holders.is_empty() => Err(view.link.classified(e)),
             _ => self.copy_content(salvaged, &content, &self.meta).await,
         }
     }
 
-    /// Whether damage prevents that a member replaces an object. The member may then have an empty copy.
-    async fn is_damaged_on(
+    async fn metadata_on(&self, (position, view): PlacedView<'_>) -> store::Result<MetadataCopy> {
+        let read = async || {
+            let xattrs = self.xattrs_on(&view.link, &self.meta).await?;
+            self.calls.all_entries(&view.link, &self.meta, &Bytes::new(), None).await?;
+            Ok(xattrs)
+        };
+        match repeated(read).await {
+            Ok(xattrs) if xattrs.iter().any(|(name, _)| *name == UNFINISHED_XATTR) => {
+                Ok(MetadataCopy::Incomplete)
+            }
+            Ok(xattrs) => Ok(MetadataCopy::Complete(xattrs)),
+            Err(StoreError::NoSuchObject(_)) => Ok(MetadataCopy::Absent),
+            Err(e) => {
+                self.unless_damaged(&[(position, view)], e.clone()).await?;
+                Ok(MetadataCopy::Damaged(e))
+            }
+        }
+    }
+
+    /// Returns the error if damage prevents that a member replaces an object. Otherwise, the member then has
+    /// an empty copy.
+    async fn damage_on(
         &self,
         link: &MemberLink,
         oid: &ObjectId,
         receiver: ReceivingMember,
-    ) -> store::Result<bool> {
+    ) -> store::Result<Option<StoreError>> {
         let empty = WholeObject { oid, size: 0 };
         match repeated(async || self.empty_fragment(link, empty, true, receiver).await).await {
-            Ok(()) | Err(StoreError::NoSuchObject(_) | StoreError::NoSpace { .. }) => Ok(false),
-            Err(StoreError::Corrupt { .. }) => Ok(true),
+            Ok(()) | Err(StoreError::NoSuchObject(_) | StoreError::NoSpace { .. }) => Ok(None),
+            Err(e @ StoreError::Corrupt { .. }) => Ok(Some(e)),
             Err(e) => Err(e),
         }
     }
