@@ -116,7 +116,8 @@ impl Group {
     async fn begin_with(&self, record: &GroupRecord, members: &[PlacedView<'_>]) -> store::Result<()> {
         let _alone = self.copies.write().await;
         for (_, view) in members {
-            self.clear(view, record).await.map_err(|e| self.without(&view.link, e))?;
+            let cleared = self.clear(view, record).await;
+            cleared.map_err(|e| view.link.classified(self.without(&view.link, e)))?;
         }
         let is_there = |position: usize| members.iter().any(|(at, _)| *at == position);
         self.put_in_force_on(record, members, |at, member| match is_there(at) {

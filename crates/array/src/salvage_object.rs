@@ -321,9 +321,9 @@ impl Group {
                 MetadataCopy::Absent => {}
             }
         }
-        if let (Some(placed), None, true) = (incomplete, &damage, content.holders.is_empty()) {
-            // A member whose rebuild was interrupted counts as in sync if it has the newest record. The
-            // metadata of other members is then as old as its objects.
+        if damage.is_none() && content.holders.is_empty() {
+            // A member counts as in sync if it has the newest record, even if the rebuild was interrupted
+            // that should give it the metadata. The metadata of other members may be older.
             for &(position, view) in salvaged.sources.iter().filter(|(at, _)| !salvaged.is_in_sync(*at)) {
                 if let MetadataCopy::Complete(xattrs) = self.metadata_on((position, view)).await? {
                     content = HeldContent { xattrs: Some(xattrs), holders: vec![(position, view)] };
@@ -331,7 +331,7 @@ impl Group {
                 }
             }
             let (what, detail) = ("metadata of a group".into(), "no member has a complete copy".into());
-            damage = Some((placed, StoreError::Corrupt { what, detail }));
+            damage = incomplete.map(|placed| (placed, StoreError::Corrupt { what, detail }));
         }
         match damage {
             Some(((_, view), e)) if content.holders.is_empty() => Err(view.link.classified(e)),

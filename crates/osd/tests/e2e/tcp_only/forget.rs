@@ -2,12 +2,13 @@
 //! left.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::future::join_all;
 use osd::{OsdConfig, OsdServer, StartError};
-use store::RemountedStore;
 use store::simulation::{RecordedDrive, SimStore};
+use store::{MetadataQuery, RemountedStore, StoreCalls, StoreError, StoreRequest};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, seed};
@@ -166,6 +167,35 @@ async fn groups_without_any_copy_begin_without_objects_once_the_loss_is_accepted
     assert_eq!(rig.pool.list("o").collect().await.unwrap().len(), rig.objects.len());
     let scrub = crate::redundancy::scrub(&rig.client, false).await;
     assert_eq!((scrub.inconsistent, scrub.damaged, scrub.failure), (0, 0, None));
+}
+
+/// The drive of one of the two remaining targets cannot read an index page.
+#[tokio::test]
+async fn a_group_begins_without_a_target_that_cannot_list_its_objects() {
+    let rig = Rig::of("mirror:2", 1, 4, config()).await;
+    rig.pool.object("o0").unwrap().put("old").await.unwrap();
+    let mut members = Vec::new();
+    for (n, store) in rig.node.stores.iter().enumerate() {
+        let collections = store.inner().collections().await.unwrap();
+        if collections.iter().any(|cid| cid.as_bytes().starts_with(b"P")) {
+            members.push(n);
+        }
+    }
+    let [first, second] = members[..] else { panic!("{members:?}") };
+    let unreadable = (0..4).find(|n| !members.contains(n)).unwrap();
+    let store = &rig.node.stores[unreadable];
+    store.refuse(Some(Box::new(|request| {
+        let StoreRequest::Query { query: MetadataQuery::List { .. }, .. } = request else { return None };
+        Some(StoreError::Io("injected: an index page cannot be read".into()))
+    })));
+    rig.set_down(&members, true);
+    rig.pool.object("o0").unwrap().put("new").await.unwrap_err();
+    let before = store.fired.load(Ordering::SeqCst);
+    rig.client.forget_target(first as u32, true).await.unwrap();
+    rig.client.forget_target(second as u32, true).await.unwrap();
+    rig.pool.object("o0").unwrap().put("new").await.unwrap();
+    assert!(store.fired.load(Ordering::SeqCst) > before, "no listing was refused");
+    assert_eq!(rig.pool.object("o0").unwrap().get().await.unwrap(), "new");
 }
 
 /// The node has not yet recorded the loss of half of its targets when the operator accepts it.

@@ -359,28 +359,33 @@ async fn a_salvage_brings_no_removed_object_back() {
     assert!(fired(&rig.node.stores[0]) > before);
 }
 
-/// The copy of the group's metadata to the target that is left in sync was interrupted.
+/// The copy of the group's metadata to the target that is left in sync was interrupted, before or after
+/// the target had an incomplete object.
 #[tokio::test]
 async fn a_salvage_uses_no_incomplete_metadata() {
-    let rig = Rig::new("ec:2+2", 1).await;
-    let other = rig.store("other", 1).await;
-    rig.set_down(&[2, 3], true);
-    rig.store("object", 2).await;
-    rig.lose(0).await;
-    let store = rig.node.stores[1].inner();
-    let collections = store.collections().await.unwrap();
-    let cid = collections.into_iter().find(|cid| cid.as_bytes().starts_with(b"P")).unwrap();
-    let oid = ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap();
-    let xattrs = vec![("unfinished".into(), "x".into())];
-    let empty = Transaction::new(cid.clone())
-        .with(Op::Remove { oid: oid.clone() })
-        .with(Op::Touch { oid: oid.clone() })
-        .with(Op::SetXattrs { oid: oid.clone(), xattrs });
-    store.queue_transaction(empty).await.unwrap();
-    rig.go_on(&[2, 3], 0).await;
-    assert!(rig.object("other").get().await.unwrap() == other);
-    let xattrs = store.get_xattrs(&cid, &oid).await.unwrap();
-    assert!(xattrs.iter().all(|(name, _)| name != "unfinished"), "{xattrs:?}");
-    let (entries, _) = store.omap_iterate(&cid, &oid, Bytes::new(), 10).await.unwrap();
-    assert!(!entries.is_empty());
+    for is_there in [true, false] {
+        let rig = Rig::new("ec:2+2", 1).await;
+        let other = rig.store("other", 1).await;
+        rig.set_down(&[2, 3], true);
+        rig.store("object", 2).await;
+        rig.lose(0).await;
+        let store = rig.node.stores[1].inner();
+        let collections = store.collections().await.unwrap();
+        let cid = collections.into_iter().find(|cid| cid.as_bytes().starts_with(b"P")).unwrap();
+        let oid = ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap();
+        let mut interrupted = Transaction::new(cid.clone()).with(Op::Remove { oid: oid.clone() });
+        if is_there {
+            let xattrs = vec![("unfinished".into(), "x".into())];
+            interrupted = interrupted
+                .with(Op::Touch { oid: oid.clone() })
+                .with(Op::SetXattrs { oid: oid.clone(), xattrs });
+        }
+        store.queue_transaction(interrupted).await.unwrap();
+        rig.go_on(&[2, 3], 0).await;
+        assert!(rig.object("other").get().await.unwrap() == other);
+        let xattrs = store.get_xattrs(&cid, &oid).await.unwrap();
+        assert!(xattrs.iter().all(|(name, _)| name != "unfinished"), "{xattrs:?}");
+        let (entries, _) = store.omap_iterate(&cid, &oid, Bytes::new(), 10).await.unwrap();
+        assert!(!entries.is_empty());
+    }
 }
