@@ -590,6 +590,12 @@ impl SimulationPlan {
         self.placement == Placement::Dpu && (is_slow || self.faults.iter().any(concerns_channel))
     }
 
+    /// Whether a fault fills targets. A checkpoint of a full index can take seconds.
+    #[must_use]
+    pub fn fills_targets(&self) -> bool {
+        self.faults.iter().any(|fault| fault.kind.fills_targets())
+    }
+
     /// Whether a drive acknowledges flushes that it does not execute.
     #[must_use]
     pub fn has_lying_drive(&self) -> bool {

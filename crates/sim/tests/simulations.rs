@@ -71,6 +71,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (203199, "", "a0cf964f"),
     // The store: an index whose write had failed in a read was never remounted.
     (216956, "", "fa6d9de1"),
+    // The simulator: the operator accepted no loss of a target that other groups used.
+    (311424, "", "7125f242"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

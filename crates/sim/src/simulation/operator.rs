@@ -247,14 +247,25 @@ impl Simulation {
         self.administer(operator, &format!("forget target {target}"), forget).await
     }
 
+    /// Whether a placement group of a pool with redundancy waits for a target.
+    async fn is_awaited(&self, client: &Client, index: u32) -> bool {
+        let tolerates = |loss: &PoolLoss| {
+            self.plan.pools.iter().any(|pool| pool.name == loss.pool && pool.redundancy.tolerates() > 0)
+        };
+        let loss = client.forget_target(index, false).await;
+        loss.is_ok_and(|loss| loss.iter().any(|loss| loss.waiting > 0 && tolerates(loss)))
+    }
+
     /// Declares that pools may lose changes because the loss of a target was accepted at the time `now`,
-    /// although they tolerate this loss: another target may have been slow, so that a group continued
-    /// without it. `loss` is what the node has reported, if its answer was received.
+    /// although they tolerate this loss: another target may have been slow, or busy with a checkpoint of a
+    /// full index, so that a group continued without it. `loss` is what the node has reported, if its
+    /// answer was received.
     fn loses_with_slow_target(&self, loss: Option<&[PoolLoss]>, now: Duration) {
         let waits = |pool: &&PlannedPool| {
             loss.is_none_or(|loss| loss.iter().any(|loss| loss.pool == pool.name && loss.waiting > 0))
         };
-        for pool in self.plan.pools.iter().filter(waits).filter(|_| self.plan.may_slow_targets()) {
+        let may_be_slow = self.plan.may_slow_targets() || self.plan.fills_targets();
+        for pool in self.plan.pools.iter().filter(waits).filter(|_| may_be_slow) {
             self.history.borrow_mut().may_lose_changes(&pool.name, now);
         }
     }
@@ -279,7 +290,8 @@ impl Simulation {
     }
 
     /// Gives up each target that the node does not use according to `status`, and whose drive is lost
-    /// or damaged: accepts its loss, and takes it out of use. Returns the number of targets whose loss was
+    /// or damaged: accepts its loss, and takes it out of use. If all faults are over, also accepts the loss
+    /// of such a target that the node uses, if a group waits for what it has lost. Returns the number of targets whose loss was
     /// awaited; `None` if commands have failed, or if the node has not noticed yet that too many drives
     /// are lost.
     pub(super) async fn give_up_failed(
@@ -293,15 +305,19 @@ impl Simulation {
             let uuid = self.node.uuid(target);
             let Some(index) = status.targets.iter().position(|status| status.uuid == uuid) else { continue };
             let known = &status.targets[index];
-            if known.state == TargetState::Up {
+            let is_used = known.state == TargetState::Up;
+            if is_used {
                 is_done &= !self.plan.loses_too_many();
-                continue;
+                let is_awaited = self.is_healing.get() && self.is_awaited(client, index as u32).await;
+                if !is_awaited {
+                    continue;
+                }
             }
             match self.forget(client, operator, target, index as u32).await {
                 Ok(is_awaited) => awaited += usize::from(is_awaited),
                 Err(_) => is_done = false,
             }
-            if !known.out {
+            if !known.out && !is_used {
                 let command = client.set_target_out(index as u32, true);
                 let outcome = self.administer(operator, &format!("take target {target} out"), command).await;
                 is_done &= outcome.is_ok();
