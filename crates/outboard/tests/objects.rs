@@ -244,7 +244,7 @@ fn bench_prints_the_json_fields_that_scripts_use() {
         "50",
         "--json",
     ];
-    for workload in ["write", "read", "randread"] {
+    for workload in ["write", "read", "randread", "randwrite", "randrw"] {
         let out: serde_json::Value =
             serde_json::from_slice(&node.ok(&[&["bench", workload], &args[..]].concat())).unwrap();
         assert_eq!(out["workload"], workload);
@@ -257,6 +257,14 @@ fn bench_prints_the_json_fields_that_scripts_use() {
         }
         for key in ["mean", "p50", "p99", "p999", "max"] {
             assert!(out["latency_us"][key].as_f64().unwrap() > 0.0, "{key}: {out}");
+        }
+        assert_eq!((&out["clients"], &out["objects"]), (&1.into(), &50.into()));
+        assert!(out["rate"].is_null() && out["not_started"].is_null(), "the loop is closed: {out}");
+        let kinds: Vec<&String> = out["by_kind"].as_object().unwrap().keys().collect();
+        match workload {
+            "randrw" => assert_eq!(kinds, ["read", "write"]),
+            "write" | "randwrite" => assert_eq!(kinds, ["write"]),
+            _ => assert_eq!(kinds, ["read"]),
         }
         let processes = out["processes"].as_array().unwrap();
         for role in ["store", "osd", "client"] {
@@ -278,6 +286,43 @@ fn bench_prints_the_json_fields_that_scripts_use() {
         assert!(class("msgr")["context_switches"].is_null(), "context switches cannot be divided: {out}");
         assert_breakdown_adds_up(&out);
     }
+}
+
+/// Three clients read and write at a low rate, so that all operations that are due are started.
+#[test]
+fn bench_starts_operations_of_several_clients_at_a_fixed_rate() {
+    let node = Node::up("dpu");
+    let load = ["bench", "randrw", "--pool", "p", "--object-size", "4KiB", "--objects", "100"];
+    let rate = ["--reads", "80", "--clients", "3", "--rate", "200", "--seconds", "2", "--json"];
+    let out: serde_json::Value = serde_json::from_slice(&node.ok(&[&load[..], &rate].concat())).unwrap();
+    assert_eq!((&out["clients"], &out["rate"]), (&3.into(), &200.into()));
+    let count = |value: &serde_json::Value| value.as_u64().unwrap_or_else(|| panic!("{value} in {out}"));
+    let (ops, errors, not_started) = (count(&out["ops"]), &out["errors"], count(&out["not_started"]));
+    assert_eq!((ops + not_started, errors), (400, &0.into()), "{out}");
+    let [reads, writes] = ["read", "write"].map(|kind| count(&out["by_kind"][kind]["ops"]));
+    assert!(reads + writes == ops && reads > 2 * writes && writes > 0, "{reads} reads, {writes} writes");
+    let per_second: Vec<u64> = out["per_second"].as_array().unwrap().iter().map(count).collect();
+    assert!(per_second.len() == 2 && per_second.iter().sum::<u64>() <= ops, "{out}");
+    assert_eq!(out["min_per_second"], *per_second.iter().min().unwrap());
+    assert!(out["longest_pause_ms"].is_u64(), "{out}");
+    let text = node.text(&[&load[..], &rate[..8]].concat());
+    for words in ["of 3 clients", "200 op/s due", "in the worst second", "longest pause", "read ", "write "] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let too_many = ["--in-flight", "2", "--clients", "3"];
+    assert!(node.fails(2, &[&load[..], &too_many].concat()).contains("raise --in-flight"));
+}
+
+/// More operations are due than the node can perform.
+#[test]
+fn bench_counts_latency_from_the_moment_an_operation_is_due() {
+    let node = Node::up("dpu");
+    let args = ["bench", "write", "--pool", "p", "--object-size", "4KiB", "--objects", "10"];
+    let rate = ["--in-flight", "1", "--rate", "1000000", "--seconds", "1", "--json"];
+    let out: serde_json::Value = serde_json::from_slice(&node.ok(&[&args[..], &rate].concat())).unwrap();
+    assert!(out["not_started"].as_u64().unwrap() > 100_000, "{out}");
+    let median = out["latency_us"]["p50"].as_f64().unwrap();
+    assert!((300_000.0..900_000.0).contains(&median), "half of the operations wait for 0.5 s or more: {out}");
 }
 
 fn assert_breakdown_adds_up(out: &serde_json::Value) {

@@ -37,37 +37,44 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 /// The node cannot be found or reached, or `body` fails.
 pub fn run<T, F>(
     node: &NodeArgs,
-    mut options: Options,
+    options: Options,
     body: impl FnOnce(Client) -> F + Send + 'static,
 ) -> Result<T>
 where
     T: Send + 'static,
     F: Future<Output = Result<T>>,
 {
-    // Fail at once if the node is down; only an osd that restarts is worth waiting for.
-    locate::endpoint(node)?;
-    options.stack = node.network.clone();
-    options.source = node.bind;
     let node = node.clone();
-    let work = move || {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .doing("starting the client")?;
-        let result = runtime.block_on(async {
-            let client = connect(&node, &options).await?;
-            let result = body(client.clone()).await;
-            client.close().await;
-            result
-        });
-        // Do not wait for a blocked read of standard input, because its result is no longer needed.
-        runtime.shutdown_background();
-        result
-    };
+    let work = move || run_here(&node, options, body);
     let thread = thread::spawn(ThreadClass::Client, "0", work).doing("starting the client")?;
     thread
         .join()
         .unwrap_or_else(|_| Err(Failure::new("running the client", "the client panicked; this is a bug")))
+}
+
+/// Like [`run`], on the calling thread.
+///
+/// # Errors
+/// As for [`run`].
+pub fn run_here<T, F>(node: &NodeArgs, mut options: Options, body: impl FnOnce(Client) -> F) -> Result<T>
+where
+    F: Future<Output = Result<T>>,
+{
+    // Fail at once if the node is down; only an osd that restarts is worth waiting for.
+    locate::endpoint(node)?;
+    options.stack = node.network.clone();
+    options.source = node.bind;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the client")?;
+    let result = runtime.block_on(async {
+        let client = connect(node, &options).await?;
+        let result = body(client.clone()).await;
+        client.close().await;
+        result
+    });
+    // Do not wait for a blocked read of standard input, because its result is no longer needed.
+    runtime.shutdown_background();
+    result
 }
 
 /// Returns whether the osd of the node in a directory answers, without waiting for its restart.

@@ -42,8 +42,9 @@ impl OsdMeasurement {
     /// Returns the difference of two status answers. `None` if the osd was restarted in between.
     pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<OsdMeasurement> {
         let kind = |status: &NodeStatus| match workload {
-            Workload::Write => status.times.write,
+            Workload::Write | Workload::Randwrite => status.times.write,
             Workload::Read | Workload::Randread => status.times.read,
+            Workload::Randrw => sum(&status.times.read, &status.times.write),
         };
         let times = since(&kind(after), &kind(before))?;
         let (earlier, later) = (before.thread_ns, after.thread_ns);
@@ -68,6 +69,17 @@ impl OsdMeasurement {
             dma_wait: us(t.dma_wait_ns),
             others: us(t.others_ns),
         })
+    }
+}
+
+fn sum(one: &PhaseTimes, other: &PhaseTimes) -> PhaseTimes {
+    PhaseTimes {
+        count: one.count + other.count,
+        total_ns: one.total_ns + other.total_ns,
+        host_ns: one.host_ns + other.host_ns,
+        dma_ns: one.dma_ns + other.dma_ns,
+        dma_wait_ns: one.dma_wait_ns + other.dma_wait_ns,
+        others_ns: one.others_ns + other.others_ns,
     }
 }
 
@@ -163,5 +175,7 @@ mod tests {
         );
         let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
         assert_eq!(window.per_op(10), None, "there were no writes");
+        let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Randrw).unwrap();
+        assert_eq!(window.per_op(10).unwrap().requests_per_op, 1.0, "reads count, too");
     }
 }

@@ -1,151 +1,205 @@
-//! The closed loop: keeps a fixed number of operations in flight.
+//! The load of a measurement. Each client runs its part in its own thread.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
-use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use client::{Client, Pool};
 use futures::future::join_all;
-use hdrhistogram::Histogram;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 
-use super::accounting::Processes;
-use super::breakdown::OsdMeasurement;
-use super::report::{BenchReport, MeasuredCounts};
+use super::record::OpRecord;
+use super::schedule::Schedule;
 use super::{BenchArgs, Workload, session};
-use crate::output;
-use node::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Result};
 use node::progress::ProgressMeter;
-
-/// Largest latency of the histogram, in ns: ten minutes.
-const LONGEST_NS: u64 = 600_000_000_000;
 
 /// Extra length, in bytes, of the buffer of random data. Objects start at different offsets of the
 /// buffer.
 const NOISE_SHIFT: usize = 1 << 16;
 
-struct BenchLoad {
-    pool: Pool,
+/// Number of writes in flight while the objects are prepared, and the most data of all of them.
+pub const PREPARED_IN_FLIGHT: usize = 64;
+const PREPARED_BYTES: usize = 64 << 20;
+
+/// The kind of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpKind {
+    /// Reads a whole object.
+    Read,
+    /// Writes a whole object.
+    Write,
+}
+
+/// The part of the load that all clients share.
+#[derive(Debug)]
+pub struct SharedLoad {
+    pool: String,
     workload: Workload,
     size: usize,
     objects: u64,
+    /// Share of reads in a workload that reads and writes.
+    reads: f64,
     noise: Bytes,
-    next: Cell<u64>,
+    next: AtomicU64,
+    /// `None` if a worker starts an operation as soon as its last one has completed.
+    schedule: Option<Schedule>,
+    duration: Duration,
+}
+
+/// The results of one client, or of all clients.
+#[derive(Debug)]
+pub struct LoadResult {
+    pub reads: OpRecord,
+    pub writes: OpRecord,
+    /// Number of operations that failed.
+    pub errors: u64,
+    pub first_error: Option<String>,
+    /// Number of operations that were due, and that no worker had started at the end.
+    pub not_started: u64,
+}
+
+/// The load of one client.
+pub struct ClientLoad {
+    shared: Arc<SharedLoad>,
+    pool: Pool,
     rng: RefCell<SmallRng>,
-    latency_ns: RefCell<Histogram<u64>>,
+    reads: RefCell<OpRecord>,
+    writes: RefCell<OpRecord>,
     errors: Cell<u64>,
     first_error: RefCell<Option<String>>,
+    not_started: Cell<u64>,
 }
 
-/// Prepares the objects, measures, and computes the results.
-pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<BenchReport> {
-    let load = Rc::new(BenchLoad::new(session::pool(client, &args.pool)?, args)?);
-    if args.workload != Workload::Write {
-        load.populate(args).await?;
-    }
-    // Ignore an error: without the osd's answer, only the breakdown by phase is missing.
-    let osd_before = client.status().await.ok();
-    let before = processes.read();
-    let started = Instant::now();
-    let end = started + args.duration();
-    let workers = (0..args.in_flight).map(|_| load.work(end));
-    let shown = show_time(args.seconds);
-    futures::future::select(Box::pin(join_all(workers)), Box::pin(shown)).await;
-    let seconds = started.elapsed().as_secs_f64();
-    let used = processes.read().since(&before);
-    let osd_after = client.status().await.ok();
-    let window = osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload));
-    if let Some(why) = load.first_error.borrow().as_ref() {
-        output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
-    }
-    if load.latency_ns.borrow().is_empty() {
-        return Err(Failure::new(
-            "measuring",
-            "no operation succeeded; the message above states the first error",
-        ));
-    }
-    let outcome = MeasuredCounts {
-        seconds,
-        latency_ns: &load.latency_ns.borrow(),
-        errors: load.errors.get(),
-        used,
-        window,
-    };
-    Ok(BenchReport::new(args, processes.placement(), outcome))
-}
-
-/// Shows the elapsed time; never returns.
-async fn show_time(seconds: u32) {
-    let progress = ProgressMeter::seconds("measuring", u64::from(seconds));
-    loop {
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        progress.add(1);
-    }
-}
-
-impl BenchLoad {
-    fn new(pool: Pool, args: &BenchArgs) -> Result<BenchLoad> {
+impl SharedLoad {
+    /// Creates the load that the arguments describe.
+    ///
+    /// # Errors
+    /// If the objects do not fit into the address space.
+    pub fn new(args: &BenchArgs) -> Result<SharedLoad> {
         let size = usize::try_from(args.object_size.0).doing("reading --object-size")?;
         let mut noise = vec![0; size + NOISE_SHIFT];
-        let mut rng = SmallRng::seed_from_u64(0x0b0a_7d00);
-        rng.fill_bytes(&mut noise);
-        Ok(BenchLoad {
-            pool,
+        SmallRng::seed_from_u64(0x0b0a_7d00).fill_bytes(&mut noise);
+        Ok(SharedLoad {
+            pool: args.pool.clone(),
             workload: args.workload,
             size,
             objects: args.object_count(),
+            reads: f64::from(args.reads) / 100.0,
             noise: noise.into(),
-            next: Cell::new(0),
-            rng: RefCell::new(rng),
-            // Three significant digits; a longer latency counts as `LONGEST_NS`.
-            latency_ns: RefCell::new(
-                Histogram::new_with_bounds(1, LONGEST_NS, 3).doing("creating the histogram")?,
-            ),
-            errors: Cell::new(0),
-            first_error: RefCell::new(None),
+            next: AtomicU64::new(0),
+            schedule: args.rate.map(Schedule::new),
+            duration: args.duration(),
         })
     }
 
     fn name(&self, index: u64) -> String {
         format!("bench-{}-{index}", self.size)
     }
+}
+
+impl LoadResult {
+    /// Creates a result without operations.
+    ///
+    /// # Errors
+    /// If a histogram cannot be created.
+    pub fn new() -> Result<LoadResult> {
+        let (reads, writes) = (OpRecord::new()?, OpRecord::new()?);
+        Ok(LoadResult { reads, writes, errors: 0, first_error: None, not_started: 0 })
+    }
+
+    /// Adds the results of a client.
+    ///
+    /// # Errors
+    /// As for [`OpRecord::merge`].
+    pub fn add(&mut self, other: LoadResult) -> Result<()> {
+        self.reads.merge(&other.reads)?;
+        self.writes.merge(&other.writes)?;
+        self.errors += other.errors;
+        self.not_started += other.not_started;
+        self.first_error = self.first_error.take().or(other.first_error);
+        Ok(())
+    }
+}
+
+impl ClientLoad {
+    /// Creates the load of the client with number `number`.
+    ///
+    /// # Errors
+    /// If the pool's name is invalid.
+    pub fn new(client: &Client, shared: &Arc<SharedLoad>, number: u32) -> Result<ClientLoad> {
+        Ok(ClientLoad {
+            pool: session::pool(client, &shared.pool)?,
+            shared: Arc::clone(shared),
+            rng: RefCell::new(SmallRng::seed_from_u64(u64::from(number))),
+            reads: RefCell::new(OpRecord::new()?),
+            writes: RefCell::new(OpRecord::new()?),
+            errors: Cell::new(0),
+            first_error: RefCell::new(None),
+            not_started: Cell::new(0),
+        })
+    }
 
     /// Writes the objects that are missing.
-    async fn populate(&self, args: &BenchArgs) -> Result<()> {
-        let doing = "preparing the objects to read";
-        let mut there = HashSet::new();
-        let mut names = self.pool.list(&format!("bench-{}-", self.size));
+    ///
+    /// # Errors
+    /// If a listing or a write fails.
+    pub async fn prepare(&self) -> Result<()> {
+        let doing = "preparing the objects";
+        let (size, count) = (self.shared.size, self.shared.objects);
+        let prefix = format!("bench-{size}-");
+        let mut there = vec![false; usize::try_from(count).doing("reading --objects")?];
+        let mut names = self.pool.list(&prefix);
         while let Some(name) = names.next().await.doing(doing)? {
-            there.insert(name.object().to_owned());
+            let index = name.object().strip_prefix(&prefix).and_then(|index| index.parse::<usize>().ok());
+            if let Some(found) = index.and_then(|index| there.get_mut(index)) {
+                *found = true;
+            }
         }
-        let missing: Vec<u64> = (0..self.objects).filter(|i| !there.contains(&self.name(*i))).collect();
-        let progress = ProgressMeter::bytes("preparing", missing.len() as u64 * self.size as u64);
-        let queue = RefCell::new(missing.into_iter());
+        let missing = there.iter().filter(|found| !**found).count();
+        let progress = ProgressMeter::bytes("preparing", missing as u64 * size as u64);
+        let queue = RefCell::new((0..count).zip(there).filter(|(_, found)| !found));
         let writer = async || {
             loop {
                 let next = queue.borrow_mut().next();
-                let Some(index) = next else { return Ok(()) };
+                let Some((index, _)) = next else { return Ok(()) };
                 self.write(index).await?;
-                progress.add(self.size as u64);
+                progress.add(size as u64);
             }
         };
-        let written = join_all((0..args.in_flight).map(|_| writer())).await;
+        let in_flight = (PREPARED_BYTES / size.max(1)).clamp(1, PREPARED_IN_FLIGHT);
+        let written = join_all((0..in_flight).map(|_| writer())).await;
         written.into_iter().collect::<client::Result<()>>().doing(doing)
     }
 
-    async fn work(&self, end: Instant) {
-        loop {
-            let started = Instant::now();
-            if started >= end {
-                return;
+    /// Runs the client's part of the load from `start` on, with `in_flight` operations in flight.
+    pub async fn run(self, start: Instant, in_flight: u32) -> LoadResult {
+        join_all((0..in_flight).map(|_| self.work(start))).await;
+        LoadResult {
+            reads: self.reads.into_inner(),
+            writes: self.writes.into_inner(),
+            errors: self.errors.get(),
+            first_error: self.first_error.into_inner(),
+            not_started: self.not_started.get(),
+        }
+    }
+
+    async fn work(&self, start: Instant) {
+        let end = start + self.shared.duration;
+        while let Some(due) = self.next_start(start, end).await {
+            let kind = self.kind();
+            if Instant::now() >= end {
+                self.not_started.set(self.not_started.get() + 1);
+                self.record(kind).borrow_mut().not_started(end.saturating_duration_since(due));
+                continue;
             }
-            match self.operation().await {
+            match self.operation(kind).await {
                 Ok(()) => {
-                    let ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                    self.latency_ns.borrow_mut().saturating_record(ns);
+                    let now = Instant::now();
+                    self.record(kind).borrow_mut().complete(now - start, now - due);
                 }
                 Err(e) => {
                     self.errors.set(self.errors.get() + 1);
@@ -158,33 +212,67 @@ impl BenchLoad {
         }
     }
 
-    async fn operation(&self) -> client::Result<()> {
-        let index = match self.workload {
-            Workload::Randread => self.rng.borrow_mut().random_range(0..self.objects),
-            Workload::Write | Workload::Read => self.next.replace(self.next.get() + 1) % self.objects,
+    /// Waits until the worker may start an operation. Returns the moment from which its latency counts, or
+    /// `None` if the measurement is over.
+    async fn next_start(&self, start: Instant, end: Instant) -> Option<Instant> {
+        let Some(schedule) = &self.shared.schedule else {
+            let now = Instant::now();
+            return (now < end).then_some(now);
         };
-        match self.workload {
-            Workload::Write => self.write(index).await,
-            Workload::Read | Workload::Randread => {
-                let mut reader = self.pool.object(&self.name(index))?.read_stream(0, u64::MAX);
-                let mut found = 0;
-                while let Some(chunk) = reader.next().await? {
-                    found += chunk.len();
-                }
-                if found == self.size {
-                    return Ok(());
-                }
-                Err(client::Error::Protocol(format!(
-                    "object {index} has {found} bytes instead of {}",
-                    self.size
-                )))
-            }
+        let due = schedule.take(start, end)?;
+        if due <= Instant::now() {
+            return Some(due);
         }
+        tokio::time::sleep_until(due.into()).await;
+        // A timer fires up to 2 ms late. An operation for which a worker has waited starts on time.
+        Some(Instant::now())
+    }
+
+    fn kind(&self) -> OpKind {
+        let is_read = match self.shared.workload {
+            Workload::Read | Workload::Randread => true,
+            Workload::Write | Workload::Randwrite => false,
+            Workload::Randrw => self.rng.borrow_mut().random_bool(self.shared.reads),
+        };
+        if is_read { OpKind::Read } else { OpKind::Write }
+    }
+
+    fn record(&self, kind: OpKind) -> &RefCell<OpRecord> {
+        match kind {
+            OpKind::Read => &self.reads,
+            OpKind::Write => &self.writes,
+        }
+    }
+
+    async fn operation(&self, kind: OpKind) -> client::Result<()> {
+        let objects = self.shared.objects;
+        let index = match self.shared.workload {
+            Workload::Write | Workload::Read => self.shared.next.fetch_add(1, Ordering::Relaxed) % objects,
+            Workload::Randread | Workload::Randwrite | Workload::Randrw => {
+                self.rng.borrow_mut().random_range(0..objects)
+            }
+        };
+        match kind {
+            OpKind::Write => self.write(index).await,
+            OpKind::Read => self.read(index).await,
+        }
+    }
+
+    async fn read(&self, index: u64) -> client::Result<()> {
+        let mut reader = self.pool.object(&self.shared.name(index))?.read_stream(0, u64::MAX);
+        let (mut found, size) = (0, self.shared.size);
+        while let Some(chunk) = reader.next().await? {
+            found += chunk.len();
+        }
+        if found == size {
+            return Ok(());
+        }
+        Err(client::Error::Protocol(format!("object {index} has {found} bytes instead of {size}")))
     }
 
     async fn write(&self, index: u64) -> client::Result<()> {
         let shift = (index as usize).wrapping_mul(4099) % NOISE_SHIFT;
-        let data = self.noise.slice(shift..shift + self.size);
-        self.pool.object(&self.name(index))?.put(data).await.map(|_| ())
+        let data = self.shared.noise.slice(shift..shift + self.shared.size);
+        self.pool.object(&self.shared.name(index))?.put(data).await.map(|_| ())
     }
 }

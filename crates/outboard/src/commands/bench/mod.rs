@@ -1,11 +1,15 @@
-//! `outboard bench`: runs a closed loop of operations on one pool, and reports their throughput,
-//! latency and CPU time by process and thread class.
+//! `outboard bench`: runs a closed loop or a fixed rate of operations on one pool, and reports their
+//! throughput over time, latency, and CPU time by process and thread class.
 
 mod accounting;
 mod breakdown;
+mod clients;
 mod load;
+mod record;
 mod report;
+mod schedule;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -27,12 +31,25 @@ pub enum Workload {
     Read,
     /// Read whole objects in random order
     Randread,
+    /// Write whole objects in random order
+    Randwrite,
+    /// Read and write whole objects in random order
+    Randrw,
 }
 
 /// Measure throughput, latency and CPU per operation
 ///
 /// Keeps a fixed number of operations in flight for the given time. The objects are called
-/// bench-SIZE-N. The workloads read and randread first write the objects that are missing.
+/// bench-SIZE-N. All workloads except write first write the objects that are missing.
+///
+/// With --rate, operations are due at equal intervals. The latency of an operation counts from the
+/// moment at which it is due, also if too many earlier operations are in flight. The latency thus
+/// includes stalls of the node that a closed loop hides. Operations that were due and could not be
+/// started before the end are reported; their latency counts up to the end.
+///
+/// "in the worst second" is the smallest number of operations that completed in one of the seconds
+/// of the measurement. "longest pause" is the longest time without a completed operation, rounded
+/// down to 10 ms.
 ///
 /// Latency is measured in this program. Below the latency, the output divides the osd's part of it
 /// into phases: in "host write" the store worked (wrote or read); in "dma" a transfer was in
@@ -53,7 +70,8 @@ pub enum Workload {
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
-    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json")]
+    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
+    outboard bench randrw --reads 70 --pool p --object-size 4KiB --objects 1000000 --rate 5000")]
 pub struct BenchArgs {
     /// Operation to measure
     #[arg(value_enum)]
@@ -64,15 +82,24 @@ pub struct BenchArgs {
     /// Size of each object
     #[arg(long, default_value = "4MiB", value_name = "S")]
     pub object_size: ByteSize,
-    /// Number of operations in flight
+    /// Number of operations in flight, over all clients
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
     pub in_flight: u32,
     /// Duration of the measurement in seconds
     #[arg(long, default_value_t = 10, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub seconds: u32,
     /// Number of objects [default: enough for 1 GiB, between 64 and 16384]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub objects: Option<u64>,
+    /// Number of clients, each with its own connection and thread
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub clients: u32,
+    /// Start this many operations per second, instead of one whenever another has completed
+    #[arg(long, value_name = "OPS", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub rate: Option<u32>,
+    /// Percentage of reads in the workload randrw
+    #[arg(long, default_value_t = 50, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub reads: u32,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
@@ -80,31 +107,56 @@ pub struct BenchArgs {
 
 impl BenchArgs {
     fn object_count(&self) -> u64 {
-        self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384)).max(1)
+        self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384))
     }
 
     fn duration(&self) -> Duration {
         Duration::from_secs(u64::from(self.seconds))
     }
+
+    /// Number of operations that the client with number `number` keeps in flight.
+    fn in_flight_of(&self, number: u32) -> u32 {
+        self.in_flight / self.clients + u32::from(number < self.in_flight % self.clients)
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.object_size.0 > 128 << 20 {
+            return Err(Failure::usage(
+                "measuring",
+                "objects above 128 MiB are striped; choose a smaller --object-size",
+            ));
+        }
+        if self.clients > self.in_flight {
+            return Err(Failure::usage(
+                "measuring",
+                format!(
+                    "{} clients need more than {} operations in flight; raise --in-flight, or lower --clients",
+                    self.clients, self.in_flight
+                ),
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// Runs the command.
 pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
-    if args.object_size.0 > 128 << 20 {
-        return Err(Failure::usage(
-            "measuring",
-            "objects above 128 MiB are striped; choose a smaller --object-size",
-        ));
-    }
+    args.check()?;
     let processes = accounting::Processes::of(node);
-    let options = client::Options { requests_in_flight: args.in_flight as usize, ..super::options() };
+    let requests_in_flight = load::PREPARED_IN_FLIGHT.max(args.in_flight as usize);
+    let options = client::Options { requests_in_flight, ..super::options() };
+    let shared = Arc::new(load::SharedLoad::new(&args)?);
+    let (others, threads) = clients::FurtherClients::start(&args, node, &options, &shared)?;
     let json = args.json;
-    let report =
-        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await)?;
-    if json {
-        output::json(&report);
-    } else {
-        output::raw(&report);
+    let report = session::run(node, options, async move |client| {
+        clients::measure(&client, &args, &processes, &shared, others).await
+    });
+    for thread in threads {
+        thread.join().map_err(|_| Failure::new("measuring", "a client panicked; this is a bug"))?;
+    }
+    match report? {
+        report if json => output::json(&report),
+        report => output::raw(&report),
     }
     Ok(())
 }

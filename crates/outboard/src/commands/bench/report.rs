@@ -1,5 +1,6 @@
 //! The result of a measurement.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use base::thread::ThreadClass;
@@ -9,7 +10,10 @@ use wire::Placement;
 
 use super::accounting::{self, ProcessCost};
 use super::breakdown::{OpBreakdown, OsdMeasurement};
+use super::load::LoadResult;
+use super::record::OpRecord;
 use super::{BenchArgs, Workload};
+use node::failure::Result;
 use node::units::ByteSize;
 
 /// The results of a benchmark. The JSON form is stable: fields are never removed, but new fields
@@ -19,6 +23,12 @@ pub struct BenchReport {
     pub workload: Workload,
     pub object_size: u64,
     pub in_flight: u32,
+    pub clients: u32,
+    /// Number of objects.
+    pub objects: u64,
+    /// Rate at which operations were due, per second; missing in a closed loop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u32>,
     /// Placement of the osd; `None` (in JSON `unknown`) if only the node's address is known.
     #[serde(serialize_with = "placement_or_unknown")]
     pub placement: Option<Placement>,
@@ -29,7 +39,15 @@ pub struct BenchReport {
     /// Throughput in 10^6 bytes of object data per second.
     pub mb_per_s: f64,
     pub iops: f64,
+    /// Number of operations that were due, and could not be started before the end; missing in a closed
+    /// loop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_started: Option<u64>,
+    #[serde(flatten)]
+    pub over_time: OverTime,
     pub latency_us: Latency,
+    /// Reads and writes separately, by `read` and `write`; kinds without operations are missing.
+    pub by_kind: BTreeMap<&'static str, KindReport>,
     /// Breakdown of the osd's part of the latency; missing if the osd did not report it or was
     /// restarted.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -39,6 +57,27 @@ pub struct BenchReport {
     /// CPU time of all processes per operation, including this process and emulated hardware.
     pub node_cpu_us_per_op: f64,
     pub processes: Vec<ProcessCost>,
+}
+
+/// The number of operations over time.
+#[derive(Debug, Serialize)]
+pub struct OverTime {
+    /// Number of operations that completed in each second.
+    pub per_second: Vec<u64>,
+    /// The smallest of these numbers.
+    pub min_per_second: u64,
+    /// Longest time without a completed operation in ms, rounded down to 10 ms.
+    pub longest_pause_ms: u64,
+}
+
+/// The operations of one kind.
+#[derive(Debug, Serialize)]
+pub struct KindReport {
+    pub ops: u64,
+    pub iops: f64,
+    #[serde(flatten)]
+    pub over_time: OverTime,
+    pub latency_us: Latency,
 }
 
 /// Latency of the operations that succeeded.
@@ -52,14 +91,37 @@ pub struct Latency {
 }
 
 /// The counts of a measurement.
-pub struct MeasuredCounts<'a> {
+pub struct MeasuredCounts {
     pub seconds: f64,
-    pub latency_ns: &'a Histogram<u64>,
-    pub errors: u64,
+    pub load: LoadResult,
     /// CPU use of each process.
     pub used: Vec<ProcessCost>,
     /// The osd's measurements, if it reported them.
     pub window: Option<OsdMeasurement>,
+}
+
+impl OverTime {
+    fn of(record: &OpRecord, seconds: u32) -> OverTime {
+        let per_second = record.per_second(seconds);
+        OverTime {
+            min_per_second: per_second.iter().copied().min().unwrap_or(0),
+            per_second,
+            longest_pause_ms: u64::try_from(record.longest_pause(seconds).as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+impl Latency {
+    fn of(latency_ns: &Histogram<u64>) -> Latency {
+        let us = |ns: u64| ns as f64 / 1e3;
+        Latency {
+            mean: latency_ns.mean() / 1e3,
+            p50: us(latency_ns.value_at_quantile(0.5)),
+            p99: us(latency_ns.value_at_quantile(0.99)),
+            p999: us(latency_ns.value_at_quantile(0.999)),
+            max: us(latency_ns.max()),
+        }
+    }
 }
 
 fn placement_name(placement: Option<Placement>) -> &'static str {
@@ -72,62 +134,97 @@ fn placement_or_unknown<S: Serializer>(placement: &Option<Placement>, to: S) -> 
 
 impl BenchReport {
     /// Computes the results.
-    pub fn new(args: &BenchArgs, placement: Option<Placement>, outcome: MeasuredCounts<'_>) -> BenchReport {
-        let MeasuredCounts { seconds, latency_ns, errors, used: mut processes, window } = outcome;
+    ///
+    /// # Errors
+    /// As for [`OpRecord::merge`].
+    pub fn new(
+        args: &BenchArgs,
+        placement: Option<Placement>,
+        counts: MeasuredCounts,
+    ) -> Result<BenchReport> {
+        let MeasuredCounts { seconds, load, used: mut processes, window } = counts;
         if let Some(window) = &window {
             let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
             osd.for_each(|p| p.divide(ThreadClass::Osd, &window.thread_ns));
         }
-        let ops = latency_ns.len();
-        let us = |ns: u64| ns as f64 / 1e3;
+        let kinds = [("read", &load.reads), ("write", &load.writes)];
+        let of_kind = |record: &OpRecord| KindReport {
+            ops: record.ops(),
+            iops: record.ops() as f64 / seconds,
+            over_time: OverTime::of(record, args.seconds),
+            latency_us: Latency::of(record.latency()),
+        };
+        let by_kind = kinds.iter().filter(|(_, record)| record.ops() > 0);
+        let by_kind = by_kind.map(|(name, record)| (*name, of_kind(record))).collect();
+        let mut all = load.reads.clone();
+        all.merge(&load.writes)?;
+        let ops = all.ops();
         let cpu = |of: &dyn Fn(&ProcessCost) -> bool| -> f64 {
             let seconds: f64 = processes.iter().filter(|p| of(p)).map(|p| p.cpu_seconds).sum();
             seconds * 1e6 / ops.max(1) as f64
         };
-        BenchReport {
+        Ok(BenchReport {
             workload: args.workload,
             object_size: args.object_size.0,
             in_flight: args.in_flight,
+            clients: args.clients,
+            objects: args.object_count(),
+            rate: args.rate,
             placement,
             seconds,
             ops,
-            errors,
+            errors: load.errors,
             mb_per_s: ops as f64 * args.object_size.0 as f64 / seconds / 1e6,
             iops: ops as f64 / seconds,
-            latency_us: Latency {
-                mean: latency_ns.mean() / 1e3,
-                p50: us(latency_ns.value_at_quantile(0.5)),
-                p99: us(latency_ns.value_at_quantile(0.99)),
-                p999: us(latency_ns.value_at_quantile(0.999)),
-                max: us(latency_ns.max()),
-            },
+            not_started: args.rate.map(|_| load.not_started),
+            over_time: OverTime::of(&all, args.seconds),
+            latency_us: Latency::of(all.latency()),
+            by_kind,
             breakdown_us: window.and_then(|w| w.per_op(ops)),
             host_cpu_us_per_op: cpu(&accounting::is_host),
             node_cpu_us_per_op: cpu(&|_| true),
             processes,
-        }
+        })
+    }
+}
+
+impl fmt::Display for OverTime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "in the worst second {}   longest pause {} ms", self.min_per_second, self.longest_pause_ms)
+    }
+}
+
+impl fmt::Display for Latency {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "mean {:.0}   p50 {:.0}   p99 {:.0}   p99.9 {:.0}   max {:.0}",
+            self.mean, self.p50, self.p99, self.p999, self.max
+        )
     }
 }
 
 impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let l = &self.latency_us;
-        writeln!(
-            f,
-            "{:?} of {}, {} in flight, {} placement, {:.1} s",
-            self.workload,
-            ByteSize(self.object_size),
-            self.in_flight,
-            placement_name(self.placement),
-            self.seconds
-        )?;
-        writeln!(f, "  {} operations, {} errors", self.ops, self.errors)?;
-        writeln!(f, "  {:.1} MB/s   {:.0} op/s", self.mb_per_s, self.iops)?;
-        writeln!(
-            f,
-            "  latency µs: mean {:.0}   p50 {:.0}   p99 {:.0}   p99.9 {:.0}   max {:.0}",
-            l.mean, l.p50, l.p99, l.p999, l.max
-        )?;
+        write!(f, "{:?} of {}, {} in flight", self.workload, ByteSize(self.object_size), self.in_flight)?;
+        if self.clients > 1 {
+            write!(f, " of {} clients", self.clients)?;
+        }
+        if let Some(rate) = self.rate {
+            write!(f, ", {rate} op/s due")?;
+        }
+        let placement = placement_name(self.placement);
+        writeln!(f, ", {} objects, {placement} placement, {:.1} s", self.objects, self.seconds)?;
+        write!(f, "  {} operations, {} errors", self.ops, self.errors)?;
+        if let Some(not_started) = self.not_started {
+            write!(f, ", {not_started} not started in time")?;
+        }
+        writeln!(f, "\n  {:.1} MB/s   {:.0} op/s   {}", self.mb_per_s, self.iops, self.over_time)?;
+        writeln!(f, "  latency µs: {}", self.latency_us)?;
+        for (kind, of_kind) in self.by_kind.iter().filter(|_| self.by_kind.len() > 1) {
+            writeln!(f, "    {kind:<5} {:.0} op/s   {}", of_kind.iops, of_kind.over_time)?;
+            writeln!(f, "      latency µs: {}", of_kind.latency_us)?;
+        }
         if let Some(breakdown) = &self.breakdown_us {
             writeln!(f, "  latency by phase, mean µs: {breakdown}")?;
         }
