@@ -282,7 +282,8 @@ impl Index {
     }
 
     /// Returns the number of usable bytes of the index, and how many of them are free. If the index
-    /// may be more than three quarters full, reads the whole index to measure its use.
+    /// may be more than three quarters full, reads the whole index to measure its use. If that fails,
+    /// estimates the use.
     pub(crate) fn space(&self) -> (u64, u64) {
         let (total, len) = self.region.space();
         if len <= total / 4 * 3 {
@@ -298,8 +299,15 @@ impl Index {
             transaction.abort()?;
             Ok(stats.allocated_pages() * stats.page_size() as u64)
         });
-        let used = used.unwrap_or(len);
-        self.used.store(used, Ordering::Relaxed);
+        let used = match used {
+            Ok(used) => {
+                self.used.store(used, Ordering::Relaxed);
+                used
+            }
+            // A page cannot be read. This does not fill the index.
+            Err(_) if known > 0 => known.min(self.region.written()),
+            Err(_) => self.region.written(),
+        };
         (total, total.saturating_sub(used))
     }
 }
@@ -339,7 +347,16 @@ mod tests {
     #[derive(Debug)]
     struct FaultyDrive {
         drive: Arc<RecordedDrive>,
-        is_faulty: AtomicBool,
+        damages_reads: AtomicBool,
+        refuses_writes: AtomicBool,
+    }
+
+    impl FaultyDrive {
+        fn new(len: usize) -> Arc<FaultyDrive> {
+            let drive = RecordedDrive::new(vec![0; len]);
+            let (damages_reads, refuses_writes) = (AtomicBool::new(false), AtomicBool::new(false));
+            Arc::new(FaultyDrive { drive, damages_reads, refuses_writes })
+        }
     }
 
     impl Drive for FaultyDrive {
@@ -349,12 +366,12 @@ mod tests {
 
         fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
             self.drive.read_at(offset, out)?;
-            out[0] ^= u8::from(self.is_faulty.load(Ordering::Relaxed));
+            out[0] ^= u8::from(self.damages_reads.load(Ordering::Relaxed));
             Ok(())
         }
 
         fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-            match self.is_faulty.load(Ordering::Relaxed) {
+            match self.refuses_writes.load(Ordering::Relaxed) {
                 true => Err(io::Error::other("injected")),
                 false => self.drive.write_at(offset, data),
             }
@@ -387,8 +404,7 @@ mod tests {
 
     #[test]
     fn reads_of_an_index_whose_write_has_failed_ask_for_a_remount() {
-        let drive = RecordedDrive::new(vec![0; 5 << 20]);
-        let drive = Arc::new(FaultyDrive { drive, is_faulty: AtomicBool::new(false) });
+        let drive = FaultyDrive::new(5 << 20);
         let region = Region { offset: 0, len: 5 << 20 };
         let region = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
         // The cache holds less than the index.
@@ -399,13 +415,37 @@ mod tests {
             load(&index, &[Need::Range { from, to, limit: 1000 }])
         };
         assert!(read_all().is_ok());
-        drive.is_faulty.store(true, Ordering::Relaxed);
+        drive.damages_reads.store(true, Ordering::Relaxed);
+        drive.refuses_writes.store(true, Ordering::Relaxed);
         // The read fails, and then the write with which the index is opened again.
         let failed = read_all();
         assert!(matches!(failed, Err(StoreError::Poisoned(_))), "{failed:?}");
-        drive.is_faulty.store(false, Ordering::Relaxed);
+        drive.damages_reads.store(false, Ordering::Relaxed);
+        drive.refuses_writes.store(false, Ordering::Relaxed);
         let again = read_all();
         assert!(matches!(again, Err(StoreError::Poisoned(_))), "{again:?}");
+    }
+
+    /// The use of an index that is nearly full cannot be measured, with and without an earlier
+    /// measurement.
+    #[test]
+    fn an_index_that_cannot_be_read_does_not_count_as_full() {
+        let drive = FaultyDrive::new(5 << 20);
+        let region = Region { offset: 0, len: 5 << 20 };
+        let storage = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
+        let index = Index::open(storage.clone(), 64 << 10).unwrap();
+        fill(&index).unwrap();
+        let (total, free) = index.space();
+        assert!(free > total / 10 && storage.space() == (total, total));
+        drive.damages_reads.store(true, Ordering::Relaxed);
+        let (_, estimate) = index.space();
+        assert!(estimate > total / 10 && estimate <= total / 2, "{estimate} of {total} bytes are free");
+        index.used.store(0, Ordering::Relaxed);
+        let (_, estimate) = index.space();
+        assert!(estimate > 0 && estimate <= free, "{estimate} of {total} bytes are free");
+        drive.damages_reads.store(false, Ordering::Relaxed);
+        let (_, measured) = index.space();
+        assert!(measured > total / 10 && measured <= free, "{measured} of {total} bytes are free");
     }
 
     /// The storage can only grow by doubling, so it must keep its size when the index ends.

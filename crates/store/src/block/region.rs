@@ -154,6 +154,11 @@ impl IndexRegion {
         (reach, state.len)
     }
 
+    /// Returns the bytes of all pages that were ever written. The index uses no other pages.
+    pub(crate) fn written(&self) -> u64 {
+        self.lock().checksums.iter().filter(|checksum| **checksum != BLANK).count() as u64 * BLOCK
+    }
+
     /// Number of the newest header that is durable.
     pub(crate) fn header_number(&self) -> u64 {
         self.lock().durable_header
