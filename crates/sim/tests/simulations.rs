@@ -73,6 +73,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (216956, "", "fa6d9de1"),
     // The simulator: the operator accepted no loss of a target that other groups used.
     (311424, "", "7125f242"),
+    // The store: an index with an unreadable page counted as full.
+    (314969, "", "aa438765"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.
