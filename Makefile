@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants thrash thrash-sample lint bench bench-redundancy layers report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma sim sim-sample sim-mutants thrash thrash-sample lint bench bench-redundancy bench-scale layers report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and codi
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench --bin outboard-redundancy --bin outboard-layers
 	@$(if $(COMPARE),$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared) --redundancy,\
 	$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS))
+
+bench-scale: setup-demo ## Measure nodes with 10^3, 10^5 and 10^6 objects (OUTBOARD_SCALE_OBJECTS=1000,100000); writes report/scale
+	$(CARGO) build --release --locked --bin outboard --bin outboard-scale
+	@$(CARGO) run -q --release --locked --bin outboard-scale
 
 layers: setup ## Build target/release/outboard-layers, which measures single layers without a node (docs/benchmarks.md)
 	$(CARGO) build --release --locked --bin outboard-layers

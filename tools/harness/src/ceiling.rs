@@ -26,12 +26,39 @@ struct FioOutput {
 struct FioJob {
     read: FioSide,
     write: FioSide,
+    #[serde(default)]
+    sync: FioSync,
 }
 
 #[derive(Deserialize)]
 struct FioSide {
     bw_bytes: f64,
     iops: f64,
+    #[serde(default)]
+    lat_ns: FioLatency,
+}
+
+#[derive(Default, Deserialize)]
+struct FioLatency {
+    #[serde(default)]
+    max: f64,
+}
+
+#[derive(Default, Deserialize)]
+struct FioSync {
+    #[serde(default)]
+    lat_ns: FioLatency,
+}
+
+/// Durable writes of fio over time.
+#[derive(Debug)]
+pub struct DurableWrites {
+    /// Writes per second.
+    pub iops: f64,
+    /// The longest write or fdatasync, in ms.
+    pub longest_ms: f64,
+    /// Number of writes in each second.
+    pub per_second: Vec<f64>,
 }
 
 impl FioFile {
@@ -94,6 +121,30 @@ impl FioFile {
         Ok(self.timed("randread", "4k", depth, seconds, &[])?.read.iops)
     }
 
+    /// Measures random 4 KiB O_DIRECT writes of `jobs` threads, each write followed by fdatasync.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn durable_writes(&self, jobs: u32, seconds: u32) -> Result<DurableWrites> {
+        let log = self.path.with_extension("log");
+        let (jobs, log_arg) = (format!("--numjobs={jobs}"), format!("--write_iops_log={}", log.display()));
+        let logged = [log_arg.as_str(), "--log_avg_msec=1000", "--per_job_logs=0"];
+        let together = [jobs.as_str(), "--group_reporting", "--fdatasync=1"];
+        // The last engine in the arguments counts: a thread waits for each of its writes.
+        let job = self.timed(
+            "randwrite",
+            "4k",
+            1,
+            seconds,
+            &[&together[..], &logged, &["--ioengine=psync"]].concat(),
+        )?;
+        let path = log.with_extension("log_iops.log");
+        let text = std::fs::read_to_string(&path)?;
+        std::fs::remove_file(&path)?;
+        let longest_ms = job.write.lat_ns.max.max(job.sync.lat_ns.max) / 1e6;
+        Ok(DurableWrites { iops: job.write.iops, longest_ms, per_second: writes_per_second(&text, seconds) })
+    }
+
     fn timed(&self, rw: &str, bs: &str, depth: u32, seconds: u32, more: &[&str]) -> Result<FioJob> {
         let (rw, bs, depth) = (format!("--rw={rw}"), format!("--bs={bs}"), format!("--iodepth={depth}"));
         let runtime = format!("--runtime={seconds}");
@@ -114,6 +165,22 @@ impl FioFile {
         let parsed: FioOutput = serde_json::from_slice(&output.stdout)?;
         parsed.jobs.into_iter().next().ok_or_else(|| "fio reported no job".into())
     }
+}
+
+/// Adds up the writes of all threads in each second. Each line of the log has the end of the second in
+/// ms, the number of operations per second, and their direction, which is 1 for writes.
+fn writes_per_second(log: &str, seconds: u32) -> Vec<f64> {
+    let mut sums = vec![0.0; seconds as usize];
+    for line in log.lines() {
+        let fields: Vec<f64> = line.split(',').map_while(|field| field.trim().parse().ok()).collect();
+        if let [ms, operations, direction, ..] = fields[..]
+            && direction == 1.0
+            && let Some(sum) = sums.get_mut(((ms - 1.0) / 1000.0) as usize)
+        {
+            *sum += operations;
+        }
+    }
+    sums
 }
 
 impl Drop for FioFile {
@@ -168,4 +235,15 @@ pub fn memcpy_mb_per_s() -> f64 {
         copies += 1;
     }
     f64::from(copies) * f64::from(4 << 20) / started.elapsed().as_secs_f64() / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_writes_of_all_threads_are_added_up_by_second() {
+        let log = "1000, 40, 1, 4096, 0\n1001, 7, 0, 4096, 0\n1000, 2, 1, 4096, 0\n1999, 5, 1, 4096, 0\n3000, 9, 1, 4096, 0\n";
+        assert_eq!(writes_per_second(log, 2), [42.0, 5.0]);
+    }
 }

@@ -75,12 +75,32 @@ pub struct BenchResult {
     /// CPU time of all processes per operation, in µs. It includes the client and emulated
     /// hardware.
     pub node_cpu_us_per_op: f64,
+    /// Number of operations that completed in each second.
+    #[serde(default)]
+    pub per_second: Vec<u64>,
+    /// The longest time without a completed operation, in ms.
+    #[serde(default)]
+    pub longest_pause_ms: u64,
+    /// Reads and writes separately, by `read` and `write`.
+    #[serde(default)]
+    pub by_kind: BTreeMap<String, BenchKind>,
     /// The CPU time of each process, including the client.
     #[serde(default)]
     pub processes: Vec<ProcessUse>,
     /// The phases of an operation's time, if the node reports them.
     #[serde(default)]
     pub breakdown_us: Option<BenchBreakdown>,
+}
+
+/// The reads or the writes of a measurement.
+#[derive(Debug, Clone, Deserialize)]
+pub struct BenchKind {
+    /// Operations per second.
+    pub iops: f64,
+    /// The smallest number of operations that completed in a second.
+    pub min_per_second: u64,
+    /// Latency of an operation.
+    pub latency_us: BenchLatency,
 }
 
 /// The CPU time that a process used during a measurement.
@@ -90,6 +110,9 @@ pub struct ProcessUse {
     pub role: String,
     /// User and system time, in seconds.
     pub cpu_seconds: f64,
+    /// Maximum resident memory since the start of the process, in bytes.
+    #[serde(default)]
+    pub peak_resident_bytes: u64,
     /// CPU time and context switches by thread class.
     #[serde(default)]
     pub by_class: BTreeMap<String, ClassUsage>,
@@ -132,12 +155,15 @@ pub struct BenchLatency {
     pub p50: f64,
     /// 99th percentile: 99 % of the operations took no longer than this.
     pub p99: f64,
+    /// The longest operation.
+    #[serde(default)]
+    pub max: f64,
 }
 
 /// The arguments of a run of `outboard bench`.
 #[derive(Debug, Clone, Copy)]
 pub struct BenchSpec<'a> {
-    /// `write`, `read` or `randread`.
+    /// `write`, `read`, `randread`, `randwrite` or `randrw`.
     pub mode: &'a str,
     /// Size of the objects in the syntax of the command line, such as `4MiB`.
     pub object_size: &'a str,

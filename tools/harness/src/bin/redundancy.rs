@@ -10,10 +10,10 @@
 use std::path::Path;
 
 use outboard_harness::Result;
-use outboard_harness::redundancy::book::Book;
 use outboard_harness::redundancy::coding::{self, hog};
 use outboard_harness::redundancy::settings::RedundancySettings;
 use outboard_harness::redundancy::{pools, rebuild};
+use outboard_harness::rounds::book::Book;
 
 type Measure = fn(&RedundancySettings, &Path) -> Result<Book>;
 
@@ -32,9 +32,9 @@ fn main() -> Result<()> {
     let asked = if asked.is_empty() { PARTS.map(|(name, _)| name).to_vec() } else { asked };
     asked.iter().try_for_each(|part| find(part).map(drop))?;
     let settings = RedundancySettings::from_env();
-    std::fs::create_dir_all(&settings.work)?;
+    std::fs::create_dir_all(&settings.run.work)?;
     let outcome = asked.into_iter().try_for_each(|part| one(part, &settings));
-    std::fs::remove_dir_all(&settings.work)?;
+    std::fs::remove_dir_all(&settings.run.work)?;
     outcome
 }
 
@@ -51,10 +51,10 @@ fn find(part: &str) -> Result<(&str, Measure, Option<String>)> {
 fn one(part: &str, settings: &RedundancySettings) -> Result<()> {
     let (name, measure, only) = find(part)?;
     let settings = RedundancySettings { only, ..settings.clone() };
-    let dir = settings.work.join(name);
+    let dir = settings.run.work.join(name);
     std::fs::create_dir_all(&dir)?;
     let book = measure(&settings, &dir)?;
     std::fs::remove_dir_all(&dir)?;
     book.print_bars();
-    book.write(&part.replace(':', "-"), &settings)
+    book.write(&part.replace(':', "-"), &settings.run)
 }

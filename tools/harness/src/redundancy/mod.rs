@@ -4,14 +4,10 @@
 //!
 //! Each part interleaves the runs that it compares, in several rounds, and measures ceilings in the
 //! same rounds. Values are medians of the rounds, and ratios are medians of the ratios of the
-//! rounds (`evaluation::stats`). `book` stores the values, `watch` reads the state of the node,
-//! `plot` draws line charts, and `quiet` checks whether other programs use the machine.
+//! rounds (`evaluation::stats`, `rounds`). `watch` reads the state of the node.
 
-pub mod book;
 pub mod coding;
-pub mod plot;
 pub mod pools;
-pub mod quiet;
 pub mod rebuild;
 pub mod settings;
 pub mod watch;

@@ -5,8 +5,6 @@
 
 use std::path::Path;
 
-use super::book::{Book, cell};
-use super::quiet;
 use super::settings::RedundancySettings;
 use super::watch::{WatchedState, wait_until, wait_until_whole};
 use crate::Result;
@@ -16,6 +14,8 @@ use crate::evaluation::stats::Rounds;
 use crate::evaluation::workload::AccessMode;
 use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, cell};
+use crate::rounds::quiet;
 
 /// Number of targets of the node: one more than an object with 4+2 fragments needs.
 pub const TARGETS: u32 = 7;
@@ -110,7 +110,7 @@ fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     say(format!(
         "\npools: {TARGETS} targets, 16 requests in flight, {} round(s), {} s per run",
-        settings.rounds, settings.seconds
+        settings.run.rounds, settings.run.seconds
     ));
     let fio = FioFile::create(dir, settings.fio_mib())?;
     let node = Node::new(&dir.join("pools"))?;
@@ -122,8 +122,8 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
         }
     }
     let mut book = Book::default();
-    for round in 1..=settings.rounds {
-        say(format!("  round {round} of {}", settings.rounds));
+    for round in 1..=settings.run.rounds {
+        say(format!("  round {round} of {}", settings.run.rounds));
         quiet::look(&mut book, round)?;
         ceilings(&fio, settings, round, &mut book)?;
         for placement in turns(&PLACEMENTS, round as usize) {
@@ -147,7 +147,7 @@ pub fn populate(node: &Node, pool: &str, size: &str, objects: u64) -> Result<()>
 }
 
 fn ceilings(fio: &FioFile, settings: &RedundancySettings, round: u32, book: &mut Book) -> Result<()> {
-    let seconds = settings.seconds.min(2);
+    let seconds = settings.run.seconds.min(2);
     for (name, _, bs) in SIZES {
         let (mut write, mut read) = (0.0_f64, 0.0_f64);
         for depth in [1, 16] {
@@ -198,7 +198,7 @@ fn run(
         mode: case.mode.name(),
         object_size: case.size.0,
         in_flight: 16,
-        seconds: settings.seconds,
+        seconds: settings.run.seconds,
     };
     let objects = (settings.set_bytes() / case.size.1).to_string();
     let found = node.bench_with(case.scheme.pool_name(), workload, &["--objects", &objects])?;

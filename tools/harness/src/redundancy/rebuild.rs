@@ -11,9 +11,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::book::{Book, BookBound, cell};
 use super::pools::{TARGETS, populate};
-use super::quiet;
 use super::settings::RedundancySettings;
 use super::watch::{UsageSnapshot, WatchedState, wait_until, wait_until_whole};
 use crate::Result;
@@ -21,6 +19,8 @@ use crate::ceiling::FioFile;
 use crate::evaluation::stats::{Rounds, paired};
 use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, BookBound, cell};
+use crate::rounds::quiet;
 
 /// Number of objects that clients overwrite and read. The node stores more objects.
 const CLIENTS_OBJECTS: &str = "128";
@@ -46,7 +46,7 @@ struct RebuildRig {
 /// # Errors
 /// If the node or fio fails.
 pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
-    let (rounds, seconds) = (settings.rounds, settings.seconds);
+    let (rounds, seconds) = (settings.run.rounds, settings.run.seconds);
     say(format!("\nrebuild: ec:4+2 on {TARGETS} targets, {rounds} round(s), {seconds} s per run"));
     let node = Node::new(&dir.join("rebuild"))?;
     node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;

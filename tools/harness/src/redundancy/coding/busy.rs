@@ -20,10 +20,10 @@ use super::{note, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
 use crate::evaluation::stats::{Rounds, paired};
-use crate::redundancy::book::{Book, BookBound, cell};
-use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, BookBound, cell};
+use crate::rounds::quiet;
 
 /// The mode with which the other modes are compared. In this mode, the host computes no parity.
 const REFERENCE: &str = "async";
@@ -43,12 +43,12 @@ const TAIL: f64 = 0.2;
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
-    let seconds = settings.seconds.max(2);
+    let seconds = settings.run.seconds.max(2);
     for pool in [POOL, SINGLE] {
         rig.write(pool, &PATTERN, 1)?;
     }
-    for round in 1..=2 * settings.rounds {
-        say(format!("  writes concurrent with a hog, round {round} of {}", 2 * settings.rounds));
+    for round in 1..=2 * settings.run.rounds {
+        say(format!("  writes concurrent with a hog, round {round} of {}", 2 * settings.run.rounds));
         quiet::look(book, round)?;
         let hog = Hog::start(rig.cpus.host)?;
         std::thread::sleep(Duration::from_secs(1));

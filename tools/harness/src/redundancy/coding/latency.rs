@@ -5,10 +5,10 @@ use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
-use crate::redundancy::book::{Book, BookBound, cell};
-use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, BookBound, cell};
+use crate::rounds::quiet;
 
 const MODES: [&str; 2] = ["latency-sensitive", "hybrid:1:0"];
 const MIB: u64 = 1 << 20;
@@ -23,12 +23,12 @@ const PATTERNS: [Pattern; 3] = [
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
-    for round in 1..=2 * settings.rounds {
-        say(format!("  latency, round {round} of {}", 2 * settings.rounds));
+    for round in 1..=2 * settings.run.rounds {
+        say(format!("  latency, round {round} of {}", 2 * settings.run.rounds));
         quiet::look(book, round)?;
         for pattern in &PATTERNS {
             for mode in turns(&MODES, round as usize) {
-                let run = write_in(rig, mode, pattern, settings.seconds)?;
+                let run = write_in(rig, mode, pattern, settings.run.seconds)?;
                 note_idle(book, &name(pattern, mode), mode, round, &run);
             }
         }

@@ -22,10 +22,10 @@ use std::path::Path;
 
 use rig::{CodingRig, Pattern, WriteRun};
 
-use super::book::Book;
 use super::settings::RedundancySettings;
 use crate::Result;
 use crate::report::say;
+use crate::rounds::book::Book;
 
 type Experiment = fn(&RedundancySettings, &mut CodingRig, &mut Book) -> Result<()>;
 
@@ -63,7 +63,12 @@ pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let mut rig = CodingRig::up(dir, &settings.offload, settings)?;
     say(format!(
         "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s), {} s per run",
-        rig.cpus.host, rig.cpus.dpu, rig.cpus.clients, settings.offload, settings.rounds, settings.seconds
+        rig.cpus.host,
+        rig.cpus.dpu,
+        rig.cpus.clients,
+        settings.offload,
+        settings.run.rounds,
+        settings.run.seconds
     ));
     let mut book = Book::default();
     for experiment in chosen {

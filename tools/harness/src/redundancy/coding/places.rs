@@ -12,10 +12,10 @@ use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::{Estimate, estimate};
-use crate::redundancy::book::{Book, cell};
-use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, cell};
+use crate::rounds::quiet;
 
 /// The coding places. Each has its name, the value of `coding.offload` (the part of the DPU that
 /// codes), the coding mode that uses the place, and its class in the style sheet.
@@ -63,27 +63,27 @@ struct PlaceRow {
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
-    for round in 1..=settings.rounds {
-        say(format!("  figure 2, round {round} of {}", settings.rounds));
+    for round in 1..=settings.run.rounds {
+        say(format!("  figure 2, round {round} of {}", settings.run.rounds));
         quiet::look(book, round)?;
         for (place, offload, mode, _) in PLACES {
             rig.restart(offload)?;
             for pattern in &PATTERNS {
                 // There is no warm-up run, so the first write also pays for the first use of
                 // memory.
-                let run = write_in(rig, mode, pattern, settings.seconds.min(2))?;
+                let run = write_in(rig, mode, pattern, settings.run.seconds.min(2))?;
                 note_idle(book, &name(pattern, place), mode, round, &run);
             }
         }
     }
     rig.restart(&settings.offload)?;
-    let files = rig.files(settings.rounds)?;
+    let files = rig.files(settings.run.rounds)?;
     for row in &files {
         let what = format!("file of {} MiB, {}", row.file_bytes / MIB, row.place);
         book.note(&what, "milliseconds", 1, row.seconds * 1e3);
     }
     print(book);
-    settings.save("figure2.svg", &draw(book, &files))
+    settings.run.save("figure2.svg", &draw(book, &files))
 }
 
 impl CodingRig {

@@ -11,10 +11,10 @@ use crate::Result;
 use crate::evaluation::order::turns;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::estimate;
-use crate::redundancy::book::{Book, BookBound, cell};
-use crate::redundancy::quiet;
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
+use crate::rounds::book::{Book, BookBound, cell};
+use crate::rounds::quiet;
 
 const AUTO: &str = "hybrid:auto";
 /// Modes with fixed ratios of host to DPU, and the mode under test, each with its colour.
@@ -53,23 +53,23 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
     for pattern in &PATTERNS {
         write_in(rig, AUTO, pattern, 1)?;
     }
-    for round in 1..=settings.rounds {
-        say(format!("  sweep, round {round} of {}", settings.rounds));
+    for round in 1..=settings.run.rounds {
+        say(format!("  sweep, round {round} of {}", settings.run.rounds));
         quiet::look(book, round)?;
         for pattern in turns(&PATTERNS, round as usize) {
             for (mode, _) in turns(&MODES, round as usize) {
-                let run = write_in(rig, mode, &pattern, settings.seconds)?;
+                let run = write_in(rig, mode, &pattern, settings.run.seconds)?;
                 note_idle(book, &swept(&pattern, mode), mode, round, &run);
             }
         }
     }
     let best = PATTERNS.map(|pattern| best_fixed(book, &pattern));
-    let pairs = PAIRS * settings.rounds;
+    let pairs = PAIRS * settings.run.rounds;
     for round in 1..=pairs {
         say(format!("  pairs of hybrid:auto and the best ratios, round {round} of {pairs}"));
         for (pattern, best) in PATTERNS.iter().zip(best) {
             for mode in turns(&[AUTO, best], round as usize) {
-                let run = write_in(rig, mode, pattern, settings.seconds)?;
+                let run = write_in(rig, mode, pattern, settings.run.seconds)?;
                 note_idle(book, &paired(pattern, mode), mode, round, &run);
             }
         }
@@ -83,7 +83,7 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
             BookBound::AtLeast(0.97),
         );
     }
-    settings.save("sweep.svg", &draw(book))
+    settings.run.save("sweep.svg", &draw(book))
 }
 
 fn swept(pattern: &Pattern, mode: &str) -> String {

@@ -7,10 +7,10 @@ use serde::Serialize;
 use super::hog::{self, Hog, Told};
 use super::rig::{CodingRig, POOL, Pattern};
 use crate::Result;
-use crate::redundancy::book::Book;
-use crate::redundancy::plot::{ChartLine, Panel, ShadedSpan, timeline};
 use crate::redundancy::settings::RedundancySettings;
 use crate::report::say;
+use crate::rounds::book::Book;
+use crate::rounds::plot::{ChartLine, Panel, ShadedSpan, timeline};
 
 const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
 /// Pause between two observations of the scheduler.
@@ -45,7 +45,7 @@ struct Timeline {
 /// # Errors
 /// If the node fails.
 pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
-    let third = settings.seconds.max(3) * 2;
+    let third = settings.run.seconds.max(3) * 2;
     say(format!("  timeline of {} s, with a hog from {third} s to {} s", 3 * third, 2 * third));
     rig.set_mode("hybrid:auto")?;
     rig.write(POOL, &PATTERN, 1)?;
@@ -70,8 +70,8 @@ pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Bo
         seen.busy_after().map_or("never".to_owned(), |s| format!("{s:.2} s")),
         seen.calm_after().map_or("never".to_owned(), |s| format!("{s:.2} s"))
     ));
-    settings.save("timeline.json", &serde_json::to_string_pretty(&seen)?)?;
-    settings.save("timeline.svg", &seen.draw())
+    settings.run.save("timeline.json", &serde_json::to_string_pretty(&seen)?)?;
+    settings.run.save("timeline.svg", &seen.draw())
 }
 
 fn watch(rig: &CodingRig, third: f64) -> Result<Timeline> {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::settings::RedundancySettings;
+use super::settings::RoundSettings;
 use crate::Result;
 use crate::evaluation::environment::Environment;
 use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
@@ -111,7 +111,7 @@ impl Book {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn write(&self, part: &str, settings: &RedundancySettings) -> Result<()> {
+    pub fn write(&self, part: &str, settings: &RoundSettings) -> Result<()> {
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
         let document = BookDocument { part, environment, rounds, seconds_per_run, book: self };

@@ -1,0 +1,274 @@
+//! Measures whether the cost of operations depends on the number of objects: writes, reads beside
+//! writes, the restart of a killed store, and listings, on nodes with few and with many objects.
+//! `outboard-scale` is the only caller.
+//!
+//! Each node has one target. Only one node runs at a time. In each round, the nodes run in turns, and
+//! fio runs before each of them.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::ceiling::{DurableWrites, FioFile};
+use crate::evaluation::stats::{Rounds, paired, ratio};
+use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
+use crate::report::{Table, say};
+use crate::rounds::book::{Book, BookBound, cell};
+use crate::rounds::plot::{ChartLine, Panel, timeline};
+use crate::rounds::quiet;
+use crate::rounds::settings::RoundSettings;
+
+const POOL: &str = "scale";
+/// Number of operations in flight, and of fio's threads.
+const IN_FLIGHT: u32 = 16;
+const OBJECT_SIZE: &str = "4KiB";
+const FIO: &str = "fio";
+
+/// What is measured.
+#[derive(Debug)]
+pub struct ScaleSettings {
+    /// The extent of the measurement.
+    pub run: RoundSettings,
+    /// `OUTBOARD_SCALE_OBJECTS`: numbers of objects, in ascending order. The others are compared with
+    /// the first.
+    pub objects: Vec<u64>,
+}
+
+impl ScaleSettings {
+    /// Reads the settings from the environment.
+    ///
+    /// # Errors
+    /// If the numbers of objects are not numbers in ascending order.
+    pub fn from_env() -> Result<ScaleSettings> {
+        let run = RoundSettings::from_env("scale", 10);
+        let default = if run.quick { "1000,10000" } else { "1000,100000,1000000" };
+        let text = std::env::var("OUTBOARD_SCALE_OBJECTS").ok().filter(|text| !text.is_empty());
+        let text = text.as_deref().unwrap_or(default);
+        let objects: std::result::Result<Vec<u64>, _> = text.split(',').map(|n| n.trim().parse()).collect();
+        match objects {
+            Ok(objects) if objects.is_sorted() && objects[0] > 0 => Ok(ScaleSettings { run, objects }),
+            _ => Err(format!(
+                "OUTBOARD_SCALE_OBJECTS is {text:?}; write numbers in ascending order, such as {default}"
+            )
+            .into()),
+        }
+    }
+}
+
+/// A node with a fixed number of objects.
+struct SizedNode {
+    node: Node,
+    objects: u64,
+    /// Name of the node in tables.
+    name: String,
+}
+
+/// The operations of each second of the last round.
+#[derive(Default)]
+struct WritesOverTime {
+    panels: Vec<Panel>,
+}
+
+/// Measures all nodes, and prints the results.
+///
+/// # Errors
+/// If a node or fio fails.
+pub fn measure(settings: &ScaleSettings) -> Result<Book> {
+    let (rounds, seconds) = (settings.run.rounds, settings.run.seconds);
+    say(format!("{rounds} round(s), {seconds} s per run, {IN_FLIGHT} operations of {OBJECT_SIZE} in flight"));
+    let nodes: Vec<SizedNode> = settings
+        .objects
+        .iter()
+        .map(|objects| SizedNode::create(&settings.run.work, *objects))
+        .collect::<Result<_>>()?;
+    let fio = FioFile::create(&settings.run.work, if settings.run.quick { 512 } else { 4096 })?;
+    let (mut book, mut last) = (Book::default(), WritesOverTime::default());
+    for round in 1..=rounds {
+        say(format!("round {round} of {rounds}"));
+        quiet::look(&mut book, round)?;
+        last.panels.clear();
+        for turn in 0..nodes.len() {
+            let node = &nodes[(turn + round as usize) % nodes.len()];
+            let ceiling = fio.durable_writes(IN_FLIGHT, seconds)?;
+            book.note(&format!("{FIO} beside {}", node.name), "writes_per_s", round, ceiling.iops);
+            book.note(&format!("{FIO} beside {}", node.name), "longest_ms", round, ceiling.longest_ms);
+            node.measure(seconds, round, &mut book, &ceiling, &mut last)?;
+        }
+    }
+    print(&nodes, &book);
+    judge(&nodes, &mut book);
+    settings.run.save("timeline.svg", &last.draw())?;
+    Ok(book)
+}
+
+impl SizedNode {
+    /// Creates a node, and stores its objects.
+    fn create(dir: &Path, objects: u64) -> Result<SizedNode> {
+        let name = format!("{objects} objects");
+        let node = Node::new(&dir.join(format!("objects-{objects}")))?;
+        // Enough for the objects, their index entries and the log.
+        let mib = (objects * 8 / 1024).max(2048);
+        let began = Instant::now();
+        node.up_quietly(NodePlacement::Dpu, 1, &format!("{mib}MiB"))?;
+        node.run_quietly(&["pool", "create", POOL])?;
+        let node = SizedNode { node, objects, name };
+        node.bench("read", 1)?;
+        say(format!("  {}: stored in {:.0} s", node.name, began.elapsed().as_secs_f64()));
+        node.node.down()?;
+        Ok(node)
+    }
+
+    fn bench(&self, mode: &str, seconds: u32) -> Result<BenchResult> {
+        let load = BenchSpec { mode, object_size: OBJECT_SIZE, in_flight: IN_FLIGHT, seconds };
+        self.node.bench_with(POOL, load, &["--objects", &self.objects.to_string()])
+    }
+
+    fn measure(
+        &self,
+        seconds: u32,
+        round: u32,
+        book: &mut Book,
+        ceiling: &DurableWrites,
+        last: &mut WritesOverTime,
+    ) -> Result<()> {
+        self.node.up_quietly(NodePlacement::Dpu, 1, "1GiB")?;
+        let writes = self.bench("randwrite", seconds)?;
+        let mean = writes.ops as f64 / f64::from(seconds);
+        let worst = writes.per_second.iter().min().copied().unwrap_or(0) as f64;
+        let mut note = |figure: &str, value: f64| book.note(&self.name, figure, round, value);
+        note("writes_per_s", writes.iops);
+        note("worst_second_of_mean", worst / mean);
+        note("longest_ms", writes.latency_us.max / 1e3);
+        note("pause_ms", writes.longest_pause_ms as f64);
+        note("host_cpu_us", writes.host_cpu_us_per_op);
+        for process in writes.processes.iter().filter(|process| process.role != "client") {
+            let name = format!("{}_peak_mib", process.role);
+            note(&name, process.peak_resident_bytes as f64 / f64::from(1 << 20));
+        }
+        let mixed = self.bench("randrw", seconds)?;
+        if let Some(reads) = mixed.by_kind.get("read") {
+            note("reads_beside_per_s", reads.iops);
+            note("read_beside_longest_ms", reads.latency_us.max / 1e3);
+        }
+        note("restart_ms", self.restart(seconds)?);
+        note("list_empty_ms", self.list("scale:empty")?.1 * 1e3);
+        let (names, took) = self.list(POOL)?;
+        note("names_per_s", names as f64 / took);
+        if writes.errors + mixed.errors > 0 {
+            book.problem(format!("{}: {} operations failed", self.name, writes.errors + mixed.errors));
+        }
+        last.add(&self.name, &writes, ceiling);
+        self.node.down()
+    }
+
+    /// Kills the store while clients write. Returns the longest time without a completed write, in ms.
+    fn restart(&self, seconds: u32) -> Result<f64> {
+        let kill = || -> Result<()> {
+            std::thread::sleep(Duration::from_secs(u64::from(seconds)) / 2);
+            self.node.kill("store").map(drop)
+        };
+        std::thread::scope(|scope| {
+            let killed = scope.spawn(|| kill().map_err(|e| e.to_string()));
+            let load = self.bench("randwrite", seconds);
+            killed.join().map_err(|_| "the thread that kills the store panicked")??;
+            Ok(load?.longest_pause_ms as f64)
+        })
+    }
+
+    /// Lists a pool or a namespace. Returns the number of names and the duration in seconds.
+    fn list(&self, place: &str) -> Result<(usize, f64)> {
+        let began = Instant::now();
+        let output = self.node.command(&["ls", place]).stderr(Stdio::inherit()).output()?;
+        if !output.status.success() {
+            return Err(format!("outboard ls {place} failed: {}", output.status).into());
+        }
+        Ok((output.stdout.iter().filter(|byte| **byte == b'\n').count(), began.elapsed().as_secs_f64()))
+    }
+}
+
+impl WritesOverTime {
+    fn add(&mut self, name: &str, writes: &BenchResult, ceiling: &DurableWrites) {
+        let points = |values: Vec<f64>| (0..).map(f64::from).zip(values).collect();
+        let of_node = writes.per_second.iter().map(|count| *count as f64).collect();
+        self.panels.push(Panel {
+            title: format!("{name}: durable 4 KiB writes per second"),
+            lines: vec![
+                ChartLine { name: "node", class: "dpu", points: points(of_node) },
+                ChartLine {
+                    name: "fio, 16 threads",
+                    class: "host",
+                    points: points(ceiling.per_second.clone()),
+                },
+            ],
+        });
+    }
+
+    fn draw(&self) -> String {
+        timeline(&self.panels, &[])
+    }
+}
+
+fn print(nodes: &[SizedNode], book: &Book) {
+    let figures = [
+        ("writes/s", "writes_per_s"),
+        ("worst second / mean", "worst_second_of_mean"),
+        ("longest write, ms", "longest_ms"),
+        ("longest pause, ms", "pause_ms"),
+        ("host CPU, us/write", "host_cpu_us"),
+        ("store, peak MiB", "store_peak_mib"),
+        ("osd, peak MiB", "osd_peak_mib"),
+        ("reads/s beside writes", "reads_beside_per_s"),
+        ("longest read beside, ms", "read_beside_longest_ms"),
+        ("pause after a kill, ms", "restart_ms"),
+        ("ls of nothing, ms", "list_empty_ms"),
+        ("names listed/s", "names_per_s"),
+    ];
+    let names: Vec<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
+    let mut table = Table::new(&[&["median (interval)"], &names[..]].concat());
+    for (text, figure) in figures {
+        let cells = nodes.iter().map(|node| cell(&book.rounds(&node.name, figure)));
+        table.row(&std::iter::once(text.to_owned()).chain(cells).collect::<Vec<_>>());
+    }
+    for (text, figure) in [("fio: writes/s", "writes_per_s"), ("fio: longest, ms", "longest_ms")] {
+        let cells =
+            nodes.iter().map(|node| cell(&book.rounds(&format!("{FIO} beside {}", node.name), figure)));
+        table.row(&std::iter::once(text.to_owned()).chain(cells).collect::<Vec<_>>());
+    }
+    say("");
+    table.print();
+}
+
+/// Compares the nodes with the smallest one, with fio in the same round, and with fixed limits.
+fn judge(nodes: &[SizedNode], book: &mut Book) {
+    use BookBound::{AtLeast, AtMost};
+    let Some((small, others)) = nodes.split_first() else { return };
+    for node in others {
+        let name = &node.name;
+        for (figure, text, bound) in [
+            ("writes_per_s", "writes", AtLeast(0.8)),
+            ("reads_beside_per_s", "reads beside writes", AtLeast(0.8)),
+            ("host_cpu_us", "host CPU", AtMost(1.5)),
+        ] {
+            let value = book.ratio(figure, name, &small.name);
+            book.judge(&format!("{text}: {name} / {}", small.name), &value, bound);
+        }
+        let fio = book.rounds(&format!("{FIO} beside {name}"), "longest_ms");
+        for (figure, text) in [("longest_ms", "longest write"), ("read_beside_longest_ms", "longest read")] {
+            let allowed = |longest: f64, fio: f64| longest / (2.0 * fio).max(200.0);
+            let value: Rounds = paired(&book.rounds(name, figure), &fio, allowed);
+            book.judge(&format!("{name}: {text} / max(200 ms, 2 x fio)"), &value, AtMost(1.0));
+        }
+        let value = book.rounds(name, "worst_second_of_mean");
+        book.judge(&format!("{name}: worst second / mean"), &value, AtLeast(0.5));
+        let value = book.rounds(name, "restart_ms");
+        book.judge(&format!("{name}: pause after a kill, ms"), &value, AtMost(2000.0));
+        let value = book.rounds(name, "list_empty_ms");
+        book.judge(&format!("{name}: ls of an empty namespace, ms"), &value, AtMost(20.0));
+        let value = book.rounds(name, "names_per_s");
+        book.judge(&format!("{name}: names listed per second"), &value, AtLeast(200_000.0));
+    }
+    let fio = book.rounds(&format!("{FIO} beside {}", small.name), "writes_per_s");
+    let value = ratio(&book.rounds(&small.name, "writes_per_s"), &fio);
+    book.judge(&format!("writes: {} / fio, 16 threads", small.name), &value, AtLeast(0.5));
+}
