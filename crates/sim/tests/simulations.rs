@@ -75,6 +75,8 @@ const OTHER_SEEDS: &[(u64, &str, &str)] = &[
     (311424, "", "7125f242"),
     // The store: an index with an unreadable page counted as full.
     (314969, "", "aa438765"),
+    // The simulator: no operator removed an object that was lost beyond the tolerance.
+    (328033, "", "52448a3d"),
 ];
 
 /// Runs the program. Returns its output, and whether it has succeeded.

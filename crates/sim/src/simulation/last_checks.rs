@@ -10,10 +10,14 @@ use client::Client;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use tokio::time::sleep;
-use wire::{NodeStatus, PoolHealth, QueryAnswer, QueryOp, Redundancy, ScrubStatus, Space, TargetState};
+use wire::{
+    Mutation, NodeStatus, PoolHealth, QueryAnswer, QueryOp, Redundancy, ScrubStatus, Space, TargetState,
+};
 
 use super::{POWER_OFF, REACTION, REQUEST_TIMEOUT, Simulation};
-use crate::history::{ChangeCall, ClientId, ListCall, Outcome, QueryCall, RangeRead, Request, Rule};
+use crate::history::{
+    ChangeCall, ClientId, ListCall, Outcome, QueryCall, RangeRead, RefusalKind, RefusedCall, Request, Rule,
+};
 use crate::plan::{PlannedPool, RandomStream, rng};
 
 /// Time within which the node restores the redundancy of all pools after the end of all faults.
@@ -174,8 +178,12 @@ impl Simulation {
         let needed = self.plan.pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(0);
         let (client, operator, began) = (self.connect("operator").await, self.new_operator(), self.now());
         drop(client.set_rebuild_rate(0).await);
-        let (mut shown, mut is_full) = (String::new(), false);
+        let (mut shown, mut is_full, mut is_helpless) = (String::new(), false, self.plan.may_slow_targets());
         while self.now() - began < REBUILD {
+            if is_helpless && self.now() - began > REBUILD / 2 {
+                is_helpless = false;
+                self.remove_unreadable().await;
+            }
             if let Ok(status) = client.status().await {
                 if status
                     .health
@@ -202,6 +210,23 @@ impl Simulation {
             self.violation(Rule::Redundancy, text);
         }
         false
+    }
+
+    /// Removes the objects that cannot be read, as an operator does who has no copy of them. A group may
+    /// have changed an object without slow targets before a fault damaged the object on another target.
+    /// Then the group lacks members until somebody replaces or removes the object.
+    async fn remove_unreadable(self: &Rc<Simulation>) {
+        let (client, id) = self.last_client("remover").await;
+        let objects = self.history.borrow().objects();
+        for object in objects {
+            let read = RangeRead::whole(object.clone()).into();
+            let outcome = self.call(&client, (id, REQUEST_TIMEOUT), read).await;
+            if let Outcome::Refused(RefusedCall { kind: RefusalKind::Damaged, .. }) = outcome {
+                self.count("operator: unreadable object removed");
+                self.last_call(&client, id, ChangeCall::new(object).op(Mutation::Remove).into()).await;
+            }
+        }
+        client.close().await;
     }
 
     /// Number of targets that are not used, because a fault has destroyed data of their drives.
