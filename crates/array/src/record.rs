@@ -37,8 +37,8 @@ const OWN: &[u8] = b"\0\0\0\0\0a";
 pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 
 /// The xattr of an object whose copy on a member is incomplete. Its value is the UUID of the member's
-/// target, so the xattrs of this copy differ from those of all other copies.
-/// Members have such copies while they are rebuilt or salvaged.
+/// target, so the xattrs of this copy differ from those of all other copies. Members have such copies
+/// while they are rebuilt or salvaged.
 pub const UNFINISHED_XATTR: Bytes = Bytes::from_static(b"unfinished");
 
 /// Identifies a change of a group: one transaction. Later changes have greater ids.

@@ -97,8 +97,6 @@ pub struct BenchResult {
 pub struct BenchKind {
     /// Operations per second.
     pub iops: f64,
-    /// The smallest number of operations that completed in a second.
-    pub min_per_second: u64,
     /// Latency of an operation.
     pub latency_us: BenchLatency,
 }

@@ -178,10 +178,11 @@ impl Simulation {
         let needed = self.plan.pools.iter().map(|pool| pool.redundancy.targets()).max().unwrap_or(0);
         let (client, operator, began) = (self.connect("operator").await, self.new_operator(), self.now());
         drop(client.set_rebuild_rate(0).await);
-        let (mut shown, mut is_full, mut is_helpless) = (String::new(), false, self.plan.may_slow_targets());
+        let (mut shown, mut is_full) = (String::new(), false);
+        let mut may_be_unreadable = self.plan.may_slow_targets();
         while self.now() - began < REBUILD {
-            if is_helpless && self.now() - began > REBUILD / 2 {
-                is_helpless = false;
+            if may_be_unreadable && self.now() - began > REBUILD / 2 {
+                may_be_unreadable = false;
                 self.remove_unreadable().await;
             }
             if let Ok(status) = client.status().await {
@@ -214,7 +215,7 @@ impl Simulation {
 
     /// Removes the objects that cannot be read, as an operator does who has no copy of them. A group may
     /// have changed an object without slow targets before a fault damaged the object on another target.
-    /// Then the group lacks members until somebody replaces or removes the object.
+    /// Then the group lacks members until the object is replaced or removed.
     async fn remove_unreadable(self: &Rc<Simulation>) {
         let (client, id) = self.last_client("remover").await;
         let objects = self.history.borrow().objects();

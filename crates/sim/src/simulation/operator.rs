@@ -290,10 +290,10 @@ impl Simulation {
     }
 
     /// Gives up each target that the node does not use according to `status`, and whose drive is lost
-    /// or damaged: accepts its loss, and takes it out of use. If all faults are over, also accepts the loss
-    /// of such a target that the node uses, if a group waits for what it has lost. Returns the number of targets whose loss was
-    /// awaited; `None` if commands have failed, or if the node has not noticed yet that too many drives
-    /// are lost.
+    /// or damaged: accepts its loss, and takes it out of use. After the end of all faults,
+    /// also accepts the loss of what such a target has lost although the node uses it, if a group waits for
+    /// that. Returns the number of targets whose loss was awaited; `None` if commands have failed, or if the
+    /// node has not noticed yet that too many drives are lost.
     pub(super) async fn give_up_failed(
         &self,
         client: &Client,

@@ -62,6 +62,8 @@ struct SizedNode {
     objects: u64,
     /// Name of the node in tables.
     name: String,
+    /// Size of its target, in the syntax of the command line.
+    target_size: String,
 }
 
 /// The operations of each second of the last round.
@@ -108,15 +110,19 @@ impl SizedNode {
         let name = format!("{objects} objects");
         let node = Node::new(&dir.join(format!("objects-{objects}")))?;
         // Enough for the objects, their index entries and the log.
-        let mib = (objects * 8 / 1024).max(2048);
+        let target_size = format!("{}MiB", (objects * 8 / 1024).max(2048));
+        let node = SizedNode { node, objects, name, target_size };
         let began = Instant::now();
-        node.up_quietly(NodePlacement::Dpu, 1, &format!("{mib}MiB"))?;
-        node.run_quietly(&["pool", "create", POOL])?;
-        let node = SizedNode { node, objects, name };
+        node.up()?;
+        node.node.run_quietly(&["pool", "create", POOL])?;
         node.bench("read", 1)?;
         say(format!("  {}: stored in {:.0} s", node.name, began.elapsed().as_secs_f64()));
         node.node.down()?;
         Ok(node)
+    }
+
+    fn up(&self) -> Result<()> {
+        self.node.up_quietly(NodePlacement::Dpu, 1, &self.target_size)
     }
 
     fn bench(&self, mode: &str, seconds: u32) -> Result<BenchResult> {
@@ -132,7 +138,7 @@ impl SizedNode {
         ceiling: &DurableWrites,
         last: &mut WritesOverTime,
     ) -> Result<()> {
-        self.node.up_quietly(NodePlacement::Dpu, 1, "1GiB")?;
+        self.up()?;
         let writes = self.bench("randwrite", seconds)?;
         let mean = writes.ops as f64 / f64::from(seconds);
         let worst = writes.per_second.iter().min().copied().unwrap_or(0) as f64;

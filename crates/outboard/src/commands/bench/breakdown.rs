@@ -42,11 +42,11 @@ impl OsdMeasurement {
     /// Returns the difference of two status answers. `None` if the osd was restarted in between.
     pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<OsdMeasurement> {
         let kind = |status: &NodeStatus| match workload {
-            Workload::Write | Workload::Randwrite => status.times.write,
-            Workload::Read | Workload::Randread => status.times.read,
-            Workload::Randrw => sum(&status.times.read, &status.times.write),
+            Workload::Write | Workload::Randwrite => Some(status.times.write),
+            Workload::Read | Workload::Randread => Some(status.times.read),
+            Workload::Randrw => combined(&status.times.read, &status.times.write, u64::checked_add),
         };
-        let times = since(&kind(after), &kind(before))?;
+        let times = combined(&kind(after)?, &kind(before)?, u64::checked_sub)?;
         let (earlier, later) = (before.thread_ns, after.thread_ns);
         let thread_ns = [
             (ThreadClass::Messenger, later.messenger.checked_sub(earlier.messenger)?),
@@ -72,25 +72,19 @@ impl OsdMeasurement {
     }
 }
 
-fn sum(one: &PhaseTimes, other: &PhaseTimes) -> PhaseTimes {
-    PhaseTimes {
-        count: one.count + other.count,
-        total_ns: one.total_ns + other.total_ns,
-        host_ns: one.host_ns + other.host_ns,
-        dma_ns: one.dma_ns + other.dma_ns,
-        dma_wait_ns: one.dma_wait_ns + other.dma_wait_ns,
-        others_ns: one.others_ns + other.others_ns,
-    }
-}
-
-fn since(after: &PhaseTimes, before: &PhaseTimes) -> Option<PhaseTimes> {
+/// Combines each time of `one` with the same time of `other`. `None` if a time cannot be combined.
+fn combined(
+    one: &PhaseTimes,
+    other: &PhaseTimes,
+    combine: impl Fn(u64, u64) -> Option<u64>,
+) -> Option<PhaseTimes> {
     Some(PhaseTimes {
-        count: after.count.checked_sub(before.count)?,
-        total_ns: after.total_ns.checked_sub(before.total_ns)?,
-        host_ns: after.host_ns.checked_sub(before.host_ns)?,
-        dma_ns: after.dma_ns.checked_sub(before.dma_ns)?,
-        dma_wait_ns: after.dma_wait_ns.checked_sub(before.dma_wait_ns)?,
-        others_ns: after.others_ns.checked_sub(before.others_ns)?,
+        count: combine(one.count, other.count)?,
+        total_ns: combine(one.total_ns, other.total_ns)?,
+        host_ns: combine(one.host_ns, other.host_ns)?,
+        dma_ns: combine(one.dma_ns, other.dma_ns)?,
+        dma_wait_ns: combine(one.dma_wait_ns, other.dma_wait_ns)?,
+        others_ns: combine(one.others_ns, other.others_ns)?,
     })
 }
 
