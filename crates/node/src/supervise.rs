@@ -449,7 +449,8 @@ mod tests {
         let dir = NodeDir::create(root.path()).unwrap();
         let mut s = supervisor(&dir, |_| {});
         let script = |name: &str| {
-            format!("{READY} trap 'echo {name} >> ended; exit' TERM; while :; do sleep 0.05; done")
+            // The role is ready only when it handles the signal.
+            format!("trap 'echo {name} >> ended; exit' TERM; {READY} while :; do sleep 0.05; done")
         };
         let roles = [(Role::Store, "store"), (Role::Osd, "osd")];
         s.start(roles.map(|(role, name)| scripted(role, &dir, &script(name))).to_vec()).await.unwrap();
