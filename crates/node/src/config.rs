@@ -16,7 +16,7 @@ use wire::{CodingMode, CodingOffload, Placement};
 
 use super::cpus::Cpus;
 use super::debug::ChannelTuning;
-use super::units::{ByteSize, OutOfRange, Period};
+use super::units::{ByteSize, MemoryAmount, OutOfRange, Period, machine_memory};
 
 const MIB: u64 = 1 << 20;
 
@@ -76,12 +76,11 @@ pub struct StoreSection {
     /// use), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
-    /// Memory for cached pages of the index, per target.
-    #[config(default = "32MiB", validate(within(index_cache.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
-    pub index_cache: ByteSize,
-    /// Memory for cached metadata in decoded form, per target.
-    #[config(default = "64MiB", validate(within(metadata_cache.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
-    pub metadata_cache: ByteSize,
+    /// Memory for cached pages and values of the index, for all targets together: a size, or a
+    /// percentage of the machine's memory, such as "12%". A target uses at most its equal share, and
+    /// at most as much as its index has.
+    #[config(default = "12%", validate(within(cache.bytes(machine_memory()), 4 * MIB, 1 << 42), "must be 4MiB to 4TiB"))]
+    pub cache: MemoryAmount,
     /// Memory for bounce buffers, per target. Reads and writes use bounce buffers if the memory of
     /// their data is unsuitable for direct I/O.
     #[config(default = "32MiB", validate(within(buffers.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]

@@ -137,15 +137,22 @@ fn overlay(table: &mut Table, file: Table, path: &Path) -> Result<(), ConfigErro
     Ok(())
 }
 
+/// Keys of earlier versions, with the keys that replace them.
+const REPLACED: [(&str, &str); 2] =
+    [("store.index_cache", "store.cache"), ("store.metadata_cache", "store.cache")];
+
 fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigError> {
     if let Some(key) = keys().iter().find(|k| k.section == section && k.name == name) {
         return Ok(key);
     }
     let elsewhere = keys().iter().find(|k| k.name == name).map(Key::path);
     let all = || keys().iter().map(Key::path).collect::<Vec<_>>().join(", ");
-    let hint =
-        elsewhere.map_or_else(|| format!("the known keys are {}", all()), |p| format!("did you mean `{p}`?"));
     let key = if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
+    let hint = match (REPLACED.iter().find(|(old, _)| *old == key), elsewhere) {
+        (Some((_, new)), _) => format!("it was replaced by `{new}`"),
+        (None, Some(path)) => format!("did you mean `{path}`?"),
+        (None, None) => format!("the known keys are {}", all()),
+    };
     Err(ConfigError::UnknownKey { path: path.to_owned(), key, hint })
 }
 

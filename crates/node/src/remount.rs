@@ -57,8 +57,8 @@ where
     F: Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
 {
     let options = |(index, target): (usize, &Mounted)| {
-        let options =
-            MountOptions { expected_uuid: Some(target.uuid), ..mount_options(index, config, faults) };
+        let shared = mount_options(index, targets.len(), config, faults);
+        let options = MountOptions { expected_uuid: Some(target.uuid), ..shared };
         (target.path.clone(), options)
     };
     let targets: Vec<_> = targets.iter().enumerate().map(options).collect();

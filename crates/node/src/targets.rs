@@ -21,6 +21,7 @@ use super::durable::{remove_file, rename};
 use super::identity::KnownTarget;
 use super::plan::PlanError;
 use super::state::MountedTarget;
+use super::units::machine_memory;
 use super::watchdog::Checkpoints;
 use crate::progress::ProgressMeter;
 
@@ -207,13 +208,14 @@ pub fn mount_driven(
     mount_each(targets, config, faults, BlockStore::mount_driven, |mounted| mounted)
 }
 
-/// Returns the mount options of target number `index`.
-pub fn mount_options(index: usize, config: &Config, faults: &Faults) -> MountOptions {
+/// Returns the mount options of target number `index` of `count` targets, which share the memory for
+/// caches equally.
+pub fn mount_options(index: usize, count: usize, config: &Config, faults: &Faults) -> MountOptions {
+    let cache = config.store.cache.bytes(machine_memory()) / count.max(1) as u64;
     MountOptions {
         expected_uuid: None,
         index,
-        index_cache_bytes: config.store.index_cache.0 as usize,
-        metadata_cache_bytes: config.store.metadata_cache.0 as usize,
+        cache_bytes: cache as usize,
         buffer_bytes: config.store.buffers.0 as usize,
         faults: faults.clone(),
         stages_after: 0,
@@ -228,7 +230,8 @@ fn mount_each<T, D>(
     parts: impl Fn(T) -> (Arc<BlockStore>, D),
 ) -> Result<(Vec<Mounted>, Vec<D>), TargetError> {
     let mount = |(index, path): (usize, &PathBuf), expected_uuid: Option<Uuid>| {
-        let options = MountOptions { expected_uuid, ..mount_options(index, config, faults) };
+        let options =
+            MountOptions { expected_uuid, ..mount_options(index, targets.paths.len(), config, faults) };
         let (store, driver) = parts(mount(path, &options)?);
         let uuid = store.uuid();
         tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");

@@ -13,6 +13,28 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct ByteSize(pub u64);
 
+/// An amount of memory. Accepts a size, such as `512MiB`, or a percentage of the machine's memory,
+/// such as `12%`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum MemoryAmount {
+    /// A size.
+    Bytes(ByteSize),
+    /// A percentage of the machine's memory: 1 to 100.
+    Percent(u64),
+}
+
+impl MemoryAmount {
+    /// Returns the amount in bytes on a machine with `machine` bytes of memory.
+    #[must_use]
+    pub fn bytes(self, machine: u64) -> u64 {
+        match self {
+            MemoryAmount::Bytes(size) => size.0,
+            MemoryAmount::Percent(percent) => machine / 100 * percent,
+        }
+    }
+}
+
 /// A duration. Accepts `100ms`, `5s`, `2m`, `24h`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -110,6 +132,58 @@ impl FromStr for Period {
     }
 }
 
+impl FromStr for MemoryAmount {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<MemoryAmount, UnitError> {
+        let error =
+            || UnitError { text: text.to_owned(), what: "amount of memory", example: "512MiB, 8GiB or 12%" };
+        match text.trim().strip_suffix('%') {
+            Some(percent) => percent
+                .trim_end()
+                .parse()
+                .ok()
+                .filter(|percent| (1..=100).contains(percent))
+                .map(MemoryAmount::Percent)
+                .ok_or_else(error),
+            None => scaled(text, &SIZES).map(|bytes| MemoryAmount::Bytes(ByteSize(bytes))).ok_or_else(error),
+        }
+    }
+}
+
+impl TryFrom<String> for MemoryAmount {
+    type Error = UnitError;
+
+    fn try_from(text: String) -> Result<MemoryAmount, UnitError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for MemoryAmount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MemoryAmount::Bytes(size) => size.fmt(f),
+            MemoryAmount::Percent(percent) => f.pad(&format!("{percent}%")),
+        }
+    }
+}
+
+impl From<MemoryAmount> for String {
+    fn from(amount: MemoryAmount) -> String {
+        amount.to_string()
+    }
+}
+
+/// Returns the memory that this process may use, in bytes: the machine's memory, or the limit of the
+/// container.
+#[must_use]
+pub fn machine_memory() -> u64 {
+    let info = rustix::system::sysinfo();
+    let machine = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit));
+    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    limit.and_then(|limit| limit.trim().parse().ok()).map_or(machine, |limit: u64| machine.min(limit))
+}
+
 impl TryFrom<String> for ByteSize {
     type Error = UnitError;
 
@@ -181,6 +255,18 @@ mod tests {
         assert_eq!("1 GB".parse::<ByteSize>().unwrap().0, 1_000_000_000);
         assert_eq!("4096".parse::<ByteSize>().unwrap().0, 4096);
         assert_eq!(format!("{:.1}", ByteSize(1536)), "1.5 KiB");
+    }
+
+    #[test]
+    fn amounts_of_memory_are_sizes_or_percentages() {
+        for (text, bytes) in [("512MiB", 512 << 20), ("12%", 12_000), ("100%", 100_000)] {
+            let amount: MemoryAmount = text.parse().unwrap();
+            assert_eq!((amount.to_string().as_str(), amount.bytes(100_000)), (text, bytes));
+        }
+        for text in ["", "%", "0%", "101%", "-1%", "1.5%", "half"] {
+            assert!(text.parse::<MemoryAmount>().is_err(), "{text}");
+        }
+        assert!(machine_memory() > 64 << 20);
     }
 
     #[test]

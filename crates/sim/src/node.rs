@@ -442,8 +442,7 @@ impl SimNode {
         let options = MountOptions {
             expected_uuid: Some(uuid),
             index: target,
-            index_cache_bytes: 1 << 20,
-            metadata_cache_bytes: 1 << 20,
+            cache_bytes: 2 << 20,
             buffer_bytes: 2 << 20,
             stages_after,
             ..MountOptions::default()

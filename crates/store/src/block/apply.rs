@@ -82,6 +82,15 @@ pub(crate) struct TransactionEffect {
     pub(crate) collections: Vec<(CollectionId, Option<u64>)>,
 }
 
+/// An object that a transaction has looked up.
+struct Owner {
+    /// Key of the object's onode.
+    key: Bytes,
+    /// Whether the index may have a key for the object's first leaf, because the onode did not contain
+    /// this leaf before the transaction.
+    has_leaf_key: bool,
+}
+
 /// A transaction that is being applied.
 pub(crate) struct Apply<'a> {
     context: Context<'a>,
@@ -90,7 +99,10 @@ pub(crate) struct Apply<'a> {
     puts: Changes,
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
+    /// Leaves by object number and leaf number, and whether they were changed.
     leaves: BTreeMap<(u64, u64), (Box<MapLeaf>, bool)>,
+    /// The objects that the transaction has looked up, by object number.
+    owners: BTreeMap<u64, Owner>,
     /// Pages of reference counts, each with its stored value before the transaction.
     refs: BTreeMap<u64, (RefPage, Option<Bytes>)>,
     pub(crate) allocated: Vec<Extent>,
@@ -118,6 +130,7 @@ impl<'a> Apply<'a> {
             put_bytes: 0,
             onodes: BTreeMap::new(),
             leaves: BTreeMap::new(),
+            owners: BTreeMap::new(),
             refs: BTreeMap::new(),
             allocated: Vec::new(),
             staged: Vec::new(),
@@ -147,9 +160,8 @@ impl<'a> Apply<'a> {
 
     fn finish(&mut self) -> ApplyResult<TransactionEffect> {
         self.store_leaves()?;
-        for (key, onode) in std::mem::take(&mut self.onodes) {
-            self.put(key, onode.map(|o| o.encode()))?;
-        }
+        self.inline_leaves()?;
+        self.store_onodes()?;
         for (chunk, (page, stored)) in std::mem::take(&mut self.refs) {
             // Skip a page whose counts equal the counts before the transaction.
             let page = page.encode();
@@ -239,6 +251,7 @@ impl<'a> Apply<'a> {
                 let (from, onode) = self.existing(cid, src)?;
                 self.must_not_exist(dst_collection, dst)?;
                 let to = key::onode(self.collection(dst_collection)?, dst.as_bytes());
+                self.moved(onode.nid, &to);
                 self.onodes.insert(from, None);
                 self.onodes.insert(to, Some(onode));
                 Ok(())
@@ -322,7 +335,23 @@ impl<'a> Apply<'a> {
             return Ok((key, onode.clone()));
         }
         let onode = self.get(&key)?.map(|bytes| Onode::decode(&bytes)).transpose()?;
+        if let Some(onode) = &onode {
+            let found = Owner { key: key.clone(), has_leaf_key: onode.leaf.is_empty() && onode.blocks > 0 };
+            self.owners.entry(onode.nid).or_insert(found);
+        }
         Ok((key, onode))
+    }
+
+    /// Records that the transaction creates an object.
+    fn created(&mut self, key: &Bytes, nid: u64) {
+        self.owners.insert(nid, Owner { key: key.clone(), has_leaf_key: false });
+    }
+
+    /// Records that the transaction moves an onode to the key `to`.
+    fn moved(&mut self, nid: u64, to: &Bytes) {
+        if let Some(owner) = self.owners.get_mut(&nid) {
+            owner.key = to.clone();
+        }
     }
 
     fn existing(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<(Bytes, Onode)> {
@@ -349,6 +378,9 @@ impl<'a> Apply<'a> {
         let (key, found) = self.find(cid, oid)?;
         let old = found.clone();
         let mut onode = found.unwrap_or_else(|| Onode { nid: self.new_nid(), ..Onode::default() });
+        if old.is_none() {
+            self.created(&key, onode.nid);
+        }
         f(self, &mut onode)?;
         if old.as_ref() != Some(&onode) {
             self.onodes.insert(key, Some(onode));
@@ -366,7 +398,7 @@ impl<'a> Apply<'a> {
 
     /// Releases all blocks of an object and removes its omap entries.
     fn drop_content(&mut self, onode: &Onode) -> ApplyResult {
-        self.drop_leaves_from(onode.nid, 0)?;
+        self.drop_leaves_from(onode, 0)?;
         self.drop_omap(onode)
     }
 
@@ -388,8 +420,10 @@ impl<'a> Apply<'a> {
         for (key, value) in moving {
             let oid = decode_oid(&key)?;
             self.must_not_exist(dst, &oid)?;
+            let moved = key::onode(to, oid.as_bytes());
+            self.moved(Onode::decode(&value)?.nid, &moved);
             self.put(key, None)?;
-            self.put(key::onode(to, oid.as_bytes()), Some(value))?;
+            self.put(moved, Some(value))?;
         }
         Ok(())
     }

@@ -18,6 +18,7 @@ use super::need::Need;
 use super::presence::Presence;
 use super::reads::{Look, ReadRange};
 use super::stages::PARKS_MAX;
+use super::usage::IndexSpace;
 use super::view::Loaded;
 use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
@@ -32,10 +33,13 @@ const INDEX_RESERVE_MIN: u64 = 256 << 10;
 impl Core {
     /// Handles the result of one read of the scan of existing objects. The result shows the index
     /// at some time after the scan began. The filter already has every key that was put into the
-    /// index since the scan began.
-    fn scanned(&mut self, found: Result<Vec<NeedAnswer>>) {
+    /// index since the scan began. With `is_current`, no checkpoint has ended since the read began.
+    fn scanned(&mut self, found: Result<Vec<NeedAnswer>>, is_current: bool) {
         match found.map(|mut answers| answers.pop()) {
             Ok(Some(NeedAnswer::Range(found))) => {
+                if is_current {
+                    self.view.warm(&found);
+                }
                 if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.closing.is_none()) {
                     self.scan(next);
                 }
@@ -123,6 +127,7 @@ impl Core {
 
     /// Does all work that does not have to wait for an event.
     pub(crate) fn advance(&mut self) {
+        self.view.retire_some();
         loop {
             while let Some(op) = self.runnable.pop_front() {
                 self.run(op);
@@ -359,7 +364,7 @@ impl Core {
                 Op::Remove { .. } | Op::Truncate { .. } | Op::OmapClear { .. } | Op::OmapRemove { .. }
             ) || matches!(op, Op::OmapRemoveRange { .. } | Op::RemoveCollection | Op::RemoveXattrs { .. })
         };
-        let (total, free) = self.index_space;
+        let IndexSpace { total, free } = self.index_space;
         let pending = self.view.changed_bytes();
         let removes = transaction.ops.iter().any(|op| matches!(op, Op::Remove { .. } | Op::RemoveCollection));
         let part = match (purse(transaction), removes) {
@@ -432,7 +437,7 @@ impl Core {
     fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<NeedAnswer>>) {
         let found = found.map_err(|error| self.poisoned_by(error));
         if op == SCAN {
-            return self.scanned(found);
+            return self.scanned(found, generation == self.generation);
         }
         if generation != self.generation {
             self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs });

@@ -11,6 +11,7 @@ use super::drive::Drive;
 use super::index::{Changes, Index};
 use super::records::{Meta, key};
 use super::superblock::Superblock;
+use super::usage::IndexSpace;
 use crate::Result;
 
 /// Maximum number of blocks per write.
@@ -29,9 +30,9 @@ pub(crate) struct Checkpoint {
     pub(crate) superblock: Superblock,
 }
 
-/// Result of a checkpoint: the index's meta record, the written superblock, and the total and free
-/// bytes of the index.
-pub(crate) type CheckpointOutcome = (Meta, Superblock, (u64, u64));
+/// Result of a checkpoint: the index's meta record, the written superblock, and the space of the
+/// index.
+pub(crate) type CheckpointOutcome = (Meta, Superblock, IndexSpace);
 
 impl Checkpoint {
     /// Runs the checkpoint and blocks the calling thread. A crash at any time is harmless, because

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A drive whose blocking writes wait until the test allows them.
 #[derive(Debug)]
 struct GatedDrive {
-    inner: Arc<FileDrive>,
+    inner: FileDrive,
     /// Number of further writes that the test allows.
     passes: Mutex<u64>,
     changed: Condvar,
@@ -79,8 +79,8 @@ fn stands_still(watch: &CheckpointWatch) -> bool {
 fn the_checkpoint_watch_tells_whether_an_awaited_checkpoint_makes_progress() {
     let dir = tempfile::tempdir().unwrap();
     let path = made(dir.path());
-    let file = Arc::new(FileDrive::open(&path, None).unwrap());
-    let gate = GatedDrive { inner: Arc::clone(&file), passes: Mutex::new(u64::MAX), changed: Condvar::new() };
+    let file = FileDrive::open(&path, None).unwrap();
+    let gate = GatedDrive { inner: file.clone(), passes: Mutex::new(u64::MAX), changed: Condvar::new() };
     let gate = Arc::new(gate);
     let drive = Arc::clone(&gate) as Arc<dyn Drive>;
     let (store, driver) = BlockStore::prepare_on(file, drive, &path, &MountOptions::default()).unwrap();

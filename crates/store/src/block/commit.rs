@@ -30,6 +30,8 @@ use crate::{Result, StoreError};
 const GATHERED: usize = 256 << 10;
 /// A checkpoint starts at the latest when this many bytes of changes of the index are in memory.
 const MAX_CHANGES: usize = 32 << 20;
+/// No checkpoint starts for lack of room in the index when at most this many keys are changed.
+const MIN_KEYS: usize = 64;
 
 impl Core {
     /// Advances the commits in progress as far as possible.
@@ -55,7 +57,9 @@ impl Core {
     /// Forms a group of all applied transactions and writes its data and log sectors. Does nothing
     /// if it is too early for another group. If the log has no room, requests a checkpoint instead.
     pub(super) fn form_group(&mut self) {
-        let max_changes = MAX_CHANGES.min((self.index_space.1 / 16) as usize).max(64 << 10);
+        // More keys may change before the checkpoint starts.
+        let space = self.index_space;
+        let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
         let commits = &mut self.commits;
         if commits.is_too_early() {
             return;
@@ -89,7 +93,8 @@ impl Core {
         }
         let group = CommitGroup { number, end: commits.next, flushed_through: commits.flushed, replies };
         commits.groups.push_back(group);
-        if used + sectors > commits.ring / 2 || self.view.active_bytes() > max_changes {
+        let (keys, changed) = self.view.active();
+        if commits.needs_room() || changed > MAX_CHANGES || keys > max_keys {
             commits.want_checkpoint = true;
         }
         if commits.deferred.len() * BLOCK_SIZE > commits.max_record() {
@@ -188,6 +193,7 @@ impl Core {
                 log_generation: self.log_generation,
                 log_start: self.commits.next,
                 next_nid: self.next_nid,
+                index_used: None,
             },
             superblock,
         };

@@ -127,6 +127,12 @@ impl Commits {
         self.record_bytes > most / 2 || used + one_more + 2 * GROUP_SECTORS > self.ring
     }
 
+    /// Whether a checkpoint should start so that the log gets room. The rest of the log must suffice
+    /// for the transactions that arrive while the checkpoint runs.
+    pub(super) fn needs_room(&self) -> bool {
+        self.next - self.log_start > self.ring / 2 || self.is_full()
+    }
+
     /// Requests a checkpoint, which starts as soon as possible.
     pub(crate) fn request_checkpoint(&mut self) {
         self.want_checkpoint = true;

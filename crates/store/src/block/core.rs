@@ -25,6 +25,7 @@ use super::reads::{BlockAccess, LoadingReads, Look};
 use super::recovery::ReadyTarget;
 use super::staged::{Stage, StageWrite, WaitingStage};
 use super::superblock::Superblock;
+use super::usage::IndexSpace;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
 
@@ -78,11 +79,23 @@ pub(crate) enum Purpose {
 /// Memory limits of a mounted target.
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryLimits {
+    /// Limit of the cache of index pages, in bytes.
+    pub(crate) page_bytes: usize,
     /// Limit of the cache of index values, in bytes.
-    pub(crate) cache_bytes: usize,
+    pub(crate) value_bytes: usize,
     /// Total size of the buffers for reads without a destination and for unaligned writes, in
     /// bytes.
     pub(crate) buffer_bytes: usize,
+}
+
+impl MemoryLimits {
+    /// Divides `cache_bytes` between the caches. A page has about as many bytes as the values in it,
+    /// but a cached value needs much more memory than its bytes. Checkpoints need the pages of all
+    /// changed values, so pages come first.
+    pub(crate) fn new(cache_bytes: usize, buffer_bytes: usize) -> MemoryLimits {
+        let value_bytes = cache_bytes / 4;
+        MemoryLimits { page_bytes: cache_bytes - value_bytes, value_bytes, buffer_bytes }
+    }
 }
 
 /// The state of a mounted target.
@@ -114,7 +127,7 @@ pub(crate) struct Core {
     /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
-    pub(crate) index_space: (u64, u64),
+    pub(crate) index_space: IndexSpace,
     pub(crate) poisoned: Option<String>,
     /// For each collection, the number of the commit group that contains its last transaction.
     pub(crate) changed_in: HashMap<CollectionId, u64>,
@@ -134,10 +147,10 @@ impl Core {
         let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
-        let presence = Presence::new(index_space.0 - index_space.1);
+        let presence = Presence::new(index_space.total - index_space.free);
         let mut core = Core {
             log_generation: meta.log_generation,
-            view: IndexView::new(meta.next_nid, limits.cache_bytes, presence),
+            view: IndexView::new(meta.next_nid, limits.value_bytes, presence),
             alloc: Allocator::new(taken.clone()),
             taken,
             collections,
@@ -214,15 +227,14 @@ impl Core {
     pub(crate) fn space(&self) -> Space {
         let staged: u64 = self.stages.values().filter(|s| !s.released).map(|s| total(&s.unnamed())).sum();
         let (free_extents, largest) = self.alloc.summary();
-        let (index_total, index_free) = self.index_space;
         Space {
             total: self.superblock.data.len,
             free: self.alloc.free_blocks(Purse::Ordinary, self.commits.reclaimable()) * BLOCK,
             staged: staged * BLOCK,
             free_extents,
             largest_free_extent: largest * BLOCK,
-            index_free,
-            index_total,
+            index_free: self.index_space.free,
+            index_total: self.index_space.total,
         }
     }
 

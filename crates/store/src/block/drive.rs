@@ -15,6 +15,7 @@ use base::fault::{Action, Faults, Site};
 
 use rustix::fs::FlockOperation;
 
+use super::batch::{self, WritePiece};
 use crate::{Result, StoreError};
 
 /// Blocking access to a drive, for the index and for creation, recovery and checks of targets.
@@ -28,6 +29,16 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     /// Writes `data` at `offset`. The data is durable after a [`flush`](Drive::flush) that starts
     /// after this method has returned.
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()>;
+    /// Writes all pieces, which are sorted by their offsets and do not overlap, in any order. The
+    /// data is durable after a [`flush`](Drive::flush) that starts after this method has returned.
+    /// After an error, any of the pieces may be on the drive.
+    fn write_all(&self, pieces: &[WritePiece<'_>]) -> io::Result<()> {
+        batch::runs(pieces).try_for_each(|run| {
+            let mut data = vec![0; run.iter().map(|piece| piece.data.len()).sum()];
+            batch::gather(run, &mut data);
+            self.write_at(run[0].offset, &data)
+        })
+    }
     /// Makes all completed writes durable.
     fn flush(&self) -> io::Result<()>;
 }
@@ -101,12 +112,32 @@ impl DriveCalls {
 }
 
 /// A file or block device, locked for this process. It is open for direct I/O if the file system
-/// supports that.
-#[derive(Debug)]
+/// supports that. Clones share the open file, which is unlocked when the last of them is dropped.
+#[derive(Debug, Clone)]
 pub(crate) struct FileDrive {
-    file: File,
+    file: Arc<LockedFile>,
     size: u64,
     faults: Faults,
+}
+
+/// An open file with a lock.
+#[derive(Debug)]
+struct LockedFile(File);
+
+impl std::ops::Deref for LockedFile {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.0
+    }
+}
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        // Unlock explicitly: an I/O ring keeps the file open briefly while it is closed, although
+        // all its requests have completed.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
 }
 
 impl FileDrive {
@@ -155,7 +186,7 @@ impl FileDrive {
             file.set_len(size)?;
         }
         let size = file.seek(SeekFrom::End(0))?;
-        Ok(FileDrive { file, size, faults: Faults::default() })
+        Ok(FileDrive { file: Arc::new(LockedFile(file)), size, faults: Faults::default() })
     }
 
     /// Makes the drive inject the given faults.
@@ -243,14 +274,6 @@ impl FileDrive {
     }
 }
 
-impl Drop for FileDrive {
-    fn drop(&mut self) {
-        // Unlock explicitly: an I/O ring keeps the file open briefly while it is closed, although
-        // all its requests have completed.
-        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
-    }
-}
-
 /// Returns memory that contains `len` block-aligned bytes, and the offset of these bytes in the
 /// memory.
 fn aligned(len: usize) -> (Vec<u8>, usize) {
@@ -278,6 +301,10 @@ impl Drive for FileDrive {
         let result = self.injected().and_then(|()| self.write_aligned(offset, data));
         DriveCalls::returned();
         result
+    }
+
+    fn write_all(&self, pieces: &[WritePiece<'_>]) -> io::Result<()> {
+        batch::write(self, pieces, DriveCalls::returned)
     }
 
     fn flush(&self) -> io::Result<()> {

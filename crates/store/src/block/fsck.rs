@@ -158,6 +158,19 @@ struct OnodeSummary {
     mapped: u64,
 }
 
+/// A leaf of an extent map.
+struct FoundLeaf {
+    /// Number of the leaf's object.
+    nid: u64,
+    /// Number of the leaf in the object.
+    number: u64,
+    leaf: MapLeaf,
+    /// Key of the entry that contains the leaf.
+    key: Bytes,
+    /// The onode that contains the leaf; `None` if the leaf has a key of its own.
+    onode: Option<Onode>,
+}
+
 struct Check<'a> {
     drive: &'a dyn Drive,
     repair: bool,
@@ -234,37 +247,65 @@ impl Check<'_> {
         })
     }
 
-    /// Decodes a leaf. Returns its object's number, the leaf's number and the leaf. If the leaf is
-    /// unusable, returns `None`; with `report`, also reports the problem and lets a repair remove
-    /// the leaf.
-    fn leaf(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, MapLeaf)> {
-        let nid = key::number(name)?;
-        let rest = key::rest(name);
-        let number = <[u8; 8]>::try_from(&rest[..]).map(u64::from_be_bytes);
-        let leaf = MapLeaf::decode(value, self.recovered.superblock.data_blocks());
-        let what = match (&number, &leaf) {
-            _ if !self.objects.contains_key(&nid) => "it belongs to no object".to_owned(),
-            (Ok(_), Ok(_)) => return Some((nid, number.ok()?, leaf.ok()?)),
-            (_, Err(error)) => error.to_string(),
-            (Err(_), _) => "its key is damaged".to_owned(),
-        };
-        if report {
-            self.report.problem(format!("leaf {}", name.escape_ascii()), what, self.repair);
-            self.fixes.insert(name.clone(), None);
-        }
-        None
+    /// Calls `each` for every leaf: first for those that onodes contain, then for those with keys of
+    /// their own. Skips leaves that are unusable; with `report`, also reports the problem and lets a
+    /// repair remove the leaf.
+    fn each_leaf(
+        &mut self,
+        report: bool,
+        mut each: impl FnMut(&mut Self, FoundLeaf) -> Result<()>,
+    ) -> Result<()> {
+        let recovered = self.recovered;
+        let blocks = recovered.superblock.data_blocks();
+        let mut inline = HashSet::default();
+        recovered.entries(key::ONODE, |name, value| {
+            let Some(onode) = Onode::decode(&value).ok().filter(|onode| !onode.leaf.is_empty()) else {
+                return Ok(());
+            };
+            inline.insert(onode.nid);
+            match MapLeaf::decode(&onode.leaf, blocks) {
+                Ok(leaf) => {
+                    each(self, FoundLeaf { nid: onode.nid, number: 0, leaf, key: name, onode: Some(onode) })
+                }
+                Err(error) if report => {
+                    let place = format!("leaf in onode {}", name.escape_ascii());
+                    self.report.problem(place, error.to_string(), self.repair);
+                    self.fixes.insert(name, Some(Onode { leaf: Bytes::new(), ..onode }.encode()));
+                    Ok(())
+                }
+                Err(_) => Ok(()),
+            }
+        })?;
+        recovered.entries(key::LEAF, |name, value| {
+            let nid = key::number(&name).unwrap_or_default();
+            let number = <[u8; 8]>::try_from(&key::rest(&name)[..]).map(u64::from_be_bytes);
+            let what = match (number, MapLeaf::decode(&value, blocks)) {
+                _ if !self.objects.contains_key(&nid) => "it belongs to no object".to_owned(),
+                (Ok(0), _) if inline.contains(&nid) => {
+                    "the onode of its object contains this leaf".to_owned()
+                }
+                (Ok(number), Ok(leaf)) => {
+                    return each(self, FoundLeaf { nid, number, leaf, key: name, onode: None });
+                }
+                (_, Err(error)) => error.to_string(),
+                (Err(_), _) => "its key is damaged".to_owned(),
+            };
+            if report {
+                self.report.problem(format!("leaf {}", name.escape_ascii()), what, self.repair);
+                self.fixes.insert(name, None);
+            }
+            Ok(())
+        })
     }
 
     fn count_references(&mut self) -> Result<()> {
-        let recovered = self.recovered;
-        recovered.entries(key::LEAF, |name, value| {
-            let Some((nid, _, leaf)) = self.leaf(&name, &value, true) else { return Ok(()) };
+        self.each_leaf(true, |this, FoundLeaf { nid, leaf, .. }| {
             for block in leaf.blocks.iter().flatten() {
-                if self.seen.set(Extent { start: block.block, len: 1 }, true) > 0 {
-                    *self.shared.entry(block.block).or_default() += 1;
+                if this.seen.set(Extent { start: block.block, len: 1 }, true) > 0 {
+                    *this.shared.entry(block.block).or_default() += 1;
                 }
             }
-            if let Some(object) = self.objects.get_mut(&nid) {
+            if let Some(object) = this.objects.get_mut(&nid) {
                 object.mapped += leaf.mapped();
             }
             Ok(())
@@ -276,10 +317,8 @@ impl Check<'_> {
     /// Reads every block and compares it with its checksum. Also checks that shared blocks are
     /// marked as shared, and that no block lies beyond its object's end.
     fn blocks(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
-        let recovered = self.recovered;
         let mut done = 0;
-        recovered.entries(key::LEAF, |name, value| {
-            let Some((nid, number, mut leaf)) = self.leaf(&name, &value, false) else { return Ok(()) };
+        self.each_leaf(false, |this, FoundLeaf { nid, number, mut leaf, key, onode }| {
             let place = |this: &Self, i: usize| {
                 let object = this.objects.get(&nid).map(|o| o.key.escape_ascii().to_string());
                 let offset = (number * LEAF_BLOCKS + i as u64) * BLOCK;
@@ -288,30 +327,32 @@ impl Check<'_> {
             let mut unmarked = false;
             for i in 0..leaf.blocks.len() {
                 let Some(block) = &mut leaf.blocks[i] else { continue };
-                if self.shared.contains_key(&block.block) && !block.shared {
+                if this.shared.contains_key(&block.block) && !block.shared {
                     block.shared = true;
                     unmarked = true;
-                    let what = place(self, i);
-                    self.report.problem(what, "a shared block is not marked as shared", self.repair);
+                    let what = place(this, i);
+                    this.report.problem(what, "a shared block is not marked as shared", this.repair);
                 }
-                if self.objects.get(&nid).is_some_and(|o| (number * LEAF_BLOCKS + i as u64) * BLOCK >= o.size)
+                if this.objects.get(&nid).is_some_and(|o| (number * LEAF_BLOCKS + i as u64) * BLOCK >= o.size)
                 {
-                    self.report.problem(place(self, i), "a block lies beyond the object's end", false);
+                    this.report.problem(place(this, i), "a block lies beyond the object's end", false);
                 }
             }
-            if unmarked {
-                self.fixes.insert(name, Some(leaf.encode()));
-            }
-            for i in self.damaged(&leaf)? {
-                self.report.problem(
-                    place(self, i),
+            for i in this.damaged(&leaf)? {
+                this.report.problem(
+                    place(this, i),
                     "checksum mismatch: restore the object from a copy",
                     false,
                 );
             }
             done += leaf.mapped();
-            self.report.bytes_checked = done * BLOCK;
-            progress(done, self.report.blocks);
+            this.report.bytes_checked = done * BLOCK;
+            progress(done, this.report.blocks);
+            if unmarked {
+                let leaf = leaf.encode();
+                let fixed = onode.map_or(leaf.clone(), |onode| Onode { leaf, ..onode }.encode());
+                this.fixes.insert(key, Some(fixed));
+            }
             Ok(())
         })
     }
@@ -351,7 +392,8 @@ impl Check<'_> {
                 object.blocks, object.mapped
             );
             self.report.problem(format!("object {}", object.key.escape_ascii()), detail, self.repair);
-            let stored = match self.recovered.changes.get(&object.key) {
+            let changed = self.fixes.get(&object.key).or_else(|| self.recovered.changes.get(&object.key));
+            let stored = match changed {
                 Some(value) => value.clone(),
                 None => self.recovered.index.get_many(std::slice::from_ref(&object.key))?.pop().flatten(),
             };

@@ -50,12 +50,7 @@ fn mount(image: &DriveImage) -> (Arc<SimDrive>, Arc<BlockStore>) {
     run(async {
         let rng = StdRng::seed_from_u64(base::entropy::random());
         let drive = SimDrive::with_image(image, rng, DriveTimes::default());
-        let options = MountOptions {
-            index_cache_bytes: 1 << 20,
-            metadata_cache_bytes: 1 << 20,
-            buffer_bytes: 1 << 20,
-            ..MountOptions::default()
-        };
+        let options = MountOptions { cache_bytes: 2 << 20, buffer_bytes: 1 << 20, ..MountOptions::default() };
         let (store, driver) = BlockStore::mount_simulated(&drive, &options).await.unwrap();
         base::task::spawn_local(base::thread::ThreadClass::Store, driver.run());
         (drive, store)

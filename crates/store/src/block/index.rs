@@ -7,14 +7,15 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use bytes::Bytes;
 use redb::{Builder, Database, ReadableDatabase, StorageBackend, TableDefinition};
 
 use super::records::{Meta, corrupt, key};
 use super::region::{Damage, IndexRegion};
+use super::usage::{IndexSpace, IndexUsage};
 use crate::{Area, Result, StoreError};
 
 const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
@@ -45,7 +46,7 @@ fn always_in_steps() -> bool {
 
 type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
-/// Number of changes per commit when the index has no room for all changes in one commit.
+/// Minimum number of changes per commit when the index has no room for all changes in one commit.
 const STEP: usize = 8;
 
 /// The storage of one database. When the database ends, `redb` would trim its storage. The storage can only
@@ -107,9 +108,7 @@ pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
     database: RwLock<Option<OpenDatabase>>,
-    /// Estimate of the bytes in use: the last measurement plus four times the bytes written since;
-    /// 0 before the first measurement.
-    used: AtomicU64,
+    usage: Mutex<IndexUsage>,
 }
 
 impl Index {
@@ -118,9 +117,18 @@ impl Index {
     /// # Errors
     /// [`StoreError::Corrupt`] if the index is damaged.
     pub(crate) fn open(region: IndexRegion, cache_bytes: usize) -> Result<Index> {
-        let index = Index { region, cache_bytes, database: RwLock::new(None), used: AtomicU64::new(0) };
+        let usage = Mutex::new(IndexUsage::at_most(u64::MAX));
+        let index = Index { region, cache_bytes, database: RwLock::new(None), usage };
         *index.database.write().unwrap_or_else(PoisonError::into_inner) = Some(index.open_database()?);
+        let is_empty = index.get_many(&[Bytes::from_static(key::META)])?[0].is_none();
+        if !is_empty && let Some(used) = index.meta()?.index_used {
+            *index.usage() = IndexUsage::at_most(used);
+        }
         Ok(index)
+    }
+
+    fn usage(&self) -> MutexGuard<'_, IndexUsage> {
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Number of the newest header of the index's storage that is durable.
@@ -229,45 +237,86 @@ impl Index {
     /// [`StoreError::Corrupt`] if a page that the call reads is damaged, [`StoreError::NoSpace`] if
     /// the region is full.
     pub(crate) fn apply(&self, changes: &Changes, last: &Changes, meta: &Meta) -> Result<()> {
-        let meta = (Bytes::from_static(key::META), Some(meta.encode()));
-        let ending = || last.iter().chain(std::iter::once((&meta.0, &meta.1)));
-        let all: Vec<EntryChange<'_>> = changes.iter().chain(ending()).collect();
-        let written: u64 = all.iter().map(|(k, v)| (k.len() + v.as_ref().map_or(0, Bytes::len)) as u64).sum();
-        if self.used.load(Ordering::Relaxed) > 0 {
-            self.used.fetch_add(4 * written, Ordering::Relaxed);
+        let space = self.estimate();
+        let count = changes.len() + last.len();
+        if count > space.keys_in(space.free / 3) {
+            self.free_replaced_pages()?;
         }
-        if !always_in_steps() {
-            match self.commit(&all) {
+        // A commit must leave room for the next one, which needs some pages before the pages that
+        // this commit replaces are free.
+        if count <= space.keys_in(space.free / 4 * 3).max(STEP) && !always_in_steps() {
+            let all: Vec<EntryChange<'_>> = changes.iter().chain(last).collect();
+            match self.commit(&all, Some(meta)) {
                 Err(StoreError::NoSpace { .. }) => {}
                 result => return result,
             }
         }
         tracing::info!(
-            changes = all.len(),
+            changes = changes.len(),
             "the index is nearly full; a checkpoint applies its changes in steps"
         );
+        let step = if always_in_steps() { STEP } else { space.keys_in(space.free / 3).max(STEP) };
         let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
-        removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
-        self.commit(&ending().collect::<Vec<_>>())
+        self.apply_in_steps(&removed, step)?;
+        self.apply_in_steps(&set, step)?;
+        self.commit(&last.iter().collect::<Vec<_>>(), Some(meta))
     }
 
-    /// Applies all changes or none of them, and makes them durable.
-    fn commit(&self, changes: &[EntryChange<'_>]) -> Result<()> {
-        self.with(|database| {
+    /// Applies changes in several commits with up to `step` changes each. If the region has too
+    /// little room for a commit, the next commits have fewer changes.
+    fn apply_in_steps(&self, mut changes: &[EntryChange<'_>], mut step: usize) -> Result<()> {
+        let mut has_freed = false;
+        while !changes.is_empty() {
+            let (now, later) = changes.split_at(changes.len().min(step));
+            match self.commit(now, None) {
+                Ok(()) => (changes, has_freed) = (later, false),
+                Err(StoreError::NoSpace { .. }) if !has_freed || step > STEP => {
+                    self.free_replaced_pages()?;
+                    has_freed = true;
+                    step = (step / 4).max(STEP);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees the pages that the last commit has replaced. `redb` frees them in the next commit.
+    fn free_replaced_pages(&self) -> Result<()> {
+        self.commit(&[], None)
+    }
+
+    /// Applies all changes or none of them, and makes them durable. Writes `meta`, with the use of
+    /// the index, as the last change.
+    fn commit(&self, changes: &[EntryChange<'_>], meta: Option<&Meta>) -> Result<()> {
+        let usage = *self.usage();
+        let usage = self.with(|database| {
+            let mut usage = usage;
             let mut transaction = database.begin_write()?;
             transaction.set_two_phase_commit(true);
             transaction.set_quick_repair(true);
             {
                 let mut table = transaction.open_table(TABLE)?;
                 for (key, value) in changes {
-                    match value {
-                        Some(value) => drop(table.insert(&key[..], &value[..])?),
-                        None => drop(table.remove(&key[..])?),
-                    }
+                    let old = match value {
+                        Some(value) => table.insert(&key[..], &value[..])?,
+                        None => table.remove(&key[..])?,
+                    };
+                    let bytes = |value: usize| key.len() + value;
+                    let before = old.map_or(0, |old| bytes(old.value().len()));
+                    usage.replace(before, value.as_ref().map_or(0, |value| bytes(value.len())));
+                }
+                if let Some(meta) = meta {
+                    let meta =
+                        Meta { index_used: Some(usage.bytes().min(self.region.written())), ..meta.clone() };
+                    table.insert(key::META, &meta.encode()[..])?;
                 }
             }
-            Ok(transaction.commit()?)
-        })
+            transaction.commit()?;
+            Ok(usage)
+        })?;
+        *self.usage() = usage;
+        Ok(())
     }
 
     /// Returns the meta record of the index, which contains the index's position in the log.
@@ -281,34 +330,31 @@ impl Index {
         }
     }
 
-    /// Returns the number of usable bytes of the index, and how many of them are free. If the index
-    /// may be more than three quarters full, reads the whole index to measure its use. If that fails,
-    /// estimates the use.
-    pub(crate) fn space(&self) -> (u64, u64) {
-        let (total, len) = self.region.space();
-        if len <= total / 4 * 3 {
-            return (total, total - len);
+    /// Returns the usable space of the index, and an estimate of how much of it is free.
+    fn estimate(&self) -> IndexSpace {
+        let total = self.region.reach();
+        let used = self.usage().bytes().min(self.region.written());
+        IndexSpace { total, free: total.saturating_sub(used) }
+    }
+
+    /// Like [`estimate`](Self::estimate). But if the index may be more than three quarters full and
+    /// has changed, reads the whole index to measure its use. If that fails, keeps the estimate.
+    pub(crate) fn space(&self) -> IndexSpace {
+        let space = self.estimate();
+        if space.free >= space.total / 4 || !self.usage().is_worth_measuring(space.total) {
+            return space;
         }
-        let known = self.used.load(Ordering::Relaxed);
-        if known > 0 && known <= total / 4 * 3 {
-            return (total, total - known);
-        }
-        let used = self.with(|database| {
+        let measured = self.with(|database| {
             let transaction = database.begin_write()?;
             let stats = transaction.stats()?;
             transaction.abort()?;
             Ok(stats.allocated_pages() * stats.page_size() as u64)
         });
-        let used = match used {
-            Ok(used) => {
-                self.used.store(used, Ordering::Relaxed);
-                used
-            }
-            // A page cannot be read. This does not fill the index.
-            Err(_) if known > 0 => known.min(self.region.written()),
-            Err(_) => self.region.written(),
-        };
-        (total, total.saturating_sub(used))
+        // If a page cannot be read, this does not fill the index.
+        if let Ok(measured) = measured {
+            *self.usage() = IndexUsage::of(measured);
+        }
+        self.estimate()
     }
 }
 
@@ -382,7 +428,7 @@ mod tests {
         }
     }
 
-    const META: Meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1 };
+    const META: Meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1, index_used: None };
 
     fn set(index: &Index, keys: std::ops::Range<u32>, value: &Option<Bytes>) -> Result<()> {
         let key = |n: u32| Bytes::from(format!("{:08x}", n.wrapping_mul(0x9e37_79b1)));
@@ -394,7 +440,7 @@ mod tests {
         let value = Some(Bytes::from(vec![1; 3000]));
         for first in (0..).step_by(10) {
             set(index, first..first + 10, &value)?;
-            let (total, free) = index.space();
+            let IndexSpace { total, free } = index.space();
             if first > 100 && free < total / 5 {
                 return Ok(first + 10);
             }
@@ -409,7 +455,7 @@ mod tests {
         let region = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
         // The cache holds less than the index.
         let index = Index::open(region, 64 << 10).unwrap();
-        set(&index, 0..1000, &Some(Bytes::from(vec![1; 3000]))).unwrap();
+        set(&index, 0..800, &Some(Bytes::from(vec![1; 3000]))).unwrap();
         let read_all = || {
             let (from, to) = (Bytes::new(), Bytes::from_static(b"g"));
             load(&index, &[Need::Range { from, to, limit: 1000 }])
@@ -435,16 +481,16 @@ mod tests {
         let storage = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
         let index = Index::open(storage.clone(), 64 << 10).unwrap();
         fill(&index).unwrap();
-        let (total, free) = index.space();
-        assert!(free > total / 10 && storage.space() == (total, total));
+        let IndexSpace { total, free } = index.space();
+        assert!(free > total / 10 && storage.reach() == total);
         drive.damages_reads.store(true, Ordering::Relaxed);
-        let (_, estimate) = index.space();
+        let estimate = index.space().free;
         assert!(estimate > total / 10 && estimate <= total / 2, "{estimate} of {total} bytes are free");
-        index.used.store(0, Ordering::Relaxed);
-        let (_, estimate) = index.space();
+        *index.usage() = IndexUsage::at_most(u64::MAX);
+        let estimate = index.space().free;
         assert!(estimate > 0 && estimate <= free, "{estimate} of {total} bytes are free");
         drive.damages_reads.store(false, Ordering::Relaxed);
-        let (_, measured) = index.space();
+        let measured = index.space().free;
         assert!(measured > total / 10 && measured <= free, "{measured} of {total} bytes are free");
     }
 
@@ -456,14 +502,15 @@ mod tests {
         let index = Index::open(IndexRegion::create(Arc::clone(&drive), region).unwrap(), 1 << 20).unwrap();
         let most = fill(&index).unwrap();
         set(&index, most / 3 * 2..most, &None).unwrap();
-        let (total, _) = index.space();
+        let total = index.space().total;
         drop(index);
         for _ in 0..3 {
             let region = IndexRegion::open(Arc::clone(&drive), region, 0).unwrap();
             drop(Index::open(region, 1 << 20).unwrap());
         }
         let index = Index::open(IndexRegion::open(drive, region, 0).unwrap(), 1 << 20).unwrap();
-        assert_eq!(index.space().0, total);
-        assert!(fill(&index).unwrap() >= most / 10 * 9);
+        assert_eq!(index.space().total, total);
+        let again = fill(&index).unwrap();
+        assert!(again >= most / 10 * 9, "{again} instead of {most} keys; {:?}", *index.usage());
     }
 }

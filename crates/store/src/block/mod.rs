@@ -10,12 +10,15 @@
 //!   data, [`commit`] makes changes durable, and [`query`] executes reads and queries.
 //! - [`checkpoint`] updates the index, [`recovery`] makes a target consistent after a crash, and
 //!   [`mount`] prepares the target for calls.
+//! - [`drive`] is blocking access to a drive, and [`batch`] writes many pieces at once.
 //! - [`records`], [`log`], [`superblock`] and [`region`] define the formats.
 
 mod alloc;
 mod apply;
 mod backend;
+mod batch;
 mod bitmap;
+mod cache;
 mod calls;
 mod checkpoint;
 #[cfg(test)]
@@ -61,6 +64,7 @@ mod store;
 mod superblock;
 mod transfers;
 mod uring;
+mod usage;
 mod view;
 
 pub use drive::DriveCalls;

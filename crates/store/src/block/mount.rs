@@ -20,14 +20,13 @@ use crate::{CollectionId, Result, StoreError};
 pub(crate) fn mount(
     drive: &Arc<dyn Drive>,
     uuid: Option<Uuid>,
-    index_cache: usize,
     limits: &MemoryLimits,
 ) -> Result<(Core, Arc<Index>)> {
     let found = Superblock::read(drive.as_ref())?.uuid;
     if let Some(expected) = uuid.filter(|u| *u != found) {
         return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
     }
-    let recovered = recover(drive, index_cache, RecoveryMode::Mount)?;
+    let recovered = recover(drive, limits.page_bytes, RecoveryMode::Mount)?;
     recovered
         .damage
         .iter()

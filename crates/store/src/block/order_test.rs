@@ -10,8 +10,8 @@ use super::sim::{RecordedDrive, SimStore};
 use crate::conformance::{cid, oid, one, pattern, write};
 use crate::{ObjectId, Op, StoreCalls, Transaction};
 
-/// Size of the objects, in bytes.
-const LEN: usize = 50_000;
+/// Size of the objects, in bytes. Their leaves are too large for their onodes.
+const LEN: usize = 200_000;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
     futures::executor::block_on(future)
@@ -33,7 +33,7 @@ fn image() -> Vec<u8> {
     drive.image()
 }
 
-/// Mounts a target. None of its metadata is in memory.
+/// Mounts a target. None of its leaves is in memory.
 fn mount(image: &[u8], seed: u64) -> SimStore {
     let store = SimStore::mount(&RecordedDrive::new(image.to_vec()), seed).unwrap();
     // Ends the scan of existing objects.

@@ -166,7 +166,11 @@ impl Core {
     ) -> Result<Result<Vec<Option<BlockRef>>>, Vec<Need>> {
         let (mut map, mut needs) = (Vec::with_capacity((end - first) as usize), Vec::new());
         for number in first / LEAF_BLOCKS..=(end - 1) / LEAF_BLOCKS {
-            let leaf = match self.view.get(loaded, &key::leaf(onode.nid, number)) {
+            let stored = match number {
+                0 if !onode.leaf.is_empty() => Ok(Some(onode.leaf.clone())),
+                _ => self.view.get(loaded, &key::leaf(onode.nid, number)),
+            };
+            let leaf = match stored {
                 Err(need) => {
                     needs.push(need);
                     continue;

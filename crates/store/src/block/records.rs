@@ -9,6 +9,9 @@ use crate::{CollectionId, ObjectId, Result, StoreError};
 
 /// Number of blocks that a leaf of an extent map covers (1 MiB).
 pub(crate) const LEAF_BLOCKS: u64 = 256;
+/// An onode contains the first leaf of its object if the encoded leaf has at most this many bytes. An
+/// object of 128 KiB in one run of blocks needs 136 bytes.
+pub(crate) const INLINE_LEAF: usize = 144;
 /// Number of blocks that a page of reference counts covers.
 pub(crate) const REF_BLOCKS: u64 = 1024;
 
@@ -95,9 +98,22 @@ pub(crate) struct Meta {
     pub(crate) log_start: u64,
     /// The number that the next new collection or object gets.
     pub(crate) next_nid: u64,
+    /// Estimate of the bytes of storage that the index uses; `None` if an earlier version wrote the
+    /// record.
+    pub(crate) index_used: Option<u64>,
 }
 
-/// The onode of an object: all metadata of the object except its extent map and its omap entries.
+/// The meta record as earlier versions wrote it: without the last field of [`Meta`].
+#[derive(Serialize, Deserialize)]
+struct EarlierMeta {
+    checkpoint: u64,
+    log_generation: u64,
+    log_start: u64,
+    next_nid: u64,
+}
+
+/// The onode of an object: all metadata of the object except its omap entries and all leaves of its
+/// extent map but the first.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Onode {
     /// The object's number, which is part of the keys of its leaves and omap entries.
@@ -110,15 +126,24 @@ pub(crate) struct Onode {
     pub(crate) has_omap: bool,
     pub(crate) omap_header: Bytes,
     pub(crate) xattrs: BTreeMap<Bytes, Bytes>,
+    /// The encoded first leaf of the extent map. If it is empty, the leaf may have a key of its own.
+    #[serde(skip)]
+    pub(crate) leaf: Bytes,
 }
 
 impl Onode {
+    /// Encodes the onode. The first leaf follows the other fields.
     pub(crate) fn encode(&self) -> Bytes {
-        postcard::to_allocvec(self).expect("an onode can always be encoded").into()
+        let out = Vec::with_capacity(64 + self.leaf.len());
+        let mut out = postcard::to_extend(self, out).expect("an onode can always be encoded");
+        out.extend_from_slice(&self.leaf);
+        out.into()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Onode> {
-        postcard::from_bytes(bytes).map_err(|e| corrupt("onode", e))
+        let (onode, leaf): (Onode, &[u8]) =
+            postcard::take_from_bytes(bytes).map_err(|e| corrupt("onode", e))?;
+        Ok(Onode { leaf: Bytes::copy_from_slice(leaf), ..onode })
     }
 }
 
@@ -128,7 +153,12 @@ impl Meta {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Meta> {
-        postcard::from_bytes(bytes).map_err(|e| corrupt("meta record of the index", e))
+        if let Ok(meta) = postcard::from_bytes(bytes) {
+            return Ok(meta);
+        }
+        let EarlierMeta { checkpoint, log_generation, log_start, next_nid } =
+            postcard::from_bytes(bytes).map_err(|e| corrupt("meta record of the index", e))?;
+        Ok(Meta { checkpoint, log_generation, log_start, next_nid, index_used: None })
     }
 }
 
@@ -330,6 +360,17 @@ mod tests {
             }
             leaf
         })
+    }
+
+    #[test]
+    fn a_meta_record_of_an_earlier_version_can_be_read() {
+        let (checkpoint, log_generation, log_start, next_nid) = (300, 2, 1 << 40, 77);
+        let earlier = EarlierMeta { checkpoint, log_generation, log_start, next_nid };
+        let found = Meta::decode(&postcard::to_allocvec(&earlier).unwrap()).unwrap();
+        let meta = Meta { checkpoint, log_generation, log_start, next_nid, index_used: None };
+        assert_eq!(found, meta);
+        let meta = Meta { index_used: Some(5 << 20), ..meta };
+        assert_eq!(Meta::decode(&meta.encode()).unwrap(), meta);
     }
 
     proptest! {

@@ -12,9 +12,10 @@ use super::drive::{Drive, read_stable};
 use super::extent::Extent;
 use super::index::{Changes, Index};
 use super::log::{self, GROUP_SECTORS, Record};
-use super::records::{MapLeaf, Meta, corrupt, key};
-use super::region::IndexRegion;
+use super::records::{MapLeaf, Meta, Onode, corrupt, key};
+use super::region::{GROWTH, IndexRegion};
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
+use super::usage::IndexSpace;
 use crate::{Result, StoreError};
 
 /// Minimum size of a target, in bytes.
@@ -55,7 +56,13 @@ pub(crate) fn mkfs(
         changes: Arc::default(),
         bitmap: taken.take_dirty(),
         deferred: Arc::default(),
-        meta: Meta { checkpoint: 1, log_generation: 1, log_start: superblock.log_sectors(), next_nid: 1 },
+        meta: Meta {
+            checkpoint: 1,
+            log_generation: 1,
+            log_start: superblock.log_sectors(),
+            next_nid: 1,
+            index_used: None,
+        },
         superblock: superblock.clone(),
     };
     (_, superblock, _) = checkpoint.run(drive.as_ref(), &index)?;
@@ -77,9 +84,8 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
     }
     let whole = |len: u64| len - len % BLOCK;
     let log_len = whole(sizes.log_bytes.unwrap_or((size / 8).min(64 << 20)));
-    let index_pages = sizes.index_bytes.unwrap_or((size / 16).max(MIN_INDEX));
-    // `redb` grows its storage by doubling it. Add room for headers and checksums, so that storage
-    // whose size is a power of two fits completely.
+    let index_pages = sizes.index_bytes.unwrap_or_else(|| usable_len(size / 16).max(MIN_INDEX));
+    // Add room for headers and checksums, so that storage of this size fits completely.
     let index_len = whole(index_pages.saturating_add(index_pages / 64 + (64 << 10)));
     let used = SUPERBLOCKS.checked_add(log_len).and_then(|l| l.checked_add(index_len));
     let Some(data) =
@@ -99,7 +105,19 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
         clean: true,
         checkpoint: 1,
         index_header: 0,
+        is_earlier: false,
     })
+}
+
+/// Returns the size near `len` that the index can use completely: `redb` doubles its storage up to
+/// [`GROWTH`], and then adds [`GROWTH`] at a time.
+fn usable_len(len: u64) -> u64 {
+    if len > GROWTH {
+        return (len + GROWTH / 2) / GROWTH * GROWTH;
+    }
+    let above = len.next_power_of_two();
+    let is_nearer_below = len * len < above * (above / 2);
+    if is_nearer_below { above / 2 } else { above }
 }
 
 /// Writes every byte after the superblocks once: valid sectors to the log, and zeros elsewhere.
@@ -252,8 +270,7 @@ pub(crate) struct ReadyTarget {
     pub(crate) meta: Meta,
     pub(crate) taken: Bitmap,
     pub(crate) index: Arc<Index>,
-    /// Number of usable bytes of the index, and number of free bytes.
-    pub(crate) index_space: (u64, u64),
+    pub(crate) index_space: IndexSpace,
 }
 
 impl Recovered {
@@ -264,8 +281,12 @@ impl Recovered {
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
         let mut content = vec![0; BLOCK_SIZE];
         for (name, value) in &record.puts {
-            let (Some(&key::LEAF), Some(value)) = (name.first(), value) else { continue };
-            let leaf = MapLeaf::decode(value, self.superblock.data_blocks())?;
+            let leaf = match (name.first(), value) {
+                (Some(&key::LEAF), Some(value)) => value.clone(),
+                (Some(&key::ONODE), Some(value)) => Onode::decode(value)?.leaf,
+                _ => continue,
+            };
+            let leaf = MapLeaf::decode(&leaf, self.superblock.data_blocks())?;
             for block in leaf.blocks.iter().flatten() {
                 if !taken_by_record(block.block) || deferred(block.block) {
                     continue;
@@ -379,4 +400,21 @@ pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
     let page = super::records::RefPage { extra: [(7, 3)].into() };
     recovered.changes.insert(key::refs(1 << 20), page.encode());
     recovered.settle(drive.as_ref(), true).expect("a working drive");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_has_a_size_that_it_can_use_completely() {
+        let (mib, gib) = (1 << 20, 1 << 30);
+        let sizes = [(488 * mib, 512 * mib), (512 * mib, 512 * mib), (362 * mib, 256 * mib)];
+        for (len, usable) in sizes.into_iter().chain([(3 * gib, 4 * gib), (9 * gib, 8 * gib)]) {
+            assert_eq!(usable_len(len), usable);
+        }
+        let sizes = TargetSizes::default();
+        let index = layout(7812 * mib, &sizes).unwrap().index.len;
+        assert!(index > 512 * mib && index < 530 * mib, "{index}");
+    }
 }

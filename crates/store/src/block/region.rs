@@ -4,13 +4,18 @@
 //! 0, in place. This module writes the header to two slots in turn. The checksums of the other
 //! pages are in a table. Each sector of the table has a checksum of its own. The same flush makes a
 //! page and its checksum durable. No durable header refers to the page before that flush.
+//!
+//! `redb` writes one page at a time. The region keeps the pages in memory until the next flush, and
+//! then writes them together, because most of them are adjacent.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use bytes::Bytes;
 
+use super::batch::WritePiece;
 use super::drive::{Drive, read_stable};
 use super::superblock::Region;
 
@@ -21,6 +26,11 @@ const SECTOR: usize = 512;
 const ENTRIES: usize = (SECTOR - 8) / 4;
 /// Number of checksums per block of the table.
 const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
+/// `redb` grows its storage by doubling it, up to this number of bytes, and then by this number of
+/// bytes at a time.
+pub(crate) const GROWTH: u64 = 4 << 30;
+/// Maximum number of pages that are kept in memory until the next flush.
+const BUFFERED_PAGES: usize = (32 << 20) / BLOCK_SIZE;
 /// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
 /// Table entry of a page whose checksum was lost, because its sector of the table is damaged.
@@ -43,6 +53,8 @@ struct Shared {
     drive: Arc<dyn Drive>,
     region: Region,
     state: Mutex<State>,
+    /// Held while buffered pages are written, so that a page is not written twice at once.
+    writing: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -56,10 +68,16 @@ struct State {
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
+    /// Pages that were not written to the drive yet, by page number.
+    buffered: BTreeMap<usize, Bytes>,
     /// Whether a write or flush has failed. Then the drive's content is unknown, and the region
     /// refuses further writes. A retried flush could report success, although data of the failed
     /// flush never reached the drive.
     failed: bool,
+}
+
+fn failed_before() -> io::Error {
+    io::Error::other("an earlier write or flush of the index has failed")
 }
 
 fn damage(what: String) -> io::Error {
@@ -93,9 +111,10 @@ impl IndexRegion {
             len: 0,
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
+            buffered: BTreeMap::new(),
             failed: false,
         };
-        let this = IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) };
+        let this = IndexRegion::new(drive, region, state);
         this.sync()?;
         Ok(this)
     }
@@ -136,22 +155,29 @@ impl IndexRegion {
             len,
             checksums,
             dirty_table: BTreeSet::new(),
+            buffered: BTreeMap::new(),
             failed: false,
         };
-        Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) })
+        Ok(IndexRegion::new(drive, region, state))
     }
 
-    /// Returns the number of bytes to which `redb`'s storage can grow, and its present number of
-    /// bytes. `redb` grows its storage only by doubling it, so it cannot use space beyond the last
-    /// doubling that fits into the region.
-    pub(crate) fn space(&self) -> (u64, u64) {
+    fn new(drive: Arc<dyn Drive>, region: Region, state: State) -> IndexRegion {
+        let (state, writing) = (Mutex::new(state), Mutex::new(()));
+        IndexRegion { shared: Arc::new(Shared { drive, region, state, writing }) }
+    }
+
+    /// Returns the number of bytes to which `redb`'s storage can grow in this region.
+    pub(crate) fn reach(&self) -> u64 {
         let state = self.lock();
         let capacity = state.checksums.len() as u64 * BLOCK;
         let mut reach = state.len;
-        while reach > 0 && reach * 2 <= capacity {
-            reach *= 2;
+        loop {
+            let next = reach + reach.min(GROWTH);
+            if reach == 0 || next > capacity {
+                return reach;
+            }
+            reach = next;
         }
-        (reach, state.len)
     }
 
     /// Returns the bytes of all pages that were ever written. The index uses no other pages.
@@ -193,10 +219,19 @@ impl IndexRegion {
 
     fn read_pages(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let range = self.page_range(offset, out.len())?;
-        let expected = self.lock().checksums[range.clone()].to_vec();
-        self.shared.drive.read_at(self.page_offset(range.start), out)?;
+        let (expected, buffered) = {
+            let state = self.lock();
+            let buffered: BTreeMap<usize, Bytes> =
+                state.buffered.range(range.clone()).map(|(page, data)| (*page, data.clone())).collect();
+            (state.checksums[range.clone()].to_vec(), buffered)
+        };
+        if buffered.len() < range.len() {
+            self.shared.drive.read_at(self.page_offset(range.start), out)?;
+        }
         for ((page, data), expected) in range.zip(out.chunks_exact_mut(BLOCK_SIZE)).zip(expected) {
-            if expected == BLANK {
+            if let Some(content) = buffered.get(&page) {
+                data.copy_from_slice(content);
+            } else if expected == BLANK {
                 data.fill(0);
             } else if expected == LOST || entry(crc32c(data)) != expected {
                 return Err(damage(format!("index page {page} has a wrong checksum")));
@@ -205,25 +240,49 @@ impl IndexRegion {
         Ok(())
     }
 
+    /// Writes all buffered pages to the drive, and with them the blocks in `table` of the table of
+    /// checksums.
+    fn write_buffered(&self, table: BTreeSet<usize>) -> io::Result<()> {
+        let _writing = self.shared.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let (pages, table) = {
+            let state = self.lock();
+            let encoded = |block| (block, encode_table(block, &state.checksums));
+            let table: Vec<(usize, Vec<u8>)> = table.into_iter().map(encoded).collect();
+            (state.buffered.clone(), table)
+        };
+        let table_offset = |block: usize| self.shared.region.offset + (2 + block as u64) * BLOCK;
+        // The table is in front of the pages.
+        let mut pieces: Vec<WritePiece<'_>> =
+            table.iter().map(|(block, data)| WritePiece { offset: table_offset(*block), data }).collect();
+        pieces.extend(pages.iter().map(|(page, data)| WritePiece { offset: self.page_offset(*page), data }));
+        self.once_sound(|drive| drive.write_all(&pieces))?;
+        let mut state = self.lock();
+        for (page, data) in &pages {
+            // Keep a page that was changed in the meantime.
+            if state.buffered.get(page).is_some_and(|now| now.as_ptr() == data.as_ptr()) {
+                state.buffered.remove(page);
+            }
+        }
+        Ok(())
+    }
+
     /// Runs `f` on the drive, unless an earlier write or flush has failed.
     fn once_sound(&self, f: impl FnOnce(&dyn Drive) -> io::Result<()>) -> io::Result<()> {
         if self.lock().failed {
-            return Err(io::Error::other("an earlier write or flush of the index has failed"));
+            return Err(failed_before());
         }
         f(self.shared.drive.as_ref()).inspect_err(|_| self.lock().failed = true)
     }
 
     fn sync(&self) -> io::Result<()> {
+        let table = std::mem::take(&mut self.lock().dirty_table);
+        self.write_buffered(table)?;
         self.once_sound(|drive| {
-            let region = self.shared.region.offset;
             let mut state = self.lock();
-            for block in std::mem::take(&mut state.dirty_table) {
-                let offset = region + (2 + block as u64) * BLOCK;
-                drive.write_at(offset, &encode_table(block, &state.checksums))?;
-            }
             if std::mem::take(&mut state.header_dirty) {
                 let slot = encode_slot(state.next_header, state.len, &state.header);
-                drive.write_at(region + (state.next_header % 2) * BLOCK, &slot)?;
+                let offset = self.shared.region.offset + (state.next_header % 2) * BLOCK;
+                drive.write_at(offset, &slot)?;
                 state.next_header += 1;
             }
             let written = state.next_header - 1;
@@ -324,6 +383,7 @@ impl redb::StorageBackend for IndexRegion {
             state.checksums[page] = BLANK;
             state.dirty_table.insert(page / BLOCK_ENTRIES);
         }
+        drop(state.buffered.split_off(&first));
         state.len = len;
         state.header_dirty = true;
         Ok(())
@@ -341,12 +401,17 @@ impl redb::StorageBackend for IndexRegion {
             return Ok(());
         }
         let range = self.page_range(offset, data.len())?;
-        self.once_sound(|drive| drive.write_at(self.page_offset(range.start), data))?;
         let mut state = self.lock();
+        if state.failed {
+            return Err(failed_before());
+        }
         for (page, data) in range.zip(data.chunks_exact(BLOCK_SIZE)) {
             state.checksums[page] = entry(crc32c(data));
             state.dirty_table.insert(page / BLOCK_ENTRIES);
+            state.buffered.insert(page, Bytes::copy_from_slice(data));
         }
-        Ok(())
+        let is_full = state.buffered.len() > BUFFERED_PAGES;
+        drop(state);
+        if is_full { self.write_buffered(BTreeSet::new()) } else { Ok(()) }
     }
 }

@@ -239,9 +239,9 @@ pub(crate) struct SimTarget {
 
 impl SimTarget {
     pub(crate) fn mount(drive: &Arc<RecordedDrive>, seed: u64) -> Result<SimTarget> {
-        let limits = MemoryLimits { cache_bytes: 1 << 20, buffer_bytes: 1 << 20 };
+        let limits = MemoryLimits::new(2 << 20, 1 << 20);
         let shared: Arc<dyn Drive> = Arc::clone(drive) as Arc<dyn Drive>;
-        let (core, index) = mount(&shared, None, 1 << 20, &limits)?;
+        let (core, index) = mount(&shared, None, &limits)?;
         let rng = StdRng::seed_from_u64(seed);
         Ok(SimTarget { core, index, drive: Arc::clone(drive), rng, requests: Vec::new(), work: Vec::new() })
     }

@@ -34,12 +34,7 @@ fn drive(size: u64, seed: u64) -> Arc<SimDrive> {
 }
 
 pub(super) fn options() -> MountOptions {
-    MountOptions {
-        index_cache_bytes: 1 << 20,
-        metadata_cache_bytes: 1 << 20,
-        buffer_bytes: 1 << 20,
-        ..MountOptions::default()
-    }
+    MountOptions { cache_bytes: 2 << 20, buffer_bytes: 1 << 20, ..MountOptions::default() }
 }
 
 /// Returns a drive with a small target.

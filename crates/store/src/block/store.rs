@@ -38,8 +38,8 @@ pub struct MkfsOptions {
     /// Size of the log, in bytes. The default (`None`) is an eighth of the target, but at most 64
     /// MiB.
     pub log_bytes: Option<u64>,
-    /// Size of the index, in bytes. The default (`None`) is a sixteenth of the target, but at least
-    /// 2 MiB.
+    /// Size of the index, in bytes. The default (`None`) is about a sixteenth of the target, at least
+    /// 2 MiB, and a size that the index can use completely: a power of two, or a multiple of 4 GiB.
     pub index_bytes: Option<u64>,
 }
 
@@ -56,10 +56,8 @@ pub struct MountOptions {
     pub expected_uuid: Option<Uuid>,
     /// Number of the target, which is part of its threads' names.
     pub index: usize,
-    /// Size of the cache of index pages, in bytes.
-    pub index_cache_bytes: usize,
-    /// Size of the cache of index values, in bytes.
-    pub metadata_cache_bytes: usize,
+    /// Memory for cached pages and values of the index, in bytes.
+    pub cache_bytes: usize,
     /// Total size of the buffers for reads without a destination and for writes from unaligned
     /// memory, in bytes.
     pub buffer_bytes: usize,
@@ -75,12 +73,17 @@ impl Default for MountOptions {
         MountOptions {
             expected_uuid: None,
             index: 0,
-            index_cache_bytes: 32 << 20,
-            metadata_cache_bytes: 16 << 20,
+            cache_bytes: 64 << 20,
             buffer_bytes: 32 << 20,
             faults: Faults::default(),
             stages_after: 0,
         }
+    }
+}
+
+impl MountOptions {
+    pub(super) fn limits(&self) -> MemoryLimits {
+        MemoryLimits::new(self.cache_bytes, self.buffer_bytes)
     }
 }
 
@@ -193,22 +196,20 @@ impl BlockStore {
     }
 
     fn prepare(path: &Path, options: &MountOptions) -> Result<(BlockStore, Driver)> {
-        let file = Arc::new(FileDrive::open(path, None)?.with_faults(options.faults.clone()));
-        let drive = Arc::clone(&file);
+        let file = FileDrive::open(path, None)?.with_faults(options.faults.clone());
+        let drive = Arc::new(file.clone());
         BlockStore::prepare_on(file, drive, path, options)
     }
 
     /// Mounts the target at `path`, which is open as `file`. `drive` executes the blocking reads,
     /// writes and flushes.
     pub(super) fn prepare_on(
-        file: Arc<FileDrive>,
+        file: FileDrive,
         drive: Arc<dyn Drive>,
         path: &Path,
         options: &MountOptions,
     ) -> Result<(BlockStore, Driver)> {
-        let limits =
-            MemoryLimits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
-        let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
+        let (core, index) = mount(&drive, options.expected_uuid, &options.limits())?;
         core.last_stage.store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
         let ring = IoRing::new(file)?;

@@ -13,8 +13,11 @@ use crate::{Result, StoreError};
 pub(crate) const SECTOR: usize = 512;
 
 const MAGIC: &[u8; 8] = b"OUTBOARD";
-/// Version of the format that this program reads and writes.
-pub(crate) const VERSION: u32 = 2;
+/// Version of the format that this program writes.
+pub(crate) const VERSION: u32 = 3;
+/// Earlier version of the format that this program reads: onodes contain no leaves. The first write
+/// of a superblock changes the version.
+const EARLIER_VERSION: u32 = 2;
 /// Size of both copies together, in bytes. The copies are at the start of the target.
 pub(crate) const SUPERBLOCKS: u64 = 2 * BLOCK;
 
@@ -44,6 +47,10 @@ pub(crate) struct Superblock {
     /// Number of the index's newest header when the superblock was written; 0 if the program that
     /// has written the superblock did not record it.
     pub(crate) index_header: u64,
+    /// Whether the copy that was read has an earlier version of the format. Written copies have the
+    /// current version.
+    #[serde(skip)]
+    pub(crate) is_earlier: bool,
 }
 
 impl Superblock {
@@ -68,11 +75,12 @@ impl Superblock {
             return Err(corrupt("superblock", "checksum mismatch"));
         }
         let version = u32::from_le_bytes(body[8..12].try_into().expect("four bytes"));
-        if version != VERSION {
+        if !(EARLIER_VERSION..=VERSION).contains(&version) {
             return Err(StoreError::WrongVersion { found: version, supported: VERSION });
         }
-        let superblock: Superblock =
+        let mut superblock: Superblock =
             postcard::from_bytes(&body[12..]).map_err(|e| corrupt("superblock", e))?;
+        superblock.is_earlier = version < VERSION;
         superblock.check()?;
         Ok(superblock)
     }
@@ -130,11 +138,15 @@ impl Superblock {
         Ok(superblock)
     }
 
-    /// Writes the next generation over the older copy and flushes.
+    /// Writes the next generation over the older copy and flushes. Writes both copies if they may
+    /// have an earlier version: a program of that version would use a copy that it can read.
     pub(crate) fn write(&mut self, drive: &dyn Drive) -> Result<()> {
-        self.generation += 1;
-        drive.write_at((self.generation % 2) * BLOCK, &self.encode())?;
-        Ok(drive.flush()?)
+        for _ in 0..=u32::from(std::mem::take(&mut self.is_earlier)) {
+            self.generation += 1;
+            drive.write_at((self.generation % 2) * BLOCK, &self.encode())?;
+            drive.flush()?;
+        }
+        Ok(())
     }
 
     /// Returns the number of sectors in the log's ring.
@@ -159,6 +171,7 @@ pub(crate) fn seal(mut block: Vec<u8>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sim::RecordedDrive;
     use super::*;
     use proptest::prelude::*;
 
@@ -174,6 +187,7 @@ mod tests {
             clean: true,
             checkpoint: 9,
             index_header: 12,
+            is_earlier: false,
         }
     }
 
@@ -181,11 +195,44 @@ mod tests {
     fn a_superblock_of_another_format_version_is_refused() {
         let mut bytes = example().encode();
         assert_eq!(Superblock::decode(&bytes).unwrap(), example());
-        bytes[8] = 9;
-        assert!(matches!(Superblock::decode(&bytes), Err(StoreError::Corrupt { .. })));
-        let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
-        bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
-        assert!(matches!(Superblock::decode(&bytes), Err(StoreError::WrongVersion { found: 9, .. })));
+        for version in [1, 2, 4, 9] {
+            bytes[8] = version;
+            assert!(matches!(Superblock::decode(&bytes), Err(StoreError::Corrupt { .. })));
+            let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
+            bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+            match Superblock::decode(&bytes) {
+                Ok(found) => {
+                    assert_eq!((version, found), (2, Superblock { is_earlier: true, ..example() }));
+                }
+                Err(StoreError::WrongVersion { found, .. }) => {
+                    assert_eq!(found, u32::from(version));
+                    assert_ne!(version, 2);
+                }
+                Err(other) => panic!("version {version}: {other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_write_leaves_no_copy_of_an_earlier_version() {
+        let drive = RecordedDrive::new(vec![0; 1 << 20]);
+        let mut earlier = example().encode();
+        earlier[8] = EARLIER_VERSION as u8;
+        let crc = crc32c(&earlier[..BLOCK_SIZE - 4]);
+        earlier[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+        for copy in [0, BLOCK] {
+            drive.write_at(copy, &earlier).unwrap();
+        }
+        let mut superblock = Superblock::read(&*drive).unwrap();
+        assert!(superblock.is_earlier);
+        superblock.write(&*drive).unwrap();
+        let image = drive.image();
+        for copy in image[..SUPERBLOCKS as usize].chunks(BLOCK_SIZE) {
+            assert_eq!(copy[8..12], VERSION.to_le_bytes());
+        }
+        let written = Superblock::read(&*drive).unwrap();
+        assert_eq!(written, superblock);
+        assert_eq!(written.generation, example().generation + 2);
     }
 
     proptest! {

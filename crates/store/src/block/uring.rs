@@ -142,7 +142,7 @@ pub(crate) struct IoRing {
     registered_io: metrics::Counter,
     unregistered_io: metrics::Counter,
     // Dropped last, because the kernel may use the file until the ring is closed.
-    drive: Arc<FileDrive>,
+    drive: FileDrive,
 }
 
 #[allow(unsafe_code)]
@@ -155,7 +155,7 @@ impl IoRing {
     ///
     /// # Errors
     /// If the kernel refuses to create the ring.
-    pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<IoRing> {
+    pub(crate) fn new(drive: FileDrive) -> io::Result<IoRing> {
         // With these flags, the kernel does not interrupt the thread for completions, but processes
         // them when the thread asks for them. The flags need Linux 6.1.
         let deferred = IoUring::builder()
@@ -423,7 +423,7 @@ impl Drop for IoRing {
                     // the memory is not reused and the drive stays locked against another mount.
                     std::mem::forget(std::mem::take(&mut self.in_flight));
                     std::mem::forget(self.buffers.take());
-                    std::mem::forget(Arc::clone(&self.drive));
+                    std::mem::forget(self.drive.clone());
                     return;
                 }
             }
@@ -436,7 +436,7 @@ mod tests {
     use super::*;
 
     fn ring(dir: &std::path::Path, name: &str) -> IoRing {
-        IoRing::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
+        IoRing::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap()).unwrap()
     }
 
     /// Two targets have one ring each, and both rings register the memory of every attachment.

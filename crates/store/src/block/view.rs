@@ -1,5 +1,5 @@
-//! The index as transactions see it, in three layers: queued changes, then the changes that a
-//! checkpoint is writing, then the index on the drive.
+//! The index as transactions see it, in three layers: queued changes, then the changes of the last
+//! checkpoint, then the index on the drive.
 //!
 //! No method in this module waits for the drive. If a value is not in memory, the method returns a
 //! [`Need`]. The caller loads the value and calls the method again.
@@ -11,6 +11,7 @@ use std::sync::Arc;
 use base::collections::HashMap;
 use bytes::Bytes;
 
+use super::cache::ValueCache;
 use super::index::{Changes, EntryBatch};
 use super::need::Need;
 use super::presence::{Presence, is_onode};
@@ -110,57 +111,37 @@ impl Loaded {
     }
 }
 
-/// Cache of recently read values of the index, with a limit in bytes. When the young generation is
-/// full, it replaces the old generation.
-#[derive(Debug, Default)]
-struct Cache {
-    young: HashMap<Bytes, Option<Bytes>>,
-    old: HashMap<Bytes, Option<Bytes>>,
-    young_bytes: usize,
-    limit: usize,
+/// The changes of the last checkpoint.
+#[derive(Debug)]
+enum Frozen {
+    /// The checkpoint is writing the changes.
+    Writing(Arc<Changes>),
+    /// The changes are on the drive. They leave memory in small steps, so that no call waits until
+    /// all of them are dropped.
+    Written(Changes),
 }
 
-impl Cache {
-    fn get(&mut self, key: &Bytes) -> Option<Option<Bytes>> {
-        if let Some(value) = self.young.get(key) {
-            return Some(value.clone());
-        }
-        let (key, value) = self.old.remove_entry(key)?;
-        self.insert(key, value.clone());
-        Some(value)
-    }
-
-    fn insert(&mut self, key: Bytes, value: Option<Bytes>) {
-        self.young_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 128;
-        self.young.insert(key, value);
-        if self.young_bytes > self.limit / 2 {
-            self.old = std::mem::take(&mut self.young);
-            self.young_bytes = 0;
-        }
-    }
-
-    /// Updates the cache with changes that a checkpoint has written to the drive. Caches new values
-    /// of onodes and leaves, because they are likely to be read again. Removes other changed keys.
-    fn update(&mut self, changes: &Changes) {
-        for (key, value) in changes {
-            self.old.remove(key);
-            if value.is_some() && matches!(key.first(), Some(&(key::ONODE | key::LEAF))) {
-                self.insert(key.clone(), value.clone());
-            } else {
-                self.young.remove(key);
-            }
+impl Frozen {
+    fn changes(&self) -> &Changes {
+        match self {
+            Frozen::Writing(changes) => changes,
+            Frozen::Written(changes) => changes,
         }
     }
 }
+
+/// Number of changes that leave memory in one step.
+const RETIRED_AT_ONCE: usize = 256;
 
 /// The layers of the index. The [module](self) documentation describes them.
 #[derive(Debug)]
 pub(crate) struct IndexView {
     active: Changes,
     active_bytes: usize,
-    frozen: Option<Arc<Changes>>,
+    frozen: Frozen,
     frozen_bytes: usize,
-    cache: RefCell<Cache>,
+    /// Current values, newer than the drive's values if a layer in memory has the key.
+    cache: RefCell<ValueCache>,
     /// Collections and objects with this number or a higher number are not in the index on the
     /// drive.
     base_nid: u64,
@@ -172,11 +153,11 @@ pub(crate) type Scanned = (Vec<(Bytes, Bytes)>, bool);
 
 impl IndexView {
     pub(crate) fn new(base_nid: u64, cache_bytes: usize, presence: Presence) -> IndexView {
-        let cache = RefCell::new(Cache { limit: cache_bytes, ..Cache::default() });
+        let cache = RefCell::new(ValueCache::new(cache_bytes));
         IndexView {
             active: Changes::new(),
             active_bytes: 0,
-            frozen: None,
+            frozen: Frozen::Written(Changes::new()),
             frozen_bytes: 0,
             cache,
             base_nid,
@@ -191,7 +172,7 @@ impl IndexView {
         if !self.presence.outgrown() {
             return false;
         }
-        for (key, value) in self.active.iter().chain(self.frozen.iter().flat_map(|f| f.iter())) {
+        for (key, value) in self.active.iter().chain(self.frozen.changes()) {
             if is_onode(key) && value.is_some() {
                 self.presence.insert(key);
             }
@@ -199,9 +180,10 @@ impl IndexView {
         true
     }
 
-    /// Returns the size of the queued changes that no checkpoint has taken yet, in bytes.
-    pub(crate) fn active_bytes(&self) -> usize {
-        self.active_bytes
+    /// Returns the number of queued changes that no checkpoint has taken yet, and their size in
+    /// bytes.
+    pub(crate) fn active(&self) -> (usize, usize) {
+        (self.active.len(), self.active_bytes)
     }
 
     /// Returns the size of all changes that are not on the drive yet, in bytes.
@@ -209,11 +191,17 @@ impl IndexView {
         self.active_bytes + self.frozen_bytes
     }
 
-    /// Adds changes to the layer of queued changes.
+    /// Adds changes to the layer of queued changes. Caches new values of onodes and leaves, because
+    /// they are likely to be read again.
     pub(crate) fn apply(&mut self, puts: impl IntoIterator<Item = (Bytes, Option<Bytes>)>) {
+        let cache = self.cache.get_mut();
         for (key, value) in puts {
             if is_onode(&key) && value.is_some() {
                 self.presence.insert(&key);
+            }
+            match key.first() {
+                Some(&(key::ONODE | key::LEAF)) => cache.insert(key.clone(), value.clone()),
+                _ => cache.remove(&key),
             }
             self.active_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 64;
             self.active.insert(key, value);
@@ -222,27 +210,55 @@ impl IndexView {
 
     /// Freezes the queued changes and returns them, for a checkpoint.
     pub(crate) fn freeze(&mut self) -> Arc<Changes> {
-        debug_assert!(self.frozen.is_none());
+        debug_assert!(matches!(self.frozen, Frozen::Written(_)), "checkpoints do not overlap");
+        self.retire(usize::MAX);
         self.frozen_bytes = std::mem::take(&mut self.active_bytes);
         let frozen = Arc::new(std::mem::take(&mut self.active));
-        self.frozen = Some(Arc::clone(&frozen));
+        self.frozen = Frozen::Writing(Arc::clone(&frozen));
         frozen
     }
 
-    /// Drops the frozen changes after the checkpoint has written them to the drive. Updates the
-    /// cache and the data that was loaded for calls.
+    /// Records that the checkpoint has written the frozen changes to the drive. Updates the data
+    /// that was loaded for calls.
     pub(crate) fn thaw<'a>(&mut self, base_nid: u64, loaded: impl Iterator<Item = &'a mut Loaded>) {
         self.frozen_bytes = 0;
-        if let Some(frozen) = self.frozen.take() {
-            self.cache.get_mut().update(&frozen);
-            loaded.for_each(|l| l.update(&frozen));
-        }
         self.base_nid = base_nid;
+        let frozen = std::mem::replace(&mut self.frozen, Frozen::Written(Changes::new()));
+        if let Frozen::Writing(changes) = frozen {
+            loaded.for_each(|l| l.update(&changes));
+            self.frozen = Frozen::Written(Arc::unwrap_or_clone(changes));
+        }
     }
 
-    /// Caches the value that the drive has for `key`.
+    /// Drops some of the changes that are on the drive, if there are any. The core calls this method
+    /// often.
+    pub(crate) fn retire_some(&mut self) {
+        self.retire(RETIRED_AT_ONCE);
+    }
+
+    fn retire(&mut self, count: usize) {
+        if let Frozen::Written(changes) = &mut self.frozen {
+            std::iter::from_fn(|| changes.pop_first()).take(count).for_each(drop);
+        }
+    }
+
+    /// Caches the value that the drive has for `key`, unless a layer in memory has a newer value.
     pub(crate) fn remember(&self, key: &Bytes, value: &Option<Bytes>) {
-        self.cache.borrow_mut().insert(key.clone(), value.clone());
+        let is_newer = self.active.contains_key(key) || self.frozen.changes().contains_key(key);
+        if !is_newer {
+            self.cache.borrow_mut().insert(key.clone(), value.clone());
+        }
+    }
+
+    /// Caches values that the drive has, as long as the cache has room for them without dropping
+    /// other values.
+    pub(crate) fn warm(&mut self, found: &EntryBatch) {
+        for (key, value) in &found.entries {
+            if !self.cache.get_mut().has_room() {
+                return;
+            }
+            self.remember(key, &Some(value.clone()));
+        }
     }
 
     /// Whether the drive cannot have the key, because its object or collection is newer than the
@@ -257,16 +273,17 @@ impl IndexView {
         if is_onode(key) && !self.presence.may_have(key) {
             return Ok(None);
         }
-        let layers = [Some(&self.active), self.frozen.as_deref()];
-        if let Some(value) =
-            layers.into_iter().flatten().find_map(|l| l.get(key)).or_else(|| loaded.keys.get(key))
-        {
-            return Ok(value.clone());
+        let mut cache = self.cache.borrow_mut();
+        if let Some(value) = cache.get(key) {
+            return Ok(value);
         }
-        if self.is_fresh(key) {
-            return Ok(None);
+        let layers = [&self.active, self.frozen.changes()];
+        let known = layers.into_iter().find_map(|layer| layer.get(key)).or_else(|| loaded.keys.get(key));
+        match known {
+            Some(value) => Ok(value.clone()),
+            None if self.is_fresh(key) => Ok(None),
+            None => Err(Need::Key(key.clone())),
         }
-        self.cache.borrow_mut().get(key).ok_or_else(|| Need::Key(key.clone()))
     }
 
     /// Returns entries with `from <= key < to`: at most `limit` entries and about `max_bytes`
@@ -293,7 +310,7 @@ impl IndexView {
         let bounds = || from.clone()..base_end.clone();
         let base = base.map(|range| &range.entries);
         let layers: Vec<&Changes> =
-            top.into_iter().chain([&self.active]).chain(self.frozen.as_deref()).chain(base).collect();
+            top.into_iter().chain([&self.active, self.frozen.changes()]).chain(base).collect();
         let mut cursors: Vec<_> = layers.iter().map(|l| l.range(bounds()).peekable()).collect();
         let (mut found, mut bytes) = (Vec::new(), 0);
         loop {

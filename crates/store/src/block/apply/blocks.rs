@@ -8,23 +8,27 @@ use bytes::{Bytes, BytesMut};
 use super::{Apply, ApplyResult, Stop, padded};
 use crate::block::extent::{Extent, total};
 use crate::block::need::Need;
-use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key};
+use crate::block::records::{
+    BlockRef, INLINE_LEAF, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key,
+};
 
 impl Apply<'_> {
     /// Loads leaves `first..=last` of an object into `leaves`. If some of the leaves are not in
     /// memory, returns one [`Stop::Need`] for all missing leaves.
-    pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> ApplyResult {
+    pub(super) fn load_leaves(&mut self, onode: &Onode, first: u64, last: u64) -> ApplyResult {
+        let nid = onode.nid;
         let mut missing = Vec::new();
         for number in first..=last {
             if self.leaves.contains_key(&(nid, number)) {
                 continue;
             }
             let key = key::leaf(nid, number);
-            let stored = match nid < self.first_nid {
-                true => self.get(&key),
-                // If this transaction has created the object, all leaves of the object are in
-                // `puts`.
-                false => Ok(self.puts.get(&key).cloned().flatten()),
+            let stored = match self.puts.get(&key) {
+                Some(changed) => Ok(changed.clone()),
+                None if number == 0 && !onode.leaf.is_empty() => Ok(Some(onode.leaf.clone())),
+                None if nid < self.first_nid => self.get(&key),
+                // If this transaction has created the object, all its leaves are in `puts`.
+                None => Ok(None),
             };
             match stored {
                 Ok(Some(bytes)) => {
@@ -41,10 +45,10 @@ impl Apply<'_> {
         if missing.is_empty() { Ok(()) } else { Err(Stop::Need(missing)) }
     }
 
-    pub(super) fn lookup(&mut self, nid: u64, number: u64) -> ApplyResult<Option<BlockRef>> {
+    pub(super) fn lookup(&mut self, onode: &Onode, number: u64) -> ApplyResult<Option<BlockRef>> {
         let leaf = number / LEAF_BLOCKS;
-        self.load_leaves(nid, leaf, leaf)?;
-        Ok(self.leaves[&(nid, leaf)].0.get(number % LEAF_BLOCKS))
+        self.load_leaves(onode, leaf, leaf)?;
+        Ok(self.leaves[&(onode.nid, leaf)].0.get(number % LEAF_BLOCKS))
     }
 
     /// Moves the changed leaves into `puts`, so that scans see them.
@@ -58,6 +62,58 @@ impl Apply<'_> {
         Ok(())
     }
 
+    /// Returns the entries of the leaves of an object, from leaf `first` up to leaf `end`, exclusive.
+    /// If the onode contains the first leaf, first moves this leaf to its own key in `puts`;
+    /// [`inline_leaves`](Self::inline_leaves) moves it back.
+    pub(super) fn leaf_entries(
+        &mut self,
+        onode: &Onode,
+        first: u64,
+        end: Option<u64>,
+    ) -> ApplyResult<Vec<(Bytes, Bytes)>> {
+        self.store_leaves()?;
+        let own = key::leaf(onode.nid, 0);
+        if first == 0 && !onode.leaf.is_empty() && !self.puts.contains_key(&own) {
+            self.put(own.clone(), Some(onode.leaf.clone()))?;
+        }
+        if !onode.leaf.is_empty() && onode.size <= LEAF_BLOCKS * BLOCK {
+            // The object has no other leaves, so the index need not be searched for them.
+            let leaf = self.puts.get(&own).cloned().flatten().filter(|_| first == 0);
+            return Ok(leaf.into_iter().map(|leaf| (own.clone(), leaf)).collect());
+        }
+        let to = end.map_or_else(|| key::range(key::LEAF, onode.nid).1, |end| key::leaf(onode.nid, end));
+        self.scan(&key::leaf(onode.nid, first), &to)
+    }
+
+    /// Moves the first leaf of each changed object into the object's onode if the leaf is small.
+    /// Removes its own key if the index has this key.
+    pub(super) fn inline_leaves(&mut self) -> ApplyResult {
+        for (nid, owner) in std::mem::take(&mut self.owners) {
+            let own = key::leaf(nid, 0);
+            let Some(leaf) = self.puts.get(&own) else { continue };
+            let inline = leaf.clone().filter(|leaf| leaf.len() <= INLINE_LEAF);
+            if inline.is_some() || leaf.is_none() {
+                match owner.has_leaf_key {
+                    true => drop(self.puts.insert(own, None)),
+                    false => drop(self.puts.remove(&own)),
+                }
+            }
+            let leaf = inline.unwrap_or_default();
+            match self.onodes.get_mut(&owner.key) {
+                // Another object may have taken the key.
+                Some(Some(onode)) if onode.nid == nid => onode.leaf = leaf,
+                Some(_) => {}
+                None => {
+                    let stored = self.get(&owner.key)?.map(|bytes| Onode::decode(&bytes)).transpose()?;
+                    if let Some(onode) = stored.filter(|onode| onode.nid == nid) {
+                        self.onodes.insert(owner.key, Some(Onode { leaf, ..onode }));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Maps consecutive blocks of an object, beginning with block `first`, to the blocks in `new`.
     /// Releases the blocks to which they were mapped before.
     pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> ApplyResult {
@@ -65,7 +121,7 @@ impl Apply<'_> {
             return Ok(());
         }
         let end = first + new.len() as u64;
-        self.load_leaves(onode.nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
+        self.load_leaves(onode, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
         let mut at = first;
         while at < end {
             let number = at / LEAF_BLOCKS;
@@ -85,10 +141,9 @@ impl Apply<'_> {
 
     /// Releases all blocks in leaf `first` and in later leaves. Returns the number of released
     /// blocks.
-    pub(super) fn drop_leaves_from(&mut self, nid: u64, first: u64) -> ApplyResult<u64> {
-        self.store_leaves()?;
+    pub(super) fn drop_leaves_from(&mut self, onode: &Onode, first: u64) -> ApplyResult<u64> {
         let mut dropped = 0;
-        for (key, value) in self.scan(&key::leaf(nid, first), &key::range(key::LEAF, nid).1)? {
+        for (key, value) in self.leaf_entries(onode, first, None)? {
             let leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
             for block in leaf.blocks.into_iter().flatten() {
                 dropped += 1;
@@ -180,7 +235,7 @@ impl Apply<'_> {
         let mut done = 0;
         for piece in block::piece_lengths(offset, len as u64) {
             let at = offset + done as u64;
-            if let Some(block) = self.lookup(onode.nid, at / BLOCK)? {
+            if let Some(block) = self.lookup(onode, at / BLOCK)? {
                 let content = self.content(block)?;
                 let from = (at % BLOCK) as usize;
                 out[done..done + piece].copy_from_slice(&content[from..from + piece]);

@@ -37,10 +37,10 @@ impl Apply<'_> {
             return Ok(());
         }
         let (key, old) = self.find(cid, dst)?;
-        self.store_leaves()?;
-        let copy = Onode { nid: self.new_nid(), ..source.clone() };
-        let (from, to) = key::range(key::LEAF, source.nid);
-        for (key, value) in self.scan(&from, &to)? {
+        let entries = self.leaf_entries(&source, 0, None)?;
+        let copy = Onode { nid: self.new_nid(), leaf: Bytes::new(), ..source.clone() };
+        self.created(&key, copy.nid);
+        for (key, value) in entries {
             let mut leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
             leaf.blocks.iter_mut().flatten().for_each(|block| block.shared = true);
             self.add_references(&leaf.blocks)?;
@@ -76,7 +76,7 @@ impl Apply<'_> {
         let mut parts = Vec::new();
         for (done, len, whole) in pieces(from, to, len) {
             let part = match whole {
-                true => ClonedRange::Blocks(self.share(source.nid, (from + done) / BLOCK, len / BLOCK)?),
+                true => ClonedRange::Blocks(self.share(&source, (from + done) / BLOCK, len / BLOCK)?),
                 false => ClonedRange::Bytes(self.gather(&source, from + done, len as usize)?),
             };
             parts.push((to + done, part));
@@ -99,15 +99,15 @@ impl Apply<'_> {
 
     /// Adds one reference to each of `count` blocks of an object, beginning with block `first`.
     /// Marks the blocks as shared and returns them.
-    fn share(&mut self, nid: u64, first: u64, count: u64) -> ApplyResult<Vec<Option<BlockRef>>> {
+    fn share(&mut self, onode: &Onode, first: u64, count: u64) -> ApplyResult<Vec<Option<BlockRef>>> {
         let end = first + count;
-        self.load_leaves(nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
+        self.load_leaves(onode, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
         let mut blocks = Vec::with_capacity(count as usize);
         let mut at = first;
         while at < end {
             let number = at / LEAF_BLOCKS;
             let stop = end.min((number + 1) * LEAF_BLOCKS);
-            let (leaf, dirty) = self.leaves.get_mut(&(nid, number)).expect("leaves were loaded");
+            let (leaf, dirty) = self.leaves.get_mut(&(onode.nid, number)).expect("leaves were loaded");
             for place in at..stop {
                 let slot = leaf.blocks.get_mut((place % LEAF_BLOCKS) as usize).and_then(Option::as_mut);
                 blocks.push(slot.map(|slot| {

@@ -72,7 +72,7 @@ impl Apply<'_> {
             ))
             .into());
         }
-        let old = match self.lookup(onode.nid, offset / BLOCK)? {
+        let old = match self.lookup(onode, offset / BLOCK)? {
             Some(old) => Some(self.content(old)?),
             None => None,
         };
@@ -153,7 +153,7 @@ impl Apply<'_> {
     /// Sets bytes `from..to` of the object, which lie in one block, to zeros. Does nothing if the
     /// block is a hole.
     pub(super) fn zero_part(&mut self, onode: &mut Onode, from: u64, to: u64) -> ApplyResult {
-        if from >= to || self.lookup(onode.nid, from / BLOCK)?.is_none() {
+        if from >= to || self.lookup(onode, from / BLOCK)?.is_none() {
             return Ok(());
         }
         let zeros = Bytes::from(vec![0; (to - from) as usize]);
@@ -163,10 +163,7 @@ impl Apply<'_> {
 
     /// Replaces blocks `first..end` of an object by holes.
     pub(super) fn drop_blocks(&mut self, onode: &mut Onode, first: u64, end: u64) -> ApplyResult {
-        self.store_leaves()?;
-        let from = key::leaf(onode.nid, first / LEAF_BLOCKS);
-        let to = key::leaf(onode.nid, end.div_ceil(LEAF_BLOCKS));
-        for (key, _) in self.scan(&from, &to)? {
+        for (key, _) in self.leaf_entries(onode, first / LEAF_BLOCKS, Some(end.div_ceil(LEAF_BLOCKS)))? {
             let number = key::rest(&key);
             let number = <[u8; 8]>::try_from(&number[..])
                 .map_err(|_| corrupt("key of a leaf", "its length is wrong"))?;
@@ -188,7 +185,7 @@ impl Apply<'_> {
             }
             let leaf_end = keep.next_multiple_of(LEAF_BLOCKS);
             self.drop_blocks(onode, keep, leaf_end)?;
-            onode.blocks -= self.drop_leaves_from(onode.nid, leaf_end / LEAF_BLOCKS)?;
+            onode.blocks -= self.drop_leaves_from(onode, leaf_end / LEAF_BLOCKS)?;
         }
         onode.size = size;
         Ok(())

@@ -9,7 +9,6 @@ use std::time::Duration;
 use base::block::{BLOCK, BLOCK_SIZE};
 use uuid::Uuid;
 
-use super::super::core::MemoryLimits;
 use super::super::drive::Drive;
 use super::super::driver::Driver;
 use super::super::fsck::{FsckReport, Inspect, check};
@@ -113,10 +112,8 @@ impl BlockStore {
         options: &MountOptions,
     ) -> Result<(Arc<BlockStore>, Driver)> {
         let access = Arc::new(begin(drive, options).await?);
-        let limits =
-            MemoryLimits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let shared: Arc<dyn Drive> = Arc::clone(&access) as Arc<dyn Drive>;
-        let mounted = mount(&shared, options.expected_uuid, options.index_cache_bytes, &limits);
+        let mounted = mount(&shared, options.expected_uuid, &options.limits());
         drop(shared);
         access.drained().await;
         access.check()?;
