@@ -237,6 +237,15 @@ mod tests {
     }
 
     #[test]
+    fn the_error_for_a_key_of_an_earlier_version_names_the_key_that_replaces_it() {
+        let error = load("[store]\nindex_cache = \"32MiB\"\n", &[]).unwrap_err().to_string();
+        assert!(error.contains("`store.index_cache`; it was replaced by `store.cache`"), "{error}");
+        for (_, new) in REPLACED {
+            assert!(keys().iter().any(|key| key.path() == new), "{new}");
+        }
+    }
+
+    #[test]
     fn the_environment_overrides_the_file_and_the_file_overrides_the_defaults() {
         let text = "placement = \"host\"\nlisten = \"127.0.0.1:7\"\n[supervise]\nbackoff_max = \"9s\"\n";
         let env = [

@@ -57,7 +57,7 @@ impl Core {
     /// Forms a group of all applied transactions and writes its data and log sectors. Does nothing
     /// if it is too early for another group. If the log has no room, requests a checkpoint instead.
     pub(super) fn form_group(&mut self) {
-        // More keys may change before the checkpoint starts.
+        // Use only half of the free space, because more keys may change before the checkpoint starts.
         let space = self.index_space;
         let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
         let commits = &mut self.commits;

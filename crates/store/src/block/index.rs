@@ -455,7 +455,7 @@ mod tests {
         let region = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
         // The cache holds less than the index.
         let index = Index::open(region, 64 << 10).unwrap();
-        set(&index, 0..800, &Some(Bytes::from(vec![1; 3000]))).unwrap();
+        set(&index, 0..1000, &Some(Bytes::from(vec![1; 3000]))).unwrap();
         let read_all = || {
             let (from, to) = (Bytes::new(), Bytes::from_static(b"g"));
             load(&index, &[Need::Range { from, to, limit: 1000 }])

@@ -37,6 +37,8 @@ mod full_test;
 mod hardware;
 mod index;
 mod io;
+#[cfg(test)]
+mod leaf_test;
 mod log;
 mod mailbox;
 mod messages;

@@ -1,0 +1,160 @@
+//! Tests of leaves that move between onodes and keys of their own.
+
+use std::sync::Arc;
+
+use super::drive::Drive;
+use super::fsck::check;
+use super::records::{INLINE_LEAF, Onode, key};
+use super::recovery::{RecoveryMode, TargetSizes, mkfs, recover};
+use super::sim::{RecordedDrive, SimStore};
+use crate::conformance::{cid, oid, one, pattern, write};
+use crate::{Op, StoreCalls, Transaction};
+
+const KIB: usize = 1 << 10;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    futures::executor::block_on(future)
+}
+
+fn new_drive() -> Arc<RecordedDrive> {
+    let drive = RecordedDrive::new(vec![0; 16 << 20]);
+    let shared: Arc<dyn Drive> = drive.clone();
+    let sizes = TargetSizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
+    mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
+    drive
+}
+
+/// Returns the content of an object in collection `c`.
+fn content(store: &SimStore, name: &str) -> bytes::Bytes {
+    let read = run(store.read(&cid("c"), &oid(name), 0, 1 << 20, None)).unwrap();
+    read.verify().unwrap();
+    read.contiguous()
+}
+
+/// Unmounts the target and checks it. Returns the number of onodes that contain a leaf, and the number
+/// of leaves with keys of their own.
+fn leaves(store: SimStore, drive: &Arc<RecordedDrive>) -> (usize, usize) {
+    run(store.umount()).unwrap();
+    drop(store);
+    let shared: Arc<dyn Drive> = drive.clone();
+    let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    let recovered = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap();
+    let (mut inline, mut own) = (0, 0);
+    let count_inline = |_, value: bytes::Bytes| {
+        let leaf = Onode::decode(&value)?.leaf;
+        assert!(leaf.len() <= INLINE_LEAF);
+        inline += usize::from(!leaf.is_empty());
+        Ok(())
+    };
+    recovered.entries(key::ONODE, count_inline).unwrap();
+    let count_own = |_, _| {
+        own += 1;
+        Ok(())
+    };
+    recovered.entries(key::LEAF, count_own).unwrap();
+    (inline, own)
+}
+
+#[test]
+fn a_leaf_leaves_the_onode_when_it_grows_and_returns_when_it_shrinks() {
+    let drive = new_drive();
+    let c = cid("c");
+    let store = SimStore::mount(&drive, 1).unwrap();
+    let small = one(&c, Op::CreateCollection).with(write(&oid("o"), 0, pattern(1, 100 * KIB)));
+    run(store.queue_transaction(small)).unwrap();
+    assert_eq!(leaves(store, &drive), (1, 0));
+
+    let store = SimStore::mount(&drive, 2).unwrap();
+    run(store.queue_transaction(one(&c, write(&oid("o"), 0, pattern(2, 400 * KIB))))).unwrap();
+    assert_eq!(content(&store, "o"), pattern(2, 400 * KIB));
+    assert_eq!(leaves(store, &drive), (0, 1));
+
+    let store = SimStore::mount(&drive, 3).unwrap();
+    let shorter = Op::Truncate { oid: oid("o"), size: 60 * KIB as u64 };
+    run(store.queue_transaction(one(&c, shorter))).unwrap();
+    assert_eq!(content(&store, "o"), pattern(2, 400 * KIB).slice(..60 * KIB));
+    assert_eq!(leaves(store, &drive), (1, 0));
+
+    let store = SimStore::mount(&drive, 4).unwrap();
+    run(store.queue_transaction(one(&c, Op::Truncate { oid: oid("o"), size: 0 }))).unwrap();
+    assert_eq!(leaves(store, &drive), (0, 0));
+}
+
+/// In one transaction, an object takes the name of another object, or gets a clone of its blocks.
+#[test]
+fn objects_keep_their_leaves_when_a_transaction_changes_their_names() {
+    let c = cid("c");
+    let rename =
+        |from: &str, to: &str| Op::MoveRename { src: oid(from), dst_collection: cid("c"), dst: oid(to) };
+    let (old, new) = (pattern(1, 20 * KIB), pattern(2, 30 * KIB));
+    let remove = Op::Remove { oid: oid("o") };
+    let changes: [(&str, Transaction, &bytes::Bytes); 4] = [
+        ("replace", one(&c, remove.clone()).with(rename("n", "o")), &new),
+        (
+            "write and replace",
+            one(&c, write(&oid("n"), 0, old.clone())).with(remove).with(rename("n", "o")),
+            &old,
+        ),
+        ("clone", one(&c, Op::Clone { src: oid("n"), dst: oid("o") }), &new),
+        ("rename and write", one(&c, rename("n", "m")).with(write(&oid("m"), 0, new.clone())), &old),
+    ];
+    // The object `o` is older than `n`, or newer.
+    for first in ["o", "n"] {
+        for (what, change, expected) in &changes {
+            let drive = new_drive();
+            let store = SimStore::mount(&drive, 1).unwrap();
+            run(store.queue_transaction(one(&c, Op::CreateCollection))).unwrap();
+            for name in [first, if first == "o" { "n" } else { "o" }] {
+                let data = if name == "o" { &old } else { &new };
+                run(store.queue_transaction(one(&c, write(&oid(name), 0, data.clone())))).unwrap();
+            }
+            run(store.queue_transaction(change.clone())).unwrap();
+            let found = content(&store, "o");
+            assert!(found.slice(..expected.len()) == *expected, "{what}, {first} first");
+            let (inline, own) = leaves(store, &drive);
+            assert!(inline > 0 && own == 0, "{what}, {first} first: {inline} and {own} leaves");
+        }
+    }
+}
+
+/// Moves all leaves out of the onodes, as an earlier version of the format has stored them.
+fn make_earlier(drive: &Arc<RecordedDrive>) {
+    let shared: Arc<dyn Drive> = drive.clone();
+    let mut recovered = recover(&shared, 1 << 20, RecoveryMode::Check).unwrap();
+    let mut moved = super::index::Changes::new();
+    let move_out = |name, value: bytes::Bytes| {
+        let onode = Onode::decode(&value)?;
+        let leaf = (!onode.leaf.is_empty()).then(|| onode.leaf.clone());
+        moved.insert(key::leaf(onode.nid, 0), leaf);
+        moved.insert(name, Some(Onode { leaf: bytes::Bytes::new(), ..onode }.encode()));
+        Ok(())
+    };
+    recovered.entries(key::ONODE, move_out).unwrap();
+    recovered.changes.extend(moved);
+    recovered.settle(&**drive, true).unwrap();
+}
+
+#[test]
+fn objects_of_an_earlier_format_are_read_and_changed() {
+    let drive = new_drive();
+    let c = cid("c");
+    let store = SimStore::mount(&drive, 1).unwrap();
+    let data = pattern(1, 40 * KIB);
+    let mut fill = one(&c, Op::CreateCollection);
+    fill.ops.extend(["read", "write", "clone", "remove"].map(|name| write(&oid(name), 0, data.clone())));
+    run(store.queue_transaction(fill)).unwrap();
+    assert_eq!(leaves(store, &drive), (4, 0));
+    make_earlier(&drive);
+
+    let store = SimStore::mount(&drive, 2).unwrap();
+    assert_eq!(content(&store, "read"), data);
+    run(store.queue_transaction(one(&c, write(&oid("write"), 4 * KIB as u64, pattern(3, 4 * KIB))))).unwrap();
+    let changed = [&data[..4 * KIB], &pattern(3, 4 * KIB), &data[8 * KIB..]].concat();
+    assert_eq!(content(&store, "write"), changed);
+    let clone = Op::Clone { src: oid("clone"), dst: oid("twin") };
+    run(store.queue_transaction(one(&c, clone).with(Op::Remove { oid: oid("remove") }))).unwrap();
+    assert_eq!((content(&store, "clone"), content(&store, "twin")), (data.clone(), data));
+    // Only the object that was not changed has a leaf with a key of its own.
+    assert_eq!(leaves(store, &drive), (3, 1));
+}
