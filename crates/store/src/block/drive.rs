@@ -172,12 +172,12 @@ impl FileDrive {
                 .mode(PRIVATE)
                 .open(path)
         };
-        let direct = open(libc::O_DIRECT | libc::O_CLOEXEC);
-        let mut file = match direct {
+        let open = || match open(libc::O_DIRECT | libc::O_CLOEXEC) {
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => open(libc::O_CLOEXEC),
             other => other,
-        }
-        .map_err(|e| match e.kind() {
+        };
+        let file = unless_in_use(open, |e| e.kind() == io::ErrorKind::ResourceBusy);
+        let mut file = file.map_err(|e| match e.kind() {
             io::ErrorKind::ResourceBusy => StoreError::InUse(name.clone()),
             _ => StoreError::Io(format!("cannot open {name}: {e}")),
         })?;
@@ -234,21 +234,28 @@ impl FileDrive {
 /// Mode of a target's file. Read access to the file gives access to all objects.
 const PRIVATE: u32 = 0o600;
 
-/// Locks the file. Waits briefly, because a killed process holds the lock until the kernel has
-/// completed the I/O of the process.
 fn lock(file: &File, name: &str) -> Result<()> {
+    let lock = || rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive);
+    unless_in_use(lock, |e| *e == rustix::io::Errno::WOULDBLOCK).map_err(|e| match e {
+        rustix::io::Errno::WOULDBLOCK => StoreError::InUse(name.to_owned()),
+        _ => StoreError::Io(format!("cannot lock {name}: {e}")),
+    })
+}
+
+/// Repeats `attempt` for half a second while it fails because the file is in use. The kernel closes
+/// the files of a killed process, and those of an I/O ring, only when it has completed their I/O.
+fn unless_in_use<T, E>(
+    mut attempt: impl FnMut() -> std::result::Result<T, E>,
+    is_in_use: impl Fn(&E) -> bool,
+) -> std::result::Result<T, E> {
     const TRIES: usize = 25;
-    for attempt in 1.. {
-        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => break,
-            Err(rustix::io::Errno::WOULDBLOCK) if attempt < TRIES => {
-                std::thread::sleep(Duration::from_millis(20))
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(StoreError::InUse(name.to_owned())),
-            Err(e) => return Err(StoreError::Io(format!("cannot lock {name}: {e}"))),
+    for _ in 1..TRIES {
+        match attempt() {
+            Err(e) if is_in_use(&e) => std::thread::sleep(Duration::from_millis(20)),
+            other => return other,
         }
     }
-    Ok(())
+    attempt()
 }
 
 impl FileDrive {
