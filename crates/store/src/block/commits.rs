@@ -81,11 +81,13 @@ pub(crate) struct Commits {
 }
 
 impl Commits {
-    pub(crate) fn new(log_start: u64, ring: u64) -> Commits {
+    /// Creates the state for a log whose groups from `log_start` up to `next` are flushed and are not
+    /// in the index yet. `deferred` are the deferred blocks of these groups.
+    pub(crate) fn new(log_start: u64, next: u64, ring: u64, deferred: Deferred) -> Commits {
         Commits {
             ring,
             log_start,
-            next: log_start,
+            next,
             next_group: 1,
             records: Vec::new(),
             record_bytes: 0,
@@ -96,13 +98,13 @@ impl Commits {
             groups: VecDeque::new(),
             outstanding: HashMap::default(),
             flushing: None,
-            flushed: log_start,
+            flushed: next,
             flushed_group: 0,
-            content_end: log_start,
-            witnessed: log_start,
+            content_end: next,
+            witnessed: next,
             quarantine: VecDeque::new(),
             quarantined: 0,
-            deferred: Deferred::new(),
+            deferred,
             deferred_frozen: None,
             frozen: None,
             checkpointing: false,

@@ -139,22 +139,23 @@ pub(crate) struct Core {
 impl Core {
     /// Creates the core of a target that has just been recovered.
     pub(crate) fn new(
-        settled: ReadyTarget,
+        target: ReadyTarget,
         collections: BTreeMap<CollectionId, u64>,
         limits: &MemoryLimits,
     ) -> Result<Core> {
-        let ReadyTarget { superblock, meta, taken, index_space, .. } = settled;
+        let ReadyTarget { superblock, meta, taken, index, changes, deferred, .. } = target;
+        let index_space = index.space();
         let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
         let presence = Presence::new(index_space.total - index_space.free);
         let mut core = Core {
-            log_generation: meta.log_generation,
+            log_generation: target.log_generation,
             view: IndexView::new(meta.next_nid, limits.value_bytes, presence),
             alloc: Allocator::new(taken.clone()),
             taken,
             collections,
-            next_nid: meta.next_nid,
+            next_nid: target.next_nid,
             stages: HashMap::default(),
             last_stage: Arc::default(),
             stage_writes: HashMap::default(),
@@ -163,7 +164,7 @@ impl Core {
             pending: HashMap::default(),
             runnable: VecDeque::new(),
             starved: Vec::new(),
-            commits: Commits::new(meta.log_start, superblock.log_sectors()),
+            commits: Commits::new(meta.log_start, target.log_next, superblock.log_sectors(), deferred),
             loading_reads: LoadingReads::default(),
             reads: BlockAccess::default(),
             io: HashMap::default(),
@@ -178,6 +179,10 @@ impl Core {
             output: CoreOutput::default(),
             superblock,
         };
+        if !changes.is_empty() {
+            core.commits.request_checkpoint();
+        }
+        core.view.apply(changes);
         core.scan(Presence::first_piece());
         Ok(core)
     }

@@ -132,7 +132,7 @@ fn make_earlier(drive: &Arc<RecordedDrive>) {
     };
     recovered.entries(key::ONODE, move_out).unwrap();
     recovered.changes.extend(moved);
-    recovered.settle(&**drive, true).unwrap();
+    recovered.checkpoint(&**drive, true).unwrap();
 }
 
 #[test]

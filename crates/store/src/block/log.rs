@@ -9,7 +9,7 @@ use base::block::crc32c;
 use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
-use super::drive::Drive;
+use super::drive::{Drive, read_stable};
 use super::extent::Extent;
 use super::records::corrupt;
 use super::superblock::{SECTOR, Superblock};
@@ -177,11 +177,33 @@ pub(crate) struct Scan {
     pub(crate) groups: Vec<FoundGroup>,
     /// Sequence number before which all sectors are known to have been flushed.
     pub(crate) witnessed: u64,
-    /// Sequence number after all sectors that may have been written in this generation, a multiple
-    /// of the group size.
-    pub(crate) next: u64,
+    /// The highest generation of a sector after the checkpoint.
+    pub(crate) generation: u64,
     /// Descriptions of the damage, each with its location. Empty unless `repair` is set.
     pub(crate) damage: Vec<String>,
+}
+
+/// Reads sectors that a scan has found, and writes them again.
+///
+/// # Errors
+/// If the drive fails, or a sector is damaged in the meantime.
+pub(crate) fn rewrite(drive: &dyn Drive, sb: &Superblock, sectors: std::ops::Range<u64>) -> Result<()> {
+    let ring = sb.log_sectors();
+    let are_valid = |bytes: &[u8]| bytes.chunks_exact(SECTOR).all(|sector| get_sector(sector).is_some());
+    let mut at = sectors.start;
+    while at < sectors.end {
+        let slot = at % ring;
+        let count = (SCAN_BYTES / SECTOR).min((ring - slot) as usize).min((sectors.end - at) as usize);
+        let mut content = vec![0; count * SECTOR];
+        let offset = sb.log.offset + slot * SECTOR as u64;
+        read_stable(drive, offset, &mut content, are_valid)?;
+        if !are_valid(&content) {
+            return Err(corrupt("log", format!("a sector after sector {at} has a wrong checksum")));
+        }
+        drive.write_at(offset, &content)?;
+        at += count as u64;
+    }
+    Ok(())
 }
 
 /// Returns the sequence number of the newest valid sector of the log; `None` if there is none.
@@ -197,20 +219,22 @@ pub(crate) fn newest_sector(drive: &dyn Drive, sb: &Superblock) -> Result<Option
     Ok(newest.map(|header| header.sequence))
 }
 
-/// Reads the log from sequence number `start` on. With `repair`, damage is listed and ends the log.
-/// Without `repair`, damage is an error.
+/// Reads the log from sequence number `start` on, which has generation `generation` or a higher one.
+/// Each mount begins a higher generation with a group directly behind the groups that it has
+/// recovered, so that later sectors of earlier generations do not continue the log. With `repair`,
+/// damage is listed and ends the log. Without `repair`, damage is an error.
 ///
 /// # Errors
 /// [`StoreError::Corrupt`](crate::StoreError::Corrupt) for damage.
 pub(crate) fn scan(
     drive: &dyn Drive,
     sb: &Superblock,
-    generation: u64,
+    mut generation: u64,
     start: u64,
     repair: bool,
 ) -> Result<Scan> {
     let ring = sb.log_sectors();
-    let mut found = Scan { next: start, ..Scan::default() };
+    let mut found = Scan { generation, ..Scan::default() };
     let mut stream = Vec::new();
     let mut open = false;
     let mut end = start;
@@ -225,11 +249,17 @@ pub(crate) fn scan(
         drive.read_at(sb.log.offset + slot * SECTOR as u64, chunk)?;
         for sector in chunk.chunks_exact(SECTOR) {
             let valid = get_sector(sector);
-            let current = valid.filter(|(h, _)| h.generation == generation && h.sequence == sequence);
-            match (current, valid) {
+            let current = valid.filter(|(h, _)| h.generation >= generation && h.sequence == sequence);
+            if let Some((header, _)) = current {
+                found.generation = found.generation.max(header.generation);
+                found.witnessed = found.witnessed.max(header.flushed_through);
+                let begins_generation = !open && !ended && header.flags & FIRST != 0;
+                if begins_generation {
+                    generation = header.generation;
+                }
+            }
+            match (current.filter(|(h, _)| h.generation == generation), valid) {
                 (Some((header, payload)), _) => {
-                    found.witnessed = found.witnessed.max(header.flushed_through);
-                    found.next = (sequence + 1).next_multiple_of(GROUP_SECTORS);
                     let first = header.flags & FIRST != 0;
                     if !ended && first == open {
                         found.damage.push(format!(
@@ -274,6 +304,10 @@ pub(crate) fn scan(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use super::super::recovery::{TargetSizes, layout};
+    use super::super::sim::RecordedDrive;
     use super::*;
     use proptest::prelude::*;
 
@@ -302,5 +336,71 @@ mod tests {
             sector[..4].copy_from_slice(&crc.to_le_bytes());
             let _ = get_sector(&sector);
         }
+    }
+
+    /// A log with these groups: generation, sequence number, number up to which the log was flushed,
+    /// and a record's number.
+    fn log_with(groups: &[(u64, u64, u64, u64)]) -> (Arc<RecordedDrive>, Superblock) {
+        let sizes = TargetSizes { log_bytes: Some(256 << 10), ..TargetSizes::default() };
+        let sb = layout(8 << 20, &sizes).unwrap();
+        let drive = RecordedDrive::new(vec![0; sb.size as usize]);
+        drive.write_at(sb.log.offset, &blank(0..sb.log_sectors())).unwrap();
+        for (generation, sequence, flushed_through, next_nid) in groups {
+            let record = Record { next_nid: *next_nid, ..Record::default() }.encode();
+            let group = encode_group(*generation, *sequence, *flushed_through, &[record]);
+            drive.write_at(sb.log.offset + sequence * SECTOR as u64, &group).unwrap();
+        }
+        (drive, sb)
+    }
+
+    /// Returns the numbers of the records that a scan from sector 8 and generation 1 finds.
+    fn records(drive: &RecordedDrive, sb: &Superblock) -> Result<Vec<u64>> {
+        let found = scan(drive, sb, 1, 8, false)?;
+        Ok(found.groups.iter().flat_map(|group| group.records.iter().map(|r| r.next_nid)).collect())
+    }
+
+    /// Groups 1 to 3 of generation 1. A mount discarded groups 2 and 3 and began generation 2.
+    const DISCARDED: [(u64, u64, u64, u64); 5] =
+        [(1, 8, 8, 1), (1, 16, 8, 2), (1, 24, 8, 3), (2, 16, 16, 4), (2, 24, 24, 5)];
+
+    #[test]
+    fn discarded_groups_do_not_continue_the_log_of_a_later_mount() {
+        for (written, expected) in [(3, vec![1, 2, 3]), (4, vec![1, 4]), (5, vec![1, 4, 5])] {
+            let (drive, sb) = log_with(&DISCARDED[..written]);
+            assert_eq!(records(&drive, &sb).unwrap(), expected);
+            let newest = if written > 3 { 2 } else { 1 };
+            assert_eq!(scan(&*drive, &sb, 1, 8, false).unwrap().generation, newest);
+        }
+    }
+
+    #[test]
+    fn a_torn_first_group_of_a_mount_ends_the_log() {
+        for written in (1..GROUP_SECTORS as usize).chain(9..16) {
+            let (drive, sb) = log_with(&DISCARDED[..3]);
+            let record = Record { next_nid: 4, ..Record::default() }.encode();
+            let group = encode_group(2, 16, 16, &[record]);
+            let (offset, half) = (sb.log.offset + 16 * SECTOR as u64, group.len() / 2);
+            match written {
+                // The first sectors were written, or only later ones.
+                1..8 => drive.write_at(offset, &group[..written * SECTOR]).unwrap(),
+                _ => {
+                    let from = half + (written - 9) % 4 * SECTOR;
+                    drive.write_at(offset + from as u64, &group[from..]).unwrap();
+                }
+            }
+            assert_eq!(records(&drive, &sb).unwrap(), [1]);
+            assert_eq!(scan(&*drive, &sb, 1, 8, false).unwrap().generation, 2);
+        }
+    }
+
+    #[test]
+    fn a_lost_first_group_of_a_mount_is_damage() {
+        let (drive, sb) = log_with(&DISCARDED);
+        drive.write_at(sb.log.offset + 16 * SECTOR as u64, &blank(16..24)).unwrap();
+        let found = records(&drive, &sb);
+        assert!(
+            found.as_ref().is_err_and(|e| e.to_string().contains("the log ends at sector 16")),
+            "{found:?}"
+        );
     }
 }

@@ -37,7 +37,7 @@ pub(crate) fn mount(
         collections.insert(cid, number);
         Ok(())
     })?;
-    let settled = recovered.settle(drive.as_ref(), false)?;
-    let index = Arc::clone(&settled.index);
-    Ok((Core::new(settled, collections, limits)?, index))
+    let ready = recovered.resume(drive.as_ref())?;
+    let index = Arc::clone(&ready.index);
+    Ok((Core::new(ready, collections, limits)?, index))
 }

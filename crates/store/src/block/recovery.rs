@@ -15,7 +15,6 @@ use super::log::{self, GROUP_SECTORS, Record};
 use super::records::{MapLeaf, Meta, Onode, corrupt, key};
 use super::region::{GROWTH, IndexRegion};
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
-use super::usage::IndexSpace;
 use crate::{Result, StoreError};
 
 /// Minimum size of a target, in bytes.
@@ -150,8 +149,16 @@ pub(crate) struct Recovered {
     /// The changes of the index that the log contains.
     pub(crate) changes: Changes,
     pub(crate) deferred: Deferred,
-    /// First log sector to which nothing was written since the checkpoint.
-    pub(crate) log_end: u64,
+    /// Sequence number after the last group of the log whose changes are in `changes`.
+    log_end: u64,
+    /// The highest generation of the log's sectors.
+    log_generation: u64,
+    /// The number that the next new collection or object gets.
+    next_nid: u64,
+    /// Data that recovery relies on, but that may not have been flushed, with its offset.
+    unflushed: Vec<(u64, Vec<u8>)>,
+    /// Sequence number of the first sector of the log that may not have been flushed.
+    unflushed_log: u64,
     /// Descriptions of damage that was ignored. Empty unless the target is read for a repair.
     pub(crate) damage: Vec<String>,
 }
@@ -177,11 +184,12 @@ pub(crate) enum RecoveryMode {
 pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: RecoveryMode) -> Result<Recovered> {
     let repair = mode == RecoveryMode::Repair;
     let superblock = Superblock::read(drive.as_ref())?;
-    let index = Index::open(
-        IndexRegion::open(Arc::clone(drive), superblock.index, superblock.index_header)
-            .map_err(index_error)?,
-        index_cache,
-    )?;
+    let region = IndexRegion::open(Arc::clone(drive), superblock.index, superblock.index_header);
+    let region = region.map_err(index_error)?;
+    if mode == RecoveryMode::Mount {
+        region.rewrite_header()?;
+    }
+    let index = Index::open(region, index_cache)?;
     let meta = index.meta()?;
     // The index may be ahead of the superblock by any number of checkpoints: the superblock is
     // written after each checkpoint, and each of these writes may have failed.
@@ -198,24 +206,29 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
     let taken = load_bitmap(&index, &superblock, repair.then_some(&mut damage))?;
     let scan = match mode {
         RecoveryMode::Mount if superblock.clean && superblock.checkpoint == meta.checkpoint => {
-            log::Scan { next: meta.log_start, ..log::Scan::default() }
+            log::Scan { generation: meta.log_generation, ..log::Scan::default() }
         }
         _ => log::scan(drive.as_ref(), &superblock, meta.log_generation, meta.log_start, repair)?,
     };
     damage.extend(scan.damage);
     let mut recovered = Recovered {
         index: Arc::new(index),
-        meta,
         taken,
         changes: Changes::new(),
         deferred: Deferred::new(),
-        log_end: scan.next,
+        log_end: meta.log_start,
+        log_generation: scan.generation,
+        next_nid: meta.next_nid,
+        unflushed: Vec::new(),
+        unflushed_log: scan.witnessed.max(meta.log_start),
+        meta,
         damage,
         superblock,
     };
     'groups: for group in scan.groups {
+        let is_flushed = group.end <= scan.witnessed;
         for record in group.records {
-            let complete = group.end <= scan.witnessed || recovered.has_data(drive.as_ref(), &record)?;
+            let complete = is_flushed || recovered.has_data(drive.as_ref(), &record)?;
             if !complete {
                 tracing::info!(
                     end = group.end,
@@ -225,6 +238,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
             }
             recovered.replay(record)?;
         }
+        recovered.log_end = group.end;
     }
     Ok(recovered)
 }
@@ -267,16 +281,25 @@ fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<Strin
 #[derive(Debug)]
 pub(crate) struct ReadyTarget {
     pub(crate) superblock: Superblock,
+    /// The record of the last checkpoint.
     pub(crate) meta: Meta,
     pub(crate) taken: Bitmap,
     pub(crate) index: Arc<Index>,
-    pub(crate) index_space: IndexSpace,
+    /// The changes of the index since the last checkpoint.
+    pub(crate) changes: Changes,
+    /// The blocks that were not written to the data area since the last checkpoint.
+    pub(crate) deferred: Deferred,
+    pub(crate) log_generation: u64,
+    /// Sequence number of the next group.
+    pub(crate) log_next: u64,
+    /// The number that the next new collection or object gets.
+    pub(crate) next_nid: u64,
 }
 
 impl Recovered {
     /// Whether the data area has the data of a record. The data may be missing if it was not
     /// flushed before a crash.
-    fn has_data(&self, drive: &dyn Drive, record: &Record) -> Result<bool> {
+    fn has_data(&mut self, drive: &dyn Drive, record: &Record) -> Result<bool> {
         let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
         let mut content = vec![0; BLOCK_SIZE];
@@ -296,6 +319,7 @@ impl Recovered {
                 if crc32c(&content) != block.crc {
                     return Ok(false);
                 }
+                self.unflushed.push((at, content.clone()));
             }
         }
         Ok(true)
@@ -326,7 +350,7 @@ impl Recovered {
             return Err(corrupt("log record", format!("{unexpected} blocks were allocated or freed twice")));
         }
         self.changes.extend(record.puts);
-        self.meta.next_nid = self.meta.next_nid.max(record.next_nid);
+        self.next_nid = self.next_nid.max(record.next_nid);
         Ok(())
     }
 
@@ -363,30 +387,82 @@ impl Recovered {
         self.changes.extend(fixes);
         taken.mark_all_dirty();
         self.taken = taken;
-        self.settle(drive, true).map(drop)
+        self.checkpoint(drive, true).map(drop)
     }
 
-    /// Runs a checkpoint with all changes, after which the log is empty.
+    /// Prepares the target for use without a checkpoint: makes everything durable that was recovered,
+    /// and begins a new generation of the log. If the log has no room for that, runs a checkpoint
+    /// first.
     ///
     /// # Errors
     /// If the drive fails.
-    pub(crate) fn settle(mut self, drive: &dyn Drive, clean: bool) -> Result<ReadyTarget> {
-        self.meta.checkpoint += 1;
-        self.meta.log_generation += 1;
-        self.meta.log_start = self.log_end.next_multiple_of(GROUP_SECTORS);
+    pub(crate) fn resume(mut self, drive: &dyn Drive) -> Result<ReadyTarget> {
+        if self.log_end + GROUP_SECTORS > self.meta.log_start + self.superblock.log_sectors() {
+            self = self.checkpoint(drive, false)?;
+        }
+        self.make_durable(drive)?;
         self.superblock.checkpoint = self.meta.checkpoint;
+        if std::mem::take(&mut self.superblock.clean) || self.superblock.is_earlier {
+            self.superblock.index_header = self.index.header_number();
+            self.superblock.write(drive)?;
+        }
+        // Transactions after `log_end` are discarded. Overwrite the first of them, so that they stay
+        // discarded even if their data is now written by other transactions.
+        let log_generation = self.log_generation + 1;
+        let first = log::encode_group(log_generation, self.log_end, self.log_end, &[]);
+        let slot = self.log_end % self.superblock.log_sectors();
+        drive.write_at(self.superblock.log.offset + slot * SECTOR as u64, &first)?;
+        drive.flush()?;
+        Ok(ReadyTarget {
+            superblock: self.superblock,
+            meta: self.meta,
+            taken: self.taken,
+            index: self.index,
+            changes: self.changes,
+            deferred: self.deferred,
+            log_generation,
+            log_next: self.log_end + GROUP_SECTORS,
+            next_nid: self.next_nid,
+        })
+    }
+
+    /// Makes durable what recovery has read. If a flush of the last process has failed, the drive may
+    /// have dropped data that can still be read, and a later flush does not bring such data back.
+    /// So this method writes the data again.
+    fn make_durable(&self, drive: &dyn Drive) -> Result<()> {
+        log::rewrite(drive, &self.superblock, self.unflushed_log..self.log_end)?;
+        for (offset, content) in &self.unflushed {
+            drive.write_at(*offset, content)?;
+        }
+        Ok(drive.flush()?)
+    }
+
+    /// Runs a checkpoint with all changes. The log is then empty. `clean` says whether the target
+    /// will be left as it is.
+    ///
+    /// # Errors
+    /// If the drive fails.
+    pub(crate) fn checkpoint(mut self, drive: &dyn Drive, clean: bool) -> Result<Recovered> {
+        self.log_generation += 1;
+        self.superblock.checkpoint = self.meta.checkpoint + 1;
         self.superblock.clean = clean;
         let checkpoint = Checkpoint {
-            changes: Arc::new(self.changes),
+            changes: Arc::new(std::mem::take(&mut self.changes)),
             bitmap: self.taken.take_dirty(),
-            deferred: Arc::new(self.deferred),
-            meta: self.meta,
-            superblock: self.superblock,
+            deferred: Arc::new(std::mem::take(&mut self.deferred)),
+            meta: Meta {
+                checkpoint: self.superblock.checkpoint,
+                log_generation: self.log_generation,
+                log_start: self.log_end,
+                next_nid: self.next_nid,
+                index_used: None,
+            },
+            superblock: self.superblock.clone(),
         };
-        // The log and the data may not have been flushed when the last process ended.
-        drive.flush()?;
-        let (meta, superblock, space) = checkpoint.run(drive, &self.index)?;
-        Ok(ReadyTarget { superblock, meta, taken: self.taken, index: self.index, index_space: space })
+        self.make_durable(drive)?;
+        (self.meta, self.superblock, _) = checkpoint.run(drive, &self.index)?;
+        (self.unflushed, self.unflushed_log) = (Vec::new(), self.log_end);
+        Ok(self)
     }
 }
 
@@ -399,7 +475,7 @@ pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
     recovered.taken.set(free, true);
     let page = super::records::RefPage { extra: [(7, 3)].into() };
     recovered.changes.insert(key::refs(1 << 20), page.encode());
-    recovered.settle(drive.as_ref(), true).expect("a working drive");
+    recovered.checkpoint(drive.as_ref(), true).expect("a working drive");
 }
 
 #[cfg(test)]

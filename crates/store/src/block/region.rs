@@ -166,6 +166,18 @@ impl IndexRegion {
         IndexRegion { shared: Arc::new(Shared { drive, region, state, writing }) }
     }
 
+    /// Writes the header of a region that was just opened again, so that the next flush makes it
+    /// durable. If a flush of the last process has failed, the drive may have dropped the header,
+    /// although it can still be read.
+    pub(crate) fn rewrite_header(&self) -> io::Result<()> {
+        self.once_sound(|drive| {
+            let state = self.lock();
+            let number = state.next_header - 1;
+            let slot = encode_slot(number, state.len, &state.header);
+            drive.write_at(self.shared.region.offset + (number % 2) * BLOCK, &slot)
+        })
+    }
+
     /// Returns the number of bytes to which `redb`'s storage can grow in this region.
     pub(crate) fn reach(&self) -> u64 {
         let state = self.lock();
