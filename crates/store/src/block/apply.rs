@@ -11,7 +11,6 @@ mod writes;
 use std::collections::BTreeMap;
 
 use base::block::BLOCK_SIZE;
-use base::collections::HashMap;
 use bytes::{Bytes, BytesMut};
 
 use super::alloc::{Allocator, Purse};
@@ -20,7 +19,7 @@ use super::index::Changes;
 use super::log::Record;
 use super::need::Need;
 use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
-use super::staged::Stage;
+use super::staged::Stages;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
@@ -35,6 +34,8 @@ pub(crate) enum Stop {
     /// A checkpoint must run first, because only then is it known whether the index has enough
     /// room. If the index still has too little room, the transaction fails with this error.
     Checkpoint(StoreError),
+    /// The log has too little room now.
+    Log,
     /// The transaction fails with this error.
     Fail(StoreError),
 }
@@ -59,7 +60,7 @@ pub(crate) struct Context<'a> {
     pub(crate) view: &'a IndexView,
     pub(crate) loaded: &'a Loaded,
     pub(crate) collections: &'a BTreeMap<CollectionId, u64>,
-    pub(crate) stages: &'a HashMap<u64, Stage>,
+    pub(crate) stages: &'a Stages,
     /// Numbers of the stages that the transaction may use.
     pub(crate) usable_stages: &'a [u64],
     /// Returns the content of a block if the data area does not have it yet.

@@ -3,8 +3,11 @@
 
 use std::io;
 
+use base::block::BLOCK_SIZE;
+use base::collections::HashMap;
 use base::mem::Arena;
 use base::pool::BufferPool;
+use bytes::Bytes;
 
 use super::drive::FileDrive;
 use super::io::{IoOp, IoRequest};
@@ -12,20 +15,20 @@ use super::uring::IoRing;
 
 /// Maximum size of a write of a batch, in bytes.
 const RUN_BYTES: usize = 256 << 10;
-/// Maximum number of bytes in flight.
-const IN_FLIGHT_BYTES: usize = 4 << 20;
+/// Maximum number of writes in flight.
+const IN_FLIGHT: usize = 16;
 
 /// A piece of data and its offset on the drive. Offset and length are multiples of the block size,
 /// and the length is at most [`RUN_BYTES`].
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct WritePiece<'a> {
+#[derive(Debug, Clone)]
+pub(crate) struct WritePiece {
     pub(crate) offset: u64,
-    pub(crate) data: &'a [u8],
+    pub(crate) data: Bytes,
 }
 
 /// Splits pieces, which are sorted by their offsets, into runs. The pieces of a run are adjacent on
 /// the drive.
-pub(crate) fn runs<'a, 'b>(mut pieces: &'a [WritePiece<'b>]) -> impl Iterator<Item = &'a [WritePiece<'b>]> {
+pub(crate) fn runs(mut pieces: &[WritePiece]) -> impl Iterator<Item = &[WritePiece]> {
     std::iter::from_fn(move || {
         let first = pieces.first()?;
         let (mut count, mut len) = (1, first.data.len());
@@ -42,62 +45,72 @@ pub(crate) fn runs<'a, 'b>(mut pieces: &'a [WritePiece<'b>]) -> impl Iterator<It
 }
 
 /// Copies the pieces of a run to `out`, one directly after another.
-pub(crate) fn gather(run: &[WritePiece<'_>], mut out: &mut [u8]) {
+pub(crate) fn gather(run: &[WritePiece], mut out: &mut [u8]) {
     for piece in run {
         let (head, tail) = out.split_at_mut(piece.data.len());
-        head.copy_from_slice(piece.data);
+        head.copy_from_slice(&piece.data);
         out = tail;
     }
 }
 
 /// Writes all pieces, which are sorted by their offsets, and blocks the calling thread until the
-/// writes have completed. Calls `completed` for each completed write. The pieces are copied, so
-/// they need no alignment.
+/// writes have completed. Calls `completed` with the number of bytes of each completed write. Copies
+/// runs with a piece whose memory is not aligned to the block size.
 ///
 /// # Errors
 /// If a write fails. Any of the pieces may then be on the drive.
 pub(super) fn write(
     drive: &FileDrive,
-    pieces: &[WritePiece<'_>],
-    mut completed: impl FnMut(),
+    pieces: &[WritePiece],
+    mut completed: impl FnMut(usize),
 ) -> io::Result<()> {
     if pieces.is_empty() {
         return Ok(());
     }
-    let total: usize = pieces.iter().map(|piece| piece.data.len()).sum();
-    let memory = Arena::anonymous(total.next_multiple_of(RUN_BYTES).min(IN_FLIGHT_BYTES));
-    let pool = BufferPool::new(memory.map_err(io::Error::other)?, 0, RUN_BYTES);
     let mut ring = IoRing::new(drive.clone())?;
     ring.enable()?;
-    let mut complete = |ring: &mut IoRing| {
+    let mut lens: HashMap<u64, usize> = HashMap::default();
+    let mut complete = |ring: &mut IoRing, lens: &mut HashMap<u64, usize>| {
         ring.wait(None, || false)?;
         for done in ring.completions() {
-            completed();
+            completed(lens.remove(&done.id).unwrap_or_default());
             done.result?;
         }
         io::Result::Ok(())
     };
+    let mut copies: Option<BufferPool> = None;
     for (id, run) in (0..).zip(runs(pieces)) {
+        while lens.len() >= IN_FLIGHT {
+            complete(&mut ring, &mut lens)?;
+        }
         let len = run.iter().map(|piece| piece.data.len()).sum();
-        let mut buffer = loop {
-            match pool.try_alloc(len).map_err(io::Error::other)? {
-                Some(buffer) => break buffer,
-                None => complete(&mut ring)?,
-            }
+        let is_aligned = |piece: &WritePiece| piece.data.as_ptr().align_offset(BLOCK_SIZE) == 0;
+        let data = if run.iter().all(is_aligned) {
+            run.iter().map(|piece| piece.data.clone()).collect()
+        } else {
+            let pool = match &copies {
+                Some(pool) => pool,
+                None => {
+                    let memory = Arena::anonymous(IN_FLIGHT * RUN_BYTES).map_err(io::Error::other)?;
+                    copies.insert(BufferPool::new(memory, 0, RUN_BYTES))
+                }
+            };
+            let buffer = pool.try_alloc(len).map_err(io::Error::other)?;
+            let mut buffer = buffer.ok_or_else(|| io::Error::other("too many writes are in flight"))?;
+            gather(run, &mut buffer);
+            vec![buffer.freeze()]
         };
-        gather(run, &mut buffer);
-        let op = IoOp::Write(vec![buffer.freeze()]);
-        ring.submit(IoRequest { id, offset: run[0].offset, op })?;
+        lens.insert(id, len);
+        ring.submit(IoRequest { id, offset: run[0].offset, op: IoOp::Write(data) })?;
     }
     while ring.in_flight() > 0 || ring.has_completions() {
-        complete(&mut ring)?;
+        complete(&mut ring, &mut lens)?;
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use base::block::BLOCK_SIZE;
     use proptest::prelude::*;
 
     use super::super::drive::Drive;
@@ -106,9 +119,9 @@ mod tests {
     proptest! {
         #[test]
         fn runs_are_adjacent_and_contain_all_pieces(blocks in proptest::collection::btree_set(0u64..400, 0..300)) {
-            let block = [0; BLOCK_SIZE];
-            let all: Vec<WritePiece<'_>> =
-                blocks.iter().map(|b| WritePiece { offset: b * BLOCK_SIZE as u64, data: &block }).collect();
+            let block = Bytes::from(vec![0; BLOCK_SIZE]);
+            let piece = |b: &u64| WritePiece { offset: b * BLOCK_SIZE as u64, data: block.clone() };
+            let all: Vec<WritePiece> = blocks.iter().map(piece).collect();
             let mut offsets = Vec::new();
             let (mut end, mut last_len) = (None, 0);
             for run in runs(&all) {
@@ -129,21 +142,32 @@ mod tests {
     fn a_batch_writes_all_pieces_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let drive = FileDrive::open(&dir.path().join("drive"), Some(16 << 20)).unwrap();
-        let blocks: Vec<Vec<u8>> = (0..3000usize).map(|i| vec![(i % 251) as u8 + 1; BLOCK_SIZE]).collect();
+        // Every third run of 100 blocks has aligned memory.
+        let pool = BufferPool::new(Arena::anonymous(8 << 20).unwrap(), 0, BLOCK_SIZE);
+        let block = |i: usize| {
+            let content = vec![(i % 251) as u8 + 1; BLOCK_SIZE];
+            if i / 100 % 3 > 0 {
+                return Bytes::from(content);
+            }
+            let mut buffer = pool.try_alloc(BLOCK_SIZE).unwrap().unwrap();
+            buffer.copy_from_slice(&content);
+            buffer.freeze()
+        };
+        let blocks: Vec<Bytes> = (0..3000).map(block).collect();
         let written = |block: usize| block % 7 != 3;
-        let pieces: Vec<WritePiece<'_>> = (0..blocks.len())
+        let pieces: Vec<WritePiece> = (0..blocks.len())
             .filter(|block| written(*block))
-            .map(|block| WritePiece { offset: (block * BLOCK_SIZE) as u64, data: &blocks[block] })
+            .map(|block| WritePiece { offset: (block * BLOCK_SIZE) as u64, data: blocks[block].clone() })
             .collect();
         let mut completed = 0;
-        write(&drive, &pieces, || completed += 1).unwrap();
-        assert_eq!(completed, runs(&pieces).count());
+        write(&drive, &pieces, |bytes| completed += bytes).unwrap();
+        assert_eq!(completed, pieces.len() * BLOCK_SIZE);
         let mut found = vec![0; BLOCK_SIZE];
         for (number, block) in blocks.iter().enumerate() {
             drive.read_at((number * BLOCK_SIZE) as u64, &mut found).unwrap();
-            let expected = if written(number) { block } else { &vec![0; BLOCK_SIZE] };
-            assert!(found == *expected, "block {number}");
+            let expected = if written(number) { &block[..] } else { &[0; BLOCK_SIZE] };
+            assert!(found == expected, "block {number}");
         }
-        write(&drive, &[], || unreachable!("nothing is written")).unwrap();
+        write(&drive, &[], |_| unreachable!("nothing is written")).unwrap();
     }
 }

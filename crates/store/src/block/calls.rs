@@ -1,22 +1,20 @@
 //! Execution of calls, from their arrival to their reply.
 //!
-//! Calls on one collection run in the order of their arrival. A call that needs data from the drive
-//! is tried again when the data has arrived. Later calls wait for a transaction that needs data, but
-//! not for a read or query: only transactions that change the object of a read wait for that read.
-
-use std::collections::VecDeque;
+//! [`CallQueues`](super::queues::CallQueues) determines the order of the calls. A call that needs
+//! data from the drive is tried again when the data has arrived.
 
 use base::block::BLOCK;
 
 use super::alloc::Purse;
 use super::apply::{Apply, Context, Stop, TransactionEffect};
-use super::core::{Core, CoreCall, PendingCall, Purpose, SCAN};
+use super::core::{Core, CoreCall, Lifecycle, PendingCall, SCAN};
 use super::extent::Extent;
 use super::io::{IoDone, SplitBuffer};
 use super::messages::{BlockingWork, CoreCommand, CoreEvent, NeedAnswer, ReplySender, refuse, send};
 use super::need::Need;
 use super::presence::Presence;
 use super::reads::{Look, ReadRange};
+use super::requests::Purpose;
 use super::stages::PARKS_MAX;
 use super::usage::IndexSpace;
 use super::view::Loaded;
@@ -40,7 +38,7 @@ impl Core {
                 if is_current {
                     self.view.warm(&found);
                 }
-                if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.closing.is_none()) {
+                if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.lifecycle.is_open()) {
                     self.scan(next);
                 }
             }
@@ -54,7 +52,7 @@ impl Core {
 
     /// Accepts a command. Call [`advance`](Self::advance) after the last command of a batch.
     pub(crate) fn handle(&mut self, command: CoreCommand) {
-        if self.closing.is_some() || self.closed {
+        if !self.lifecycle.is_open() {
             let error = match &self.poisoned {
                 Some(reason) => StoreError::Poisoned(reason.clone()),
                 None => StoreError::Disconnected("the target is being unmounted".into()),
@@ -93,24 +91,18 @@ impl Core {
                 self.enqueue(CoreCall::Transaction(transaction, reply), collections);
             }
             StoreRequest::Read { cid, oid, offset, len, dest } => {
-                let collections = vec![cid.clone()];
                 let range = ReadRange { oid, offset, len, dest };
-                self.enqueue(CoreCall::Look(cid, Look::Read(range), reply), collections);
+                self.enqueue(CoreCall::Look(cid, Look::Read(range), reply), Vec::new());
             }
             StoreRequest::Query { cid, query } => {
-                let collections = vec![cid.clone()];
-                self.enqueue(CoreCall::Look(cid, Look::Query(query), reply), collections);
+                self.enqueue(CoreCall::Look(cid, Look::Query(query), reply), Vec::new());
             }
-            StoreRequest::Collections => {
-                let collections = self.queues.keys().cloned().collect();
-                self.enqueue(CoreCall::Collections(reply), collections);
-            }
+            StoreRequest::Collections => self.enqueue(CoreCall::Collections(reply), Vec::new()),
             StoreRequest::Space => send(reply, Ok(self.space())),
             StoreRequest::Umount => {
                 self.alloc.room().close();
-                self.closing = Some(reply);
-                let stages: Vec<u64> = self.stages.keys().copied().collect();
-                stages.into_iter().for_each(|id| self.stage_release(id));
+                self.lifecycle = Lifecycle::Closing(reply);
+                self.stages.ids().into_iter().for_each(|id| self.stage_release(id));
             }
         }
     }
@@ -121,6 +113,7 @@ impl Core {
         match event {
             CoreEvent::Io(done) => self.io_done(done),
             CoreEvent::Loaded { op, generation, needs, found } => self.loaded(op, generation, needs, found),
+            CoreEvent::CheckpointAdvanced(progress) => self.commits.checkpoint_advanced(progress),
             CoreEvent::Checkpointed(result) => self.checkpointed(result),
         }
     }
@@ -129,101 +122,45 @@ impl Core {
     pub(crate) fn advance(&mut self) {
         self.view.retire_some();
         loop {
-            while let Some(op) = self.runnable.pop_front() {
-                self.run(op);
+            while let Some((op, pending)) = self.calls.next_runnable() {
+                self.run(op, pending);
             }
             self.commit_step();
-            if self.reclaim() {
-                self.runnable.extend(std::mem::take(&mut self.starved));
-                for waiting in std::mem::take(&mut self.waiting_stages) {
-                    self.stage(waiting.len, waiting.parked, waiting.reply);
-                }
-            }
-            if self.runnable.is_empty() {
+            if !self.reclaim() {
                 break;
+            }
+            self.calls.run_starved();
+            for waiting in self.stages.take_waiting() {
+                self.stage(waiting.len, waiting.parked, waiting.reply);
             }
         }
         self.try_close();
     }
 
     fn enqueue(&mut self, call: CoreCall, collections: Vec<CollectionId>) {
-        let op = self.next_id();
-        for cid in &collections {
-            self.queues.entry(cid.clone()).or_default().push_back(op);
-        }
+        let op = self.requests.next_id();
         let mut stages = Vec::new();
         if let CoreCall::Transaction(transaction, _) = &call {
             for id in transaction.ops.iter().filter_map(named_stage) {
-                if let Some(stage) = self.stages.get_mut(&id).filter(|s| !s.released && !stages.contains(&id))
+                if let Some(stage) = self.stages.get_mut(id).filter(|s| !s.released && !stages.contains(&id))
                 {
                     stage.users += 1;
                     stages.push(id);
                 }
             }
         }
-        let pending = PendingCall {
-            call,
-            collections,
-            stages,
-            loaded: Loaded::default(),
-            loading: 0,
-            parked: 0,
-            checkpoints: 0,
-            asked_in: None,
-            failed: None,
-        };
-        self.pending.insert(op, pending);
-        self.runnable.push_back(op);
+        self.calls.add(op, PendingCall::new(call, collections, stages));
     }
 
-    /// Whether the call is first in the queues of all its collections.
-    fn is_first(&self, op: u64, pending: &PendingCall) -> bool {
-        pending
-            .collections
-            .iter()
-            .all(|c| self.queues.get(c).and_then(|q| q.front()).is_none_or(|f| *f == op))
-    }
-
-    /// Removes a call from its queues and makes the next call of each queue runnable.
-    fn leave_queues(&mut self, collections: &[CollectionId]) {
-        for cid in collections {
-            if let Some(queue) = self.queues.get_mut(cid) {
-                queue.pop_front();
-                self.run_first(cid);
-            }
-        }
-    }
-
-    /// Makes the first call in the queue of a collection runnable.
-    fn run_first(&mut self, cid: &CollectionId) {
-        match self.queues.get(cid).map(VecDeque::front) {
-            Some(Some(first)) => self.runnable.push_back(*first),
-            Some(None) => drop(self.queues.remove(cid)),
-            None => {}
-        }
-    }
-
-    /// Executes a call if its data is loaded and no earlier call is in its queues.
-    fn run(&mut self, op: u64) {
-        let Some(mut pending) = self.pending.remove(&op) else { return };
-        if pending.loading > 0 || !self.is_first(op, &pending) {
-            self.pending.insert(op, pending);
-            return;
-        }
-        if let CoreCall::Transaction(..) = pending.call {
-            return self.run_transaction(op, pending);
-        }
-        // Other reads and queries need not wait for this call, so it leaves its queues now.
-        let collections = std::mem::take(&mut pending.collections);
-        self.leave_queues(&collections);
+    /// Executes a call whose data is loaded and whose turn it is.
+    fn run(&mut self, op: u64, mut pending: PendingCall) {
         match pending.call {
+            CoreCall::Transaction(..) => self.run_transaction(op, pending),
             CoreCall::Collections(reply) => {
                 send(reply, Ok(self.collections.keys().cloned().collect::<Vec<_>>()));
             }
             CoreCall::Look(cid, look, reply) => {
-                if self.loading_reads.remove(op, &cid) {
-                    self.run_first(&cid);
-                }
+                self.calls.finished_look(op, &cid);
                 let number = match pending.failed.take().or_else(|| self.doubt(&cid)) {
                     Some(error) => Err(error),
                     None => match self.collections.get(&cid) {
@@ -238,16 +175,12 @@ impl Core {
                     }
                     Ok(number) => {
                         if let Some((look, reply, needs)) = self.look(number, look, reply, &pending.loaded) {
-                            if let Look::Read(range) = &look {
-                                self.loading_reads.insert(op, &cid, &range.oid);
-                            }
                             pending.call = CoreCall::Look(cid, look, reply);
                             self.wait_for(op, pending, needs);
                         }
                     }
                 }
             }
-            CoreCall::Transaction(..) => {}
         }
     }
 
@@ -260,53 +193,44 @@ impl Core {
     }
 
     fn run_transaction(&mut self, op: u64, mut pending: PendingCall) {
-        if pending.failed.is_none() && self.commits.is_full() && self.poisoned.is_none() {
-            self.starved.push(op);
-            self.pending.insert(op, pending);
-            return;
-        }
-        if let CoreCall::Transaction(transaction, _) = &pending.call
-            && self.loading_reads.hold_up(transaction, &pending.collections)
-        {
-            // The transaction runs again when one of the reads has its metadata.
-            self.pending.insert(op, pending);
-            return;
-        }
         let failed = pending.failed.take().or_else(|| self.poisoned.clone().map(StoreError::Poisoned));
         let CoreCall::Transaction(transaction, reply) = pending.call else { return };
         let purse = purse(&transaction);
         let result = match failed {
             Some(error) => Err(Stop::Fail(error)),
+            None if self.calls.is_behind_in_log_queue(op) || !self.commits.admits(0) => Err(Stop::Log),
             None => self.apply(&transaction, &pending.loaded, &pending.stages),
         };
         pending.call = CoreCall::Transaction(transaction, reply);
+        if let Err(Stop::Log) = result {
+            return self.calls.wait_for_log(op, pending);
+        }
+        self.calls.leave_log_queue(op, &mut pending);
         match result {
             Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
             Err(Stop::Space(need)) if self.will_have(need, purse) && pending.parked < PARKS_MAX => {
                 pending.parked += 1;
-                self.starved.push(op);
-                self.pending.insert(op, pending);
+                self.calls.wait_for_space(op, pending);
             }
             Err(Stop::Checkpoint(_)) if self.may_ask_for_checkpoint(&mut pending) => {
                 self.commits.request_checkpoint();
-                self.starved.push(op);
-                self.pending.insert(op, pending);
+                self.calls.wait_for_space(op, pending);
             }
             other => {
-                self.leave_queues(&pending.collections);
+                self.calls.finished_transaction(op, &pending.collections);
                 let CoreCall::Transaction(_, reply) = pending.call else { return };
                 match other {
-                    Ok(outcome) => {
+                    Ok((effect, record)) => {
                         let group = self.commits.next_group();
                         self.changed_in.extend(pending.collections.into_iter().map(|cid| (cid, group)));
-                        self.commit(outcome, reply);
+                        self.commit(effect, record, reply);
                     }
                     Err(Stop::Fail(error) | Stop::Checkpoint(error)) => drop(reply.send(Err(error))),
                     Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need, purse)))),
-                    Err(Stop::Need(_)) => {}
+                    Err(Stop::Need(_) | Stop::Log) => {}
                 }
                 for id in pending.stages {
-                    if let Some(stage) = self.stages.get_mut(&id) {
+                    if let Some(stage) = self.stages.get_mut(id) {
                         stage.users -= 1;
                     }
                     self.drop_stage(id);
@@ -324,12 +248,14 @@ impl Core {
         pending.checkpoints <= CHECKPOINTS_MAX
     }
 
+    /// Computes the effects of a transaction, and allocates its blocks. Returns the effects and the
+    /// encoded record for the log.
     fn apply(
         &mut self,
         transaction: &Transaction,
         loaded: &Loaded,
         usable: &[u64],
-    ) -> std::result::Result<TransactionEffect, Stop> {
+    ) -> std::result::Result<(TransactionEffect, Vec<u8>), Stop> {
         let commits = &self.commits;
         let deferred = |block| commits.deferred(block);
         let context = Context {
@@ -340,12 +266,16 @@ impl Core {
             usable_stages: usable,
             deferred: &deferred,
             data_blocks: self.superblock.data_blocks(),
-            max_record: self.commits.max_record(),
+            max_record: self.commits.log().max_record(),
         };
         let mut apply = Apply::new(context, &mut self.alloc, purse(transaction), self.next_nid);
         let result = apply.run(transaction);
         let (allocated, changed) = (std::mem::take(&mut apply.allocated), apply.changed_bytes());
-        let result = result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome));
+        let result = result.and_then(|effect| {
+            self.admit(transaction, changed)?;
+            let record = effect.record.encode();
+            if self.commits.admits(record.len()) { Ok((effect, record)) } else { Err(Stop::Log) }
+        });
         if result.is_err() {
             allocated.into_iter().for_each(|e| self.alloc.free(e));
         }
@@ -386,25 +316,25 @@ impl Core {
     }
 
     /// Makes a transaction's effects visible and starts their writes.
-    fn commit(&mut self, mut outcome: TransactionEffect, reply: ReplySender) {
-        for (cid, number) in std::mem::take(&mut outcome.collections) {
+    fn commit(&mut self, effect: TransactionEffect, record: Vec<u8>, reply: ReplySender) {
+        self.commits.push(&effect, record, reply);
+        for (cid, number) in effect.collections {
             match number {
                 Some(number) => drop(self.collections.insert(cid, number)),
                 None => drop(self.collections.remove(&cid)),
             }
         }
-        self.next_nid = outcome.record.next_nid;
-        for (id, first, count) in &outcome.taken {
+        self.next_nid = effect.record.next_nid;
+        for (id, first, count) in &effect.taken {
             self.take_staged(id.0, *first, *count);
         }
-        for extent in &outcome.record.allocs {
+        for extent in &effect.record.allocs {
             self.taken.set(*extent, true);
         }
-        for extent in &outcome.record.frees {
+        for extent in &effect.record.frees {
             self.taken.set(*extent, false);
         }
-        self.commits.push(&outcome, reply);
-        self.view.apply(outcome.record.puts);
+        self.view.apply(effect.record.puts);
         if self.view.presence_outgrown() {
             self.scan(Presence::first_piece());
         }
@@ -423,7 +353,7 @@ impl Core {
             metrics::counter!("outboard_store_index_loads_total").increment(1);
             self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs: index });
         }
-        self.pending.insert(op, pending);
+        self.calls.wait_for_loads(op, pending);
     }
 
     /// Makes the target refuse writes if a read of the index has found that an earlier write has failed.
@@ -443,7 +373,7 @@ impl Core {
             self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs });
             return;
         }
-        let Some(pending) = self.pending.get_mut(&op) else { return };
+        let Some(pending) = self.calls.get_mut(op) else { return };
         pending.loading -= 1;
         match found {
             Err(error) => pending.failed = Some(error),
@@ -462,24 +392,23 @@ impl Core {
                 }
             }
         }
-        self.runnable.push_back(op);
+        self.calls.run_again(op);
     }
 
     fn read_block(&mut self, op: u64, block: u64) {
         let (whole, mut segments) = SplitBuffer::split(self.buffer(BLOCK as usize), &[BLOCK as usize]);
-        let id = self.next_id();
-        self.io.insert(id, Purpose::Block { op, block, whole });
+        let id = self.requests.add(Purpose::Block { op, block, whole });
         if let Some(segment) = segments.pop() {
             self.submit_read(id, Extent { start: block, len: 1 }, segment);
         }
     }
 
     fn io_done(&mut self, IoDone { id, result }: IoDone) {
-        let Some(purpose) = self.io.remove(&id) else { return };
+        let Some(purpose) = self.requests.complete(id) else { return };
         match purpose {
             Purpose::Read { read } => self.read_done(read, result),
             Purpose::Block { op, block, whole } => {
-                let Some(pending) = self.pending.get_mut(&op) else { return };
+                let Some(pending) = self.calls.get_mut(op) else { return };
                 pending.loading -= 1;
                 match (result, whole.into_buffer()) {
                     (Ok(()), Some(buffer)) => drop(pending.loaded.blocks.insert(block, buffer.freeze())),
@@ -490,7 +419,7 @@ impl Core {
                         pending.failed = Some(StoreError::Io("a read buffer is still in use".into()))
                     }
                 }
-                self.runnable.push_back(op);
+                self.calls.run_again(op);
             }
             Purpose::Data { blocks, group } => {
                 self.write_done(blocks, &result);

@@ -34,18 +34,76 @@ pub(crate) struct Checkpoint {
 /// index.
 pub(crate) type CheckpointOutcome = (Meta, Superblock, IndexSpace);
 
+/// Receives the progress of a checkpoint, in thousandths. Any thread may call it.
+pub(crate) type ProgressReport = Arc<dyn Fn(u64) + Send + Sync>;
+
+/// A part of a checkpoint, for reports of its progress.
+#[derive(Clone)]
+pub(crate) struct CheckpointPart {
+    report: ProgressReport,
+    /// Progress of the checkpoint at the begin and at the end of the part, in thousandths.
+    from: u64,
+    to: u64,
+}
+
+impl std::fmt::Debug for CheckpointPart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CheckpointPart").field("from", &self.from).field("to", &self.to).finish()
+    }
+}
+
+impl CheckpointPart {
+    /// The whole checkpoint.
+    pub(crate) fn whole(report: ProgressReport) -> CheckpointPart {
+        CheckpointPart { report, from: 0, to: 1000 }
+    }
+
+    /// A checkpoint whose progress is of no interest.
+    pub(crate) fn silent() -> CheckpointPart {
+        CheckpointPart::whole(Arc::new(|_| {}))
+    }
+
+    /// The part from `from` to `to`, which are shares of this part in thousandths.
+    pub(crate) fn part(&self, from: u64, to: u64) -> CheckpointPart {
+        CheckpointPart { report: Arc::clone(&self.report), from: self.at(from, 1000), to: self.at(to, 1000) }
+    }
+
+    fn at(&self, done: u64, total: u64) -> u64 {
+        self.from + (self.to - self.from) * done.min(total) / total.max(1)
+    }
+
+    /// Reports that `done` of `total` steps of this part are complete.
+    pub(crate) fn report(&self, done: u64, total: u64) {
+        (self.report)(self.at(done, total));
+    }
+
+    /// Like [`report`](Self::report), for many small steps: reports only the last step of each
+    /// hundredth of the checkpoint. The caller reports each step.
+    pub(crate) fn step(&self, done: u64, total: u64) {
+        let hundredth = |done| self.at(done, total) / 10;
+        if done > 0 && hundredth(done) > hundredth(done - 1) {
+            self.report(done, total);
+        }
+    }
+}
+
 impl Checkpoint {
-    /// Runs the checkpoint and blocks the calling thread. A crash at any time is harmless, because
-    /// the log keeps all changes until the index has committed them.
+    /// Runs the checkpoint and blocks the calling thread. Reports the progress to `whole`. A crash at
+    /// any time is harmless, because the log keeps all changes until the index has committed them.
     ///
     /// # Errors
     /// If the drive fails, or the index is damaged or full. The index may then have some of the
     /// changes, but the log still has all of them.
-    pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<CheckpointOutcome> {
+    pub(crate) fn run(
+        mut self,
+        drive: &dyn Drive,
+        index: &Index,
+        whole: &CheckpointPart,
+    ) -> Result<CheckpointOutcome> {
         self.write_deferred(drive)?;
         let bitmap: Changes =
             self.bitmap.drain(..).map(|(page, bytes)| (key::bitmap(page), Some(bytes))).collect();
-        index.apply(&self.changes, &bitmap, &self.meta)?;
+        index.apply(&self.changes, &bitmap, &self.meta, whole)?;
         self.superblock.index_header = index.header_number();
         self.superblock.write(drive)?;
         Ok((self.meta, self.superblock, index.space()))

@@ -9,17 +9,12 @@
 //! the checksums of their old content. A later group records that the group with the freeing
 //! transaction was flushed. When this later group is durable, the store may reuse the blocks.
 
-use std::sync::Arc;
-
-use base::block::BLOCK_SIZE;
-
-use super::checkpoint::Checkpoint;
-use super::commits::{CommitGroup, Quarantined};
-use super::core::{Core, Purpose};
-use super::extent::total;
+use super::checkpoint::{Checkpoint, CheckpointOutcome};
+use super::core::{Core, Lifecycle};
 use super::io::{IoOp, IoRequest};
-use super::log::{GROUP_SECTORS, encode_group, group_sectors};
 use super::messages::{BlockingWork, send};
+use super::records::Meta;
+use super::requests::Purpose;
 use super::superblock::SECTOR;
 use super::transfers::MAX_WRITE;
 use crate::{Result, StoreError};
@@ -37,14 +32,20 @@ impl Core {
     /// Advances the commits in progress as far as possible.
     pub(crate) fn commit_step(&mut self) {
         if self.poisoned.is_none() {
-            if self.commits.write_bytes > GATHERED {
+            if self.commits.write_bytes() > GATHERED {
                 self.write_data();
             }
-            let due = !self.commits.records.is_empty() || (self.is_starved() && self.commits.wants_witness());
+            let due = self.commits.has_transactions() || (self.is_starved() && self.commits.wants_witness());
             if due {
                 self.form_group();
             }
-            self.flush();
+            if self.commits.begin_flush() {
+                let id = self.requests.add(Purpose::Flush);
+                self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
+            }
+            if self.calls.awaits_log() && self.commits.log().used().0 > 0 {
+                self.commits.request_checkpoint();
+            }
         }
         self.checkpoint_step();
     }
@@ -55,165 +56,79 @@ impl Core {
     }
 
     /// Forms a group of all applied transactions and writes its data and log sectors. Does nothing
-    /// if it is too early for another group. If the log has no room, requests a checkpoint instead.
+    /// if it is too early for another group, or if the log has no room.
     pub(super) fn form_group(&mut self) {
-        // Use only half of the free space, because more keys may change before the checkpoint starts.
-        let space = self.index_space;
-        let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
-        let commits = &mut self.commits;
-        if commits.is_too_early() {
-            return;
-        }
-        let sectors = group_sectors(commits.record_bytes);
-        let used = commits.next - commits.log_start;
-        if used + sectors + GROUP_SECTORS > commits.ring {
-            commits.want_checkpoint = true;
+        if !self.commits.may_form_group() {
             return;
         }
         self.write_data();
-        let commits = &mut self.commits;
-        let records = std::mem::take(&mut commits.records);
-        let bytes = encode_group(self.log_generation, commits.next, commits.flushed, &records);
-        metrics::histogram!("outboard_store_group_transactions").record(records.len() as f64);
-        let number = commits.next_group;
-        let start = commits.next;
-        commits.next += sectors;
-        commits.next_group += 1;
-        if !records.is_empty() {
-            commits.content_end = commits.next;
-        }
-        commits.record_bytes = 0;
-        commits.progress = true;
-        let replies = std::mem::take(&mut commits.replies);
-        let extents = std::mem::take(&mut commits.frees);
-        if !extents.is_empty() {
-            commits.quarantined += total(&extents);
-            let period = self.reads.next_period();
-            commits.quarantine.push_back(Quarantined { extents, end: commits.next, period });
-        }
-        let group = CommitGroup { number, end: commits.next, flushed_through: commits.flushed, replies };
-        commits.groups.push_back(group);
-        let (keys, changed) = self.view.active();
-        if commits.needs_room() || changed > MAX_CHANGES || keys > max_keys {
-            commits.want_checkpoint = true;
-        }
-        if commits.deferred.len() * BLOCK_SIZE > commits.max_record() {
-            commits.want_checkpoint = true;
-        }
-        self.write_log(number, start, &bytes);
-    }
-
-    /// Writes a group's sectors. Splits the write if the group wraps around the end of the ring.
-    fn write_log(&mut self, group: u64, start: u64, sectors: &[u8]) {
-        let slot = start % self.commits.ring;
-        let first = sectors.len().min((self.commits.ring - slot) as usize * SECTOR);
-        let (head, tail) = sectors.split_at(first);
-        for (slot, part) in [(slot, head), (0, tail)] {
-            for (i, chunk) in part.chunks(MAX_WRITE).enumerate() {
+        let group = self.commits.form_group(self.log_generation, || self.reads.next_period());
+        for (slot, sectors) in group.parts {
+            for (i, chunk) in sectors.chunks(MAX_WRITE).enumerate() {
                 let offset = self.superblock.log.offset + slot * SECTOR as u64 + (i * MAX_WRITE) as u64;
-                let id = self.next_id();
-                self.commits.add_io(group);
-                self.io.insert(id, Purpose::Log { group });
                 let piece = self.bounce(chunk);
+                self.commits.add_io(group.number);
+                let id = self.requests.add(Purpose::Log { group: group.number });
                 self.output.io.push(IoRequest { id, offset, op: IoOp::Write(vec![piece]) });
             }
         }
+        // Use only half of the free space, because more keys may change before the checkpoint starts.
+        let space = self.index_space;
+        let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
+        let (keys, changed) = self.view.active();
+        if changed > MAX_CHANGES || keys > max_keys {
+            self.commits.request_checkpoint();
+        }
     }
 
-    /// Starts a flush of the groups that are completely written, unless a flush is in progress.
-    fn flush(&mut self) {
-        let commits = &mut self.commits;
-        if commits.flushing.is_some() {
-            return;
-        }
-        let written = commits.groups.iter().take_while(|g| !commits.outstanding.contains_key(&g.number));
-        let Some(last) = written.last().map(|g| g.number) else { return };
-        commits.flushing = Some(last);
-        if base::mutant!(AcknowledgeBeforeFlush) {
-            let covered = commits.groups.iter_mut().take_while(|group| group.number <= last);
-            covered.flat_map(|g| std::mem::take(&mut g.replies)).for_each(|reply| send(reply, Ok(())));
-        }
-        let id = self.next_id();
-        self.io.insert(id, Purpose::Flush);
-        self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
-    }
-
-    /// Takes freed blocks out of the quarantine if reusing them is safe. Returns whether waiting
-    /// calls should be tried again.
+    /// Frees blocks that have left the quarantine. Returns whether waiting calls should be tried
+    /// again.
     pub(crate) fn reclaim(&mut self) -> bool {
-        let mut progress = std::mem::take(&mut self.commits.progress);
-        if self.commits.deferred_frozen.as_ref().is_some_and(|d| !d.is_empty()) {
-            return progress;
-        }
-        let oldest = self.reads.oldest_period();
-        let witnessed = self.commits.witnessed;
-        let usable = |q: &&Quarantined| q.end <= witnessed && oldest.is_none_or(|o| o > q.period);
-        let count = self.commits.quarantine.iter().take_while(usable).count();
-        for freed in self.commits.quarantine.drain(..count) {
-            self.commits.quarantined -= total(&freed.extents);
-            freed.extents.into_iter().for_each(|e| self.alloc.free(e));
-            progress = true;
-        }
-        progress
+        let released = self.commits.reclaim(self.reads.oldest_period());
+        released.into_iter().for_each(|e| self.alloc.free(e));
+        self.commits.take_progress()
     }
 
     /// Whether calls wait for space or for room in the log while a checkpoint runs.
     pub(crate) fn awaits_checkpoint(&self) -> bool {
-        self.commits.checkpointing && self.is_starved()
+        self.commits.is_checkpointing() && self.is_starved()
     }
 
     /// If a checkpoint is requested, freezes the state for it. Starts a frozen checkpoint when the
     /// log is flushed up to the checkpoint's position.
     fn checkpoint_step(&mut self) {
-        let commits = &mut self.commits;
-        let busy = commits.frozen.is_some() || commits.checkpointing;
-        if commits.want_checkpoint && !busy && commits.records.is_empty() && self.poisoned.is_none() {
+        if self.poisoned.is_none() && self.commits.may_freeze() {
             self.freeze();
         }
-        if let Some((_, checkpoint)) = self.commits.frozen.take_if(|(end, _)| *end <= self.commits.flushed) {
-            self.commits.checkpointing = true;
+        if let Some(checkpoint) = self.commits.start_checkpoint() {
             self.output.work.push(BlockingWork::Checkpoint(checkpoint));
         }
     }
 
     /// Prepares a checkpoint of the current state.
     fn freeze(&mut self) {
-        self.commits.want_checkpoint = false;
-        let deferred = Arc::new(std::mem::take(&mut self.commits.deferred));
-        self.commits.deferred_frozen = Some(Arc::clone(&deferred));
         let mut superblock = self.superblock.clone();
         superblock.checkpoint += 1;
-        superblock.clean = self.closing.is_some() && self.is_idle() && self.commits.is_quiet();
-        let checkpoint = Checkpoint {
-            changes: self.view.freeze(),
-            bitmap: self.taken.take_dirty(),
-            deferred,
-            meta: super::records::Meta {
-                checkpoint: superblock.checkpoint,
-                log_generation: self.log_generation,
-                log_start: self.commits.next,
-                next_nid: self.next_nid,
-                index_used: None,
-            },
-            superblock,
-        };
-        self.commits.frozen = Some((self.commits.next, Box::new(checkpoint)));
+        superblock.clean = self.lifecycle.is_closing() && self.is_idle() && self.commits.is_quiet();
+        let (changes, bitmap) = (self.view.freeze(), self.taken.take_dirty());
+        let (log_generation, next_nid) = (self.log_generation, self.next_nid);
+        self.commits.freeze(|log_start, deferred| {
+            let checkpoint = superblock.checkpoint;
+            let meta = Meta { checkpoint, log_generation, log_start, next_nid, index_used: None };
+            Checkpoint { changes, bitmap, deferred, meta, superblock }
+        });
     }
 
     /// Handles the end of a checkpoint. Drops from memory the changes that the checkpoint has
     /// written, and frees the log space of these changes.
-    pub(crate) fn checkpointed(&mut self, result: Result<super::checkpoint::CheckpointOutcome>) {
-        self.commits.checkpointing = false;
+    pub(crate) fn checkpointed(&mut self, result: Result<CheckpointOutcome>) {
+        self.commits.checkpoint_ended(result.is_ok());
         match result {
             Ok((meta, superblock, space)) => {
                 self.superblock = superblock;
                 self.index_space = space;
                 self.generation += 1;
-                self.commits.log_start = meta.log_start;
-                self.commits.deferred_frozen = None;
-                self.commits.progress = true;
-                let (view, loaded) = self.loaded_mut();
-                view.thaw(meta.next_nid, loaded);
+                self.view.thaw(meta.next_nid, self.calls.loaded_mut());
                 metrics::counter!("outboard_store_checkpoints_total").increment(1);
             }
             Err(error) => self.poison(&format!("checkpoint ({error})")),
@@ -222,35 +137,25 @@ impl Core {
 
     /// Completes an unmount when no work is left.
     pub(crate) fn try_close(&mut self) {
-        if self.poisoned.is_some() {
-            // Drop the frozen checkpoint, because it waits for log sectors that will never be
-            // flushed.
-            self.commits.frozen = None;
-        }
-        if self.closing.is_none()
-            || self.commits.checkpointing
-            || self.commits.frozen.is_some()
-            || !self.is_idle()
-        {
+        if !self.lifecycle.is_closing() || self.commits.has_checkpoint() || !self.is_idle() {
             return;
         }
         if let Some(reason) = self.poisoned.clone() {
-            self.closed = true;
-            let reply = self.closing.take();
-            let error = StoreError::Poisoned(reason);
-            return drop(reply.map(|r| r.send(Err(error))));
+            return self.close(Err(StoreError::Poisoned(reason)));
         }
         if !self.commits.is_quiet() {
             return;
         }
         if self.superblock.clean {
-            self.closed = true;
-            if let Some(reply) = self.closing.take() {
-                send(reply, Ok(()));
-            }
-            return;
+            return self.close(Ok(()));
         }
         self.freeze();
         self.checkpoint_step();
+    }
+
+    fn close(&mut self, result: Result<()>) {
+        if let Lifecycle::Closing(reply) = std::mem::replace(&mut self.lifecycle, Lifecycle::Closed) {
+            send(reply, result);
+        }
     }
 }

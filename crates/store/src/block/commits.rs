@@ -1,239 +1,302 @@
-//! Commits in progress: groups of transactions, freed blocks in quarantine, and deferred blocks.
+//! [`Commits`]: the way of applied transactions to the log and to the index.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use base::collections::HashMap;
+use base::block::BLOCK_SIZE;
 use bytes::Bytes;
 
 use super::apply::TransactionEffect;
 use super::checkpoint::{Checkpoint, Deferred};
-use super::extent::{Extent, total};
-use super::log::{GROUP_SECTORS, group_sectors, record_bytes};
-use super::messages::{ReplySender, send};
+use super::extent::Extent;
+use super::groups::{CommitGroup, FormedGroup, GroupsInFlight, OpenGroup, acknowledge, fail_groups};
+use super::log::{encode_group, group_sectors, record_bytes};
+use super::log_space::LogSpace;
+use super::messages::ReplySender;
+use super::quarantine::Quarantine;
 use super::superblock::SECTOR;
 use crate::StoreError;
 
-/// A group whose writes were submitted, but that is not durable yet.
-#[derive(Debug)]
-pub(super) struct CommitGroup {
-    pub(super) number: u64,
-    /// Sequence number after the group's last sector.
-    pub(super) end: u64,
-    pub(super) flushed_through: u64,
-    pub(super) replies: Vec<ReplySender>,
-}
-
-/// Freed blocks in quarantine.
-#[derive(Debug)]
-pub(super) struct Quarantined {
-    pub(super) extents: Vec<Extent>,
-    /// The blocks must not be reused before the log records that all sectors before this sequence
-    /// number were flushed.
-    pub(super) end: u64,
-    /// The blocks must not be reused before all reads that started in this period or earlier have
-    /// ended.
-    pub(super) period: u64,
-}
-
-/// State of commits in progress.
+/// Transactions that were applied and are not in the index yet, and the blocks that they have freed.
+///
+/// A transaction belongs to the open group, then to a group in flight, and is then in the durable
+/// part of the log until a checkpoint has written its changes to the index.
 #[derive(Debug)]
 pub(crate) struct Commits {
-    /// Number of sectors in the log's ring.
-    pub(super) ring: u64,
-    /// Sequence number of the first sector that recovery still needs.
-    pub(super) log_start: u64,
-    /// Sequence number of the next group's first sector.
-    pub(super) next: u64,
-    pub(super) next_group: u64,
-    /// Records of applied transactions that belong to no group yet.
-    pub(super) records: Vec<Vec<u8>>,
-    pub(super) record_bytes: usize,
-    pub(super) replies: Vec<ReplySender>,
-    /// Data for which no write was submitted yet: first block and bytes.
-    pub(super) writes: Vec<(u64, Bytes)>,
-    pub(super) write_bytes: usize,
-    pub(super) frees: Vec<Extent>,
-    pub(super) groups: VecDeque<CommitGroup>,
-    /// Number of outstanding drive requests by group number. The next group, which is not formed
-    /// yet, may have requests, too.
-    pub(super) outstanding: HashMap<u64, usize>,
-    /// Number of the last group that the current flush covers.
-    pub(super) flushing: Option<u64>,
-    pub(super) flushed: u64,
-    /// Number of the last group that is durable.
-    pub(super) flushed_group: u64,
-    /// Sequence number after the last group that has transactions.
-    pub(super) content_end: u64,
-    /// Sequence number before which all sectors were flushed, according to the durable part of the
-    /// log.
-    pub(super) witnessed: u64,
-    pub(super) quarantine: VecDeque<Quarantined>,
-    pub(super) quarantined: u64,
-    pub(super) deferred: Deferred,
-    pub(super) deferred_frozen: Option<Arc<Deferred>>,
-    /// A checkpoint that waits for a flush of the log, and the sequence number up to which the log
-    /// must be flushed.
-    pub(super) frozen: Option<(u64, Box<Checkpoint>)>,
-    pub(super) checkpointing: bool,
-    pub(super) want_checkpoint: bool,
-    pub(super) progress: bool,
+    log: LogSpace,
+    open: OpenGroup,
+    groups: GroupsInFlight,
+    quarantine: Quarantine,
+    deferred: DeferredBlocks,
+    checkpoint: CheckpointState,
+    /// Whether a checkpoint should start as soon as possible.
+    wants_checkpoint: bool,
+    /// Whether calls that wait for room or for blocks should be tried again.
+    has_progress: bool,
+}
+
+/// State of the checkpoints. At most one checkpoint is in progress.
+#[derive(Debug)]
+enum CheckpointState {
+    Idle,
+    /// The state of the target is frozen for a checkpoint, which waits until the log is flushed up to
+    /// sector `position`.
+    Frozen {
+        position: u64,
+        checkpoint: Box<Checkpoint>,
+    },
+    Running,
+}
+
+/// Blocks whose content is in the log and was not written to the data area yet.
+#[derive(Debug, Default)]
+struct DeferredBlocks {
+    newest: Deferred,
+    /// The blocks that the checkpoint in progress writes.
+    frozen: Option<Arc<Deferred>>,
+}
+
+/// The log sectors of a group, which are to be written.
+#[derive(Debug)]
+pub(crate) struct GroupSectors {
+    /// Number of the group.
+    pub(crate) number: u64,
+    /// Parts of the log with their content: first slot of the ring, and sectors.
+    pub(crate) parts: Vec<(u64, Bytes)>,
 }
 
 impl Commits {
-    /// Creates the state for a log whose groups from `log_start` up to `next` are flushed and are not
+    /// Creates the state for a log whose groups, up to the next group of `log`, are flushed and not
     /// in the index yet. `deferred` are the deferred blocks of these groups.
-    pub(crate) fn new(log_start: u64, next: u64, ring: u64, deferred: Deferred) -> Commits {
+    pub(crate) fn new(log: LogSpace, deferred: Deferred) -> Commits {
         Commits {
-            ring,
-            log_start,
-            next,
-            next_group: 1,
-            records: Vec::new(),
-            record_bytes: 0,
-            replies: Vec::new(),
-            writes: Vec::new(),
-            write_bytes: 0,
-            frees: Vec::new(),
-            groups: VecDeque::new(),
-            outstanding: HashMap::default(),
-            flushing: None,
-            flushed: next,
-            flushed_group: 0,
-            content_end: next,
-            witnessed: next,
-            quarantine: VecDeque::new(),
-            quarantined: 0,
-            deferred,
-            deferred_frozen: None,
-            frozen: None,
-            checkpointing: false,
-            want_checkpoint: false,
-            progress: false,
+            log,
+            open: OpenGroup::default(),
+            groups: GroupsInFlight::new(),
+            quarantine: Quarantine::default(),
+            deferred: DeferredBlocks { newest: deferred, frozen: None },
+            checkpoint: CheckpointState::Idle,
+            wants_checkpoint: false,
+            has_progress: false,
         }
     }
 
-    /// Returns the maximum size of the changes of one transaction, in bytes.
-    pub(crate) fn max_record(&self) -> usize {
-        self.ring as usize * SECTOR / 4
+    /// Returns the positions in the log.
+    pub(crate) fn log(&self) -> &LogSpace {
+        &self.log
     }
 
-    /// Whether no more transactions can be applied until a group is formed or the log has room for
-    /// another transaction. Applied transactions must always fit into the log. A checkpoint makes
-    /// room in the log, but it begins only when all applied transactions are in the log.
-    pub(crate) fn is_full(&self) -> bool {
-        let most = self.max_record();
-        // The limit does not include a record's lists of blocks, so add a quarter for them.
-        let one_more = group_sectors(self.record_bytes + most + most / 4);
-        let used = self.next - self.log_start;
-        self.record_bytes > most / 2 || used + one_more + 2 * GROUP_SECTORS > self.ring
+    /// Whether a transaction with an encoded record of `record` bytes may be applied now. If not, it
+    /// can be applied after a group was formed, or when a checkpoint has made progress.
+    pub(crate) fn admits(&self, record: usize) -> bool {
+        let is_group_full = self.open.record_bytes() > self.log.max_record() / 2;
+        !is_group_full && self.log.admits(self.open.record_bytes() + record_bytes(record))
     }
 
-    /// Whether a checkpoint should start so that the log gets room. The rest of the log must suffice
-    /// for the transactions that arrive while the checkpoint runs.
-    pub(super) fn needs_room(&self) -> bool {
-        self.next - self.log_start > self.ring / 2 || self.is_full()
-    }
-
-    /// Requests a checkpoint, which starts as soon as possible.
-    pub(crate) fn request_checkpoint(&mut self) {
-        self.want_checkpoint = true;
-    }
-
-    /// Returns the number of the group that will contain the applied transactions.
-    pub(crate) fn next_group(&self) -> u64 {
-        self.next_group
-    }
-
-    /// Whether a group is durable.
-    pub(crate) fn is_durable(&self, group: u64) -> bool {
-        group <= self.flushed_group
-    }
-
-    /// Counts a submitted request of a group.
-    pub(crate) fn add_io(&mut self, group: u64) {
-        *self.outstanding.entry(group).or_default() += 1;
-    }
-
-    /// Counts a completed request of a group.
-    pub(crate) fn io_done(&mut self, group: u64) {
-        if let Some(left) = self.outstanding.get_mut(&group) {
-            *left -= 1;
-            if *left == 0 {
-                self.outstanding.remove(&group);
-            }
+    /// Adds an applied transaction with its encoded record.
+    pub(crate) fn push(&mut self, effect: &TransactionEffect, record: Vec<u8>, reply: ReplySender) {
+        self.open.push(effect, record, reply);
+        let deferred = &mut self.deferred.newest;
+        deferred.extend(effect.record.deferred.iter().cloned());
+        for block in effect.record.frees.iter().flat_map(|e| e.blocks()) {
+            deferred.remove(&block);
         }
-    }
-
-    /// Handles the completion of the current flush: acknowledges the transactions that it covers.
-    pub(crate) fn flushed(&mut self) {
-        let Some(last) = self.flushing.take() else { return };
-        let covered = self.groups.iter().take_while(|g| g.number <= last).count();
-        for group in self.groups.drain(..covered) {
-            (self.flushed, self.flushed_group) = (group.end, group.number);
-            self.witnessed = self.witnessed.max(group.flushed_through);
-            group.replies.into_iter().for_each(|reply| send(reply, Ok(())));
-        }
-    }
-
-    /// Fails every transaction that is not durable.
-    pub(crate) fn fail(&mut self, error: &StoreError) {
-        let groups = self.groups.iter_mut().flat_map(|g| std::mem::take(&mut g.replies));
-        let replies = groups.chain(std::mem::take(&mut self.replies));
-        replies.for_each(|reply| drop(reply.send(Err(error.clone()))));
-        self.writes.clear();
-        self.write_bytes = 0;
     }
 
     /// Returns the content of a block if the content was not written to the data area yet.
     pub(crate) fn deferred(&self, block: u64) -> Option<Bytes> {
-        self.deferred.get(&block).or_else(|| self.deferred_frozen.as_ref()?.get(&block)).cloned()
+        let DeferredBlocks { newest, frozen } = &self.deferred;
+        newest.get(&block).or_else(|| frozen.as_ref()?.get(&block)).cloned()
     }
 
-    /// Adds an applied transaction.
-    pub(crate) fn push(&mut self, outcome: &TransactionEffect, reply: ReplySender) {
-        let record = outcome.record.encode();
-        self.record_bytes += record_bytes(record.len());
-        self.records.push(record);
-        self.replies.push(reply);
-        self.write_bytes += outcome.writes.iter().map(|(_, data)| data.len()).sum::<usize>();
-        self.writes.extend(outcome.writes.iter().cloned());
-        self.frees.extend(&outcome.record.frees);
-        self.deferred.extend(outcome.record.deferred.iter().cloned());
-        for block in outcome.record.frees.iter().flat_map(|e| e.blocks()) {
-            self.deferred.remove(&block);
-        }
-    }
-
-    /// Returns the number of freed blocks that cannot be reused yet.
+    /// Number of freed blocks that cannot be reused yet.
     pub(crate) fn reclaimable(&self) -> u64 {
-        self.quarantined + total(&self.frees)
+        self.quarantine.blocks() + self.open.freed_blocks()
     }
 
-    /// Takes the data for which no write was submitted yet.
+    /// Number of bytes of data for which no write was submitted yet.
+    pub(crate) fn write_bytes(&self) -> usize {
+        self.open.write_bytes()
+    }
+
+    /// Takes the data for which no write was submitted yet: first block and bytes.
     pub(crate) fn take_writes(&mut self) -> Vec<(u64, Bytes)> {
-        self.write_bytes = 0;
-        std::mem::take(&mut self.writes)
+        self.open.take_writes()
     }
 
-    /// Whether the next group should wait, so that groups grow with the load. It waits while
-    /// another group is being written. It also waits while a group with more transactions than the
-    /// next group is being flushed.
-    pub(super) fn is_too_early(&self) -> bool {
-        match self.groups.back() {
-            None => false,
-            Some(last) if self.outstanding.contains_key(&last.number) => true,
-            Some(last) => self.groups.len() > 1 || self.records.len() < last.replies.len(),
-        }
+    /// Returns the number of the group that will contain the applied transactions.
+    pub(crate) fn next_group(&self) -> u64 {
+        self.groups.next_number()
+    }
+
+    /// Whether a group is durable.
+    pub(crate) fn is_durable(&self, group: u64) -> bool {
+        self.groups.is_durable(group)
+    }
+
+    /// Counts a submitted request of a group.
+    pub(crate) fn add_io(&mut self, group: u64) {
+        self.groups.add_io(group);
+    }
+
+    /// Counts a completed request of a group.
+    pub(crate) fn io_done(&mut self, group: u64) {
+        self.groups.io_done(group);
+    }
+
+    /// Whether transactions were applied that belong to no group yet.
+    pub(crate) fn has_transactions(&self) -> bool {
+        !self.open.is_empty()
     }
 
     /// Whether all applied transactions are durable.
-    pub(super) fn is_quiet(&self) -> bool {
-        self.records.is_empty() && self.groups.is_empty()
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.open.is_empty() && self.groups.is_empty()
     }
 
-    /// Whether the log does not record yet that its whole content was flushed.
+    /// Whether the log does not state yet that its whole content was flushed, and no group is in
+    /// progress that could state it.
     pub(crate) fn wants_witness(&self) -> bool {
-        self.is_quiet() && self.witnessed < self.content_end
+        self.is_quiet() && self.log.wants_witness()
+    }
+
+    /// Whether a group may be formed now. If the log has no room for the group, requests a
+    /// checkpoint. If a group may be formed, the caller submits the writes of the transactions' data
+    /// ([`take_writes`](Self::take_writes)), and then forms the group
+    /// ([`form_group`](Self::form_group)).
+    pub(crate) fn may_form_group(&mut self) -> bool {
+        if self.groups.is_too_early(self.open.transactions()) {
+            return false;
+        }
+        let has_room = self.log.fits(group_sectors(self.open.record_bytes()));
+        self.wants_checkpoint |= !has_room;
+        has_room
+    }
+
+    /// Forms a group of all applied transactions in the log generation `generation`. Reads that
+    /// started in `period` or earlier may still read the blocks that the transactions free. Requests
+    /// a checkpoint if the log should get room.
+    pub(crate) fn form_group(&mut self, generation: u64, period: impl FnOnce() -> u64) -> GroupSectors {
+        let sectors = group_sectors(self.open.record_bytes());
+        let FormedGroup { records, replies, frees } = self.open.form();
+        metrics::histogram!("outboard_store_group_transactions").record(records.len() as f64);
+        let flushed_through = self.log.flushed();
+        let start = self.log.append(sectors, !records.is_empty());
+        let end = start + sectors;
+        let mut bytes = encode_group(generation, start, flushed_through, &records).freeze();
+        let number = self.groups.push(CommitGroup { end, flushed_through, replies });
+        if !frees.is_empty() {
+            self.quarantine.add(frees, end, period());
+        }
+        self.has_progress = true;
+        self.wants_checkpoint |=
+            self.log.needs_room() || self.deferred.newest.len() * BLOCK_SIZE > self.log.max_record();
+        let slots = self.log.slots(start, sectors).into_iter().filter(|(_, sectors)| *sectors > 0);
+        let parts = slots.map(|(slot, sectors)| (slot, bytes.split_to(sectors as usize * SECTOR)));
+        GroupSectors { number, parts: parts.collect() }
+    }
+
+    /// Returns whether a flush should be submitted: groups are completely written, and no flush is in
+    /// progress. The caller then submits the flush.
+    pub(crate) fn begin_flush(&mut self) -> bool {
+        let begins = self.groups.begin_flush();
+        if begins && base::mutant!(AcknowledgeBeforeFlush) {
+            self.groups.acknowledge_early();
+        }
+        begins
+    }
+
+    /// Handles the completion of the current flush: acknowledges the transactions that it covers.
+    pub(crate) fn flushed(&mut self) {
+        for group in self.groups.flushed() {
+            self.log.flushed_group(group.end, group.flushed_through);
+            acknowledge(group.replies);
+        }
+    }
+
+    /// Fails every transaction that is not durable. No further group becomes durable.
+    pub(crate) fn fail(&mut self, error: &StoreError) {
+        fail_groups(&mut self.open, &mut self.groups, error);
+        // The frozen checkpoint waits for log sectors that will never be flushed.
+        if let CheckpointState::Frozen { .. } = self.checkpoint {
+            self.checkpoint = CheckpointState::Idle;
+        }
+    }
+
+    /// Returns freed blocks that may be reused now. `oldest` is the period of the oldest read in
+    /// progress.
+    pub(crate) fn reclaim(&mut self, oldest: Option<u64>) -> Vec<Extent> {
+        // The checkpoint in progress still writes to its deferred blocks.
+        if self.deferred.frozen.as_ref().is_some_and(|frozen| !frozen.is_empty()) {
+            return Vec::new();
+        }
+        let released = self.quarantine.release(self.log.witnessed(), oldest);
+        self.has_progress |= !released.is_empty();
+        released
+    }
+
+    /// Returns whether calls that wait for room or for blocks should be tried again.
+    pub(crate) fn take_progress(&mut self) -> bool {
+        std::mem::take(&mut self.has_progress)
+    }
+
+    /// Requests a checkpoint, which starts as soon as possible.
+    pub(crate) fn request_checkpoint(&mut self) {
+        self.wants_checkpoint = true;
+    }
+
+    /// Whether a checkpoint was requested and can be prepared now.
+    pub(crate) fn may_freeze(&self) -> bool {
+        self.wants_checkpoint && self.open.is_empty() && matches!(self.checkpoint, CheckpointState::Idle)
+    }
+
+    /// Whether a checkpoint is prepared or running.
+    pub(crate) fn has_checkpoint(&self) -> bool {
+        !matches!(self.checkpoint, CheckpointState::Idle)
+    }
+
+    /// Whether a checkpoint is running.
+    pub(crate) fn is_checkpointing(&self) -> bool {
+        matches!(self.checkpoint, CheckpointState::Running)
+    }
+
+    /// Prepares a checkpoint of the current state. `make` creates the checkpoint from its position in
+    /// the log and the deferred blocks.
+    pub(crate) fn freeze(&mut self, make: impl FnOnce(u64, Arc<Deferred>) -> Checkpoint) {
+        assert!(!self.has_checkpoint() && self.open.is_empty(), "checkpoints do not overlap: {self:?}");
+        self.wants_checkpoint = false;
+        let deferred = Arc::new(std::mem::take(&mut self.deferred.newest));
+        self.deferred.frozen = Some(Arc::clone(&deferred));
+        let position = self.log.next();
+        self.log.checkpoint_began(position);
+        let checkpoint = Box::new(make(position, deferred));
+        self.checkpoint = CheckpointState::Frozen { position, checkpoint };
+    }
+
+    /// Returns the prepared checkpoint if the log is flushed up to its position. The caller runs it.
+    pub(crate) fn start_checkpoint(&mut self) -> Option<Box<Checkpoint>> {
+        match &self.checkpoint {
+            CheckpointState::Frozen { position, .. } if *position <= self.log.flushed() => {}
+            _ => return None,
+        }
+        match std::mem::replace(&mut self.checkpoint, CheckpointState::Running) {
+            CheckpointState::Frozen { checkpoint, .. } => Some(checkpoint),
+            CheckpointState::Idle | CheckpointState::Running => None,
+        }
+    }
+
+    /// Records the progress of the checkpoint, in thousandths.
+    pub(crate) fn checkpoint_advanced(&mut self, progress: u64) {
+        self.log.checkpoint_advanced(progress);
+        self.has_progress = true;
+    }
+
+    /// Records that the checkpoint has ended. If it has failed, its changes stay in the log.
+    pub(crate) fn checkpoint_ended(&mut self, succeeded: bool) {
+        self.checkpoint = CheckpointState::Idle;
+        if succeeded {
+            self.log.checkpoint_ended();
+            self.deferred.frozen = None;
+            self.has_progress = true;
+        }
     }
 }

@@ -4,9 +4,7 @@
 //! It puts drive requests and [`BlockingWork`] into [`CoreOutput`], from which the driver takes
 //! them. A test can therefore deliver events to the core in any order.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::collections::BTreeMap;
 
 use base::block::BLOCK;
 use base::collections::HashMap;
@@ -16,14 +14,15 @@ use base::pool::BufferPool;
 use super::alloc::{Allocator, Purse};
 use super::bitmap::Bitmap;
 use super::commits::Commits;
-use super::extent::{Extent, total};
-use super::io::SplitBuffer;
+use super::log_space::LogSpace;
 use super::messages::{BlockingWork, CoreOutput, ReplySender};
 use super::need::Need;
 use super::presence::Presence;
-use super::reads::{BlockAccess, LoadingReads, Look};
+use super::queues::CallQueues;
+use super::reads::{BlockAccess, Look};
 use super::recovery::ReadyTarget;
-use super::staged::{Stage, StageWrite, WaitingStage};
+use super::requests::Requests;
+use super::staged::Stages;
 use super::superblock::Superblock;
 use super::usage::IndexSpace;
 use super::view::{IndexView, Loaded};
@@ -36,6 +35,7 @@ pub(crate) const SCAN: u64 = 0;
 #[derive(Debug)]
 pub(crate) struct PendingCall {
     pub(crate) call: CoreCall,
+    /// The collections of a transaction.
     pub(crate) collections: Vec<CollectionId>,
     /// Stages that the call names and that were not released when the call arrived. The store keeps
     /// these stages until the call is complete.
@@ -43,6 +43,10 @@ pub(crate) struct PendingCall {
     pub(crate) loaded: Loaded,
     /// Number of outstanding loads.
     pub(crate) loading: usize,
+    /// Number of transactions that the read or query waits for.
+    pub(crate) waits_for: usize,
+    /// Whether the transaction waits for room in the log.
+    pub(crate) is_in_log_queue: bool,
     /// Number of times that the call has waited because too few blocks were free.
     pub(crate) parked: u32,
     /// Number of checkpoints that the call has waited for.
@@ -52,28 +56,30 @@ pub(crate) struct PendingCall {
     pub(crate) failed: Option<StoreError>,
 }
 
+impl PendingCall {
+    /// A call that has just arrived.
+    pub(crate) fn new(call: CoreCall, collections: Vec<CollectionId>, stages: Vec<u64>) -> PendingCall {
+        PendingCall {
+            call,
+            collections,
+            stages,
+            loaded: Loaded::default(),
+            loading: 0,
+            waits_for: 0,
+            is_in_log_queue: false,
+            parked: 0,
+            checkpoints: 0,
+            asked_in: None,
+            failed: None,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) enum CoreCall {
     Transaction(Transaction, ReplySender),
     Look(CollectionId, Look, ReplySender),
     Collections(ReplySender),
-}
-
-/// Purpose of an I/O request.
-#[derive(Debug)]
-pub(crate) enum Purpose {
-    /// Data of the transactions of a commit group.
-    Data { blocks: Extent, group: u64 },
-    /// Staged data, with the numbers of the commit groups that wait until it is written.
-    Stage { blocks: Extent, write: u64, groups: Vec<u64> },
-    /// A part of the log sectors of a commit group.
-    Log { group: u64 },
-    /// A flush.
-    Flush,
-    /// A run of blocks of a read.
-    Read { read: u64 },
-    /// A block that a call reads to merge new data into it.
-    Block { op: u64, block: u64, whole: SplitBuffer },
 }
 
 /// Memory limits of a mounted target.
@@ -98,6 +104,29 @@ impl MemoryLimits {
     }
 }
 
+/// Whether a target accepts calls.
+#[derive(Debug)]
+pub(crate) enum Lifecycle {
+    Open,
+    /// The target is being unmounted. It completes the calls that it has accepted.
+    Closing(ReplySender),
+    Closed,
+}
+
+impl Lifecycle {
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(self, Lifecycle::Open)
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        matches!(self, Lifecycle::Closing(_))
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        matches!(self, Lifecycle::Closed)
+    }
+}
+
 /// The state of a mounted target.
 #[derive(Debug)]
 pub(crate) struct Core {
@@ -109,21 +138,11 @@ pub(crate) struct Core {
     pub(crate) taken: Bitmap,
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
-    pub(crate) stages: HashMap<u64, Stage>,
-    /// The highest stage number assigned so far. The target's handle also assigns stage numbers.
-    pub(crate) last_stage: Arc<AtomicU64>,
-    pub(crate) stage_writes: HashMap<u64, StageWrite>,
-    pub(crate) waiting_stages: VecDeque<WaitingStage>,
-    pub(crate) queues: HashMap<CollectionId, VecDeque<u64>>,
-    pub(crate) pending: HashMap<u64, PendingCall>,
-    pub(crate) runnable: VecDeque<u64>,
-    /// Calls that wait for free blocks or for room in the log or the index.
-    pub(crate) starved: Vec<u64>,
+    pub(crate) stages: Stages,
+    pub(crate) calls: CallQueues,
     pub(crate) commits: Commits,
-    pub(crate) loading_reads: LoadingReads,
     pub(crate) reads: BlockAccess,
-    pub(crate) io: HashMap<u64, Purpose>,
-    pub(crate) next_id: u64,
+    pub(crate) requests: Requests,
     /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
@@ -131,8 +150,7 @@ pub(crate) struct Core {
     pub(crate) poisoned: Option<String>,
     /// For each collection, the number of the commit group that contains its last transaction.
     pub(crate) changed_in: HashMap<CollectionId, u64>,
-    pub(crate) closing: Option<ReplySender>,
-    pub(crate) closed: bool,
+    pub(crate) lifecycle: Lifecycle,
     pub(crate) output: CoreOutput,
 }
 
@@ -149,6 +167,7 @@ impl Core {
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
         let presence = Presence::new(index_space.total - index_space.free);
+        let log = LogSpace::new(meta.log_start, target.log_next, superblock.log_sectors());
         let mut core = Core {
             log_generation: target.log_generation,
             view: IndexView::new(meta.next_nid, limits.value_bytes, presence),
@@ -156,26 +175,17 @@ impl Core {
             taken,
             collections,
             next_nid: target.next_nid,
-            stages: HashMap::default(),
-            last_stage: Arc::default(),
-            stage_writes: HashMap::default(),
-            waiting_stages: VecDeque::new(),
-            queues: HashMap::default(),
-            pending: HashMap::default(),
-            runnable: VecDeque::new(),
-            starved: Vec::new(),
-            commits: Commits::new(meta.log_start, target.log_next, superblock.log_sectors(), deferred),
-            loading_reads: LoadingReads::default(),
+            stages: Stages::default(),
+            calls: CallQueues::default(),
+            commits: Commits::new(log, deferred),
             reads: BlockAccess::default(),
-            io: HashMap::default(),
-            next_id: 1,
+            requests: Requests::new(),
             generation: 0,
             pool: BufferPool::new(arena, 0, largest),
             index_space,
             poisoned: None,
             changed_in: HashMap::default(),
-            closing: None,
-            closed: false,
+            lifecycle: Lifecycle::Open,
             output: CoreOutput::default(),
             superblock,
         };
@@ -196,33 +206,24 @@ impl Core {
         });
     }
 
-    pub(crate) fn next_id(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
-    }
-
     /// Number of calls that wait for their turn, for a load, for free blocks or for a checkpoint.
     #[cfg(test)]
     pub(crate) fn queue_len(&self) -> usize {
-        self.pending.len()
+        self.calls.len()
     }
 
     /// Whether no call, read or drive request is in progress.
     pub(crate) fn is_idle(&self) -> bool {
-        self.pending.is_empty()
-            && self.io.is_empty()
+        self.calls.is_empty()
+            && self.requests.is_empty()
             && self.reads.is_empty()
-            && self.waiting_stages.is_empty()
+            && !self.stages.has_waiting()
     }
 
     /// Whether calls wait for free blocks, or for room in the log or the index. If so, the store
     /// should make freed blocks usable soon.
     pub(crate) fn is_starved(&self) -> bool {
-        !self.starved.is_empty() || !self.waiting_stages.is_empty()
-    }
-
-    pub(crate) fn loaded_mut(&mut self) -> (&mut IndexView, impl Iterator<Item = &mut Loaded>) {
-        (&mut self.view, self.pending.values_mut().map(|p| &mut p.loaded))
+        self.calls.is_starved() || self.stages.has_waiting()
     }
 
     pub(crate) fn data_offset(&self, block: u64) -> u64 {
@@ -230,12 +231,11 @@ impl Core {
     }
 
     pub(crate) fn space(&self) -> Space {
-        let staged: u64 = self.stages.values().filter(|s| !s.released).map(|s| total(&s.unnamed())).sum();
         let (free_extents, largest) = self.alloc.summary();
         Space {
             total: self.superblock.data.len,
             free: self.alloc.free_blocks(Purse::Ordinary, self.commits.reclaimable()) * BLOCK,
-            staged: staged * BLOCK,
+            staged: self.stages.staged_blocks() * BLOCK,
             free_extents,
             largest_free_extent: largest * BLOCK,
             index_free: self.index_space.free,
@@ -253,8 +253,8 @@ impl Core {
             self.alloc.room().close();
         }
         self.commits.fail(&StoreError::Poisoned(reason.to_owned()));
-        self.runnable.extend(std::mem::take(&mut self.starved));
-        for waiting in std::mem::take(&mut self.waiting_stages) {
+        self.calls.run_all_starved();
+        for waiting in self.stages.take_waiting() {
             let _ = waiting.reply.send(Err(StoreError::Poisoned(reason.to_owned())));
         }
     }

@@ -31,12 +31,15 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()>;
     /// Writes all pieces, which are sorted by their offsets and do not overlap, in any order. The
     /// data is durable after a [`flush`](Drive::flush) that starts after this method has returned.
-    /// After an error, any of the pieces may be on the drive.
-    fn write_all(&self, pieces: &[WritePiece<'_>]) -> io::Result<()> {
+    /// After an error, any of the pieces may be on the drive. Calls `completed` with the number of
+    /// bytes of each part that was written.
+    fn write_all(&self, pieces: &[WritePiece], completed: &mut dyn FnMut(usize)) -> io::Result<()> {
         batch::runs(pieces).try_for_each(|run| {
             let mut data = vec![0; run.iter().map(|piece| piece.data.len()).sum()];
             batch::gather(run, &mut data);
-            self.write_at(run[0].offset, &data)
+            self.write_at(run[0].offset, &data)?;
+            completed(data.len());
+            Ok(())
         })
     }
     /// Makes all completed writes durable.
@@ -310,8 +313,11 @@ impl Drive for FileDrive {
         result
     }
 
-    fn write_all(&self, pieces: &[WritePiece<'_>]) -> io::Result<()> {
-        batch::write(self, pieces, DriveCalls::returned)
+    fn write_all(&self, pieces: &[WritePiece], completed: &mut dyn FnMut(usize)) -> io::Result<()> {
+        batch::write(self, pieces, |bytes| {
+            DriveCalls::returned();
+            completed(bytes);
+        })
     }
 
     fn flush(&self) -> io::Result<()> {

@@ -122,7 +122,7 @@ impl DriverOn<Hardware> {
     /// Processes all new events, then sleeps until the next event if no work is left.
     fn turn_alone(&mut self, shared: &MailboxState) -> io::Result<()> {
         self.work()?;
-        if self.core.closed {
+        if self.core.lifecycle.is_closed() {
             return Ok(());
         }
         let timeout = self.is_quiet().then_some(IDLE);
@@ -216,7 +216,7 @@ impl<B: DriverBackend> DriverOn<B> {
     }
 
     fn is_over(&self) -> bool {
-        self.core.closed || self.mailbox.shared.abandoned.load(Ordering::SeqCst)
+        self.core.lifecycle.is_closed() || self.mailbox.shared.abandoned.load(Ordering::SeqCst)
     }
 
     /// Whether no work is in progress, but the log does not record yet that the whole log was

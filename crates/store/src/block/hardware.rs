@@ -13,6 +13,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::backend::DriverBackend;
+use super::checkpoint::CheckpointPart;
 use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoRequest};
@@ -172,9 +173,13 @@ pub(super) fn checkpoint_thread(number: usize) -> String {
 
 fn checkpointer(jobs: &mpsc::Receiver<BlockingWork>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
     mailbox.shared.checkpoint_calls.count_this_thread();
+    let to_core = mailbox.clone();
+    let whole = CheckpointPart::whole(Arc::new(move |progress| {
+        to_core.event(CoreEvent::CheckpointAdvanced(progress));
+    }));
     while let Ok(job) = jobs.recv() {
         if let BlockingWork::Checkpoint(checkpoint) = job {
-            mailbox.event(CoreEvent::Checkpointed(checkpoint.run(drive, index)));
+            mailbox.event(CoreEvent::Checkpointed(checkpoint.run(drive, index, &whole)));
         }
     }
 }

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use bytes::Bytes;
 use redb::{Builder, Database, ReadableDatabase, StorageBackend, TableDefinition};
 
+use super::checkpoint::CheckpointPart;
 use super::records::{Meta, corrupt, key};
 use super::region::{Damage, IndexRegion};
 use super::usage::{IndexSpace, IndexUsage};
@@ -231,12 +232,18 @@ impl Index {
     /// page on the path to a change is rewritten before the old page is free. Without enough room,
     /// this method first applies `changes` in steps, beginning with removals. A crash can then
     /// leave some changes together with the old `meta`. Replaying the log from the position in the
-    /// old `meta` leads to the same final state.
+    /// old `meta` leads to the same final state. Reports the progress to `whole`.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page that the call reads is damaged, [`StoreError::NoSpace`] if
     /// the region is full.
-    pub(crate) fn apply(&self, changes: &Changes, last: &Changes, meta: &Meta) -> Result<()> {
+    pub(crate) fn apply(
+        &self,
+        changes: &Changes,
+        last: &Changes,
+        meta: &Meta,
+        whole: &CheckpointPart,
+    ) -> Result<()> {
         let space = self.estimate();
         let count = changes.len() + last.len();
         if count > space.keys_in(space.free / 3) {
@@ -246,7 +253,7 @@ impl Index {
         // this commit replaces are free.
         if count <= space.keys_in(space.free / 4 * 3).max(STEP) && !always_in_steps() {
             let all: Vec<EntryChange<'_>> = changes.iter().chain(last).collect();
-            match self.commit(&all, Some(meta)) {
+            match self.commit(&all, Some(meta), whole) {
                 Err(StoreError::NoSpace { .. }) => {}
                 result => return result,
             }
@@ -257,19 +264,28 @@ impl Index {
         );
         let step = if always_in_steps() { STEP } else { space.keys_in(space.free / 3).max(STEP) };
         let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
-        self.apply_in_steps(&removed, step)?;
-        self.apply_in_steps(&set, step)?;
-        self.commit(&last.iter().collect::<Vec<_>>(), Some(meta))
+        let share = (900 * removed.len() / changes.len().max(1)) as u64;
+        self.apply_in_steps(&removed, step, &whole.part(0, share))?;
+        self.apply_in_steps(&set, step, &whole.part(share, 900))?;
+        self.commit(&last.iter().collect::<Vec<_>>(), Some(meta), &whole.part(900, 1000))
     }
 
     /// Applies changes in several commits with up to `step` changes each. If the region has too
     /// little room for a commit, the next commits have fewer changes.
-    fn apply_in_steps(&self, mut changes: &[EntryChange<'_>], mut step: usize) -> Result<()> {
-        let mut has_freed = false;
+    fn apply_in_steps(
+        &self,
+        mut changes: &[EntryChange<'_>],
+        mut step: usize,
+        part: &CheckpointPart,
+    ) -> Result<()> {
+        let (mut has_freed, total) = (false, changes.len() as u64);
         while !changes.is_empty() {
             let (now, later) = changes.split_at(changes.len().min(step));
-            match self.commit(now, None) {
-                Ok(()) => (changes, has_freed) = (later, false),
+            match self.commit(now, None, &CheckpointPart::silent()) {
+                Ok(()) => {
+                    (changes, has_freed) = (later, false);
+                    part.report(total - later.len() as u64, total);
+                }
                 Err(StoreError::NoSpace { .. }) if !has_freed || step > STEP => {
                     self.free_replaced_pages()?;
                     has_freed = true;
@@ -283,12 +299,12 @@ impl Index {
 
     /// Frees the pages that the last commit has replaced. `redb` frees them in the next commit.
     fn free_replaced_pages(&self) -> Result<()> {
-        self.commit(&[], None)
+        self.commit(&[], None, &CheckpointPart::silent())
     }
 
     /// Applies all changes or none of them, and makes them durable. Writes `meta`, with the use of
-    /// the index, as the last change.
-    fn commit(&self, changes: &[EntryChange<'_>], meta: Option<&Meta>) -> Result<()> {
+    /// the index, as the last change. Reports the progress to `part`.
+    fn commit(&self, changes: &[EntryChange<'_>], meta: Option<&Meta>, part: &CheckpointPart) -> Result<()> {
         let usage = *self.usage();
         let usage = self.with(|database| {
             let mut usage = usage;
@@ -297,7 +313,9 @@ impl Index {
             transaction.set_quick_repair(true);
             {
                 let mut table = transaction.open_table(TABLE)?;
-                for (key, value) in changes {
+                let changed = part.part(0, 500);
+                for (number, (key, value)) in (1..).zip(changes) {
+                    changed.step(number, changes.len() as u64);
                     let old = match value {
                         Some(value) => table.insert(&key[..], &value[..])?,
                         None => table.remove(&key[..])?,
@@ -312,6 +330,7 @@ impl Index {
                     table.insert(key::META, &meta.encode()[..])?;
                 }
             }
+            self.region.report_next_flush(part.part(500, 1000));
             transaction.commit()?;
             Ok(usage)
         })?;
@@ -432,7 +451,12 @@ mod tests {
 
     fn set(index: &Index, keys: std::ops::Range<u32>, value: &Option<Bytes>) -> Result<()> {
         let key = |n: u32| Bytes::from(format!("{:08x}", n.wrapping_mul(0x9e37_79b1)));
-        index.apply(&keys.map(|n| (key(n), value.clone())).collect(), &Changes::new(), &META)
+        index.apply(
+            &keys.map(|n| (key(n), value.clone())).collect(),
+            &Changes::new(),
+            &META,
+            &CheckpointPart::silent(),
+        )
     }
 
     /// Fills an index up to a fifth of its bytes, and returns the number of keys.

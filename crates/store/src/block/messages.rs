@@ -39,7 +39,14 @@ pub(crate) enum BlockingWork {
 #[derive(Debug)]
 pub(crate) enum CoreEvent {
     Io(IoDone),
-    Loaded { op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<NeedAnswer>> },
+    Loaded {
+        op: u64,
+        generation: u64,
+        needs: Vec<Need>,
+        found: Result<Vec<NeedAnswer>>,
+    },
+    /// Progress of the running checkpoint, in thousandths.
+    CheckpointAdvanced(u64),
     Checkpointed(Result<CheckpointOutcome>),
 }
 

@@ -8,6 +8,9 @@
 //!   outputs.
 //! - [`calls`] executes calls: [`apply`] turns transactions into changes, [`stages`] handles staged
 //!   data, [`commit`] makes changes durable, and [`query`] executes reads and queries.
+//! - The core consists of objects that need no drive: [`queues`] orders calls, [`staged`] contains
+//!   the stages, and [`requests`] contains the requests to the drive. [`commits`] follows applied
+//!   transactions to the index; it consists of [`groups`], [`log_space`] and [`quarantine`].
 //! - [`checkpoint`] updates the index, [`recovery`] makes a target consistent after a crash, and
 //!   [`mount`] prepares the target for calls.
 //! - [`drive`] is blocking access to a drive, and [`batch`] writes many pieces at once.
@@ -34,12 +37,14 @@ mod extent;
 mod fsck;
 #[cfg(test)]
 mod full_test;
+mod groups;
 mod hardware;
 mod index;
 mod io;
 #[cfg(test)]
 mod leaf_test;
 mod log;
+mod log_space;
 mod mailbox;
 mod messages;
 mod mount;
@@ -47,11 +52,14 @@ mod need;
 #[cfg(test)]
 mod order_test;
 mod presence;
+mod quarantine;
 mod query;
+mod queues;
 mod reads;
 mod records;
 mod recovery;
 mod region;
+mod requests;
 #[cfg(any(test, feature = "conformance"))]
 pub mod sim;
 #[cfg(feature = "sim")]

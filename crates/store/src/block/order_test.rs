@@ -81,3 +81,52 @@ fn a_change_does_not_wait_for_the_metadata_of_another_object() {
     run(changed).unwrap();
     assert!(run(early) == pattern(1, LEN));
 }
+
+/// Queues transactions on collection `c` until one of them waits for room in the log, and another
+/// transaction behind it. Runs no checkpoint. Returns the results of the transactions, in order.
+fn fill_log(store: &SimStore) -> Vec<impl Future<Output = crate::Result<()>> + use<>> {
+    let mut queued = Vec::new();
+    while store.queue_len() < 2 {
+        let number = queued.len() as u64;
+        let note = vec![(Bytes::from("k"), pattern(number, 20_000))];
+        queued.push(store.queue_transaction(one(&cid("c"), Op::OmapSet { oid: oid("o"), entries: note })));
+        while store.queue_len() < 2 && store.lock().step_without_checkpoints() {}
+    }
+    queued
+}
+
+#[test]
+fn a_read_waits_for_room_in_the_log_only_if_an_earlier_transaction_changes_its_object() {
+    let store = mount(&image(), 1);
+    let queued = fill_log(&store);
+    let waiting = store.queue_len();
+    let (value, size) = (store.omap_get(&cid("c"), &oid("o"), vec![Bytes::from("k")]), LEN as u64);
+    let listed = store.list(&cid("c"), None, 10);
+    assert_eq!(store.queue_len(), waiting + 2, "the query and the listing wait");
+    let other = store.stat(&cid("c"), &oid("p"));
+    let mut read = Box::pin(read(&store, &oid("p")));
+    while store.lock().step_without_checkpoints() {}
+    assert_eq!(store.queue_len(), waiting + 2, "the read and the query of another object do not wait");
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    let std::task::Poll::Ready(data) = read.as_mut().poll(&mut cx) else { panic!("the read waits") };
+    assert!(data == pattern(1, LEN));
+    assert_eq!(run(other).unwrap().size, size);
+    let last = queued.len() as u64 - 1;
+    queued.into_iter().for_each(|queued| run(queued).unwrap());
+    assert_eq!(run(value).unwrap(), [(Bytes::from("k"), pattern(last, 20_000))]);
+    assert_eq!(run(listed).unwrap().0.len(), 2);
+}
+
+#[test]
+fn transactions_get_room_in_the_log_in_their_order() {
+    let store = mount(&image(), 1);
+    let queued = fill_log(&store);
+    // The log has room for a small transaction, but not before the waiting ones.
+    let small = store.queue_transaction(one(&cid("d"), Op::Touch { oid: oid("x") }));
+    while store.lock().step_without_checkpoints() {}
+    assert_eq!(store.queue_len(), 3);
+    let checkpoints = store.lock().checkpoints();
+    run(small).unwrap();
+    assert!(store.lock().checkpoints() > checkpoints);
+    queued.into_iter().for_each(|queued| run(queued).unwrap());
+}

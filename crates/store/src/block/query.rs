@@ -4,13 +4,14 @@ use base::block::{self, BLOCK, BLOCK_SIZE, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 
-use super::core::{Core, Purpose};
+use super::core::Core;
 use super::extent::Extent;
 use super::io::{Segment, SplitBuffer};
 use super::messages::{ReplySender, send};
 use super::need::Need;
 use super::reads::{Look, PendingRead, ReadRange};
 use super::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, decode_oid, key};
+use super::requests::Purpose;
 use super::view::{Loaded, Scanned};
 use crate::{MAX_READ, MetadataQuery, ObjectId, Page, QueryReply, ReadData, Result, Stat, StoreError};
 
@@ -230,7 +231,7 @@ impl Core {
             buffers.push(self.buffer(part));
             reserved += part;
         }
-        let id = self.next_id();
+        let id = self.requests.next_id();
         let period = self.reads.period;
         *self.reads.periods.entry(period).or_default() += 1;
         let read =
@@ -285,8 +286,7 @@ impl Core {
         if let Some(state) = self.reads.reads.get_mut(&read) {
             state.left += 1;
         }
-        let id = self.next_id();
-        self.io.insert(id, Purpose::Read { read });
+        let id = self.requests.add(Purpose::Read { read });
         self.submit_read(id, blocks, segment);
     }
 

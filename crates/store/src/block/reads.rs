@@ -42,9 +42,9 @@ pub(super) struct PendingRead {
     pub(super) failed: Option<StoreError>,
 }
 
-/// The reads that have left the queues of their collections, but wait for metadata. A transaction
-/// that changes the object of such a read waits for the read, because the read must not see the
-/// transaction. Other transactions do not wait.
+/// The reads that wait for an earlier transaction or for metadata. A later transaction that changes
+/// the object of such a read waits for the read, because the read must not see the transaction.
+/// Other transactions do not wait.
 #[derive(Debug, Default)]
 pub(crate) struct LoadingReads {
     /// Call numbers and objects of the reads, by collection.
@@ -52,6 +52,11 @@ pub(crate) struct LoadingReads {
 }
 
 impl LoadingReads {
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.reads.is_empty()
+    }
+
     pub(crate) fn insert(&mut self, op: u64, cid: &CollectionId, oid: &ObjectId) {
         self.reads.entry(cid.clone()).or_default().push((op, oid.clone()));
     }
@@ -67,12 +72,14 @@ impl LoadingReads {
         true
     }
 
-    /// Whether a transaction on these collections must wait for a read.
-    pub(crate) fn hold_up(&self, transaction: &Transaction, collections: &[CollectionId]) -> bool {
+    /// Whether transaction `op` on these collections must wait for an earlier read.
+    pub(crate) fn hold_up(&self, op: u64, transaction: &Transaction, collections: &[CollectionId]) -> bool {
         !self.reads.is_empty()
             && collections.iter().any(|cid| {
                 let reads = self.reads.get(cid);
-                reads.is_some_and(|reads| reads.iter().any(|(_, oid)| transaction.changes(cid, oid)))
+                reads.is_some_and(|reads| {
+                    reads.iter().any(|(read, oid)| *read < op && transaction.changes(cid, oid))
+                })
             })
     }
 }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 use super::bitmap::Bitmap;
-use super::checkpoint::{Checkpoint, Deferred};
+use super::checkpoint::{Checkpoint, CheckpointPart, Deferred};
 use super::drive::{Drive, read_stable};
 use super::extent::Extent;
 use super::index::{Changes, Index};
@@ -64,7 +64,7 @@ pub(crate) fn mkfs(
         },
         superblock: superblock.clone(),
     };
-    (_, superblock, _) = checkpoint.run(drive.as_ref(), &index)?;
+    (_, superblock, _) = checkpoint.run(drive.as_ref(), &index, &CheckpointPart::silent())?;
     drop(index);
     superblock.write(drive.as_ref())?;
     Ok(superblock.uuid)
@@ -460,7 +460,7 @@ impl Recovered {
             superblock: self.superblock.clone(),
         };
         self.make_durable(drive)?;
-        (self.meta, self.superblock, _) = checkpoint.run(drive, &self.index)?;
+        (self.meta, self.superblock, _) = checkpoint.run(drive, &self.index, &CheckpointPart::silent())?;
         (self.unflushed, self.unflushed_log) = (Vec::new(), self.log_end);
         Ok(self)
     }

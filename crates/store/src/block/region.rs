@@ -13,9 +13,12 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use base::mem::Arena;
+use base::pool::BufferPool;
 use bytes::Bytes;
 
 use super::batch::WritePiece;
+use super::checkpoint::CheckpointPart;
 use super::drive::{Drive, read_stable};
 use super::superblock::Region;
 
@@ -31,6 +34,8 @@ const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
 pub(crate) const GROWTH: u64 = 4 << 30;
 /// Maximum number of pages that are kept in memory until the next flush.
 const BUFFERED_PAGES: usize = (32 << 20) / BLOCK_SIZE;
+/// Number of pages that one call of `redb` may add beyond [`BUFFERED_PAGES`], approximately.
+const MORE_PAGES: usize = (1 << 20) / BLOCK_SIZE;
 /// Table entry of a page that was never written. The page reads as zeros.
 const BLANK: u32 = 0;
 /// Table entry of a page whose checksum was lost, because its sector of the table is damaged.
@@ -55,6 +60,8 @@ struct Shared {
     state: Mutex<State>,
     /// Held while buffered pages are written, so that a page is not written twice at once.
     writing: Mutex<()>,
+    /// Memory for the buffered pages, which is suitable for direct I/O.
+    memory: BufferPool,
 }
 
 #[derive(Debug)]
@@ -70,6 +77,8 @@ struct State {
     dirty_table: BTreeSet<usize>,
     /// Pages that were not written to the drive yet, by page number.
     buffered: BTreeMap<usize, Bytes>,
+    /// The part of the running checkpoint that the next flush is, for reports of its progress.
+    flush_part: Option<CheckpointPart>,
     /// Whether a write or flush has failed. Then the drive's content is unknown, and the region
     /// refuses further writes. A retried flush could report success, although data of the failed
     /// flush never reached the drive.
@@ -112,9 +121,10 @@ impl IndexRegion {
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
             buffered: BTreeMap::new(),
+            flush_part: None,
             failed: false,
         };
-        let this = IndexRegion::new(drive, region, state);
+        let this = IndexRegion::new(drive, region, state)?;
         this.sync()?;
         Ok(this)
     }
@@ -156,14 +166,34 @@ impl IndexRegion {
             checksums,
             dirty_table: BTreeSet::new(),
             buffered: BTreeMap::new(),
+            flush_part: None,
             failed: false,
         };
-        Ok(IndexRegion::new(drive, region, state))
+        IndexRegion::new(drive, region, state)
     }
 
-    fn new(drive: Arc<dyn Drive>, region: Region, state: State) -> IndexRegion {
+    fn new(drive: Arc<dyn Drive>, region: Region, state: State) -> io::Result<IndexRegion> {
+        let buffered = state.checksums.len().clamp(1, BUFFERED_PAGES + MORE_PAGES);
+        let memory = Arena::anonymous(buffered * BLOCK_SIZE).map_err(io::Error::other)?;
+        let memory = BufferPool::new(memory, 0, BLOCK_SIZE);
         let (state, writing) = (Mutex::new(state), Mutex::new(()));
-        IndexRegion { shared: Arc::new(Shared { drive, region, state, writing }) }
+        Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state, writing, memory }) })
+    }
+
+    /// Copies a page. The copy is suitable for direct I/O if there is memory for that.
+    fn copied(&self, page: &[u8]) -> Bytes {
+        match self.shared.memory.try_alloc(page.len()) {
+            Ok(Some(mut buffer)) => {
+                buffer.copy_from_slice(page);
+                buffer.freeze()
+            }
+            _ => Bytes::copy_from_slice(page),
+        }
+    }
+
+    /// Reports the progress of the next flush of pages to `part`.
+    pub(crate) fn report_next_flush(&self, part: CheckpointPart) {
+        self.lock().flush_part = Some(part);
     }
 
     /// Writes the header of a region that was just opened again, so that the next flush makes it
@@ -253,8 +283,8 @@ impl IndexRegion {
     }
 
     /// Writes all buffered pages to the drive, and with them the blocks in `table` of the table of
-    /// checksums.
-    fn write_buffered(&self, table: BTreeSet<usize>) -> io::Result<()> {
+    /// checksums. Reports the progress to `part`.
+    fn write_buffered(&self, table: BTreeSet<usize>, part: Option<&CheckpointPart>) -> io::Result<()> {
         let _writing = self.shared.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let (pages, table) = {
             let state = self.lock();
@@ -264,10 +294,18 @@ impl IndexRegion {
         };
         let table_offset = |block: usize| self.shared.region.offset + (2 + block as u64) * BLOCK;
         // The table is in front of the pages.
-        let mut pieces: Vec<WritePiece<'_>> =
-            table.iter().map(|(block, data)| WritePiece { offset: table_offset(*block), data }).collect();
-        pieces.extend(pages.iter().map(|(page, data)| WritePiece { offset: self.page_offset(*page), data }));
-        self.once_sound(|drive| drive.write_all(&pieces))?;
+        let piece = |offset: u64, data: Bytes| WritePiece { offset, data };
+        let mut pieces: Vec<WritePiece> =
+            table.iter().map(|(block, data)| piece(table_offset(*block), self.copied(data))).collect();
+        pieces.extend(pages.iter().map(|(page, data)| piece(self.page_offset(*page), data.clone())));
+        let (mut written, total) = (0, pieces.len() as u64);
+        let mut completed = |bytes: usize| {
+            for _ in 0..bytes / BLOCK_SIZE {
+                written += 1;
+                part.iter().for_each(|part| part.step(written, total));
+            }
+        };
+        self.once_sound(|drive| drive.write_all(&pieces, &mut completed))?;
         let mut state = self.lock();
         for (page, data) in &pages {
             // Keep a page that was changed in the meantime.
@@ -287,8 +325,11 @@ impl IndexRegion {
     }
 
     fn sync(&self) -> io::Result<()> {
-        let table = std::mem::take(&mut self.lock().dirty_table);
-        self.write_buffered(table)?;
+        let (table, part) = {
+            let mut state = self.lock();
+            (std::mem::take(&mut state.dirty_table), state.flush_part.take())
+        };
+        self.write_buffered(table, part.as_ref())?;
         self.once_sound(|drive| {
             let mut state = self.lock();
             if std::mem::take(&mut state.header_dirty) {
@@ -420,10 +461,10 @@ impl redb::StorageBackend for IndexRegion {
         for (page, data) in range.zip(data.chunks_exact(BLOCK_SIZE)) {
             state.checksums[page] = entry(crc32c(data));
             state.dirty_table.insert(page / BLOCK_ENTRIES);
-            state.buffered.insert(page, Bytes::copy_from_slice(data));
+            state.buffered.insert(page, self.copied(data));
         }
         let is_full = state.buffered.len() > BUFFERED_PAGES;
         drop(state);
-        if is_full { self.write_buffered(BTreeSet::new()) } else { Ok(()) }
+        if is_full { self.write_buffered(BTreeSet::new(), None) } else { Ok(()) }
     }
 }

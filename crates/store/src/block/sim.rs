@@ -11,6 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use uuid::Uuid;
 
+use super::checkpoint::CheckpointPart;
 use super::core::{Core, MemoryLimits};
 use super::drive::Drive;
 use super::index::Index;
@@ -288,7 +289,8 @@ impl SimTarget {
                     CoreEvent::Loaded { op, generation, needs, found }
                 }
                 BlockingWork::Checkpoint(checkpoint) => {
-                    CoreEvent::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index))
+                    let whole = CheckpointPart::silent();
+                    CoreEvent::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index, &whole))
                 }
             }
         };

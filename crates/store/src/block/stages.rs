@@ -3,9 +3,10 @@
 use base::block::{BLOCK, Payload};
 
 use super::alloc::Purse;
-use super::core::{Core, Purpose};
+use super::core::Core;
 use super::messages::{ReplySender, send};
-use super::staged::{Stage, StageWrite, StagedBlock, WaitingStage, next_stage};
+use super::requests::Purpose;
+use super::staged::{Stage, StageWrite, StagedBlock, WaitingStage};
 use crate::stage::check_stage_write;
 use crate::{Area, StageId, StoreError};
 
@@ -18,7 +19,7 @@ impl Core {
     /// Allocates the blocks that were promised to a stage.
     pub(super) fn stage_promised(&mut self, id: StageId, len: u64) {
         let extents = self.alloc.alloc_promised(len.div_ceil(BLOCK));
-        self.stages.insert(id.0, Stage::new(len, extents));
+        self.stages.insert(id, Stage::new(len, extents));
     }
 
     /// Allocates a stage. `parked` is the number of times that the call has already waited for
@@ -35,15 +36,14 @@ impl Core {
         let blocks = len.div_ceil(BLOCK);
         match self.alloc.alloc(blocks, Purse::Ordinary) {
             Some(extents) => {
-                let id = next_stage(&self.last_stage);
-                self.stages.insert(id.0, Stage::new(len, extents));
+                let id = self.stages.add(Stage::new(len, extents));
                 if reply.send(Ok(id.into())).is_err() {
                     // The caller no longer waits, and nothing else knows the stage.
                     self.stage_release(id.0);
                 }
             }
             None if self.will_have(blocks, Purse::Ordinary) && parked < PARKS_MAX => {
-                self.waiting_stages.push_back(WaitingStage { len, parked: parked + 1, reply });
+                self.stages.wait(WaitingStage { len, parked: parked + 1, reply });
             }
             None => drop(reply.send(Err(self.no_space(blocks, Purse::Ordinary)))),
         }
@@ -66,7 +66,7 @@ impl Core {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
-        let Some(stage) = self.stages.get_mut(&id.0).filter(|s| !s.released) else {
+        let Some(stage) = self.stages.get_mut(id.0).filter(|s| !s.released) else {
             return drop(reply.send(Err(StoreError::NoSuchStage(id.0))));
         };
         if let Err(error) = check_stage_write(stage.len, offset, &payload) {
@@ -91,7 +91,7 @@ impl Core {
             let len = if i + 1 == checksums.len() { last } else { BLOCK as usize };
             *slot = StagedBlock::Written(base::block::pad_to_block(*crc, len));
         }
-        let write = self.next_id();
+        let write = self.requests.next_id();
         let mut left = 0;
         let mut rest = data;
         for run in runs {
@@ -100,7 +100,7 @@ impl Core {
                 left += 1;
                 let io =
                     self.submit_write(blocks, pieces, Purpose::Stage { blocks, write, groups: Vec::new() });
-                if let Some(stage) = self.stages.get_mut(&id.0) {
+                if let Some(stage) = self.stages.get_mut(id.0) {
                     stage.in_flight.insert(io);
                 }
             }
@@ -108,56 +108,43 @@ impl Core {
         if left == 0 {
             return send(reply, Ok(()));
         }
-        self.stage_writes.insert(write, StageWrite { stage: id.0, left, reply });
+        self.stages.add_write(write, StageWrite { stage: id.0, left, reply });
     }
 
     pub(super) fn stage_write_done(&mut self, write: u64, io: u64, result: &std::io::Result<()>) {
-        let Some(state) = self.stage_writes.get_mut(&write) else { return };
-        state.left -= 1;
-        let (id, done) = (state.stage, state.left == 0);
-        if let Some(stage) = self.stages.get_mut(&id) {
-            stage.in_flight.remove(&io);
-        }
-        if done && let Some(state) = self.stage_writes.remove(&write) {
+        let Some((stage, reply)) = self.stages.write_completed(write, io) else { return };
+        if let Some(reply) = reply {
             let result = match (&self.poisoned, result) {
                 (None, Ok(())) => Ok(()),
                 (Some(reason), _) => Err(StoreError::Poisoned(reason.clone())),
                 (None, Err(e)) => Err(StoreError::Io(e.to_string())),
             };
-            send(state.reply, result);
+            send(reply, result);
         }
-        self.drop_stage(id);
+        self.drop_stage(stage);
     }
 
     /// Marks a stage as released. The blocks that no transaction has named become free when all
     /// writes to the stage have completed and no queued transaction names the stage.
     pub(super) fn stage_release(&mut self, id: u64) {
-        if let Some(stage) = self.stages.get_mut(&id) {
+        if let Some(stage) = self.stages.get_mut(id) {
             stage.released = true;
         }
         self.drop_stage(id);
     }
 
     pub(super) fn drop_stage(&mut self, id: u64) {
-        let Some(stage) = self.stages.get(&id) else { return };
-        if stage.released && stage.in_flight.is_empty() && stage.users == 0 {
-            let unnamed = stage.unnamed();
-            self.stages.remove(&id);
-            unnamed.into_iter().for_each(|e| self.alloc.free(e));
-        }
+        self.stages.remove_unused(id).into_iter().for_each(|e| self.alloc.free(e));
     }
 
     /// Records that blocks of a stage now belong to an object. The group with the transaction waits
     /// for all writes to the stage that are in progress.
     pub(super) fn take_staged(&mut self, id: u64, first: u64, count: u64) {
-        let Some(stage) = self.stages.get_mut(&id) else { return };
+        let Some(stage) = self.stages.get_mut(id) else { return };
         stage.blocks[first as usize..(first + count) as usize].fill(StagedBlock::Taken);
         let group = self.commits.next_group();
         for io in &stage.in_flight {
-            if let Some(Purpose::Stage { groups, .. }) = self.io.get_mut(io)
-                && !groups.contains(&group)
-            {
-                groups.push(group);
+            if self.requests.add_group(*io, group) {
                 self.commits.add_io(group);
             }
         }

@@ -210,7 +210,7 @@ impl BlockStore {
         options: &MountOptions,
     ) -> Result<(BlockStore, Driver)> {
         let (core, index) = mount(&drive, options.expected_uuid, &options.limits())?;
-        core.last_stage.store(options.stages_after, Ordering::Relaxed);
+        core.stages.last().store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
         let ring = IoRing::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
@@ -232,7 +232,7 @@ impl BlockStore {
         BlockStore {
             mailbox: mailbox.clone(),
             room: Arc::clone(core.alloc.room()),
-            last_stage: Arc::clone(&core.last_stage),
+            last_stage: Arc::clone(core.stages.last()),
             uuid: core.superblock.uuid,
             path: path.to_owned(),
             index,

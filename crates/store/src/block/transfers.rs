@@ -5,9 +5,10 @@ use base::mem::{Arena, ArenaBuf};
 use base::pool::BufferPool;
 use bytes::Bytes;
 
-use super::core::{Core, Purpose};
+use super::core::Core;
 use super::extent::Extent;
 use super::io::{IoOp, IoRequest, Segment};
+use super::requests::Purpose;
 
 /// Maximum number of bytes in one write request.
 pub(super) const MAX_WRITE: usize = 4 << 20;
@@ -96,9 +97,8 @@ impl Core {
 
     /// Submits a write. Returns the id of the request.
     pub(crate) fn submit_write(&mut self, blocks: Extent, pieces: Vec<Bytes>, purpose: Purpose) -> u64 {
-        let id = self.next_id();
+        let id = self.requests.add(purpose);
         self.reads.write_started(blocks);
-        self.io.insert(id, purpose);
         let offset = self.data_offset(blocks.start);
         self.output.io.push(IoRequest { id, offset, op: IoOp::Write(pieces) });
         id

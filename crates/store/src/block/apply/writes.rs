@@ -104,7 +104,7 @@ impl Apply<'_> {
         len: u64,
     ) -> ApplyResult {
         let usable = self.context.usable_stages.contains(&id.0);
-        let stage = self.context.stages.get(&id.0).filter(|_| usable).ok_or(StoreError::NoSuchStage(id.0))?;
+        let stage = self.context.stages.get(id.0).filter(|_| usable).ok_or(StoreError::NoSuchStage(id.0))?;
         check_staged_use(stage.len, from, len, offset, onode.size)?;
         let (first, count) = (from / BLOCK, len.div_ceil(BLOCK));
         let runs = stage.runs(first, count);

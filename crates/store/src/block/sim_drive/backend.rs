@@ -15,7 +15,7 @@ use rand::Rng;
 use tokio::time::Sleep;
 
 use super::super::backend::DriverBackend;
-use super::super::checkpoint::{Checkpoint, CheckpointOutcome};
+use super::super::checkpoint::{Checkpoint, CheckpointOutcome, CheckpointPart};
 use super::super::drive::Drive;
 use super::super::index::Index;
 use super::super::io::{IoDone, IoOp, IoRequest, Segment};
@@ -120,8 +120,12 @@ enum SimJob {
 
 /// A checkpoint whose operations are in the drive's queue.
 struct WrittenCheckpoint {
+    /// Number of operations that the drive had executed when the checkpoint began.
+    first: u64,
     /// Number of operations that the drive must have executed.
     operations: u64,
+    /// The last reported progress of the checkpoint, in thousandths.
+    progress: u64,
     result: Result<CheckpointOutcome>,
 }
 
@@ -183,9 +187,10 @@ impl SimBackend {
             SimJob::Load(BlockingWork::Checkpoint(_)) => {}
             SimJob::Loaded(event) => self.mailbox.shared.events.push(event),
             SimJob::Checkpoint(checkpoint) => {
-                let result = checkpoint.run(self.mount.as_ref(), &self.index);
+                let result = checkpoint.run(self.mount.as_ref(), &self.index, &CheckpointPart::silent());
                 let operations = self.mount.drive.lock().queue.entered;
-                self.written = Some(WrittenCheckpoint { operations, result });
+                self.written =
+                    Some(WrittenCheckpoint { first: self.executed, operations, progress: 0, result });
             }
         }
     }
@@ -253,7 +258,7 @@ impl SimBackend {
     fn finish_checkpoint(&mut self, has_access: bool) {
         let executed = self.executed;
         let is_over = |written: &mut WrittenCheckpoint| !has_access || written.operations <= executed;
-        if let Some(WrittenCheckpoint { operations, result }) = self.written.take_if(is_over) {
+        if let Some(WrittenCheckpoint { operations, result, .. }) = self.written.take_if(is_over) {
             let result = match result {
                 Ok(_) if operations > executed => {
                     Err(StoreError::Io("the drive was removed during the checkpoint".into()))
@@ -261,6 +266,14 @@ impl SimBackend {
                 result => result,
             };
             self.mailbox.shared.events.push(CoreEvent::Checkpointed(result));
+        }
+        if let Some(written) = &mut self.written {
+            let total = (written.operations - written.first).max(1);
+            let progress = executed.saturating_sub(written.first) * 1000 / total;
+            if progress >= written.progress + 100 {
+                written.progress = progress;
+                self.mailbox.shared.events.push(CoreEvent::CheckpointAdvanced(progress));
+            }
         }
     }
 

@@ -118,7 +118,7 @@ impl BlockStore {
         access.drained().await;
         access.check()?;
         let (core, index) = mounted?;
-        core.last_stage.store(options.stages_after, Ordering::Relaxed);
+        core.stages.last().store(options.stages_after, Ordering::Relaxed);
         let mailbox = Mailbox { shared: Arc::default(), waker: Waker::of_task() };
         let path = PathBuf::from(format!("simulated-{}", options.index));
         let store = BlockStore::of(&core, &mailbox, &path, options.index, false);
