@@ -50,7 +50,7 @@ impl Default for Options {
             parts_in_flight: 2,
             read_size: 4 << 20,
             reads_in_flight: 4,
-            inline_max: 64 << 10,
+            inline_max: 256 << 10,
             stack: messenger::StackChoice::default(),
             source: None,
         }

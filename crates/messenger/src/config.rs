@@ -108,7 +108,7 @@ impl Default for ConnectionConfig {
                 max_header: wire::limits::MAX_HEADER,
                 max_inline: 256 << 10,
                 max_bulk: 1 << 30,
-                eager: 64 << 10,
+                eager: 256 << 10,
                 one_sided: false,
             },
             offer_ttl: Duration::from_secs(600),

@@ -88,6 +88,19 @@ fn describe() {
         Unit::Count,
         "Connections that were refused because a resource was scarce, by resource"
     );
+    for (name, what) in [
+        ("outboard_store_index_used_bytes", "Used part of the index of a target, by target"),
+        ("outboard_store_index_bytes", "Size of the index of a target, by target"),
+        (
+            "outboard_store_log_used_bytes",
+            "Part of the log of a target that no checkpoint has freed, by target",
+        ),
+        ("outboard_store_log_bytes", "Size of the log of a target, by target"),
+        ("outboard_store_cache_used_bytes", "Memory of the cached values of an index, by target"),
+        ("outboard_store_cache_limit_bytes", "Maximum memory of the caches of an index, by target"),
+    ] {
+        describe_gauge!(name, Unit::Bytes, what);
+    }
     describe_gauge!("outboard_process_open_fds", Unit::Count, "Number of open file descriptors");
     describe_gauge!("outboard_process_max_fds", Unit::Count, "Maximum number of open file descriptors");
 }

@@ -583,8 +583,8 @@ impl Display for NodeReport {
         if !self.targets.is_empty() {
             writeln!(
                 f,
-                "\n{:>2} {:<36} {:<11} {:>11} {:>11} {:>10}  PATH",
-                "ID", "TARGET", "STATE", "SIZE", "FREE", "FRAGMENTED"
+                "\n{:>2} {:<36} {:<11} {:>11} {:>11} {:>10} {:>6} {:>6} {:>11}  PATH",
+                "ID", "TARGET", "STATE", "SIZE", "FREE", "FRAGMENTED", "INDEX", "LOG", "CACHE"
             )?;
         }
         self.targets.iter().try_for_each(|t| t.line(f))?;
@@ -655,17 +655,28 @@ impl ProcessReport {
     }
 }
 
+/// Returns the used share of a space of which the free and all bytes are known.
+fn used(space: Option<(u64, u64)>) -> String {
+    let share = |(free, total): (u64, u64)| {
+        format!("{} %", (total.saturating_sub(free) * 100).checked_div(total).unwrap_or(0))
+    };
+    space.map_or_else(|| "-".to_owned(), share)
+}
+
 impl TargetReport {
     fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{:>2} {:<36} {:<11} {:>11} {:>11} {:>10}  {}",
+            "{:>2} {:<36} {:<11} {:>11} {:>11} {:>10} {:>6} {:>6} {:>11}  {}",
             self.id.map_or_else(|| "-".to_owned(), |id| id.to_string()),
             self.uuid,
             self.state.map_or("-", ReportedState::as_str),
             bytes(self.space.map(|space| space.total)),
             bytes(self.space.map(|space| space.free)),
             self.fragmentation.map_or_else(|| "-".to_owned(), |x| format!("{:.1} %", x * 100.0)),
+            used(self.space.map(|space| (space.index_free, space.index_total))),
+            used(self.space.map(|space| (space.log_free, space.log_total))),
+            bytes(self.space.map(|space| space.cache_used)),
             self.path.as_ref().map_or_else(String::new, |p| p.display().to_string()),
         )
     }

@@ -433,6 +433,7 @@ impl State {
             largest_free_extent: free,
             index_free: CAPACITY,
             index_total: CAPACITY,
+            ..Space::default()
         }
     }
 }

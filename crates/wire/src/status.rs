@@ -37,6 +37,14 @@ pub struct Space {
     pub index_free: u64,
     /// Size of the index.
     pub index_total: u64,
+    /// Free bytes of the log. A checkpoint makes the log's used bytes free.
+    pub log_free: u64,
+    /// Size of the log.
+    pub log_total: u64,
+    /// Memory of the cached values of the index, approximately.
+    pub cache_used: u64,
+    /// Maximum memory of the caches of the index: of its values and of its pages.
+    pub cache_limit: u64,
 }
 
 /// Health of a pool.

@@ -24,7 +24,7 @@ const MAX_INLINE_READ: usize = 8 << 10;
 const SMALL_REPLY: usize = 1024;
 /// Maximum length of a payload that shares a chain with its ring entry, in bytes. With one chain,
 /// no task needs to be woken between the transfers of payload and entry.
-const SHORT: usize = 64 << 10;
+const SHORT: usize = 256 << 10;
 
 /// How a request reaches the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

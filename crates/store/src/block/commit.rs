@@ -43,7 +43,7 @@ impl Core {
                 let id = self.requests.add(Purpose::Flush);
                 self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
             }
-            if self.calls.awaits_log() && self.commits.log().used().0 > 0 {
+            if self.calls.awaits_log() && !self.commits.log().is_empty() {
                 self.commits.request_checkpoint();
             }
         }
@@ -79,6 +79,7 @@ impl Core {
         if changed > MAX_CHANGES || keys > max_keys {
             self.commits.request_checkpoint();
         }
+        self.update_gauges();
     }
 
     /// Frees blocks that have left the quarantine. Returns whether waiting calls should be tried
@@ -129,6 +130,7 @@ impl Core {
                 self.index_space = space;
                 self.generation += 1;
                 self.view.thaw(meta.next_nid, self.calls.loaded_mut());
+                self.update_gauges();
                 metrics::counter!("outboard_store_checkpoints_total").increment(1);
             }
             Err(error) => self.poison(&format!("checkpoint ({error})")),

@@ -97,8 +97,9 @@ impl Commits {
         self.open.push(effect, record, reply);
         let deferred = &mut self.deferred.newest;
         deferred.extend(effect.record.deferred.iter().cloned());
-        for block in effect.record.frees.iter().flat_map(|e| e.blocks()) {
-            deferred.remove(&block);
+        for extent in &effect.record.frees {
+            let freed: Vec<u64> = deferred.range(extent.blocks()).map(|(block, _)| *block).collect();
+            freed.iter().for_each(|block| drop(deferred.remove(block)));
         }
     }
 

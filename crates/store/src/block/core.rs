@@ -14,6 +14,7 @@ use base::pool::BufferPool;
 use super::alloc::{Allocator, Purse};
 use super::bitmap::Bitmap;
 use super::commits::Commits;
+use super::gauges::SpaceGauges;
 use super::log_space::LogSpace;
 use super::messages::{BlockingWork, CoreOutput, ReplySender};
 use super::need::Need;
@@ -146,6 +147,9 @@ pub(crate) struct Core {
     /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
+    /// Limit of the caches of index values and index pages together, in bytes.
+    pub(crate) cache_limit: usize,
+    pub(crate) gauges: SpaceGauges,
     pub(crate) index_space: IndexSpace,
     pub(crate) poisoned: Option<String>,
     /// For each collection, the number of the commit group that contains its last transaction.
@@ -182,6 +186,8 @@ impl Core {
             requests: Requests::new(),
             generation: 0,
             pool: BufferPool::new(arena, 0, largest),
+            cache_limit: limits.page_bytes + limits.value_bytes,
+            gauges: SpaceGauges::new(superblock.uuid),
             index_space,
             poisoned: None,
             changed_in: HashMap::default(),
@@ -193,6 +199,7 @@ impl Core {
             core.commits.request_checkpoint();
         }
         core.view.apply(changes);
+        core.update_gauges();
         core.scan(Presence::first_piece());
         Ok(core)
     }
@@ -232,6 +239,7 @@ impl Core {
 
     pub(crate) fn space(&self) -> Space {
         let (free_extents, largest) = self.alloc.summary();
+        let (log_used, log_total) = self.commits.log().used_bytes();
         Space {
             total: self.superblock.data.len,
             free: self.alloc.free_blocks(Purse::Ordinary, self.commits.reclaimable()) * BLOCK,
@@ -240,7 +248,17 @@ impl Core {
             largest_free_extent: largest * BLOCK,
             index_free: self.index_space.free,
             index_total: self.index_space.total,
+            log_free: log_total - log_used,
+            log_total,
+            cache_used: self.view.cached_bytes() as u64,
+            cache_limit: self.cache_limit as u64,
         }
+    }
+
+    /// Updates the metrics of the target's space.
+    pub(crate) fn update_gauges(&self) {
+        let cache = (self.view.cached_bytes(), self.cache_limit);
+        self.gauges.set(self.index_space, self.commits.log().used_bytes(), cache);
     }
 
     /// Makes the target refuse all writes from now on. Fails all transactions that are not durable

@@ -88,9 +88,15 @@ impl LogSpace {
         self.witnessed
     }
 
-    /// Returns the number of sectors that recovery still needs, and the number of all sectors.
-    pub(crate) fn used(&self) -> (u64, u64) {
-        (self.next - self.start, self.ring)
+    /// Whether recovery needs no sector.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.next == self.start
+    }
+
+    /// Returns the size of the part of the log that recovery still needs, and the size of the log, in
+    /// bytes.
+    pub(crate) fn used_bytes(&self) -> (u64, u64) {
+        ((self.next - self.start) * SECTOR as u64, self.ring * SECTOR as u64)
     }
 
     /// Splits `sectors` sectors at `sequence` where the ring begins again. Returns the slots of the
@@ -218,7 +224,7 @@ mod tests {
         log.checkpoint_advanced(10);
         assert_eq!(fill(&mut log), 0, "the progress never decreases");
         log.checkpoint_ended();
-        assert_eq!(log.used(), (total, RING));
+        assert_eq!(log.used_bytes(), (total * SECTOR as u64, RING * SECTOR as u64));
         assert!(log.admits(8 * 480));
     }
 

@@ -37,6 +37,7 @@ mod extent;
 mod fsck;
 #[cfg(test)]
 mod full_test;
+mod gauges;
 mod groups;
 mod hardware;
 mod index;

@@ -294,3 +294,61 @@ fn a_seed_repeats_all_events_of_a_drive() {
     }
     assert!(traces.windows(2).all(|pair| pair[0] != pair[1]), "seeds differ in their events");
 }
+
+/// Clients fill the log faster than checkpoints free it, because the drive is slow. Returns the
+/// number of acknowledged transactions in each twentieth of the time, and the longest time without
+/// an acknowledgement.
+fn fill_the_log_for(time: Duration) -> (Vec<u32>, Duration) {
+    simulate(1, async || {
+        let slow = Duration::from_micros(500);
+        let times =
+            DriveTimes { write: slow, jitter: slow / 5, slow_probability: 0.0, ..DriveTimes::default() };
+        let drive = SimDrive::new(64 << 20, StdRng::seed_from_u64(1), times);
+        let (log_bytes, index_bytes) = (Some(1 << 20), Some(16 << 20));
+        drive.mkfs(&MkfsOptions { log_bytes, index_bytes, ..MkfsOptions::default() }).unwrap();
+        let store = mount(&drive).await;
+        let made = Transaction::new(conformance::cid("c")).with(Op::CreateCollection);
+        store.queue_transaction(made).await.unwrap();
+        let begin = tokio::time::Instant::now();
+        let acknowledged = std::rc::Rc::new(std::cell::RefCell::new(vec![begin]));
+        let clients: Vec<_> = (0..16u64)
+            .map(|client| {
+                let (store, acknowledged) = (Arc::clone(&store), std::rc::Rc::clone(&acknowledged));
+                tokio::task::spawn_local(async move {
+                    let mut rng = StdRng::seed_from_u64(client);
+                    while begin.elapsed() < time {
+                        let object = oid(&format!("{client}-{}", rng.random_range(0..200)));
+                        let note = vec![(Bytes::from("note"), conformance::pattern(client, 1500))];
+                        let note = Op::OmapSet { oid: object, entries: note };
+                        let noted = Transaction::new(conformance::cid("c")).with(note);
+                        store.queue_transaction(noted).await.unwrap();
+                        acknowledged.borrow_mut().push(tokio::time::Instant::now());
+                    }
+                })
+            })
+            .collect();
+        for client in clients {
+            client.await.unwrap();
+        }
+        store.umount().await.unwrap();
+        let acknowledged = acknowledged.borrow();
+        let mut counts = vec![0; 20];
+        for at in acknowledged.iter().filter(|at| **at - begin < time) {
+            counts[((*at - begin).as_nanos() * 20 / time.as_nanos()) as usize] += 1;
+        }
+        let longest = acknowledged.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+        (counts, longest)
+    })
+}
+
+#[test]
+fn transactions_slow_down_as_the_log_fills_but_do_not_stop() {
+    let (counts, longest) = fill_the_log_for(Duration::from_secs(4));
+    let log_uses = counts.iter().sum::<u32>() * 1500 / (1 << 20);
+    assert!(log_uses > 8, "the log of 1 MiB was filled {log_uses} times");
+    // Without the throttle, all transactions wait up to 38 ms for the end of a checkpoint.
+    assert!(longest < Duration::from_millis(15), "no transaction for {longest:?}: {counts:?}");
+    let later = &counts[10..];
+    let mean = later.iter().sum::<u32>() / later.len() as u32;
+    assert!(later.iter().all(|count| *count > mean / 2), "{counts:?}");
+}

@@ -369,6 +369,13 @@ impl IoRing {
     /// # Errors
     /// If the kernel refuses the operation.
     pub(crate) fn start(&mut self) -> io::Result<bool> {
+        let submission = self.ring.submission();
+        let has_work = !submission.is_empty() || submission.taskrun() || submission.cq_overflow();
+        drop(submission);
+        if !has_work {
+            // The descriptor reports requests that complete from here on.
+            return Ok(self.has_completions());
+        }
         self.ring.completion().disable_eventfd();
         let result = self.ring.submit();
         self.ring.completion().enable_eventfd();

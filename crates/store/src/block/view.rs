@@ -191,6 +191,11 @@ impl IndexView {
         self.active_bytes + self.frozen_bytes
     }
 
+    /// Returns the memory of the cached values, approximately, in bytes.
+    pub(crate) fn cached_bytes(&self) -> usize {
+        self.cache.borrow().bytes()
+    }
+
     /// Adds changes to the layer of queued changes. Caches new values of onodes and leaves, because
     /// they are likely to be read again.
     pub(crate) fn apply(&mut self, puts: impl IntoIterator<Item = (Bytes, Option<Bytes>)>) {
