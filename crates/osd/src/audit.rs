@@ -162,12 +162,16 @@ async fn resize(place: &ObjectLocation, repair: bool) -> StepResult<AuditOutcome
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::IdLayout;
 
     fn inspect(recorded: u64, stored: u64, fragment: Option<u64>) -> Option<String> {
         let info = ObjectInfo { version: 1, size: recorded, modified_ms: 0, manifest: None };
         let mut xattrs = BTreeMap::from([(INFO_XATTR, info.encode())]);
         xattrs.extend(fragment.map(|size| (SIZE_XATTR, Bytes::copy_from_slice(&size.to_be_bytes()))));
-        inspect_object(&ids::object(7, "", "film", None), stored, &xattrs)
+        let inspect_id = |layout: IdLayout| inspect_object(&layout.id(7, "", "film", None), stored, &xattrs);
+        let found = inspect_id(IdLayout::ByName);
+        assert_eq!(found, inspect_id(IdLayout::Hashed));
+        found
     }
 
     #[test]
@@ -184,6 +188,6 @@ mod tests {
         assert!(long.contains("restore it"), "{long}");
         assert_eq!(inspect_object(&ids::meta_object(), 5, &BTreeMap::new()), None);
         let unfinished = BTreeMap::from([(UNFINISHED_XATTR, Bytes::new())]);
-        assert_eq!(inspect_object(&ids::object(7, "", "object", None), 0, &unfinished), None);
+        assert_eq!(inspect_object(&IdLayout::ByName.id(7, "", "object", None), 0, &unfinished), None);
     }
 }

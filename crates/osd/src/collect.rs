@@ -73,7 +73,7 @@ impl Osd {
         place: &ObjectLocation,
         grace: Duration,
     ) -> StepResult<u64> {
-        let mut from = None;
+        let mut from = pool.record.ids.first_part();
         let mut removed = 0;
         let patience = self.config.store_patience;
         loop {
@@ -82,8 +82,8 @@ impl Osd {
                 if let Some(part) = name.part
                     && self.is_orphan(pool, &name, part, grace).await?
                 {
-                    let place = pool.place(&name.namespace, &name.object, Some(&part));
-                    self.remove_object(&place, &name.object).await?;
+                    let place = pool.place(name.namespace, name.object, Some(&part));
+                    self.remove_object(&place, name.object).await?;
                     removed += 1;
                 }
             }
@@ -100,11 +100,11 @@ impl Osd {
     async fn is_orphan(
         &self,
         pool: &ActivePool,
-        name: &StoredName,
+        name: &StoredName<'_>,
         part: PartId,
         grace: Duration,
     ) -> StepResult<bool> {
-        let head_place = pool.place(&name.namespace, &name.object, None);
+        let head_place = pool.place(name.namespace, name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
         // For an object in use, the cached record saves one query to the store per part.
         if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
@@ -125,11 +125,11 @@ impl Osd {
     async fn is_old(
         &self,
         pool: &ActivePool,
-        name: &StoredName,
+        name: &StoredName<'_>,
         part: PartId,
         grace: Duration,
     ) -> StepResult<bool> {
-        let part_place = pool.place(&name.namespace, &name.object, Some(&part));
+        let part_place = pool.place(name.namespace, name.object, Some(&part));
         let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();

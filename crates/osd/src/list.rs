@@ -84,7 +84,7 @@ impl ListPage<'_> {
         let namespace = self.list.namespace.as_ref().is_none_or(|ns| *ns == name.namespace.as_bytes());
         if name.part.is_none() && namespace && name.object.as_bytes().starts_with(&self.list.prefix) {
             self.bytes += name.object.len() + name.namespace.len();
-            self.names.push((name.namespace, name.object));
+            self.names.push((name.namespace.to_owned(), name.object.to_owned()));
         }
     }
 }

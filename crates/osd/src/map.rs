@@ -17,7 +17,7 @@ use wire::Redundancy;
 
 use crate::age;
 use crate::config::OsdConfig;
-use crate::ids;
+use crate::ids::{self, IdLayout};
 use crate::start_error::StartError;
 use crate::target::Target;
 use crate::witness::NodeWitness;
@@ -29,7 +29,9 @@ const PIECE: usize = 32 << 10;
 /// Maximum number of attempts to read the map at start, if the node cannot start without slow
 /// targets.
 const ROUNDS_MAX: usize = 6;
-const FORMAT: u8 = 3;
+const FORMAT: u8 = 4;
+/// Format of maps from before pools had a layout of ids.
+const FORMAT_HASHED_IDS: u8 = 3;
 /// Format of maps without slots.
 const FORMAT_NO_SLOTS: u8 = 2;
 /// Increase of the map epoch at the first change after a start without some targets. These targets
@@ -80,6 +82,55 @@ pub(crate) struct PoolRecord {
     /// Whether the pool is being removed, so that it can no longer be used.
     pub(crate) removing: bool,
     pub(crate) redundancy: Redundancy,
+    /// Layout of the ids of the pool's objects. It never changes.
+    pub(crate) ids: IdLayout,
+}
+
+/// The map in [`FORMAT_HASHED_IDS`].
+#[derive(Deserialize)]
+struct HashedMap {
+    epoch: u64,
+    node: Uuid,
+    targets: Vec<TargetRecord>,
+    next_pool_id: u32,
+    pools: Vec<HashedPool>,
+}
+
+/// A pool of earlier versions, which has hashed ids.
+#[derive(Deserialize)]
+struct HashedPool {
+    id: u32,
+    name: String,
+    pg_count: u32,
+    made_ms: u64,
+    removing: bool,
+    redundancy: Redundancy,
+}
+
+impl From<HashedPool> for PoolRecord {
+    fn from(old: HashedPool) -> PoolRecord {
+        PoolRecord {
+            id: old.id,
+            name: old.name,
+            pg_count: old.pg_count,
+            made_ms: old.made_ms,
+            removing: old.removing,
+            redundancy: old.redundancy,
+            ids: IdLayout::Hashed,
+        }
+    }
+}
+
+impl From<HashedMap> for NodeMap {
+    fn from(old: HashedMap) -> NodeMap {
+        NodeMap {
+            epoch: old.epoch,
+            node: old.node,
+            targets: old.targets,
+            next_pool_id: old.next_pool_id,
+            pools: old.pools.into_iter().map(PoolRecord::from).collect(),
+        }
+    }
 }
 
 /// The map in [`FORMAT_NO_SLOTS`].
@@ -89,7 +140,7 @@ struct SlotlessMap {
     node: Uuid,
     targets: Vec<SlotlessTarget>,
     next_pool_id: u32,
-    pools: Vec<PoolRecord>,
+    pools: Vec<HashedPool>,
 }
 
 #[derive(Deserialize)]
@@ -108,7 +159,7 @@ impl From<SlotlessMap> for NodeMap {
             node: old.node,
             targets: old.targets.into_iter().map(target).collect(),
             next_pool_id: old.next_pool_id,
-            pools: old.pools,
+            pools: old.pools.into_iter().map(PoolRecord::from).collect(),
         }
     }
 }
@@ -141,6 +192,7 @@ impl From<SingleMap> for NodeMap {
             made_ms: p.made_ms,
             removing: p.removing,
             redundancy: Redundancy::Single,
+            ids: IdLayout::Hashed,
         };
         NodeMap {
             epoch: old.epoch,
@@ -507,6 +559,9 @@ impl NodeMap {
         let text = |e: postcard::Error| e.to_string();
         match bytes.split_first() {
             Some((&FORMAT, rest)) => postcard::from_bytes(rest).map_err(text),
+            Some((&FORMAT_HASHED_IDS, rest)) => {
+                postcard::from_bytes::<HashedMap>(rest).map(NodeMap::from).map_err(text)
+            }
             Some((&FORMAT_NO_SLOTS, rest)) => {
                 postcard::from_bytes::<SlotlessMap>(rest).map(NodeMap::from).map_err(text)
             }
@@ -665,13 +720,21 @@ mod tests {
     #[test]
     fn maps_of_older_versions_can_be_read() {
         let (node, uuid) = (Uuid::from_u128(7), Uuid::from_u128(1));
-        let redundancy = "mirror:2".parse().unwrap();
+        let redundancy: Redundancy = "mirror:2".parse().unwrap();
         let name = "p".to_owned();
-        let pool = PoolRecord { id: 1, name, pg_count: 8, made_ms: 9, removing: false, redundancy };
+        let ids = IdLayout::ByName;
+        let pool = PoolRecord { id: 1, name, pg_count: 8, made_ms: 9, removing: false, redundancy, ids };
         let targets = vec![TargetRecord { out: true, ..TargetRecord::new(uuid) }];
-        let map = NodeMap { epoch: 3, node, targets, next_pool_id: 2, pools: vec![pool] };
+        let mut map = NodeMap { epoch: 3, node, targets, next_pool_id: 2, pools: vec![pool] };
         assert_eq!(NodeMap::decode(&map.encode()), Ok(map.clone()));
-        let slotless = (3u64, node, vec![(uuid, true, false)], 2u32, map.pools.clone());
+        map.pools[0].ids = IdLayout::Hashed;
+        assert_eq!(NodeMap::decode(&map.encode()), Ok(map.clone()));
+        let pools = vec![(1u32, "p", 8u32, 9u64, false, redundancy)];
+        let target = (uuid, uuid, true, false, false, false);
+        let hashed = (3u64, node, vec![target], 2u32, pools.clone());
+        let hashed = postcard::to_extend(&hashed, vec![FORMAT_HASHED_IDS]).unwrap();
+        assert_eq!(NodeMap::decode(&hashed), Ok(map.clone()));
+        let slotless = (3u64, node, vec![(uuid, true, false)], 2u32, pools);
         let slotless = postcard::to_extend(&slotless, vec![FORMAT_NO_SLOTS]).unwrap();
         assert_eq!(NodeMap::decode(&slotless), Ok(map.clone()));
         let single = (3u64, node, vec![uuid], 2u32, vec![(1u32, "p", 8u32, 9u64, false)]);
@@ -679,6 +742,7 @@ mod tests {
         let single = NodeMap::decode(&single).unwrap();
         assert_eq!(single.targets, [TargetRecord::new(uuid)]);
         assert_eq!(single.pools[0].redundancy, Redundancy::Single);
+        assert_eq!(single.pools[0].ids, IdLayout::Hashed);
         assert!(NodeMap::decode(&[9, 1]).unwrap_err().contains("format 9"));
     }
 

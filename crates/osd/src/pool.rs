@@ -7,7 +7,6 @@ use array::Group;
 use store::ObjectId;
 use wire::{PartId, placement};
 
-use crate::ids;
 use crate::map::PoolRecord;
 use crate::pg::Pg;
 use crate::target::Target;
@@ -36,6 +35,9 @@ impl ActivePool {
     pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> ObjectLocation {
         let hash = placement::hash(namespace, object, part);
         let pg = placement::group(hash, self.record.pg_count) as usize;
-        ObjectLocation { pg: Rc::clone(&self.pgs[pg]), oid: ids::object(hash, namespace, object, part) }
+        ObjectLocation {
+            pg: Rc::clone(&self.pgs[pg]),
+            oid: self.record.ids.id(hash, namespace, object, part),
+        }
     }
 }

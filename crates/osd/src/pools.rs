@@ -9,7 +9,7 @@ use wire::limits::MAX_POOLS;
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
 use crate::fail::{Fail, StepResult, refusal};
-use crate::ids::{self, StoredName};
+use crate::ids::{self, IdLayout, StoredName};
 use crate::list::{after, objects};
 use crate::map::PoolRecord;
 use crate::osd::Osd;
@@ -55,7 +55,8 @@ impl Osd {
             return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
         }
         let (id, made_ms) = (map.next_pool_id, self.config.clock.now_ms());
-        let record = PoolRecord { id, name, pg_count, made_ms, removing: false, redundancy };
+        let ids = IdLayout::ByName;
+        let record = PoolRecord { id, name, pg_count, made_ms, removing: false, redundancy, ids };
         map.next_pool_id += 1;
         map.pools.push(record.clone());
         let pool = self.make_pool(&record);
@@ -114,7 +115,7 @@ impl Osd {
     pub(crate) async fn has_objects(
         &self,
         place: &ObjectLocation,
-        counts: impl Fn(&StoredName) -> bool,
+        counts: impl Fn(&StoredName<'_>) -> bool,
     ) -> wire::Result<bool> {
         let mut from = None;
         loop {

@@ -280,7 +280,7 @@ impl Node {
             let now = "a memory store answers at once";
             for cid in store.collections().now_or_never().expect(now).unwrap() {
                 let (ids, _) = store.list(&cid, None, 10_000).now_or_never().expect(now).unwrap();
-                parts += ids.iter().filter(|id| id.as_bytes().get(4) == Some(&2)).count();
+                parts += ids.iter().filter(|id| id.as_bytes().get(4) == Some(&4)).count();
             }
         }
         parts

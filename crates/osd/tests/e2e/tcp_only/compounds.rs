@@ -650,8 +650,8 @@ async fn sizes(store: &dyn ObjectStore, has_fragments: bool) -> Vec<(String, u64
         loop {
             let (ids, more) = store.list(&cid, from, 1000).await.unwrap();
             for oid in &ids {
-                // An id consists of hash, kind, an empty namespace and the name.
-                let Some(name) = oid.as_bytes().get(4..).and_then(|id| id.strip_prefix(&[1, 0])) else {
+                // An id consists of four zeros, the kind, an empty namespace and the name.
+                let Some(name) = oid.as_bytes().get(4..).and_then(|id| id.strip_prefix(&[3, 0])) else {
                     continue;
                 };
                 let size = if has_fragments {

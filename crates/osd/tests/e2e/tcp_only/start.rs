@@ -106,7 +106,7 @@ async fn map_object(store: &dyn ObjectStore) -> (CollectionId, ObjectId) {
 }
 
 /// Returns a target's copy of the map in its stored form.
-async fn read_map(store: &dyn ObjectStore) -> Bytes {
+pub(crate) async fn read_map(store: &dyn ObjectStore) -> Bytes {
     let (cid, oid) = map_object(store).await;
     let (pieces, more) = store.omap_iterate(&cid, &oid, Bytes::new(), 100).await.unwrap();
     assert!(!more);
@@ -114,7 +114,7 @@ async fn read_map(store: &dyn ObjectStore) -> Bytes {
 }
 
 /// Overwrites a target's copy of the map.
-async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
+pub(crate) async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
     let (cid, oid) = map_object(store).await;
     let write = Transaction::new(cid)
         .with(Op::OmapClear { oid: oid.clone() })
