@@ -369,6 +369,7 @@ async fn a_closed_engine_refuses_every_call(client: &Client, pool: &Pool) {
         pool: wire.pool.clone(),
         namespace: None,
         prefix: Bytes::new(),
+        group: None,
         cursor: Bytes::new(),
         limit: 1,
         skip_unavailable: false,

@@ -36,6 +36,7 @@ pub mod conformance;
 mod download;
 pub mod engine;
 mod error;
+mod group_merge;
 mod handle;
 mod list;
 mod object;

@@ -7,24 +7,32 @@ use bytes::Bytes;
 use wire::{List, ObjectName, PoolName, SkippedGroups};
 
 use crate::Result;
+use crate::group_merge::GroupMerge;
 use crate::requests::Requests;
 
 /// Default maximum number of names per request.
 const PAGE: u32 = 1000;
 
-/// A listing in progress. Names arrive in pages, and the cursor stays valid while objects change.
-/// Objects that exist during the whole listing are listed exactly once.
+/// A listing in progress. Names arrive in pages. Objects that exist during the whole listing are
+/// listed exactly once.
+///
+/// By default, the names have no particular order, and the listing needs little memory.
+/// [`Listing::ordered`] chooses the order of namespaces and names. A cursor continues the listing
+/// later. It stays valid for as long as the pool exists, no matter which objects are created or
+/// removed. A cursor is valid only for listings with the same choice of order.
 #[derive(Debug)]
 pub struct Listing {
     requests: Arc<Requests>,
+    /// The request for a page, without its cursor.
+    request: List,
     pool: PoolName,
-    namespace: Option<String>,
-    prefix: Bytes,
     cursor: Bytes,
-    page_size: u32,
     page: VecDeque<ObjectName>,
+    /// Whether names are in the order of namespaces and names.
+    is_ordered: bool,
+    /// The merge of an ordered listing, from the first name on.
+    merge: Option<GroupMerge>,
     ended: bool,
-    skips_unavailable: bool,
     skipped: Option<SkippedGroups>,
 }
 
@@ -35,26 +43,44 @@ impl Listing {
         namespace: Option<String>,
         prefix: &str,
     ) -> Listing {
-        let prefix = Bytes::copy_from_slice(prefix.as_bytes());
-        let (cursor, page) = (Bytes::new(), VecDeque::new());
+        let request = List {
+            pool: pool.to_string().into(),
+            namespace: namespace.map(Bytes::from),
+            prefix: Bytes::copy_from_slice(prefix.as_bytes()),
+            group: None,
+            cursor: Bytes::new(),
+            limit: PAGE,
+            skip_unavailable: false,
+        };
         Listing {
             requests,
+            request,
             pool,
-            namespace,
-            prefix,
-            cursor,
-            page_size: PAGE,
-            page,
+            cursor: Bytes::new(),
+            page: VecDeque::new(),
+            is_ordered: false,
+            merge: None,
             ended: false,
-            skips_unavailable: false,
             skipped: None,
         }
+    }
+
+    /// Lists the objects in the order of their namespaces and names, by their bytes.
+    ///
+    /// The listing asks all placement groups of the pool and merges their answers. It keeps up to
+    /// about 100,000 names in memory. Pools that an earlier version of Outboard created cannot be
+    /// listed in order: [`Listing::next`] then fails with
+    /// [`NodeError::NotOrdered`](crate::NodeError::NotOrdered).
+    #[must_use]
+    pub fn ordered(mut self) -> Listing {
+        self.is_ordered = true;
+        self
     }
 
     /// Sets the maximum number of names per request (1 to 4096, by default 1000).
     #[must_use]
     pub fn page_size(mut self, names: u32) -> Listing {
-        self.page_size = names.clamp(1, self.requests.engine().limits().page_entries_max);
+        self.request.limit = names.clamp(1, self.requests.engine().limits().page_entries_max);
         self
     }
 
@@ -62,7 +88,7 @@ impl Listing {
     /// [`Listing::next`] fails in this case.
     #[must_use]
     pub fn skip_unavailable(mut self) -> Listing {
-        self.skips_unavailable = true;
+        self.request.skip_unavailable = true;
         self
     }
 
@@ -72,17 +98,21 @@ impl Listing {
         self.skipped.as_ref()
     }
 
-    /// Continues an earlier listing of the same pool and prefix from its [`Listing::cursor`]. With
-    /// an empty cursor, lists all names.
+    /// Continues an earlier listing of the same pool from its [`Listing::cursor`]. With an empty
+    /// cursor, lists all names. [`Listing::next`] fails if the cursor is invalid.
     #[must_use]
     pub fn from_cursor(mut self, cursor: Bytes) -> Listing {
         self.cursor = cursor;
         self
     }
 
-    /// Returns the cursor for the next page. A listing from this cursor skips the current page,
-    /// including names that [`Listing::next`] has not returned yet. The cursor is empty before the
-    /// first page and after the last page.
+    /// Returns the cursor with which a later listing continues this one. The cursor is empty before
+    /// the first name.
+    ///
+    /// The cursor of an ordered listing is the last name that [`Listing::next`] has returned. The
+    /// cursor of any other listing is the end of the current page: a listing from this cursor skips
+    /// the names of the page that [`Listing::next`] has not returned yet. This cursor is empty after
+    /// the last page.
     #[must_use]
     pub fn cursor(&self) -> &Bytes {
         &self.cursor
@@ -92,8 +122,11 @@ impl Listing {
     ///
     /// # Errors
     /// If the node does not answer, if the pool does not exist, or if a placement group is not
-    /// available.
+    /// available. If the caller calls again after an error, the listing continues.
     pub async fn next(&mut self) -> Result<Option<ObjectName>> {
+        if self.is_ordered {
+            return self.next_in_order().await;
+        }
         while self.page.is_empty() && !self.ended {
             self.fetch().await?;
         }
@@ -112,26 +145,39 @@ impl Listing {
         Ok(all)
     }
 
+    async fn next_in_order(&mut self) -> Result<Option<ObjectName>> {
+        let Listing { requests, request, pool, cursor, merge, skipped, .. } = self;
+        if merge.is_none() && !cursor.is_empty() {
+            ObjectName::from_cursor(pool.clone(), cursor)?;
+        }
+        let merge = merge.get_or_insert_with(|| GroupMerge::new(cursor.clone(), request.limit));
+        if merge.needs_pages() {
+            merge.fetch(requests, request, |found| add_skipped(skipped, found)).await?;
+        }
+        let name = merge.pop();
+        if let Some(name) = &name {
+            *cursor = name.to_cursor();
+        }
+        Ok(name)
+    }
+
     async fn fetch(&mut self) -> Result<()> {
-        let request = List {
-            pool: self.pool.to_string().into(),
-            namespace: self.namespace.clone().map(Bytes::from),
-            prefix: self.prefix.clone(),
-            cursor: self.cursor.clone(),
-            limit: self.page_size,
-            skip_unavailable: self.skips_unavailable,
-        };
+        let request = List { cursor: self.cursor.clone(), ..self.request.clone() };
         let listed = self.requests.list(request).await?;
         for (namespace, object) in listed.names {
             self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
         }
-        if let Some(skipped) = listed.skipped {
-            let before = self.skipped.take().map_or(0, |before| before.groups);
-            self.skipped =
-                Some(SkippedGroups { groups: before.saturating_add(skipped.groups), reason: skipped.reason });
+        if let Some(found) = listed.skipped {
+            add_skipped(&mut self.skipped, *found);
         }
         self.ended = listed.cursor.is_empty();
         self.cursor = listed.cursor;
         Ok(())
     }
+}
+
+/// Adds groups that were skipped to those that were skipped before.
+fn add_skipped(skipped: &mut Option<SkippedGroups>, found: SkippedGroups) {
+    let before = skipped.take().map_or(0, |before| before.groups);
+    *skipped = Some(SkippedGroups { groups: before.saturating_add(found.groups), reason: found.reason });
 }

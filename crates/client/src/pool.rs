@@ -47,14 +47,15 @@ impl Pool {
         Ok(Object::new(ObjectHandle { requests: Arc::clone(&self.requests), name }))
     }
 
-    /// Lists those objects of this namespace whose names start with `prefix`, in arbitrary order.
+    /// Lists those objects of this namespace whose names start with `prefix`, in arbitrary order
+    /// unless [`Listing::ordered`] is called.
     #[must_use]
     pub fn list(&self, prefix: &str) -> Listing {
         Listing::new(Arc::clone(&self.requests), self.name.clone(), Some(self.namespace.clone()), prefix)
     }
 
     /// Lists all objects of the pool, in any namespace, whose names start with `prefix`, in
-    /// arbitrary order.
+    /// arbitrary order unless [`Listing::ordered`] is called.
     #[must_use]
     pub fn list_all_namespaces(&self, prefix: &str) -> Listing {
         Listing::new(Arc::clone(&self.requests), self.name.clone(), None, prefix)

@@ -27,6 +27,8 @@ const KIND_HASHED_OBJECT: u8 = 1;
 const KIND_HASHED_PART: u8 = 2;
 const KIND_OBJECT: u8 = 3;
 const KIND_PART: u8 = 4;
+/// Start of the ids by name of all objects.
+const BY_NAME: [u8; 5] = [0, 0, 0, 0, KIND_OBJECT];
 /// Length of a hash, or of the zeros in its place, in bytes.
 const HASH: usize = 4;
 
@@ -99,6 +101,30 @@ impl IdLayout {
             IdLayout::ByName => Some(fixed(ObjectId::new(vec![0, 0, 0, 0, KIND_PART]))),
         }
     }
+}
+
+/// Returns a lower bound for the ids by name of objects in a namespace whose names start with a
+/// prefix; with `None`, for the ids of all objects. `namespace` and `prefix` must obey the limits of
+/// names.
+pub(crate) fn first_object(of: Option<(&str, &[u8])>) -> ObjectId {
+    let mut id = BytesMut::from(&BY_NAME[..]);
+    if let Some((namespace, prefix)) = of {
+        id.put_slice(namespace.as_bytes());
+        id.put_u8(0);
+        id.put_slice(prefix);
+    }
+    fixed(ObjectId::new(id))
+}
+
+/// Returns a lower bound for the ids by name of objects in the namespaces behind `namespace`.
+/// Namespaces contain no bytes 0 and 1, so the bound also exceeds all ids in `namespace` itself.
+pub(crate) fn first_of_later_namespaces(namespace: &str) -> ObjectId {
+    fixed(ObjectId::new([&BY_NAME[..], namespace.as_bytes(), &[1]].concat()))
+}
+
+/// Returns whether an id is the id by name of an object, and not of a part.
+pub(crate) fn is_object_by_name(id: &ObjectId) -> bool {
+    id.as_bytes().starts_with(&BY_NAME)
 }
 
 /// The names contained in an object's id in the store.

@@ -37,6 +37,7 @@ mod health;
 mod ids;
 mod inflight;
 mod list;
+mod list_filter;
 mod map;
 mod mutate;
 mod object;

@@ -1,15 +1,20 @@
 //! Listing of a pool's objects: one placement group after the other, in the order of the store's
-//! ids.
+//! ids, or one group alone.
+//!
+//! With ids by name, a listing costs what it returns: it seeks to the first object that matches, and
+//! ends behind the last one ([`ListFilter`]). With hashed ids, it examines every object of the pool.
 
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
 use wire::limits::MAX_PAGE;
-use wire::{Error, List, Listed, ObjectReply, PoolName, SkippedGroups};
+use wire::{Error, List, Listed, ObjectName, ObjectReply, PoolName, SkippedGroups, placement};
 
-use crate::fail::{Fail, StepResult, unavailable};
-use crate::ids;
+use crate::fail::{Fail, StepResult, refusal, unavailable};
+use crate::ids::{self, IdLayout};
+use crate::list_filter::{IdVerdict, ListFilter};
 use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pool::{ActivePool, ObjectLocation};
@@ -17,53 +22,150 @@ use crate::request::RequestContext;
 
 /// Total size of the names at which a page ends, in bytes. The last name may exceed it.
 const PAGE_BYTES: usize = 64 * 1024;
-/// Maximum number of objects that one request scans, whether their names match or not.
-const SCAN_MAX: usize = 8192;
+/// Maximum work of one request: the number of ids that it examines, and [`CALL_WORK`] for each call
+/// to the store.
+const WORK_MAX: usize = 8192;
+/// Work of one call to the store, in examined ids.
+const CALL_WORK: usize = 16;
 /// Maximum number of ids that one call to the store returns.
-const STEP: usize = 1024;
+const STEP_MAX: usize = 1024;
+/// Number of ids that the first call after a seek returns. Possibly none of them match.
+const STEP_AFTER_SEEK: usize = 32;
+/// Maximum number of groups that one request lists at the same time.
+const GROUPS_AT_ONCE: u32 = 16;
 
 /// Returns one page of a listing.
 pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
-    let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
+    let name = PoolName::from_wire(&list.pool)?;
+    let pool = osd.open_pool(name.as_str())?;
+    let filter = ListFilter::new(pool.record.ids, list)?;
+    let Start { group: mut next, mut from, end } = Start::new(&pool, list)?;
+    let mut page = ListPage::new(list, pool.record.pg_count);
+    if filter.matches_nothing() {
+        return Ok(page.end(Bytes::new()));
+    }
     let patience = request.patience(&osd.config);
-    let (mut pg, mut from) = parse_cursor(&list.cursor)?;
-    let mut page = ListPage { list, names: Vec::new(), bytes: 0, scanned: 0, skipped: None };
-    while (pg as usize) < pool.pgs.len() {
-        let failure = pool.sole_targets.get(pg as usize).and_then(|sole| sole.failure());
-        // If the target has failed, do not wait for it.
-        let scanned = match failure.filter(|_| list.skip_unavailable) {
-            Some(why) => {
-                from = None;
-                page.skip(why);
-                Ok(None)
+    // Most groups have many matching objects or few. The number of groups at a time grows only if the
+    // groups before had few, because objects behind the end of the page are listed in vain.
+    let mut width = 1;
+    while next < end {
+        let groups = next..end.min(next + width);
+        let budget = page.budget.share(groups.len());
+        let scans = groups.clone().map(|number| {
+            let from = from.take_if(|_| number == next);
+            scan_group(&pool, number, patience, filter, from, (budget, list.skip_unavailable))
+        });
+        let scans = join_all(scans.collect::<Vec<_>>()).await;
+        for (number, scan) in groups.clone().zip(scans) {
+            let scan = match scan {
+                Ok(scan) => scan,
+                Err(Fail::Refused(Error::TargetFailed(why))) if list.skip_unavailable => {
+                    page.skip(why);
+                    continue;
+                }
+                Err(Fail::Refused(e)) => return Err(e),
+                Err(Fail::Lost(why)) => return Err(unavailable(why)),
+            };
+            let stop = scan.stop.clone();
+            page.add(scan);
+            match stop {
+                Some(stop) if list.group.is_some() => return Ok(page.end(group_cursor(&name, &stop)?)),
+                Some(stop) => return Ok(page.end(cursor(number, &stop.next))),
+                None if page.budget.is_spent() && number + 1 < end => {
+                    return Ok(page.end(cursor(number + 1, &ids::meta_object())));
+                }
+                None => {}
             }
-            None => scan_group(patience, &pool, pg, from.take(), &mut page).await,
-        };
-        match scanned {
-            Ok(None) => pg += 1,
-            Ok(Some(next)) => return Ok(page.end(cursor(pg, &next))),
-            Err(Fail::Refused(Error::TargetFailed(why))) if list.skip_unavailable => {
-                page.skip(why);
-                pg += 1;
-            }
-            Err(Fail::Refused(e)) => return Err(e),
-            Err(Fail::Lost(why)) => return Err(unavailable(why)),
         }
+        next = groups.end;
+        width = (width * 2).min(GROUPS_AT_ONCE);
     }
     Ok(page.end(Bytes::new()))
 }
 
-struct ListPage<'a> {
-    list: &'a List,
-    names: Vec<(String, String)>,
+/// Where a page begins: the first group, the first id in it, and the group before which the listing
+/// ends.
+struct Start {
+    group: u32,
+    from: Option<ObjectId>,
+    end: u32,
+}
+
+impl Start {
+    fn new(pool: &ActivePool, list: &List) -> wire::Result<Start> {
+        let groups = pool.record.pg_count;
+        match list.group {
+            Some(_) if pool.record.ids == IdLayout::Hashed => {
+                Err(Error::NotOrdered(pool.record.name.clone()))
+            }
+            Some(group) => {
+                placement::check_group(group, groups)?;
+                Ok(Start { group, from: Start::after(pool.record.ids, list)?, end: group + 1 })
+            }
+            None => {
+                let (group, from) = parse_cursor(&list.cursor, groups)?;
+                Ok(Start { group, from, end: groups })
+            }
+        }
+    }
+
+    /// Returns the id with which the listing of one group continues; `None` at its start.
+    fn after(layout: IdLayout, list: &List) -> wire::Result<Option<ObjectId>> {
+        let Some(name) = list.after()? else { return Ok(None) };
+        let hash = placement::hash(name.namespace(), name.object(), None);
+        let last = layout.id(hash, name.namespace(), name.object(), None);
+        after(&last).map(Some).map_err(refusal)
+    }
+}
+
+/// What a request may still list and examine.
+#[derive(Debug, Clone, Copy)]
+struct ListBudget {
+    names: usize,
+    /// Size of the names, in bytes.
     bytes: usize,
-    scanned: usize,
+    /// See [`WORK_MAX`].
+    work: usize,
+}
+
+impl ListBudget {
+    fn is_spent(&self) -> bool {
+        self.names == 0 || self.bytes == 0 || self.work == 0
+    }
+
+    /// Returns the budget of each of several groups that are listed at the same time.
+    fn share(self, groups: usize) -> ListBudget {
+        let share = |amount: usize| (amount / groups).max(1);
+        ListBudget { names: share(self.names), bytes: share(self.bytes), work: share(self.work) }
+    }
+
+    fn spend_name(&mut self, bytes: usize) {
+        self.names -= 1;
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+
+    fn spend_work(&mut self, work: usize) {
+        self.work = self.work.saturating_sub(work);
+    }
+}
+
+struct ListPage {
+    names: Vec<(String, String)>,
+    budget: ListBudget,
+    groups: u32,
     skipped: Option<SkippedGroups>,
 }
 
-impl ListPage<'_> {
+impl ListPage {
+    fn new(list: &List, groups: u32) -> ListPage {
+        let names = list.limit.clamp(1, MAX_PAGE) as usize;
+        let budget = ListBudget { names, bytes: PAGE_BYTES, work: WORK_MAX };
+        ListPage { names: Vec::new(), budget, groups, skipped: None }
+    }
+
     fn end(self, cursor: Bytes) -> ObjectReply {
-        ObjectReply::Listed(Listed { names: self.names, cursor, skipped: self.skipped.map(Box::new) })
+        let skipped = self.skipped.map(Box::new);
+        ObjectReply::Listed(Listed { names: self.names, cursor, groups: self.groups, skipped })
     }
 
     /// Records that the page lacks the objects of a group.
@@ -72,53 +174,117 @@ impl ListPage<'_> {
         self.skipped = Some(SkippedGroups { groups: before + 1, reason });
     }
 
-    fn is_full(&self) -> bool {
-        let limit = self.list.limit.clamp(1, MAX_PAGE) as usize;
-        self.names.len() >= limit || self.bytes >= PAGE_BYTES || self.scanned >= SCAN_MAX
-    }
-
-    /// Adds an object to the page if it matches the request.
-    fn take(&mut self, oid: &ObjectId) {
-        self.scanned += 1;
-        let Some(name) = ids::parse(oid) else { return };
-        let namespace = self.list.namespace.as_ref().is_none_or(|ns| *ns == name.namespace.as_bytes());
-        if name.part.is_none() && namespace && name.object.as_bytes().starts_with(&self.list.prefix) {
-            self.bytes += name.object.len() + name.namespace.len();
-            self.names.push((name.namespace.to_owned(), name.object.to_owned()));
+    /// Adds the names of a group, of which there are no more than the budget has left.
+    fn add(&mut self, scan: GroupScan) {
+        for (namespace, object) in scan.names {
+            self.budget.spend_name(namespace.len() + object.len());
+            self.names.push((namespace, object));
         }
+        self.budget.spend_work(scan.work);
     }
 }
 
-/// Scans a group until the page is full. Returns the id from which the next page continues, or
-/// `None` at the group's end.
+/// Matching objects of one group.
+#[derive(Debug, Default)]
+struct GroupScan {
+    names: Vec<(String, String)>,
+    /// Work of the scan; see [`WORK_MAX`].
+    work: usize,
+    /// Where the scan has stopped; `None` if it has reached the end of the matching objects.
+    stop: Option<ScanStop>,
+}
+
+/// Where a scan has stopped because its budget was spent.
+#[derive(Debug, Clone)]
+struct ScanStop {
+    /// The last id that the scan has examined.
+    last: Option<ObjectId>,
+    /// The id with which the scan continues.
+    next: ObjectId,
+}
+
+/// Lists matching objects of one group, from `from` on, until the budget is spent.
 async fn scan_group(
-    patience: Duration,
     pool: &ActivePool,
-    pg: u32,
+    number: u32,
+    patience: Duration,
+    filter: ListFilter<'_>,
     from: Option<ObjectId>,
-    page: &mut ListPage<'_>,
-) -> StepResult<Option<ObjectId>> {
-    let place = ObjectLocation { pg: pool.pgs[pg as usize].clone(), oid: ids::meta_object() };
-    let mut from = from;
+    (budget, skips_unavailable): (ListBudget, bool),
+) -> StepResult<GroupScan> {
+    let failure = pool.sole_targets.get(number as usize).and_then(|sole| sole.failure());
+    // If the target has failed, do not wait for it.
+    if let Some(why) = failure.filter(|_| skips_unavailable) {
+        return Err(Error::TargetFailed(why).into());
+    }
+    let place = ObjectLocation { pg: pool.pgs[number as usize].clone(), oid: ids::meta_object() };
+    let fetch = async |from: Option<ObjectId>, limit: usize| {
+        patiently(&place, patience, async || objects(&place, from.clone(), limit).await).await
+    };
+    scan(filter, from, budget, fetch).await
+}
+
+/// Lists matching objects, from `from` on, until the budget is spent. `fetch` returns up to the given
+/// number of ids in order, beginning at the given id, and whether more ids follow.
+async fn scan(
+    filter: ListFilter<'_>,
+    from: Option<ObjectId>,
+    mut budget: ListBudget,
+    fetch: impl AsyncFn(Option<ObjectId>, usize) -> StepResult<(Vec<ObjectId>, bool)>,
+) -> StepResult<GroupScan> {
+    let (mut scan, mut last) = (GroupScan::default(), None);
+    let first = filter.first();
+    // A page before has ended between matching ids, so more of them probably follow.
+    let continues = from > first;
+    let mut from = from.max(first);
+    let mut step = if filter.reads_everything() || continues { STEP_MAX } else { STEP_AFTER_SEEK };
     loop {
-        if page.is_full() {
-            return Ok(Some(from.unwrap_or_else(lowest)));
-        }
-        let (ids, more) = {
-            let attempt = async || objects(&place, from.clone(), STEP).await;
-            patiently(&place, patience, attempt).await?
-        };
-        let mut ids = ids.into_iter();
-        for id in ids.by_ref() {
-            page.take(&id);
-            from = Some(after(&id)?);
-            if page.is_full() {
-                break;
+        let limit = filter.fetch_limit(step, budget.names);
+        let (ids, more) = fetch(from, limit).await?;
+        budget.spend_work(CALL_WORK);
+        scan.work += CALL_WORK;
+        let mut seek: Option<ObjectId> = None;
+        for (at, id) in (1..).zip(&ids) {
+            if seek.as_ref().is_some_and(|to| id < to) {
+                continue;
+            }
+            budget.spend_work(1);
+            scan.work += 1;
+            seek = None;
+            match filter.examine(id) {
+                IdVerdict::Listed(name) => {
+                    budget.spend_name(name.namespace.len() + name.object.len());
+                    scan.names.push((name.namespace.to_owned(), name.object.to_owned()));
+                }
+                IdVerdict::Skipped => {}
+                IdVerdict::Seek(to) => seek = Some(to),
+                IdVerdict::End => return Ok(scan),
+            }
+            last = Some(id.clone());
+            if budget.is_spent() {
+                if more || at < ids.len() {
+                    let next = seek.map_or_else(|| after(id), Ok)?;
+                    scan.stop = Some(ScanStop { last, next });
+                }
+                return Ok(scan);
             }
         }
-        if !more && ids.len() == 0 {
-            return Ok(None);
+        let next = match (seek, ids.last()) {
+            (Some(to), _) if more => {
+                step = STEP_AFTER_SEEK;
+                to
+            }
+            (None, Some(last)) if more => {
+                step = (step * 4).min(STEP_MAX);
+                after(last)?
+            }
+            _ => return Ok(scan),
+        };
+        if budget.is_spent() {
+            scan.stop = Some(ScanStop { last, next });
+            return Ok(scan);
         }
+        from = Some(next);
     }
 }
 
@@ -148,24 +314,34 @@ pub(crate) fn after(id: &ObjectId) -> StepResult<ObjectId> {
     Ok(ObjectId::new([id.as_bytes(), &b"\0"[..]].concat())?)
 }
 
-fn lowest() -> ObjectId {
-    ids::meta_object()
-}
-
-fn cursor(pg: u32, from: &ObjectId) -> Bytes {
+fn cursor(group: u32, from: &ObjectId) -> Bytes {
     let mut cursor = BytesMut::with_capacity(4 + from.as_bytes().len());
-    cursor.put_u32(pg);
+    cursor.put_u32(group);
     cursor.put_slice(from.as_bytes());
     cursor.freeze()
 }
 
-fn parse_cursor(cursor: &Bytes) -> wire::Result<(u32, Option<ObjectId>)> {
+fn parse_cursor(cursor: &Bytes, groups: u32) -> wire::Result<(u32, Option<ObjectId>)> {
     if cursor.is_empty() {
         return Ok((0, None));
     }
-    let bad = || Error::BadRequest("the cursor does not come from this node".into());
-    let (pg, from) = cursor.split_at_checked(4).ok_or_else(bad)?;
-    let pg = u32::from_be_bytes(pg.try_into().map_err(|_| bad())?);
+    let bad = || Error::BadRequest("the cursor does not come from a listing of this pool".into());
+    let (group, from) = cursor.split_at_checked(4).ok_or_else(bad)?;
+    let group = u32::from_be_bytes(group.try_into().map_err(|_| bad())?);
+    if group >= groups {
+        return Err(bad());
+    }
     let from = ObjectId::new(Bytes::copy_from_slice(from)).map_err(|_| bad())?;
-    Ok((pg, Some(from)))
+    Ok((group, Some(from)))
 }
+
+/// Returns the cursor of the listing of one group: the name of the last object that was examined.
+fn group_cursor(pool: &PoolName, stop: &ScanStop) -> wire::Result<Bytes> {
+    let name = stop.last.as_ref().and_then(ids::parse);
+    let name = name.and_then(|name| ObjectName::new(pool.clone(), name.namespace, name.object).ok());
+    let broken = || Error::Corrupt(format!("an object id of pool {pool}"));
+    Ok(name.ok_or_else(broken)?.to_cursor())
+}
+
+#[cfg(test)]
+mod tests;

@@ -171,6 +171,12 @@ pub enum Error {
     /// The state of the node does not permit an operator's command.
     #[error("the node refuses the command: {0}")]
     CommandRefused(String),
+    /// The pool cannot list its objects in the order of their names.
+    #[error(
+        "pool {0} cannot list its objects in order, because an earlier version of Outboard created it; list them \
+         without order, or copy them to a new pool"
+    )]
+    NotOrdered(String),
 }
 
 impl Error {

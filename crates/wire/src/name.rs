@@ -6,6 +6,7 @@ use std::str::FromStr;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::Error;
 use crate::limits::{MAX_NAMESPACE, MAX_OBJECT_NAME, MAX_POOL_NAME};
 
 /// Reason why a name is invalid.
@@ -144,6 +145,31 @@ impl ObjectName {
         &self.object
     }
 
+    /// Returns the cursor with which the ordered listing of a group continues after this name:
+    /// `namespace 00 object`.
+    #[must_use]
+    pub fn to_cursor(&self) -> Bytes {
+        [self.namespace.as_bytes(), self.object.as_bytes()].join(&0).into()
+    }
+
+    /// Decodes the name from a cursor of the ordered listing of a group.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`] if the cursor contains no valid name.
+    pub fn from_cursor(pool: PoolName, cursor: &[u8]) -> Result<ObjectName, Error> {
+        let bad = |why: &dyn fmt::Display| {
+            Error::BadRequest(format!("the cursor does not come from an ordered listing: {why}"))
+        };
+        let split = cursor.iter().position(|byte| *byte == 0).map(|at| (&cursor[..at], &cursor[at + 1..]));
+        let (namespace, object) = split.ok_or_else(|| bad(&"it contains no namespace"))?;
+        let name = WireName {
+            pool: Bytes::copy_from_slice(pool.as_str().as_bytes()),
+            namespace: Bytes::copy_from_slice(namespace),
+            object: Bytes::copy_from_slice(object),
+        };
+        name.check().map_err(|e| bad(&e))
+    }
+
     /// Returns the name in the form that requests carry.
     #[must_use]
     pub fn to_wire(&self) -> WireName {
@@ -153,6 +179,16 @@ impl ObjectName {
             object: Bytes::copy_from_slice(self.object.as_bytes()),
         }
     }
+}
+
+/// Checks a namespace that arrived over the wire.
+///
+/// # Errors
+/// If the namespace is invalid.
+pub(crate) fn namespace_from_wire(namespace: &[u8]) -> Result<&str, NameError> {
+    let namespace = utf8("namespace", namespace)?;
+    check_namespace(namespace)?;
+    Ok(namespace)
 }
 
 /// Checks a namespace. The empty namespace is the default.
@@ -261,6 +297,22 @@ mod tests {
             let name: ObjectName = s.parse().unwrap();
             prop_assert_eq!(&name.to_string(), &s);
             prop_assert_eq!(name.to_wire().check().unwrap(), name);
+        }
+
+        #[test]
+        fn a_cursor_decodes_to_its_name_and_sorts_like_it(
+            a in ("[a-z]{0,2}", "[\\x01a]{1,3}"), b in ("[a-z]{0,2}", "[\\x01a]{1,3}")
+        ) {
+            let pool = || PoolName::new("p").unwrap();
+            let name = |(ns, object): &(String, String)| ObjectName::new(pool(), ns, object).unwrap();
+            let (a, b) = (name(&a), name(&b));
+            prop_assert_eq!(ObjectName::from_cursor(pool(), &a.to_cursor()).unwrap(), a.clone());
+            prop_assert_eq!(a.to_cursor().cmp(&b.to_cursor()), a.cmp(&b));
+        }
+
+        #[test]
+        fn decoding_arbitrary_cursors_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let _ = ObjectName::from_cursor(PoolName::new("p").unwrap(), &bytes);
         }
 
         #[test]

@@ -43,6 +43,18 @@ pub fn pg_count(chosen: u32) -> Result<u32> {
     }
 }
 
+/// Checks that a pool of `pg_count` placement groups has the group that a request names.
+///
+/// # Errors
+/// [`Error::OutOfRange`] otherwise.
+pub fn check_group(group: u32, pg_count: u32) -> Result<()> {
+    if group >= pg_count {
+        let detail = format!("{group} is not below {pg_count}, the number of groups of the pool");
+        return Err(Error::OutOfRange { what: "placement group".into(), detail });
+    }
+    Ok(())
+}
+
 /// Returns the number of the placement group that a hash selects in a pool of `pg_count` groups.
 /// `pg_count` must be a power of two.
 #[must_use]

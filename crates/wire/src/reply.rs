@@ -124,10 +124,12 @@ pub struct StatAnswer {
 /// A page of object names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listed {
-    /// Namespace and name of each object, in arbitrary order.
+    /// Namespace and name of each object. Ordered by namespace and name if the request named a group.
     pub names: Vec<(String, String)>,
     /// Cursor for the request of the next page; empty if this was the last page.
     pub cursor: Bytes,
+    /// Number of placement groups of the pool.
+    pub groups: u32,
     /// The placement groups that were skipped before the end of this page.
     pub skipped: Option<Box<SkippedGroups>>,
 }

@@ -7,7 +7,10 @@ use crate::limits::{
     MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS, MAX_XATTR_NAME,
     MAX_XATTR_VALUE,
 };
-use crate::{AdminRequest, BulkDescriptor, Error, Result, SessionId, UploadId, WireName};
+use crate::name::namespace_from_wire;
+use crate::{
+    AdminRequest, BulkDescriptor, Error, ObjectName, PoolName, Result, SessionId, UploadId, WireName,
+};
 
 /// First part of every request. With the head alone, the osd can reply with an error if it cannot
 /// decode the rest of the request.
@@ -297,13 +300,39 @@ pub struct List {
     pub namespace: Option<Bytes>,
     /// Lists only names with this prefix.
     pub prefix: Bytes,
-    /// Opaque cursor from the previous page; empty for the first page.
+    /// Lists only the placement group with this number, in the order of namespaces and names. `None`
+    /// lists all groups, one after the other, without any promise about the order.
+    pub group: Option<u32>,
+    /// Cursor from the previous page; empty for the first page. The cursor is opaque, except in the
+    /// listing of one group: there it is [`ObjectName::to_cursor`](crate::ObjectName::to_cursor), and
+    /// the page begins after this name.
     pub cursor: Bytes,
     /// Maximum number of names.
     pub limit: u32,
     /// Whether to skip placement groups that are not available because targets have failed. Without
     /// this, the request fails.
     pub skip_unavailable: bool,
+}
+
+impl List {
+    /// Returns the namespace to which the listing is limited, after checking it.
+    ///
+    /// # Errors
+    /// [`Error::BadName`](crate::Error::BadName) if the namespace is invalid.
+    pub fn checked_namespace(&self) -> Result<Option<&str>> {
+        Ok(self.namespace.as_deref().map(namespace_from_wire).transpose()?)
+    }
+
+    /// Returns the name after which the listing of a group continues; `None` at its start.
+    ///
+    /// # Errors
+    /// [`Error::BadRequest`](crate::Error::BadRequest) if the cursor contains no valid name.
+    pub fn after(&self) -> Result<Option<ObjectName>> {
+        match self.cursor.is_empty() {
+            true => Ok(None),
+            false => ObjectName::from_cursor(PoolName::from_wire(&self.pool)?, &self.cursor).map(Some),
+        }
+    }
 }
 
 impl Mutate {

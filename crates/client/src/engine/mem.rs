@@ -352,18 +352,24 @@ impl Model {
 
     fn list(&mut self, list: &List) -> Result<Listed> {
         let pool = self.pool(PoolName::from_wire(&list.pool).map_err(E::from)?.as_str())?;
+        let pg_count = pool.info.pg_count;
+        list.group.map_or(Ok(()), |group| placement::check_group(group, pg_count))?;
+        let namespace = list.checked_namespace()?;
         let after: Option<ModelKey> = match &list.cursor[..] {
             [] => None,
+            _ if list.group.is_some() => list.after()?.map(|name| ModelKey::new(&name, None)),
             cursor => {
                 let wrong =
                     |_| E::BadRequest("the cursor does not come from a listing of this engine".into());
                 Some(postcard::from_bytes(cursor).map_err(wrong)?)
             }
         };
+        let group_of =
+            |key: &ModelKey| placement::group(placement::hash(&key.namespace, &key.object, None), pg_count);
         let wanted = |key: &&ModelKey| {
-            let namespace = list.namespace.as_ref().is_none_or(|ns| *ns == key.namespace.as_bytes());
             key.part.is_none()
-                && namespace
+                && namespace.is_none_or(|namespace| namespace == key.namespace)
+                && list.group.is_none_or(|group| group == group_of(key))
                 && key.object.as_bytes().starts_with(&list.prefix)
                 && after.as_ref().is_none_or(|after| *key > after)
         };
@@ -371,13 +377,17 @@ impl Model {
         let mut keys = pool.objects.keys().filter(wanted);
         let page: Vec<&ModelKey> = keys.by_ref().take(limit).collect();
         let cursor = match (page.last(), keys.next()) {
+            (Some(last), Some(_)) if list.group.is_some() => {
+                let pool = PoolName::from_wire(&list.pool).map_err(E::from)?;
+                ObjectName::new(pool, &*last.namespace, &*last.object)?.to_cursor()
+            }
             (Some(last), Some(_)) => {
                 postcard::to_stdvec(last).map_err(|e| E::BadRequest(e.to_string()))?.into()
             }
             _ => Bytes::new(),
         };
         let names = page.into_iter().map(|key| (key.namespace.clone(), key.object.clone())).collect();
-        Ok(Listed { names, cursor, skipped: None })
+        Ok(Listed { names, cursor, groups: pg_count, skipped: None })
     }
 
     fn administer(&mut self, request: &AdminRequest) -> Result<AdminReply> {

@@ -64,6 +64,10 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
         })
     };
     let bulk = |d: BulkDescriptor| mutate("x", vec![payload_op()], Data::Bulk(d));
+    let group = |group, cursor| {
+        RequestBody::Object(ObjectRequest::List(List { group: Some(group), ..list("pool", cursor) }))
+    };
+    let in_bad_namespace = List { namespace: Some(Bytes::from_static(b"a\0b")), ..list("pool", b"") };
     let requests: Vec<Refused> = vec![
         (
             "missing pool",
@@ -132,6 +136,19 @@ async fn invalid_requests_are_refused_with_a_matching_error() {
         ("bad cursor", RequestBody::Object(ObjectRequest::List(list("pool", b"x"))), |e| {
             matches!(e, Error::BadRequest(_))
         }),
+        (
+            "cursor of a group beyond the pool",
+            RequestBody::Object(ObjectRequest::List(list("pool", b"\0\0\x10\0x"))),
+            |e| matches!(e, Error::BadRequest(_)),
+        ),
+        ("listing of a group beyond the pool", group(u32::MAX, b""), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("cursor of a group without a namespace", group(0, b"x"), |e| matches!(e, Error::BadRequest(_))),
+        ("cursor of a group with a bad name", group(0, b"a\0\xff"), |e| matches!(e, Error::BadRequest(_))),
+        ("listing of a bad namespace", RequestBody::Object(ObjectRequest::List(in_bad_namespace)), |e| {
+            matches!(e, Error::BadName(NameError::BadCharacter { .. }))
+        }),
         ("listing of a missing pool", RequestBody::Object(ObjectRequest::List(list("nowhere", b""))), |e| {
             matches!(e, Error::NoSuchPool(_))
         }),
@@ -174,6 +191,7 @@ fn list(pool: &str, cursor: &'static [u8]) -> List {
         pool: Bytes::copy_from_slice(pool.as_bytes()),
         namespace: None,
         prefix: Bytes::new(),
+        group: None,
         cursor: Bytes::from_static(cursor),
         limit: u32::MAX,
         skip_unavailable: false,

@@ -40,6 +40,7 @@ fn execute(engine: &MemEngine, request: &Request) -> Outcome {
                     pool: list.pool.clone().into(),
                     namespace: list.namespace.clone().map(Into::into),
                     prefix: list.prefix.clone().into(),
+                    group: None,
                     cursor: cursor.clone(),
                     limit: 3,
                     skip_unavailable: false,

@@ -7,6 +7,7 @@ mod damage;
 mod earlier;
 mod forget;
 mod full;
+mod listing;
 mod recovery;
 mod salvage;
 mod salvage_damage;
