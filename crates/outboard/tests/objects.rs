@@ -124,6 +124,12 @@ fn objects_can_be_written_read_listed_and_removed() {
         let mut names: Vec<String> = node.text(&["ls", "p"]).lines().map(str::to_owned).collect();
         names.sort();
         assert_eq!(names, ["empty", "large", "odd", "one"], "parts and other namespaces are not listed");
+        assert_eq!(node.text(&["ls", "p", "--sort", "name"]), "empty\nlarge\nodd\none\n");
+        let json: Vec<String> =
+            serde_json::from_slice(&node.ok(&["ls", "p", "--sort", "name", "--all-namespaces", "--json"]))
+                .unwrap();
+        assert!(json.is_sorted() && json.len() > 4 && json[0] == "/empty", "{json:?}");
+        assert_eq!(node.text(&["ls", "p", "--sort", "none"]).lines().count(), 4);
         assert_eq!(node.text(&["ls", "p", "--prefix", "o", "--json"]).matches("\"o").count(), 2);
         let stat: serde_json::Value = serde_json::from_slice(&node.ok(&["stat", "p/odd", "--json"])).unwrap();
         assert_eq!(stat["size"], 70_001);

@@ -1,21 +1,26 @@
 //! `outboard ls`: lists the objects of a pool.
 
-use clap::Args;
+use std::io::IsTerminal;
+
+use clap::{Args, ValueEnum};
 
 use super::session;
 use crate::args::NodeArgs;
 use crate::output;
-use client::SkippedGroups;
+use client::{Error, Listing, NodeError, SkippedGroups};
 use node::failure::{Doing, Failure, Result};
 
-/// List the objects of a pool, in no particular order
+/// List the objects of a pool
+///
+/// On a terminal, the objects are listed in the order of their names. In a pipe, they are listed in
+/// no particular order, which needs less memory; --sort name orders them, too.
 ///
 /// If placement groups are not available because targets have failed, the command lists all other
 /// objects, reports the failure, and exits with status 1.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ls photos\n  \
-    outboard ls photos --prefix 2024/ | sort\n  \
+    outboard ls photos --prefix 2024/ --sort name | head\n  \
     outboard ls backups:monday --json")]
 pub struct LsArgs {
     /// Pool, or one namespace of a pool, written POOL[:NAMESPACE]
@@ -26,9 +31,21 @@ pub struct LsArgs {
     /// List the objects of all namespaces, written NAMESPACE/OBJECT
     #[arg(long)]
     pub all_namespaces: bool,
+    /// Order of the objects; by default, name on a terminal, and none in a pipe
+    #[arg(long, value_enum, value_name = "ORDER")]
+    pub sort: Option<SortBy>,
     /// Print a JSON array
     #[arg(long)]
     pub json: bool,
+}
+
+/// Order of the listed objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum SortBy {
+    /// By namespace and name, compared by their bytes
+    Name,
+    /// No particular order
+    None,
 }
 
 /// Runs the command.
@@ -36,18 +53,19 @@ pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
     session::run_small(node, super::options(), async move |client| {
         let pool = session::pool(&client, &args.pool)?;
         let doing = format!("listing pool {}", args.pool);
-        let mut names = match args.all_namespaces {
-            true => pool.list_all_namespaces(&args.prefix),
-            false => pool.list(&args.prefix),
+        let list = || match args.all_namespaces {
+            true => pool.list_all_namespaces(&args.prefix).skip_unavailable(),
+            false => pool.list(&args.prefix).skip_unavailable(),
         };
-        names = names.skip_unavailable();
+        let (mut names, mut next) = begin(list, args.sort).await.doing(&doing)?;
         let mut page = Vec::new();
         let mut first = true;
         if args.json {
             output::raw("[");
         }
-        while let Some(name) = names.next().await.doing(&doing)? {
+        while let Some(name) = next {
             page.push(shown(&name, &args, &mut first));
+            next = names.next().await.doing(&doing)?;
             if page.len() == 512 {
                 output::raw(page.concat());
                 page.clear();
@@ -67,6 +85,28 @@ pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
             }
         }
     })
+}
+
+/// Begins a listing in the order that the user or the kind of output asks for. Returns the listing
+/// and its first name. If only the terminal asks for the order, and the pool has none, the listing
+/// has no order.
+async fn begin(
+    list: impl Fn() -> Listing,
+    sort: Option<SortBy>,
+) -> client::Result<(Listing, Option<client::ObjectName>)> {
+    let is_ordered = sort.map_or_else(|| std::io::stdout().is_terminal(), |sort| sort == SortBy::Name);
+    let mut names = if is_ordered { list().ordered() } else { list() };
+    match names.next().await {
+        Err(Error::Node(NodeError::NotOrdered(pool))) if sort.is_none() => {
+            output::note(format!(
+                "the objects are not in order, because an earlier version of Outboard created pool {pool}; copy them to a new pool to list them in order"
+            ));
+            let mut names = list();
+            let first = names.next().await?;
+            Ok((names, first))
+        }
+        first => Ok((names, first?)),
+    }
 }
 
 /// Formats the listing entry of one object. `first` is true for the first entry of a JSON array;
