@@ -39,10 +39,11 @@ impl IndexUsage {
         self.changed += before.max(after) as u64;
     }
 
-    /// Returns the estimate, in bytes. Pages are at least about half full, so each added byte counts
-    /// twice. Removed bytes count only at the next measurement, because their pages may stay in use.
+    /// Returns the estimate, in bytes. Keys that are added in ascending order leave pages half full,
+    /// and long keys need as many bytes in inner pages as in leaves, so each added byte counts four
+    /// times. Removed bytes count only at the next measurement, because their pages may stay in use.
     pub(super) fn bytes(&self) -> u64 {
-        self.measured.saturating_add(2 * self.growth.max(0) as u64)
+        self.measured.saturating_add(4 * self.growth.max(0) as u64)
     }
 
     /// Whether the use should be measured: the storage of `total` bytes seems to be more than three
@@ -80,9 +81,9 @@ mod tests {
     fn the_use_is_measured_only_if_little_is_free_and_the_content_has_changed() {
         let total = 1 << 20;
         let mut usage = IndexUsage::of(0);
-        usage.replace(0, 300 << 10);
+        usage.replace(0, 150 << 10);
         assert_eq!((usage.bytes(), usage.is_worth_measuring(total)), (600 << 10, false));
-        usage.replace(0, 200 << 10);
+        usage.replace(0, 100 << 10);
         assert_eq!((usage.bytes(), usage.is_worth_measuring(total)), (1000 << 10, true));
         for (before, after) in [(20 << 10, 0), (20 << 10, 20 << 10), (0, 20 << 10)] {
             let mut usage = IndexUsage::of(800 << 10);
@@ -90,7 +91,7 @@ mod tests {
             assert!(!usage.is_worth_measuring(total));
             usage.replace(before, after);
             assert!(usage.is_worth_measuring(total), "{before} {after}");
-            assert_eq!(usage.bytes(), (800 << 10) + if before == 0 { 80 << 10 } else { 0 });
+            assert_eq!(usage.bytes(), (800 << 10) + if before == 0 { 160 << 10 } else { 0 });
         }
         let mut usage = IndexUsage::of(900 << 10);
         assert!(!usage.is_worth_measuring(total));
