@@ -126,14 +126,22 @@ impl Core {
                 self.run(op, pending);
             }
             self.commit_step();
-            if !self.reclaim() {
+            self.reclaim();
+            let (has_log_progress, has_space_progress) = self.commits.take_progress();
+            if has_log_progress {
+                self.calls.run_log_queue();
+            }
+            if has_space_progress {
+                self.calls.run_starved();
+                for waiting in self.stages.take_waiting() {
+                    self.stage(waiting.len, waiting.parked, waiting.reply);
+                }
+            }
+            if !has_log_progress && !has_space_progress {
                 break;
             }
-            self.calls.run_starved();
-            for waiting in self.stages.take_waiting() {
-                self.stage(waiting.len, waiting.parked, waiting.reply);
-            }
         }
+        self.make_log_room();
         self.try_close();
     }
 
@@ -274,6 +282,11 @@ impl Core {
         let result = result.and_then(|effect| {
             self.admit(transaction, changed)?;
             let record = effect.record.encode();
+            if !self.commits.can_ever_admit(record.len()) {
+                let (size, limit) = (record.len() as u64, self.commits.log().ring_bytes());
+                let what = "size in bytes of the log record of a transaction".to_owned();
+                return Err(StoreError::TooLarge { what, size, limit }.into());
+            }
             if self.commits.admits(record.len()) { Ok((effect, record)) } else { Err(Stop::Log) }
         });
         if result.is_err() {

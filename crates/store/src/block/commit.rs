@@ -43,9 +43,6 @@ impl Core {
                 let id = self.requests.add(Purpose::Flush);
                 self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
             }
-            if self.calls.awaits_log() && !self.commits.log().is_empty() {
-                self.commits.request_checkpoint();
-            }
         }
         self.checkpoint_step();
     }
@@ -82,12 +79,20 @@ impl Core {
         self.update_gauges();
     }
 
-    /// Frees blocks that have left the quarantine. Returns whether waiting calls should be tried
-    /// again.
-    pub(crate) fn reclaim(&mut self) -> bool {
+    /// Frees blocks that have left the quarantine.
+    pub(crate) fn reclaim(&mut self) {
         let released = self.commits.reclaim(self.reads.oldest_period());
         released.into_iter().for_each(|e| self.alloc.free(e));
-        self.commits.take_progress()
+    }
+
+    /// Requests a checkpoint if transactions wait for room in the log and nothing else will give them
+    /// room.
+    pub(crate) fn make_log_room(&mut self) {
+        let is_idle = !self.commits.has_checkpoint() && !self.commits.has_transactions();
+        if is_idle && self.calls.awaits_log() && !self.commits.log().is_empty() && self.poisoned.is_none() {
+            self.commits.request_checkpoint();
+            self.checkpoint_step();
+        }
     }
 
     /// Whether calls wait for space or for room in the log while a checkpoint runs.

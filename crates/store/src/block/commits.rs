@@ -30,8 +30,10 @@ pub(crate) struct Commits {
     checkpoint: CheckpointState,
     /// Whether a checkpoint should start as soon as possible.
     wants_checkpoint: bool,
-    /// Whether calls that wait for room or for blocks should be tried again.
-    has_progress: bool,
+    /// Whether calls that wait for room in the log should be tried again.
+    has_log_progress: bool,
+    /// Whether calls that wait for free blocks or for room in the index should be tried again.
+    has_space_progress: bool,
 }
 
 /// State of the checkpoints. At most one checkpoint is in progress.
@@ -76,7 +78,8 @@ impl Commits {
             deferred: DeferredBlocks { newest: deferred, frozen: None },
             checkpoint: CheckpointState::Idle,
             wants_checkpoint: false,
-            has_progress: false,
+            has_log_progress: false,
+            has_space_progress: false,
         }
     }
 
@@ -90,6 +93,11 @@ impl Commits {
     pub(crate) fn admits(&self, record: usize) -> bool {
         let is_group_full = self.open.record_bytes() > self.log.max_record() / 2;
         !is_group_full && self.log.admits(self.open.record_bytes() + record_bytes(record))
+    }
+
+    /// Whether an encoded record of `record` bytes fits into an empty log.
+    pub(crate) fn can_ever_admit(&self, record: usize) -> bool {
+        self.log.has_ring_for(record_bytes(record))
     }
 
     /// Adds an applied transaction with its encoded record.
@@ -188,7 +196,7 @@ impl Commits {
         if !frees.is_empty() {
             self.quarantine.add(frees, end, period());
         }
-        self.has_progress = true;
+        self.has_log_progress = true;
         self.wants_checkpoint |=
             self.log.needs_room() || self.deferred.newest.len() * BLOCK_SIZE > self.log.max_record();
         let slots = self.log.slots(start, sectors).into_iter().filter(|(_, sectors)| *sectors > 0);
@@ -231,13 +239,19 @@ impl Commits {
             return Vec::new();
         }
         let released = self.quarantine.release(self.log.witnessed(), oldest);
-        self.has_progress |= !released.is_empty();
+        self.has_space_progress |= !released.is_empty();
         released
     }
 
-    /// Returns whether calls that wait for room or for blocks should be tried again.
-    pub(crate) fn take_progress(&mut self) -> bool {
-        std::mem::take(&mut self.has_progress)
+    /// Records that blocks have become free, so that calls that wait for blocks are tried again.
+    pub(crate) fn blocks_freed(&mut self) {
+        self.has_space_progress = true;
+    }
+
+    /// Returns whether calls should be tried again that wait for room in the log, and whether calls
+    /// should be tried again that wait for free blocks or for room in the index.
+    pub(crate) fn take_progress(&mut self) -> (bool, bool) {
+        (std::mem::take(&mut self.has_log_progress), std::mem::take(&mut self.has_space_progress))
     }
 
     /// Requests a checkpoint, which starts as soon as possible.
@@ -288,7 +302,7 @@ impl Commits {
     /// Records the progress of the checkpoint, in thousandths.
     pub(crate) fn checkpoint_advanced(&mut self, progress: u64) {
         self.log.checkpoint_advanced(progress);
-        self.has_progress = true;
+        self.has_log_progress = true;
     }
 
     /// Records that the checkpoint has ended. If it has failed, its changes stay in the log.
@@ -297,7 +311,7 @@ impl Commits {
         if succeeded {
             self.log.checkpoint_ended();
             self.deferred.frozen = None;
-            self.has_progress = true;
+            (self.has_log_progress, self.has_space_progress) = (true, true);
         }
     }
 }

@@ -46,8 +46,8 @@ pub(crate) struct PendingCall {
     pub(crate) loading: usize,
     /// Number of transactions that the read or query waits for.
     pub(crate) waits_for: usize,
-    /// Whether the transaction waits for room in the log.
-    pub(crate) is_in_log_queue: bool,
+    /// What the transaction waits for before it is tried again.
+    pub(crate) lacks: Lack,
     /// Number of times that the call has waited because too few blocks were free.
     pub(crate) parked: u32,
     /// Number of checkpoints that the call has waited for.
@@ -55,6 +55,16 @@ pub(crate) struct PendingCall {
     /// The generation of the index in which the call last asked for a checkpoint.
     pub(crate) asked_in: Option<u64>,
     pub(crate) failed: Option<StoreError>,
+}
+
+/// What a transaction waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lack {
+    Nothing,
+    /// Room in the log.
+    Log,
+    /// Free blocks, or room in the index.
+    Space,
 }
 
 impl PendingCall {
@@ -67,7 +77,7 @@ impl PendingCall {
             loaded: Loaded::default(),
             loading: 0,
             waits_for: 0,
-            is_in_log_queue: false,
+            lacks: Lack::Nothing,
             parked: 0,
             checkpoints: 0,
             asked_in: None,

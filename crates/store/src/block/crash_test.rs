@@ -239,7 +239,37 @@ fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let prefix = story.states.iter().rposition(|s| *s == found);
     let fits = story.states[least..=most.max(least)].contains(&found);
     assert!(fits, "after a crash at {position}, the state is number {prefix:?}, expected {least}..={most}");
+    // What the mount has found must survive another crash, with the changes since.
+    let changed = disturb(&store);
+    let again = SimStore::mount(&RecordedDrive::new(drive.image()), 1)
+        .unwrap_or_else(|e| panic!("second mount after a crash at {position}: {e}"));
+    let found_again = run(digest(&again)).unwrap_or_else(|e| panic!("after crashes from {position}: {e}"));
+    assert_eq!(found_again, changed, "after crashes at {position} and after the mount");
     story.states[most] != found
+}
+
+/// Removes and creates objects. Runs no checkpoint, unless the store needs one. Returns the digest of
+/// the result.
+fn disturb(store: &SimStore) -> u64 {
+    for cid in run(store.collections()).unwrap() {
+        let (objects, _) = run(store.list(&cid, None, 100)).unwrap();
+        let mut transactions: Vec<_> = objects
+            .into_iter()
+            .step_by(2)
+            .map(|oid| Transaction::new(cid.clone()).with(Op::Remove { oid }))
+            .collect();
+        let new = conformance::write(&conformance::oid("new"), 0, conformance::pattern(7, 9000));
+        transactions.push(Transaction::new(cid.clone()).with(new));
+        for transaction in transactions {
+            let mut done = std::pin::pin!(store.queue_transaction(transaction));
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            while store.lock().step_without_checkpoints() {}
+            if done.as_mut().poll(&mut cx).is_pending() {
+                run(done).unwrap();
+            }
+        }
+    }
+    run(digest(store)).unwrap()
 }
 
 /// Flips one bit of a target. Returns the position of the bit's byte on the drive. Also returns the

@@ -505,6 +505,8 @@ mod tests {
         let storage = IndexRegion::create(Arc::clone(&drive) as Arc<dyn Drive>, region).unwrap();
         let index = Index::open(storage.clone(), 64 << 10).unwrap();
         fill(&index).unwrap();
+        // Measures the use, of which only an estimate is known.
+        *index.usage() = IndexUsage::at_most(u64::MAX);
         let IndexSpace { total, free } = index.space();
         assert!(free > total / 10 && storage.reach() == total);
         drive.damages_reads.store(true, Ordering::Relaxed);

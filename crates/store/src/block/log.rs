@@ -188,22 +188,41 @@ pub(crate) struct Scan {
 /// # Errors
 /// If the drive fails, or a sector is damaged in the meantime.
 pub(crate) fn rewrite(drive: &dyn Drive, sb: &Superblock, sectors: std::ops::Range<u64>) -> Result<()> {
-    let ring = sb.log_sectors();
     let are_valid = |bytes: &[u8]| bytes.chunks_exact(SECTOR).all(|sector| get_sector(sector).is_some());
-    let mut at = sectors.start;
-    while at < sectors.end {
-        let slot = at % ring;
-        let count = (SCAN_BYTES / SECTOR).min((ring - slot) as usize).min((sectors.end - at) as usize);
+    for (first, count, offset) in chunks(sb, sectors) {
         let mut content = vec![0; count * SECTOR];
-        let offset = sb.log.offset + slot * SECTOR as u64;
         read_stable(drive, offset, &mut content, are_valid)?;
         if !are_valid(&content) {
-            return Err(corrupt("log", format!("a sector after sector {at} has a wrong checksum")));
+            return Err(corrupt("log", format!("a sector after sector {first} has a wrong checksum")));
         }
         drive.write_at(offset, &content)?;
-        at += count as u64;
     }
     Ok(())
+}
+
+/// Writes valid sectors without content over these sectors.
+///
+/// # Errors
+/// If the drive fails.
+pub(crate) fn erase(drive: &dyn Drive, sb: &Superblock, sectors: std::ops::Range<u64>) -> Result<()> {
+    for (first, count, offset) in chunks(sb, sectors) {
+        drive.write_at(offset, &blank(first..first + count as u64))?;
+    }
+    Ok(())
+}
+
+/// Divides sectors into chunks that are contiguous on the drive: first sector, number of sectors and
+/// offset on the drive.
+fn chunks(sb: &Superblock, sectors: std::ops::Range<u64>) -> impl Iterator<Item = (u64, usize, u64)> {
+    let (ring, log) = (sb.log_sectors(), sb.log.offset);
+    let mut at = sectors.start;
+    std::iter::from_fn(move || {
+        let (first, slot) = (at, at % ring);
+        let left = sectors.end.saturating_sub(first).min(ring - slot) as usize;
+        let count = left.min(SCAN_BYTES / SECTOR);
+        at += count as u64;
+        (count > 0).then_some((first, count, log + slot * SECTOR as u64))
+    })
 }
 
 /// Returns the sequence number of the newest valid sector of the log; `None` if there is none.

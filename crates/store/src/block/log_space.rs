@@ -22,7 +22,8 @@ pub(crate) struct LogSpace {
     next: u64,
     /// All sectors before this one are flushed.
     flushed: u64,
-    /// All sectors before this one were flushed, according to a durable sector.
+    /// All sectors before this one were flushed, and the log states that. After a mount, this includes
+    /// the first group of the mount, which is flushed but states only what is before it.
     witnessed: u64,
     /// The sector after the last group that has transactions.
     content_end: u64,
@@ -120,6 +121,17 @@ impl LogSpace {
         };
         // Leave room for groups that only state what was flushed.
         self.next + group_sectors(bytes) + 2 * GROUP_SECTORS <= limit
+    }
+
+    /// Whether `bytes` bytes of records fit into an empty log.
+    pub(crate) fn has_ring_for(&self, bytes: usize) -> bool {
+        group_sectors(bytes) + 2 * GROUP_SECTORS <= self.ring
+    }
+
+    /// Returns the maximum size of a record that [`has_ring_for`](Self::has_ring_for) accepts,
+    /// approximately, in bytes.
+    pub(crate) fn ring_bytes(&self) -> u64 {
+        (self.ring - 2 * GROUP_SECTORS) * SECTOR as u64
     }
 
     /// Whether a group of `sectors` sectors fits into the log.

@@ -104,7 +104,7 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
         clean: true,
         checkpoint: 1,
         index_header: 0,
-        is_earlier: false,
+        needs_both: false,
     })
 }
 
@@ -226,18 +226,23 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Recovery
         superblock,
     };
     'groups: for group in scan.groups {
-        let is_flushed = group.end <= scan.witnessed;
-        for record in group.records {
-            let complete = is_flushed || recovered.has_data(drive.as_ref(), &record)?;
-            if !complete {
-                tracing::info!(
-                    end = group.end,
-                    "the log ends with a transaction whose data was not written completely; the transaction is discarded"
-                );
-                break 'groups;
+        if group.end > scan.witnessed {
+            let mut unflushed = Vec::new();
+            for record in &group.records {
+                let Some(data) = recovered.data_of(drive.as_ref(), record)? else {
+                    tracing::info!(
+                        end = group.end,
+                        "the log ends with a group whose data was not written completely; its transactions are discarded"
+                    );
+                    break 'groups;
+                };
+                unflushed.extend(data);
             }
-            recovered.replay(record)?;
+            recovered.unflushed.extend(unflushed);
         }
+        // A group is replayed completely or not at all, because the next group is written behind it or
+        // over it.
+        group.records.into_iter().try_for_each(|record| recovered.replay(record))?;
         recovered.log_end = group.end;
     }
     Ok(recovered)
@@ -297,9 +302,10 @@ pub(crate) struct ReadyTarget {
 }
 
 impl Recovered {
-    /// Whether the data area has the data of a record. The data may be missing if it was not
-    /// flushed before a crash.
-    fn has_data(&mut self, drive: &dyn Drive, record: &Record) -> Result<bool> {
+    /// Returns the data of a record with its offsets on the drive; `None` if the data area does not
+    /// have it. The data may be missing if it was not flushed before a crash.
+    fn data_of(&self, drive: &dyn Drive, record: &Record) -> Result<Option<Vec<(u64, Vec<u8>)>>> {
+        let mut data = Vec::new();
         let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
         let mut content = vec![0; BLOCK_SIZE];
@@ -317,12 +323,12 @@ impl Recovered {
                 let at = self.superblock.data.offset + block.block * BLOCK;
                 read_stable(drive, at, &mut content, |content| crc32c(content) == block.crc)?;
                 if crc32c(&content) != block.crc {
-                    return Ok(false);
+                    return Ok(None);
                 }
-                self.unflushed.push((at, content.clone()));
+                data.push((at, content.clone()));
             }
         }
-        Ok(true)
+        Ok(Some(data))
     }
 
     fn replay(&mut self, record: Record) -> Result<()> {
@@ -379,7 +385,7 @@ impl Recovered {
     }
 
     /// Writes a repaired target. `fixes` replace the values of their keys, and exactly the blocks
-    /// in `taken` are marked as allocated.
+    /// in `taken` are marked as allocated. The rest of the log, which may be damaged, is erased.
     ///
     /// # Errors
     /// If the drive fails.
@@ -387,6 +393,8 @@ impl Recovered {
         self.changes.extend(fixes);
         taken.mark_all_dirty();
         self.taken = taken;
+        let end = self.meta.log_start + self.superblock.log_sectors();
+        log::erase(drive, &self.superblock, self.log_end..end)?;
         self.checkpoint(drive, true).map(drop)
     }
 
@@ -402,10 +410,10 @@ impl Recovered {
         }
         self.make_durable(drive)?;
         self.superblock.checkpoint = self.meta.checkpoint;
-        if std::mem::take(&mut self.superblock.clean) || self.superblock.is_earlier {
-            self.superblock.index_header = self.index.header_number();
-            self.superblock.write(drive)?;
-        }
+        self.superblock.clean = false;
+        self.superblock.index_header = self.index.header_number();
+        // Written even if nothing has changed: the copy that was read may not be durable.
+        self.superblock.write(drive)?;
         // Transactions after `log_end` are discarded. Overwrite the first of them, so that they stay
         // discarded even if their data is now written by other transactions.
         let log_generation = self.log_generation + 1;

@@ -165,6 +165,38 @@ fn a_target_can_be_mounted_after_any_two_failed_mounts_with_torn_writes() {
 }
 
 #[test]
+fn changes_after_mounts_whose_flushes_were_lost_survive_a_power_failure() {
+    let mut failed_mounts = 0;
+    for (was_unmounted, after) in
+        [true, false].into_iter().flat_map(|unmounted| (0..12).map(move |n| (unmounted, n)))
+    {
+        simulate(1, async || {
+            let target = SmallTarget::new().await;
+            if was_unmounted {
+                target.store.umount().await.unwrap();
+            } else {
+                target.drive.sever();
+            }
+            let SmallTarget { drive, store } = target;
+            drop(store);
+            drive.inject(DriveFault { after, ..DriveFault::once(DriveFaultKind::LostFlush) });
+            let mounted = BlockStore::mount_simulated(&drive, &options()).await;
+            failed_mounts += u32::from(mounted.is_err());
+            drop(mounted);
+            drive.sever();
+            drive.clear_faults();
+            let target = SmallTarget { store: mount(&drive).await, drive };
+            target.put("new", 50_000).await.unwrap();
+            target.drive.power_failure_with(Survivors::Nothing);
+            let target = target.mount_again().await;
+            target.assert_has("old", 100_000).await;
+            target.assert_has("new", 50_000).await;
+        });
+    }
+    assert!(failed_mounts > 4, "{failed_mounts} mounts failed");
+}
+
+#[test]
 fn a_drive_whose_flushes_fail_for_a_while_can_be_mounted_afterwards() {
     simulate(1, async || {
         let target = SmallTarget::new().await;

@@ -134,7 +134,10 @@ impl Core {
     }
 
     pub(super) fn drop_stage(&mut self, id: u64) {
-        self.stages.remove_unused(id).into_iter().for_each(|e| self.alloc.free(e));
+        for extent in self.stages.remove_unused(id) {
+            self.alloc.free(extent);
+            self.commits.blocks_freed();
+        }
     }
 
     /// Records that blocks of a stage now belong to an object. The group with the transaction waits

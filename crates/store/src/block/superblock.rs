@@ -47,10 +47,10 @@ pub(crate) struct Superblock {
     /// Number of the index's newest header when the superblock was written; 0 if the program that
     /// has written the superblock did not record it.
     pub(crate) index_header: u64,
-    /// Whether the copy that was read has an earlier version of the format. Written copies have the
-    /// current version.
+    /// Whether both copies must be written: one of them is damaged or has an earlier version of the
+    /// format. Written copies have the current version.
     #[serde(skip)]
-    pub(crate) is_earlier: bool,
+    pub(crate) needs_both: bool,
 }
 
 impl Superblock {
@@ -80,7 +80,7 @@ impl Superblock {
         }
         let mut superblock: Superblock =
             postcard::from_bytes(&body[12..]).map_err(|e| corrupt("superblock", e))?;
-        superblock.is_earlier = version < VERSION;
+        superblock.needs_both = version < VERSION;
         superblock.check()?;
         Ok(superblock)
     }
@@ -117,15 +117,13 @@ impl Superblock {
         let (a, b) = bytes.split_at(BLOCK_SIZE);
         let superblock = match (Superblock::decode(a), Superblock::decode(b)) {
             (Ok(a), Ok(b)) => {
-                if a.generation > b.generation {
-                    a
-                } else {
-                    b
-                }
+                let needs_both = a.needs_both || b.needs_both;
+                let newer = if a.generation > b.generation { a } else { b };
+                Superblock { needs_both, ..newer }
             }
             (Ok(one), Err(error)) | (Err(error), Ok(one)) => {
                 tracing::warn!(%error, "one copy of the superblock is not valid; the other copy is used");
-                Superblock { clean: false, ..one }
+                Superblock { clean: false, needs_both: true, ..one }
             }
             (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),
         };
@@ -138,10 +136,11 @@ impl Superblock {
         Ok(superblock)
     }
 
-    /// Writes the next generation over the older copy and flushes. Writes both copies if they may
-    /// have an earlier version: a program of that version would use a copy that it can read.
+    /// Writes the next generation over the older copy and flushes. Writes both copies if
+    /// [`needs_both`](Self::needs_both) is set: a program of an earlier version would use a copy that
+    /// it can read.
     pub(crate) fn write(&mut self, drive: &dyn Drive) -> Result<()> {
-        for _ in 0..=u32::from(std::mem::take(&mut self.is_earlier)) {
+        for _ in 0..=u32::from(std::mem::take(&mut self.needs_both)) {
             self.generation += 1;
             drive.write_at((self.generation % 2) * BLOCK, &self.encode())?;
             drive.flush()?;
@@ -187,7 +186,7 @@ mod tests {
             clean: true,
             checkpoint: 9,
             index_header: 12,
-            is_earlier: false,
+            needs_both: false,
         }
     }
 
@@ -202,7 +201,7 @@ mod tests {
             bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
             match Superblock::decode(&bytes) {
                 Ok(found) => {
-                    assert_eq!((version, found), (2, Superblock { is_earlier: true, ..example() }));
+                    assert_eq!((version, found), (2, Superblock { needs_both: true, ..example() }));
                 }
                 Err(StoreError::WrongVersion { found, .. }) => {
                     assert_eq!(found, u32::from(version));
@@ -224,7 +223,7 @@ mod tests {
             drive.write_at(copy, &earlier).unwrap();
         }
         let mut superblock = Superblock::read(&*drive).unwrap();
-        assert!(superblock.is_earlier);
+        assert!(superblock.needs_both);
         superblock.write(&*drive).unwrap();
         let image = drive.image();
         for copy in image[..SUPERBLOCKS as usize].chunks(BLOCK_SIZE) {

@@ -18,8 +18,8 @@ pub enum DriveFaultKind {
     /// older content.
     FlushError,
     /// A flush fails. The writes that it covers stay visible but are volatile forever, as in a page
-    /// cache that marks pages as clean after a failed flush. A store that is mounted again before
-    /// the next power failure cannot keep its promises on this drive.
+    /// cache that marks pages as clean after a failed flush. Only writing the data again makes it
+    /// durable.
     LostFlush,
     /// A read, write or flush takes this much longer. The blocking reads of recovery and of index
     /// lookups are not affected.
