@@ -19,7 +19,7 @@ use super::index::Changes;
 use super::log::Record;
 use super::need::Need;
 use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
-use super::staged::Stages;
+use super::staged::StageTable;
 use super::view::{IndexView, Loaded};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
@@ -60,7 +60,7 @@ pub(crate) struct Context<'a> {
     pub(crate) view: &'a IndexView,
     pub(crate) loaded: &'a Loaded,
     pub(crate) collections: &'a BTreeMap<CollectionId, u64>,
-    pub(crate) stages: &'a Stages,
+    pub(crate) stages: &'a StageTable,
     /// Numbers of the stages that the transaction may use.
     pub(crate) usable_stages: &'a [u64],
     /// Returns the content of a block if the data area does not have it yet.

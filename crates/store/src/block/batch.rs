@@ -146,7 +146,7 @@ mod tests {
         let pool = BufferPool::new(Arena::anonymous(8 << 20).unwrap(), 0, BLOCK_SIZE);
         let block = |i: usize| {
             let content = vec![(i % 251) as u8 + 1; BLOCK_SIZE];
-            if i / 100 % 3 > 0 {
+            if !(i / 100).is_multiple_of(3) {
                 return Bytes::from(content);
             }
             let mut buffer = pool.try_alloc(BLOCK_SIZE).unwrap().unwrap();

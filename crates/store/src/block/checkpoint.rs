@@ -35,12 +35,12 @@ pub(crate) struct Checkpoint {
 pub(crate) type CheckpointOutcome = (Meta, Superblock, IndexSpace);
 
 /// Receives the progress of a checkpoint, in thousandths. Any thread may call it.
-pub(crate) type ProgressReport = Arc<dyn Fn(u64) + Send + Sync>;
+pub(crate) type CheckpointReport = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// A part of a checkpoint, for reports of its progress.
 #[derive(Clone)]
 pub(crate) struct CheckpointPart {
-    report: ProgressReport,
+    report: CheckpointReport,
     /// Progress of the checkpoint at the begin and at the end of the part, in thousandths.
     from: u64,
     to: u64,
@@ -54,7 +54,7 @@ impl std::fmt::Debug for CheckpointPart {
 
 impl CheckpointPart {
     /// The whole checkpoint.
-    pub(crate) fn whole(report: ProgressReport) -> CheckpointPart {
+    pub(crate) fn whole(report: CheckpointReport) -> CheckpointPart {
         CheckpointPart { report, from: 0, to: 1000 }
     }
 

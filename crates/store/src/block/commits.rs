@@ -12,7 +12,7 @@ use super::groups::{CommitGroup, FormedGroup, GroupsInFlight, OpenGroup, acknowl
 use super::log::{encode_group, group_sectors, record_bytes};
 use super::log_space::LogSpace;
 use super::messages::ReplySender;
-use super::quarantine::Quarantine;
+use super::quarantine::BlockQuarantine;
 use super::superblock::SECTOR;
 use crate::StoreError;
 
@@ -25,7 +25,7 @@ pub(crate) struct Commits {
     log: LogSpace,
     open: OpenGroup,
     groups: GroupsInFlight,
-    quarantine: Quarantine,
+    quarantine: BlockQuarantine,
     deferred: DeferredBlocks,
     checkpoint: CheckpointState,
     /// Whether a checkpoint should start as soon as possible.
@@ -74,7 +74,7 @@ impl Commits {
             log,
             open: OpenGroup::default(),
             groups: GroupsInFlight::new(),
-            quarantine: Quarantine::default(),
+            quarantine: BlockQuarantine::default(),
             deferred: DeferredBlocks { newest: deferred, frozen: None },
             checkpoint: CheckpointState::Idle,
             wants_checkpoint: false,

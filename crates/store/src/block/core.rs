@@ -22,8 +22,8 @@ use super::presence::Presence;
 use super::queues::CallQueues;
 use super::reads::{BlockAccess, Look};
 use super::recovery::ReadyTarget;
-use super::requests::Requests;
-use super::staged::Stages;
+use super::requests::DriveRequests;
+use super::staged::StageTable;
 use super::superblock::Superblock;
 use super::usage::IndexSpace;
 use super::view::{IndexView, Loaded};
@@ -149,11 +149,11 @@ pub(crate) struct Core {
     pub(crate) taken: Bitmap,
     pub(crate) collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
-    pub(crate) stages: Stages,
+    pub(crate) stages: StageTable,
     pub(crate) calls: CallQueues,
     pub(crate) commits: Commits,
     pub(crate) reads: BlockAccess,
-    pub(crate) requests: Requests,
+    pub(crate) requests: DriveRequests,
     /// Counts checkpoints. A load that overlaps a checkpoint must be repeated.
     pub(crate) generation: u64,
     pub(crate) pool: BufferPool,
@@ -189,11 +189,11 @@ impl Core {
             taken,
             collections,
             next_nid: target.next_nid,
-            stages: Stages::default(),
+            stages: StageTable::default(),
             calls: CallQueues::default(),
             commits: Commits::new(log, deferred),
             reads: BlockAccess::default(),
-            requests: Requests::new(),
+            requests: DriveRequests::new(),
             generation: 0,
             pool: BufferPool::new(arena, 0, largest),
             cache_limit: limits.page_bytes + limits.value_bytes,

@@ -1,4 +1,4 @@
-//! [`Quarantine`]: freed blocks that must not be reused yet.
+//! [`BlockQuarantine`]: freed blocks that must not be reused yet.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use super::extent::{Extent, total};
 /// Recovery may still compare the blocks with the checksums of their old content, and reads may
 /// still read them.
 #[derive(Debug, Default)]
-pub(super) struct Quarantine {
+pub(super) struct BlockQuarantine {
     freed: VecDeque<FreedBlocks>,
     blocks: u64,
 }
@@ -26,7 +26,7 @@ struct FreedBlocks {
     period: u64,
 }
 
-impl Quarantine {
+impl BlockQuarantine {
     /// Number of blocks in quarantine.
     pub(super) fn blocks(&self) -> u64 {
         self.blocks
@@ -60,7 +60,7 @@ mod tests {
     #[test]
     fn blocks_leave_the_quarantine_when_the_log_and_the_reads_no_longer_need_them() {
         let extent = |start| Extent { start, len: 10 };
-        let mut quarantine = Quarantine::default();
+        let mut quarantine = BlockQuarantine::default();
         for (n, end) in [(0, 8), (1, 16), (2, 24)] {
             quarantine.add(vec![extent(100 * n)], end, n);
         }

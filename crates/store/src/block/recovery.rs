@@ -139,6 +139,9 @@ fn fill(drive: &dyn Drive, sb: &Superblock, zeros: &[u8], progress: &mut dyn FnM
     Ok(drive.flush()?)
 }
 
+/// An offset on the drive, and the bytes there.
+type DriveData = (u64, Vec<u8>);
+
 /// The state of a target according to its last checkpoint and its log.
 #[derive(Debug)]
 pub(crate) struct Recovered {
@@ -156,7 +159,7 @@ pub(crate) struct Recovered {
     /// The number that the next new collection or object gets.
     next_nid: u64,
     /// Data that recovery relies on, but that may not have been flushed, with its offset.
-    unflushed: Vec<(u64, Vec<u8>)>,
+    unflushed: Vec<DriveData>,
     /// Sequence number of the first sector of the log that may not have been flushed.
     unflushed_log: u64,
     /// Descriptions of damage that was ignored. Empty unless the target is read for a repair.
@@ -304,7 +307,7 @@ pub(crate) struct ReadyTarget {
 impl Recovered {
     /// Returns the data of a record with its offsets on the drive; `None` if the data area does not
     /// have it. The data may be missing if it was not flushed before a crash.
-    fn data_of(&self, drive: &dyn Drive, record: &Record) -> Result<Option<Vec<(u64, Vec<u8>)>>> {
+    fn data_of(&self, drive: &dyn Drive, record: &Record) -> Result<Option<Vec<DriveData>>> {
         let mut data = Vec::new();
         let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);

@@ -1,4 +1,4 @@
-//! [`Requests`]: the requests to the drive that are in progress.
+//! [`DriveRequests`]: the requests to the drive that are in progress.
 
 use base::collections::HashMap;
 
@@ -24,14 +24,14 @@ pub(crate) enum Purpose {
 
 /// The requests in progress with their purposes. Calls and reads get numbers from the same sequence.
 #[derive(Debug)]
-pub(crate) struct Requests {
+pub(crate) struct DriveRequests {
     purposes: HashMap<u64, Purpose>,
     last: u64,
 }
 
-impl Requests {
-    pub(crate) fn new() -> Requests {
-        Requests { purposes: HashMap::default(), last: super::core::SCAN }
+impl DriveRequests {
+    pub(crate) fn new() -> DriveRequests {
+        DriveRequests { purposes: HashMap::default(), last: super::core::SCAN }
     }
 
     pub(crate) fn is_empty(&self) -> bool {

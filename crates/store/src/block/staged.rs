@@ -93,7 +93,7 @@ pub(crate) struct WaitingStage {
 
 /// The stages, the writes to them, and the calls that wait for blocks.
 #[derive(Debug, Default)]
-pub(crate) struct Stages {
+pub(crate) struct StageTable {
     stages: HashMap<u64, Stage>,
     writes: HashMap<u64, StageWrite>,
     waiting: VecDeque<WaitingStage>,
@@ -101,7 +101,7 @@ pub(crate) struct Stages {
     last: Arc<AtomicU64>,
 }
 
-impl Stages {
+impl StageTable {
     /// Returns the highest stage number assigned so far.
     pub(crate) fn last(&self) -> &Arc<AtomicU64> {
         &self.last
