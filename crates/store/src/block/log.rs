@@ -394,21 +394,15 @@ mod tests {
 
     #[test]
     fn a_torn_first_group_of_a_mount_ends_the_log() {
-        for written in (1..GROUP_SECTORS as usize).chain(9..16) {
-            let (drive, sb) = log_with(&DISCARDED[..3]);
-            let record = Record { next_nid: 4, ..Record::default() }.encode();
-            let group = encode_group(2, 16, 16, &[record]);
-            let (offset, half) = (sb.log.offset + 16 * SECTOR as u64, group.len() / 2);
-            match written {
-                // The first sectors were written, or only later ones.
-                1..8 => drive.write_at(offset, &group[..written * SECTOR]).unwrap(),
-                _ => {
-                    let from = half + (written - 9) % 4 * SECTOR;
-                    drive.write_at(offset + from as u64, &group[from..]).unwrap();
-                }
+        let record = Record { next_nid: 4, ..Record::default() }.encode();
+        let group = encode_group(2, 16, 16, &[record]);
+        for at in (1..GROUP_SECTORS as usize).map(|sectors| sectors * SECTOR) {
+            for (first, part) in [(0, &group[..at]), (at, &group[at..])] {
+                let (drive, sb) = log_with(&DISCARDED[..3]);
+                drive.write_at(sb.log.offset + (16 * SECTOR + first) as u64, part).unwrap();
+                assert_eq!(records(&drive, &sb).unwrap(), [1]);
+                assert_eq!(scan(&*drive, &sb, 1, 8, false).unwrap().generation, 2);
             }
-            assert_eq!(records(&drive, &sb).unwrap(), [1]);
-            assert_eq!(scan(&*drive, &sb, 1, 8, false).unwrap().generation, 2);
         }
     }
 

@@ -178,8 +178,8 @@ pub(crate) enum RecoveryMode {
     Repair,
 }
 
-/// Reads a target and applies its log in memory. Does not change the target, except that `redb` may
-/// write when it opens its storage.
+/// Reads a target and applies its log in memory. Does not change the content of the target: `redb`
+/// may write when it opens its storage, and a mount writes the header of the index again.
 ///
 /// # Errors
 /// [`StoreError::NotATarget`], [`StoreError::WrongVersion`], [`StoreError::Corrupt`], or
