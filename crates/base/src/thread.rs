@@ -7,6 +7,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+/// The nice value of a thread in the background. With it, the thread gets about a third of the CPU
+/// time of another thread on the same CPU.
+const BACKGROUND_NICE: i32 = 5;
+
 thread_local! {
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
@@ -130,6 +134,15 @@ pub fn spawn<T: Send + 'static>(
 ) -> std::io::Result<JoinHandle<T>> {
     #[expect(clippy::disallowed_methods, reason = "this is the only function that starts threads")]
     Builder::new().name(format!("{}-{suffix}", class.prefix())).spawn(body)
+}
+
+/// Lowers the priority of the calling thread, so that it gets little CPU time while other threads
+/// need the CPU. Does nothing if the system refuses that.
+pub fn become_background() {
+    // Linux applies the value to the calling thread only (setpriority(2)).
+    if let Err(error) = rustix::process::setpriority_process(None, BACKGROUND_NICE) {
+        tracing::debug!(%error, "cannot lower the priority of a thread");
+    }
 }
 
 /// CPU time that the calling thread has used so far.

@@ -23,8 +23,6 @@ use crate::{Result, StoreError};
 /// adjacent blocks can share a request. If more data waits, the store writes all waiting data
 /// immediately.
 const GATHERED: usize = 256 << 10;
-/// A checkpoint starts at the latest when this many bytes of changes of the index are in memory.
-const MAX_CHANGES: usize = 32 << 20;
 /// No checkpoint starts for lack of room in the index when at most this many keys are changed.
 const MIN_KEYS: usize = 64;
 
@@ -69,11 +67,13 @@ impl Core {
                 self.output.io.push(IoRequest { id, offset, op: IoOp::Write(vec![piece]) });
             }
         }
-        // Use only half of the free space, because more keys may change before the checkpoint starts.
+        // Very small changes take more memory than space in the log. Use only half of the free space
+        // of the index, because more keys may change before the checkpoint starts.
         let space = self.index_space;
         let max_keys = space.keys_in(space.free / 2).max(MIN_KEYS);
         let (keys, changed) = self.view.active();
-        if changed > MAX_CHANGES || keys > max_keys {
+        let has_many = changed as u64 > self.superblock.log.len / 2 || keys > max_keys;
+        if has_many && !self.commits.has_checkpoint() {
             self.commits.request_checkpoint();
         }
         self.update_gauges();
@@ -116,12 +116,13 @@ impl Core {
         let mut superblock = self.superblock.clone();
         superblock.checkpoint += 1;
         superblock.clean = self.lifecycle.is_closing() && self.is_idle() && self.commits.is_quiet();
-        let (changes, bitmap) = (self.view.freeze(), self.taken.take_dirty());
+        let (changes, retired) = self.view.freeze();
+        let bitmap = self.taken.take_dirty();
         let (log_generation, next_nid) = (self.log_generation, self.next_nid);
         self.commits.freeze(|log_start, deferred| {
             let checkpoint = superblock.checkpoint;
             let meta = Meta { checkpoint, log_generation, log_start, next_nid, index_used: None };
-            Checkpoint { changes, bitmap, deferred, meta, superblock }
+            Checkpoint { changes, bitmap, deferred, meta, superblock, retired }
         });
     }
 

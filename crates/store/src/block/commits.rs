@@ -177,7 +177,7 @@ impl Commits {
             return false;
         }
         let has_room = self.log.fits(group_sectors(self.open.record_bytes()));
-        self.wants_checkpoint |= !has_room;
+        self.wants_checkpoint |= !has_room && !self.has_checkpoint();
         has_room
     }
 
@@ -197,8 +197,7 @@ impl Commits {
             self.quarantine.add(frees, end, period());
         }
         self.has_log_progress = true;
-        self.wants_checkpoint |=
-            self.log.needs_room() || self.deferred.newest.len() * BLOCK_SIZE > self.log.max_record();
+        self.wants_checkpoint |= !self.has_checkpoint() && self.should_checkpoint();
         let slots = self.log.slots(start, sectors).into_iter().filter(|(_, sectors)| *sectors > 0);
         let parts = slots.map(|(slot, sectors)| (slot, bytes.split_to(sectors as usize * SECTOR)));
         GroupSectors { number, parts: parts.collect() }
@@ -252,6 +251,11 @@ impl Commits {
     /// should be tried again that wait for free blocks or for room in the index.
     pub(crate) fn take_progress(&mut self) -> (bool, bool) {
         (std::mem::take(&mut self.has_log_progress), std::mem::take(&mut self.has_space_progress))
+    }
+
+    /// Whether a checkpoint should start, so that the log and the memory of deferred blocks get room.
+    fn should_checkpoint(&self) -> bool {
+        self.log.needs_room() || self.deferred.newest.len() * BLOCK_SIZE > self.log.max_record()
     }
 
     /// Requests a checkpoint, which starts as soon as possible.
@@ -313,5 +317,67 @@ impl Commits {
             self.deferred.frozen = None;
             (self.has_log_progress, self.has_space_progress) = (true, true);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use futures::channel::oneshot;
+    use uuid::Uuid;
+
+    use super::super::records::Meta;
+    use super::super::recovery::{TargetSizes, layout};
+    use super::*;
+
+    const RING: u64 = 1024;
+
+    /// Adds a transaction, and writes and flushes its group of eight sectors.
+    fn commit(commits: &mut Commits) {
+        commits.push(&TransactionEffect::default(), vec![0; 3000], oneshot::channel().0);
+        assert!(commits.may_form_group());
+        assert!(commits.take_writes().is_empty());
+        let group = commits.form_group(1, || 0);
+        assert_eq!(group.parts.iter().map(|(_, sectors)| sectors.len()).sum::<usize>(), 8 * SECTOR);
+        commits.add_io(group.number);
+        commits.io_done(group.number);
+        assert!(commits.begin_flush());
+        commits.flushed();
+    }
+
+    fn freeze(commits: &mut Commits) {
+        let meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1, index_used: None };
+        let sizes = TargetSizes { uuid: Some(Uuid::nil()), ..TargetSizes::default() };
+        let superblock = layout(64 << 20, &sizes).unwrap();
+        let (changes, retired) = (Arc::default(), BTreeMap::new());
+        commits.freeze(|_, deferred| Checkpoint {
+            changes,
+            bitmap: Vec::new(),
+            deferred,
+            meta,
+            superblock,
+            retired,
+        });
+        assert!(commits.start_checkpoint().is_some());
+    }
+
+    #[test]
+    fn a_checkpoint_follows_another_only_if_the_log_needs_room() {
+        let mut commits = Commits::new(LogSpace::new(0, 0, RING), Deferred::new());
+        while !commits.may_freeze() {
+            commit(&mut commits);
+        }
+        assert!(commits.log().used_bytes().0 > RING * SECTOR as u64 / 2);
+        freeze(&mut commits);
+        commit(&mut commits);
+        assert!(commits.log().needs_room(), "the checkpoint did not free its part of the log yet");
+        commits.checkpoint_ended(true);
+        commit(&mut commits);
+        assert!(!commits.may_freeze(), "the log is nearly empty");
+        while !commits.may_freeze() {
+            commit(&mut commits);
+        }
+        assert!(commits.log().used_bytes().0 > RING * SECTOR as u64 / 2);
     }
 }

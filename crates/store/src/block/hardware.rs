@@ -173,6 +173,8 @@ pub(super) fn checkpoint_thread(number: usize) -> String {
 
 fn checkpointer(jobs: &mpsc::Receiver<BlockingWork>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
     mailbox.shared.checkpoint_calls.count_this_thread();
+    // Checkpoints may take long, but transactions should not wait for the CPU meanwhile.
+    base::thread::become_background();
     let to_core = mailbox.clone();
     let whole = CheckpointPart::whole(Arc::new(move |progress| {
         to_core.event(CoreEvent::CheckpointAdvanced(progress));

@@ -63,11 +63,18 @@ pub(crate) fn mkfs(
             index_used: None,
         },
         superblock: superblock.clone(),
+        retired: Changes::new(),
     };
     (_, superblock, _) = checkpoint.run(drive.as_ref(), &index, &CheckpointPart::silent())?;
     drop(index);
     superblock.write(drive.as_ref())?;
     Ok(superblock.uuid)
+}
+
+/// Returns the size of the log of a new target on a drive of `size` bytes. With a larger log, a
+/// checkpoint has more changes, so that more of them are in the same pages of the index.
+fn default_log(size: u64) -> u64 {
+    (size / 8).min((size / 32).clamp(64 << 20, 256 << 20))
 }
 
 /// Returns the superblock of a new target on a drive of `size` bytes. The superblock contains the
@@ -82,7 +89,7 @@ pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
         )));
     }
     let whole = |len: u64| len - len % BLOCK;
-    let log_len = whole(sizes.log_bytes.unwrap_or((size / 8).min(64 << 20)));
+    let log_len = whole(sizes.log_bytes.unwrap_or_else(|| default_log(size)));
     let index_pages = sizes.index_bytes.unwrap_or_else(|| usable_len(size / 16).max(MIN_INDEX));
     // Add room for headers and checksums, so that storage of this size fits completely.
     let index_len = whole(index_pages.saturating_add(index_pages / 64 + (64 << 10)));
@@ -469,6 +476,7 @@ impl Recovered {
                 index_used: None,
             },
             superblock: self.superblock.clone(),
+            retired: Changes::new(),
         };
         self.make_durable(drive)?;
         (self.meta, self.superblock, _) = checkpoint.run(drive, &self.index, &CheckpointPart::silent())?;

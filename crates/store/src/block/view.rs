@@ -213,14 +213,15 @@ impl IndexView {
         }
     }
 
-    /// Freezes the queued changes and returns them, for a checkpoint.
-    pub(crate) fn freeze(&mut self) -> Arc<Changes> {
-        debug_assert!(matches!(self.frozen, Frozen::Written(_)), "checkpoints do not overlap");
-        self.retire(usize::MAX);
+    /// Freezes the queued changes for a checkpoint. Returns them, and the changes of the last
+    /// checkpoint that did not leave memory yet.
+    pub(crate) fn freeze(&mut self) -> (Arc<Changes>, Changes) {
         self.frozen_bytes = std::mem::take(&mut self.active_bytes);
         let frozen = Arc::new(std::mem::take(&mut self.active));
-        self.frozen = Frozen::Writing(Arc::clone(&frozen));
-        frozen
+        match std::mem::replace(&mut self.frozen, Frozen::Writing(Arc::clone(&frozen))) {
+            Frozen::Written(retired) => (frozen, retired),
+            Frozen::Writing(_) => unreachable!("checkpoints do not overlap"),
+        }
     }
 
     /// Records that the checkpoint has written the frozen changes to the drive. Updates the data
@@ -238,12 +239,8 @@ impl IndexView {
     /// Drops some of the changes that are on the drive, if there are any. The core calls this method
     /// often.
     pub(crate) fn retire_some(&mut self) {
-        self.retire(RETIRED_AT_ONCE);
-    }
-
-    fn retire(&mut self, count: usize) {
         if let Frozen::Written(changes) = &mut self.frozen {
-            std::iter::from_fn(|| changes.pop_first()).take(count).for_each(drop);
+            std::iter::from_fn(|| changes.pop_first()).take(RETIRED_AT_ONCE).for_each(drop);
         }
     }
 
