@@ -58,7 +58,7 @@ pub(super) trait DriverBackend: Sized {
     /// If the workers have ended.
     fn load(&mut self, loads: Vec<BlockingWork>) -> io::Result<()>;
 
-    /// Gives a checkpoint to a worker. Checkpoints run one after another.
+    /// Gives a checkpoint, or the changes of one, to a worker. Checkpoints run one after another.
     ///
     /// # Errors
     /// If the worker has ended.

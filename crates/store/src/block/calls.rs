@@ -120,7 +120,6 @@ impl Core {
 
     /// Does all work that does not have to wait for an event.
     pub(crate) fn advance(&mut self) {
-        self.view.retire_some();
         loop {
             while let Some((op, pending)) = self.calls.next_runnable() {
                 self.run(op, pending);

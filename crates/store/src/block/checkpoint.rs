@@ -28,9 +28,6 @@ pub(crate) struct Checkpoint {
     pub(crate) deferred: Arc<Deferred>,
     pub(crate) meta: Meta,
     pub(crate) superblock: Superblock,
-    /// Changes of the last checkpoint that are still in memory. The thread that runs the checkpoint
-    /// drops them, because that takes long.
-    pub(crate) retired: Changes,
 }
 
 /// Result of a checkpoint: the index's meta record, the written superblock, and the space of the
@@ -103,7 +100,6 @@ impl Checkpoint {
         index: &Index,
         whole: &CheckpointPart,
     ) -> Result<CheckpointOutcome> {
-        self.retired.clear();
         self.write_deferred(drive)?;
         let bitmap: Changes =
             self.bitmap.drain(..).map(|(page, bytes)| (key::bitmap(page), Some(bytes))).collect();

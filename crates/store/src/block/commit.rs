@@ -116,13 +116,12 @@ impl Core {
         let mut superblock = self.superblock.clone();
         superblock.checkpoint += 1;
         superblock.clean = self.lifecycle.is_closing() && self.is_idle() && self.commits.is_quiet();
-        let (changes, retired) = self.view.freeze();
-        let bitmap = self.taken.take_dirty();
+        let (changes, bitmap) = (self.view.freeze(), self.taken.take_dirty());
         let (log_generation, next_nid) = (self.log_generation, self.next_nid);
         self.commits.freeze(|log_start, deferred| {
             let checkpoint = superblock.checkpoint;
             let meta = Meta { checkpoint, log_generation, log_start, next_nid, index_used: None };
-            Checkpoint { changes, bitmap, deferred, meta, superblock, retired }
+            Checkpoint { changes, bitmap, deferred, meta, superblock }
         });
     }
 
@@ -135,7 +134,8 @@ impl Core {
                 self.superblock = superblock;
                 self.index_space = space;
                 self.generation += 1;
-                self.view.thaw(meta.next_nid, self.calls.loaded_mut());
+                let written = self.view.thaw(meta.next_nid, self.calls.loaded_mut());
+                self.output.work.extend(written.map(BlockingWork::Discard));
                 self.update_gauges();
                 metrics::counter!("outboard_store_checkpoints_total").increment(1);
             }

@@ -322,8 +322,6 @@ impl Commits {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use futures::channel::oneshot;
     use uuid::Uuid;
 
@@ -350,15 +348,8 @@ mod tests {
         let meta = Meta { checkpoint: 1, log_generation: 1, log_start: 0, next_nid: 1, index_used: None };
         let sizes = TargetSizes { uuid: Some(Uuid::nil()), ..TargetSizes::default() };
         let superblock = layout(64 << 20, &sizes).unwrap();
-        let (changes, retired) = (Arc::default(), BTreeMap::new());
-        commits.freeze(|_, deferred| Checkpoint {
-            changes,
-            bitmap: Vec::new(),
-            deferred,
-            meta,
-            superblock,
-            retired,
-        });
+        let (changes, bitmap) = (Arc::default(), Vec::new());
+        commits.freeze(|_, deferred| Checkpoint { changes, bitmap, deferred, meta, superblock });
         assert!(commits.start_checkpoint().is_some());
     }
 

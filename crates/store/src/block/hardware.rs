@@ -180,8 +180,12 @@ fn checkpointer(jobs: &mpsc::Receiver<BlockingWork>, drive: &dyn Drive, index: &
         to_core.event(CoreEvent::CheckpointAdvanced(progress));
     }));
     while let Ok(job) = jobs.recv() {
-        if let BlockingWork::Checkpoint(checkpoint) = job {
-            mailbox.event(CoreEvent::Checkpointed(checkpoint.run(drive, index, &whole)));
+        match job {
+            BlockingWork::Checkpoint(checkpoint) => {
+                mailbox.event(CoreEvent::Checkpointed(checkpoint.run(drive, index, &whole)));
+            }
+            BlockingWork::Discard(changes) => drop(changes),
+            BlockingWork::Load { .. } => {}
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Inputs and outputs of a target's core.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use futures::channel::oneshot;
 
 use super::checkpoint::{Checkpoint, CheckpointOutcome};
-use super::index::{EntryBatch, Index};
+use super::index::{Changes, EntryBatch, Index};
 use super::io::{IoDone, IoRequest};
 use super::need::Need;
 use crate::{Result, StageId, StoreError, StoreReply, StoreRequest};
@@ -33,6 +35,8 @@ pub(crate) enum BlockingWork {
     Load { op: u64, generation: u64, needs: Vec<Need> },
     /// Updates the index.
     Checkpoint(Box<Checkpoint>),
+    /// Drops changes that are on the drive, which takes long if they are many.
+    Discard(Arc<Changes>),
 }
 
 /// An event that the driver passes to the core.

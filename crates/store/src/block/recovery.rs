@@ -63,7 +63,6 @@ pub(crate) fn mkfs(
             index_used: None,
         },
         superblock: superblock.clone(),
-        retired: Changes::new(),
     };
     (_, superblock, _) = checkpoint.run(drive.as_ref(), &index, &CheckpointPart::silent())?;
     drop(index);
@@ -476,7 +475,6 @@ impl Recovered {
                 index_used: None,
             },
             superblock: self.superblock.clone(),
-            retired: Changes::new(),
         };
         self.make_durable(drive)?;
         (self.meta, self.superblock, _) = checkpoint.run(drive, &self.index, &CheckpointPart::silent())?;

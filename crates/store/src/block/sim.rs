@@ -292,6 +292,7 @@ impl SimTarget {
                     let whole = CheckpointPart::silent();
                     CoreEvent::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index, &whole))
                 }
+                BlockingWork::Discard(_) => return true,
             }
         };
         self.core.complete(event);

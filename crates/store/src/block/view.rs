@@ -1,4 +1,4 @@
-//! The index as transactions see it, in three layers: queued changes, then the changes of the last
+//! The index as transactions see it, in three layers: queued changes, then the changes of the running
 //! checkpoint, then the index on the drive.
 //!
 //! No method in this module waits for the drive. If a value is not in memory, the method returns a
@@ -111,34 +111,13 @@ impl Loaded {
     }
 }
 
-/// The changes of the last checkpoint.
-#[derive(Debug)]
-enum Frozen {
-    /// The checkpoint is writing the changes.
-    Writing(Arc<Changes>),
-    /// The changes are on the drive. They leave memory in small steps, so that no call waits until
-    /// all of them are dropped.
-    Written(Changes),
-}
-
-impl Frozen {
-    fn changes(&self) -> &Changes {
-        match self {
-            Frozen::Writing(changes) => changes,
-            Frozen::Written(changes) => changes,
-        }
-    }
-}
-
-/// Number of changes that leave memory in one step.
-const RETIRED_AT_ONCE: usize = 256;
-
 /// The layers of the index. The [module](self) documentation describes them.
 #[derive(Debug)]
 pub(crate) struct IndexView {
     active: Changes,
     active_bytes: usize,
-    frozen: Frozen,
+    /// The changes that the running checkpoint writes.
+    frozen: Option<Arc<Changes>>,
     frozen_bytes: usize,
     /// Current values, newer than the drive's values if a layer in memory has the key.
     cache: RefCell<ValueCache>,
@@ -157,7 +136,7 @@ impl IndexView {
         IndexView {
             active: Changes::new(),
             active_bytes: 0,
-            frozen: Frozen::Written(Changes::new()),
+            frozen: None,
             frozen_bytes: 0,
             cache,
             base_nid,
@@ -172,7 +151,8 @@ impl IndexView {
         if !self.presence.outgrown() {
             return false;
         }
-        for (key, value) in self.active.iter().chain(self.frozen.changes()) {
+        let layers = std::iter::once(&self.active).chain(self.frozen.as_deref());
+        for (key, value) in layers.flatten() {
             if is_onode(key) && value.is_some() {
                 self.presence.insert(key);
             }
@@ -213,41 +193,37 @@ impl IndexView {
         }
     }
 
-    /// Freezes the queued changes for a checkpoint. Returns them, and the changes of the last
-    /// checkpoint that did not leave memory yet.
-    pub(crate) fn freeze(&mut self) -> (Arc<Changes>, Changes) {
+    /// The layers in memory. The first layer is the newest.
+    fn layers(&self) -> impl Iterator<Item = &Changes> {
+        std::iter::once(&self.active).chain(self.frozen.as_deref())
+    }
+
+    /// Freezes the queued changes and returns them, for a checkpoint.
+    pub(crate) fn freeze(&mut self) -> Arc<Changes> {
+        assert!(self.frozen.is_none(), "checkpoints do not overlap");
         self.frozen_bytes = std::mem::take(&mut self.active_bytes);
         let frozen = Arc::new(std::mem::take(&mut self.active));
-        match std::mem::replace(&mut self.frozen, Frozen::Writing(Arc::clone(&frozen))) {
-            Frozen::Written(retired) => (frozen, retired),
-            Frozen::Writing(_) => unreachable!("checkpoints do not overlap"),
-        }
+        self.frozen = Some(Arc::clone(&frozen));
+        frozen
     }
 
     /// Records that the checkpoint has written the frozen changes to the drive. Updates the data
-    /// that was loaded for calls.
-    pub(crate) fn thaw<'a>(&mut self, base_nid: u64, loaded: impl Iterator<Item = &'a mut Loaded>) {
+    /// that was loaded for calls. Returns the changes. To drop them takes long.
+    pub(crate) fn thaw<'a>(
+        &mut self,
+        base_nid: u64,
+        loaded: impl Iterator<Item = &'a mut Loaded>,
+    ) -> Option<Arc<Changes>> {
         self.frozen_bytes = 0;
         self.base_nid = base_nid;
-        let frozen = std::mem::replace(&mut self.frozen, Frozen::Written(Changes::new()));
-        if let Frozen::Writing(changes) = frozen {
-            loaded.for_each(|l| l.update(&changes));
-            self.frozen = Frozen::Written(Arc::unwrap_or_clone(changes));
-        }
-    }
-
-    /// Drops some of the changes that are on the drive, if there are any. The core calls this method
-    /// often.
-    pub(crate) fn retire_some(&mut self) {
-        if let Frozen::Written(changes) = &mut self.frozen {
-            std::iter::from_fn(|| changes.pop_first()).take(RETIRED_AT_ONCE).for_each(drop);
-        }
+        let changes = self.frozen.take()?;
+        loaded.for_each(|l| l.update(&changes));
+        Some(changes)
     }
 
     /// Caches the value that the drive has for `key`, unless a layer in memory has a newer value.
     pub(crate) fn remember(&self, key: &Bytes, value: &Option<Bytes>) {
-        let is_newer = self.active.contains_key(key) || self.frozen.changes().contains_key(key);
-        if !is_newer {
+        if !self.layers().any(|layer| layer.contains_key(key)) {
             self.cache.borrow_mut().insert(key.clone(), value.clone());
         }
     }
@@ -272,15 +248,13 @@ impl IndexView {
 
     /// Returns the value of `key`; `Err` if the value must be loaded first.
     pub(crate) fn get(&self, loaded: &Loaded, key: &Bytes) -> Result<Option<Bytes>, Need> {
+        if let Some(value) = self.cache.borrow_mut().get(key) {
+            return Ok(value);
+        }
         if is_onode(key) && !self.presence.may_have(key) {
             return Ok(None);
         }
-        let mut cache = self.cache.borrow_mut();
-        if let Some(value) = cache.get(key) {
-            return Ok(value);
-        }
-        let layers = [&self.active, self.frozen.changes()];
-        let known = layers.into_iter().find_map(|layer| layer.get(key)).or_else(|| loaded.keys.get(key));
+        let known = self.layers().find_map(|layer| layer.get(key)).or_else(|| loaded.keys.get(key));
         match known {
             Some(value) => Ok(value.clone()),
             None if self.is_fresh(key) => Ok(None),
@@ -312,7 +286,7 @@ impl IndexView {
         let bounds = || from.clone()..base_end.clone();
         let base = base.map(|range| &range.entries);
         let layers: Vec<&Changes> =
-            top.into_iter().chain([&self.active, self.frozen.changes()]).chain(base).collect();
+            top.into_iter().chain(self.layers()).chain(base).collect();
         let mut cursors: Vec<_> = layers.iter().map(|l| l.range(bounds()).peekable()).collect();
         let (mut found, mut bytes) = (Vec::new(), 0);
         loop {

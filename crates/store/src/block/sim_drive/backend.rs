@@ -184,7 +184,7 @@ impl SimBackend {
                 let found = load(&self.index, &needs);
                 self.schedule(SimJob::Loaded(CoreEvent::Loaded { op, generation, needs, found }));
             }
-            SimJob::Load(BlockingWork::Checkpoint(_)) => {}
+            SimJob::Load(_) => {}
             SimJob::Loaded(event) => self.mailbox.shared.events.push(event),
             SimJob::Checkpoint(checkpoint) => {
                 let result = checkpoint.run(self.mount.as_ref(), &self.index, &CheckpointPart::silent());
