@@ -1,21 +1,25 @@
 //! The block allocator. An allocation returns one free run if a run is long enough. Otherwise it
 //! returns several runs, the longest first.
 //!
-//! The unit of search is a page of the bitmap (128 MiB). When a search of a page fails, the
-//! allocator remembers the page's longest free run. It does not search full or fragmented pages
-//! again until a block in them is freed.
+//! The unit of search is a page of the bitmap (128 MiB). The allocator knows an upper bound of the
+//! longest free run in each page. It searches a page only if the bound permits a run that is long
+//! enough, so the cost of an allocation does not depend on the size of the target.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
+use super::page_bounds::PageBounds;
 
 /// The size of the reserve is the target's number of blocks divided by this number, limited to
 /// [`RESERVE`].
 const RESERVE_SHARE: u64 = 64;
 /// Minimum and maximum size of the reserve, in blocks (64 KiB and 4 MiB).
 const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
+
+/// Maximum number of pages that are searched for a summary of the free runs.
+const SUMMARY_PAGES: usize = 16;
 
 /// Purpose of an allocation, which decides whether it may use the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,8 +77,7 @@ impl Room {
 #[derive(Debug)]
 pub(crate) struct Allocator {
     taken: Bitmap,
-    /// Upper bound of the length of the longest free run in each page, in blocks.
-    longest: Vec<u64>,
+    longest: PageBounds,
     cursor: usize,
     /// Number of free blocks, without promised blocks that were not allocated yet.
     room: Arc<Room>,
@@ -88,10 +91,10 @@ impl Allocator {
     }
 
     fn with_reserve(taken: Bitmap, reserve: u64) -> Allocator {
-        let pages = taken.pages();
         let free = AtomicU64::new(taken.blocks() - taken.used());
         let room = Arc::new(Room { blocks: free, reserve, closed: AtomicBool::new(false) });
-        Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
+        let longest = PageBounds::new((0..taken.pages()).map(|page| taken.free_in(page)));
+        Allocator { taken, longest, cursor: 0, room }
     }
 
     /// Returns the number of blocks that calls with this purse could allocate if `more` blocks
@@ -105,9 +108,18 @@ impl Allocator {
         &self.room
     }
 
-    /// Returns the number of free runs, and the length of the longest run in blocks.
-    pub(crate) fn summary(&self) -> (u64, u64) {
-        self.taken.free_summary()
+    /// Returns the number of free runs, and the length of the longest run in blocks. The length is an
+    /// upper bound if the bounds of many pages are not exact. Runs end at page boundaries.
+    pub(crate) fn summary(&mut self) -> (u64, u64) {
+        let mut longest = 0;
+        for _ in 0..SUMMARY_PAGES {
+            let Some(best) = self.longest.best() else { break };
+            longest = self.longest.get(best);
+            if self.search(best, PAGE_BLOCKS).is_some_and(|found| found.len == longest) {
+                break;
+            }
+        }
+        (self.taken.free_runs(), longest)
     }
 
     /// Allocates `want` blocks. Returns `None` and allocates nothing if too few blocks are free.
@@ -125,6 +137,8 @@ impl Allocator {
         while left > 0 {
             let extent = self.find(left.min(PAGE_BLOCKS)).expect("promised blocks are free");
             self.taken.set(extent, true);
+            let page = (extent.start / PAGE_BLOCKS) as usize;
+            self.longest.set(page, self.longest.get(page).min(self.taken.free_in(page)));
             left -= extent.len;
             match extents.last_mut() {
                 Some(last) if last.end() == extent.start => last.len += extent.len,
@@ -138,39 +152,47 @@ impl Allocator {
     pub(crate) fn free(&mut self, extent: Extent) {
         let unexpected = self.taken.set(extent, false);
         debug_assert_eq!(unexpected, 0, "{extent:?} freed twice");
-        for page in extent.start / PAGE_BLOCKS..=(extent.end() - 1) / PAGE_BLOCKS {
-            self.longest[page as usize] = PAGE_BLOCKS;
+        let mut at = extent.start;
+        while at < extent.end() {
+            let page = at / PAGE_BLOCKS;
+            let end = extent.end().min((page + 1) * PAGE_BLOCKS);
+            let run = self.taken.free_run_around(Extent { start: at, len: end - at });
+            let page = page as usize;
+            if run > self.longest.get(page) {
+                self.longest.set(page, run);
+            }
+            at = end;
         }
         self.room.give_back(extent.len);
     }
 
     /// Finds a free run of `want` blocks, or the longest free run if every run is shorter.
     fn find(&mut self, want: u64) -> Option<Extent> {
-        let pages = self.taken.pages();
-        for i in 0..pages {
-            let page = (self.cursor + i) % pages;
-            if self.longest[page] < want {
-                continue;
-            }
-            match self.taken.find_free(page, want) {
-                Some(found) if found.len == want => {
-                    self.cursor = page;
-                    return Some(found);
-                }
-                other => self.longest[page] = other.map_or(0, |e| e.len),
+        // Each round finds a run or makes a bound exact, so the number of rounds is limited.
+        while let Some(page) = self.longest.first(self.cursor, want) {
+            if let Some(found) = self.search(page, want).filter(|found| found.len == want) {
+                self.cursor = page;
+                return Some(found);
             }
         }
-        // Each round makes one estimate exact, so the number of rounds is at most the number of
-        // pages.
         loop {
-            let best = (0..pages).max_by_key(|&p| self.longest[p]).filter(|&p| self.longest[p] > 0)?;
-            let found = self.taken.find_free(best, want);
-            let len = found.map_or(0, |e| e.len);
-            if len == self.longest[best] {
-                return found;
+            let best = self.longest.best()?;
+            let bound = self.longest.get(best);
+            if let Some(found) = self.search(best, want).filter(|found| found.len == bound) {
+                return Some(found);
             }
-            self.longest[best] = len;
         }
+    }
+
+    /// Returns the first run of `want` free blocks in a page. If every run is shorter, returns the
+    /// longest run, whose length is then the bound of the page.
+    fn search(&mut self, page: usize, want: u64) -> Option<Extent> {
+        let found = self.taken.find_free(page, want);
+        let len = found.map_or(0, |found| found.len);
+        if len < want {
+            self.longest.set(page, len);
+        }
+        found
     }
 }
 
@@ -208,6 +230,33 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The summary stays exact on a target whose free blocks are scattered, and a long run is found
+    /// among them.
+    #[test]
+    fn a_fragmented_target_finds_its_long_runs() {
+        let pages = 40;
+        let mut alloc = Allocator::with_reserve(Bitmap::new(pages * PAGE_BLOCKS), 0);
+        assert_eq!(alloc.summary(), (pages, PAGE_BLOCKS));
+        alloc.alloc(pages * PAGE_BLOCKS, Purse::Ordinary).unwrap();
+        assert_eq!(alloc.summary(), (0, 0));
+        for start in (0..pages * PAGE_BLOCKS).step_by(4) {
+            alloc.free(Extent { start, len: 1 });
+        }
+        let runs = pages * PAGE_BLOCKS / 4;
+        assert_eq!(alloc.summary(), (runs, 1));
+        // Joins four runs.
+        let long = Extent { start: 17 * PAGE_BLOCKS + 101, len: 11 };
+        for start in [101, 105, 109] {
+            alloc.free(Extent { start: 17 * PAGE_BLOCKS + start, len: 3 });
+        }
+        assert_eq!(alloc.summary(), (runs - 3, 13));
+        let found = alloc.alloc(12, Purse::Ordinary).unwrap();
+        assert!(found.len() == 1 && found[0].start < long.end() && found[0].end() > long.start, "{found:?}");
+        assert_eq!(alloc.summary(), (runs - 3, 1));
+        // Two pieces, the longest first: every run has one block.
+        assert_eq!(alloc.alloc(2, Purse::Ordinary).map(|e| e.len()), Some(2));
     }
 
     #[test]

@@ -15,6 +15,10 @@ pub(crate) struct Bitmap {
     words: Vec<u64>,
     blocks: u64,
     used: u64,
+    /// Number of runs of free blocks. Runs end at page boundaries.
+    free_runs: u64,
+    /// Number of free blocks in each page.
+    free: Vec<u16>,
     dirty: Vec<bool>,
 }
 
@@ -22,10 +26,12 @@ impl Bitmap {
     /// Creates an empty set for blocks `0..blocks`.
     pub(crate) fn new(blocks: u64) -> Bitmap {
         let pages = blocks.div_ceil(PAGE_BLOCKS) as usize;
-        let mut bitmap =
-            Bitmap { words: vec![0; pages * PAGE_WORDS], blocks, used: 0, dirty: vec![false; pages] };
+        let words = vec![0; pages * PAGE_WORDS];
+        let (free_runs, free, dirty) = (pages as u64, vec![PAGE_BLOCKS as u16; pages], vec![false; pages]);
+        let mut bitmap = Bitmap { words, blocks, used: 0, free_runs, free, dirty };
         for block in blocks..pages as u64 * PAGE_BLOCKS {
             bitmap.words[(block / 64) as usize] |= 1 << (block % 64);
+            bitmap.free[pages - 1] -= 1;
         }
         bitmap
     }
@@ -52,11 +58,39 @@ impl Bitmap {
         extent.start.checked_add(extent.len).is_some_and(|end| end <= self.blocks)
     }
 
+    /// Returns the number of runs of free blocks. Runs end at page boundaries.
+    pub(crate) fn free_runs(&self) -> u64 {
+        self.free_runs
+    }
+
+    /// Counts the blocks in these words at which a run of free blocks begins.
+    fn run_starts(&self, words: std::ops::Range<usize>) -> u64 {
+        let is_page_start = words.start.is_multiple_of(PAGE_WORDS);
+        let mut before = if is_page_start { u64::MAX } else { self.words[words.start - 1] };
+        let mut starts = 0;
+        for at in words {
+            if at.is_multiple_of(PAGE_WORDS) {
+                before = u64::MAX;
+            }
+            let word = self.words[at];
+            // A run begins at a free block after a taken block.
+            starts += u64::from((!word & (word << 1 | before >> 63)).count_ones());
+            before = word;
+        }
+        starts
+    }
+
     /// Adds the blocks of a run to the set if `taken` is true, and removes them otherwise. Returns
     /// the number of blocks that were already in the requested state.
     pub(crate) fn set(&mut self, extent: Extent, taken: bool) -> u64 {
         debug_assert!(self.covers(extent));
+        if extent.len == 0 {
+            return 0;
+        }
         let mut changed = 0;
+        // A run may also begin or end at the block after the extent.
+        let words = (extent.start / 64) as usize..self.words.len().min((extent.end() / 64) as usize + 1);
+        let runs_before = self.run_starts(words.clone());
         let mut at = extent.start;
         while at < extent.end() {
             let count = (64 - at % 64).min(extent.end() - at);
@@ -64,12 +98,16 @@ impl Bitmap {
             let word = &mut self.words[(at / 64) as usize];
             let before = *word;
             *word = if taken { before | bits } else { before & !bits };
-            let flipped = u64::from((before ^ *word).count_ones());
-            self.dirty[(at / PAGE_BLOCKS) as usize] |= flipped > 0;
-            changed += flipped;
+            let flipped = (before ^ *word).count_ones() as u16;
+            let page = (at / PAGE_BLOCKS) as usize;
+            let free = self.free[page];
+            self.free[page] = if taken { free - flipped } else { free + flipped };
+            self.dirty[page] |= flipped > 0;
+            changed += u64::from(flipped);
             at += count;
         }
         self.used = if taken { self.used + changed } else { self.used - changed };
+        self.free_runs = self.free_runs + self.run_starts(words) - runs_before;
         extent.len - changed
     }
 
@@ -85,7 +123,10 @@ impl Bitmap {
     }
 
     fn page(&self, page: usize) -> Bytes {
-        self.page_words(page).iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>().into()
+        let mut bytes = vec![0; PAGE_WORDS * 8];
+        let words = bytes.chunks_exact_mut(8).zip(self.page_words(page));
+        words.for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
+        bytes.into()
     }
 
     fn page_words(&self, page: usize) -> &[u64] {
@@ -107,9 +148,13 @@ impl Bitmap {
         if padding.into_iter().any(|b| words[(b % PAGE_BLOCKS / 64) as usize] >> (b % 64) & 1 == 0) {
             return false;
         }
-        self.words[page * PAGE_WORDS..(page + 1) * PAGE_WORDS].copy_from_slice(&words);
-        let total: u64 = self.words.iter().map(|w| u64::from(w.count_ones())).sum();
-        self.used = total - (self.pages() as u64 * PAGE_BLOCKS - self.blocks);
+        let range = page * PAGE_WORDS..(page + 1) * PAGE_WORDS;
+        let runs_before = self.run_starts(range.clone());
+        self.words[range.clone()].copy_from_slice(&words);
+        let free: u64 = words.iter().map(|word| u64::from(word.count_zeros())).sum();
+        self.used = self.used + self.free_in(page) - free;
+        self.free[page] = free as u16;
+        self.free_runs = self.free_runs + self.run_starts(range) - runs_before;
         true
     }
 
@@ -130,11 +175,19 @@ impl Bitmap {
         longest.map(|l| Extent { start: base + l.start, len: l.len.min(want) })
     }
 
-    /// Returns the number of runs of free blocks, and the length of the longest run, in blocks.
-    /// Runs end at page boundaries.
-    pub(crate) fn free_summary(&self) -> (u64, u64) {
-        let runs = (0..self.pages()).flat_map(|p| free_runs(self.page_words(p)));
-        runs.fold((0, 0), |(count, longest), run| (count + 1, longest.max(run.len)))
+    /// Returns the number of free blocks in `page`.
+    pub(crate) fn free_in(&self, page: usize) -> u64 {
+        u64::from(self.free[page])
+    }
+
+    /// Returns the length of the run of free blocks that contains `extent`, whose blocks are free and
+    /// in one page. The run ends at the boundaries of the page.
+    pub(crate) fn free_run_around(&self, extent: Extent) -> u64 {
+        let words = self.page_words((extent.start / PAGE_BLOCKS) as usize);
+        let start = extent.start % PAGE_BLOCKS;
+        let before = last_set_bit(words, start).map_or(0, |taken| taken + 1);
+        let end = next_bit(words, start + extent.len, true).unwrap_or(PAGE_BLOCKS);
+        end - before
     }
 }
 
@@ -162,6 +215,17 @@ fn next_bit(words: &[u64], from: u64, set: bool) -> Option<u64> {
     Some(index as u64 * 64 + u64::from(word.trailing_zeros()))
 }
 
+/// Returns the position of the last bit before `end` that is set.
+fn last_set_bit(words: &[u64], end: u64) -> Option<u64> {
+    let mut index = (end / 64) as usize;
+    let mut word = words.get(index).map_or(0, |word| word & !(u64::MAX << (end % 64)));
+    while word == 0 {
+        index = index.checked_sub(1)?;
+        word = words[index];
+    }
+    Some(index as u64 * 64 + 63 - u64::from(word.leading_zeros()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,6 +250,22 @@ mod tests {
                 prop_assert!(copy.load_page(page, &bytes));
             }
             prop_assert_eq!(copy.used(), bitmap.used());
+            let pages = || (0..2u64).map(|page| page * PAGE_BLOCKS..((page + 1) * PAGE_BLOCKS).min(40_300));
+            let free = |b: u64| b < 40_300 && !model.contains(&b);
+            let starts = |page: std::ops::Range<u64>| {
+                page.clone().filter(|b| free(*b) && (*b == page.start || !free(b - 1))).count() as u64
+            };
+            let free_runs: u64 = pages().map(starts).sum();
+            prop_assert_eq!((bitmap.free_runs(), copy.free_runs()), (free_runs, free_runs));
+            for (number, page) in pages().enumerate() {
+                let count = page.clone().filter(|b| free(*b)).count() as u64;
+                prop_assert_eq!(bitmap.free_in(number), count);
+                for b in page.clone().step_by(331).filter(|b| free(*b)) {
+                    let before = (page.start..b).rev().take_while(|at| free(*at)).count() as u64;
+                    let after = (b..page.end).take_while(|at| free(*at)).count() as u64;
+                    prop_assert_eq!(bitmap.free_run_around(Extent { start: b, len: 1 }), before + after);
+                }
+            }
             if let Some(found) = bitmap.find_free(0, 500) {
                 prop_assert!(found.len <= 500 && found.blocks().all(|b| !model.contains(&b)));
             }

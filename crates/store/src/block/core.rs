@@ -247,7 +247,7 @@ impl Core {
         self.superblock.data.offset + block * BLOCK
     }
 
-    pub(crate) fn space(&self) -> Space {
+    pub(crate) fn space(&mut self) -> Space {
         let (free_extents, largest) = self.alloc.summary();
         let (log_used, log_total) = self.commits.log().used_bytes();
         Space {

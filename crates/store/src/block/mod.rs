@@ -52,6 +52,7 @@ mod mount;
 mod need;
 #[cfg(test)]
 mod order_test;
+mod page_bounds;
 mod presence;
 mod quarantine;
 mod query;
