@@ -16,6 +16,7 @@ use base::fault::{Action, Faults, Site};
 use rustix::fs::FlockOperation;
 
 use super::batch::{self, WritePiece};
+use super::flush_gate::FlushGate;
 use crate::{Result, StoreError};
 
 /// Blocking access to a drive, for the index and for creation, recovery and checks of targets.
@@ -121,6 +122,7 @@ pub(crate) struct FileDrive {
     file: Arc<LockedFile>,
     size: u64,
     faults: Faults,
+    gate: Arc<FlushGate>,
 }
 
 /// An open file with a lock.
@@ -189,7 +191,12 @@ impl FileDrive {
             file.set_len(size)?;
         }
         let size = file.seek(SeekFrom::End(0))?;
-        Ok(FileDrive { file: Arc::new(LockedFile(file)), size, faults: Faults::default() })
+        Ok(FileDrive {
+            file: Arc::new(LockedFile(file)),
+            size,
+            faults: Faults::default(),
+            gate: Arc::default(),
+        })
     }
 
     /// Makes the drive inject the given faults.
@@ -226,6 +233,12 @@ impl FileDrive {
             }
         }
         Ok(())
+    }
+
+    /// Returns the gate of the drive's flushes. The I/O ring flushes the drive without
+    /// [`flush`](Drive::flush), and must use the gate.
+    pub(crate) fn gate(&self) -> &FlushGate {
+        &self.gate
     }
 
     /// The open file, for the I/O ring.
@@ -321,7 +334,7 @@ impl Drive for FileDrive {
     }
 
     fn flush(&self) -> io::Result<()> {
-        let result = self.injected().and_then(|()| self.file.sync_data());
+        let result = self.gate.run(|| self.injected().and_then(|()| self.file.sync_data()));
         DriveCalls::returned();
         result
     }

@@ -34,6 +34,7 @@ mod crash_test;
 mod drive;
 mod driver;
 mod extent;
+mod flush_gate;
 mod fsck;
 #[cfg(test)]
 mod full_test;

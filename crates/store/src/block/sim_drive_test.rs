@@ -215,7 +215,7 @@ fn random_faults(rng: &mut StdRng) -> Vec<DriveFault> {
     let late = Duration::from_millis(rng.random_range(1..60));
     let mut faults =
         vec![DriveFault { probability: 0.02, ..DriveFault::always(DriveFaultKind::Stall(late)) }];
-    let after = rng.random_range(0..150);
+    let after = rng.random_range(0..100);
     match rng.random_range(0..4u32) {
         0 => faults.push(DriveFault { after, ..DriveFault::once(DriveFaultKind::WriteError) }),
         1 => faults.push(DriveFault { after: after / 4, ..DriveFault::once(DriveFaultKind::FlushError) }),

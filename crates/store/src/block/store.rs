@@ -212,7 +212,8 @@ impl BlockStore {
         let (core, index) = mount(&drive, options.expected_uuid, &options.limits())?;
         core.stages.last().store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
-        let ring = IoRing::new(file)?;
+        let ring = IoRing::new(file.clone())?;
+        file.gate().set_ring(ring.waker());
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
         register(core.pool.arena(), &mailbox);
         let store = BlockStore::of(&core, &mailbox, path, options.index, true);

@@ -1,6 +1,7 @@
 //! The I/O ring, which executes [`IoRequest`]s with io_uring. Other threads can wake the thread
 //! that waits for completions.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -132,8 +133,11 @@ pub(crate) struct IoRing {
     /// Whether [`enable`](Self::enable) must still be called.
     disabled: bool,
     in_flight: HashMap<u64, KernelRequest>,
-    /// Completions of requests that failed because of an injected fault.
-    injected: Vec<IoDone>,
+    /// The flushes that wait until another flush of the drive has ended: their ids, and the injected
+    /// fault of each.
+    held_flushes: VecDeque<(u64, io::Result<()>)>,
+    /// Completions of requests that failed before they reached the kernel.
+    failed: Vec<IoDone>,
     /// Registered memory, by its index in the kernel's table; `None` if the kernel does not support
     /// the table.
     buffers: Option<Vec<Registered>>,
@@ -178,7 +182,8 @@ impl IoRing {
             event_armed: false,
             disabled,
             in_flight: HashMap::default(),
-            injected: Vec::new(),
+            held_flushes: VecDeque::new(),
+            failed: Vec::new(),
             buffers,
             registered_io: metrics::counter!("outboard_store_registered_io_total"),
             unregistered_io: metrics::counter!("outboard_store_unregistered_io_total"),
@@ -254,7 +259,7 @@ impl IoRing {
 
     /// Returns the number of requests that have not completed.
     pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight.len()
+        self.in_flight.len() + self.held_flushes.len()
     }
 
     /// Queues a request. The request reaches the kernel at the latest with the next call of
@@ -262,14 +267,40 @@ impl IoRing {
     ///
     /// # Errors
     /// If the kernel accepts no more requests.
-    #[allow(unsafe_code)]
     pub(crate) fn submit(&mut self, request: IoRequest) -> io::Result<()> {
-        if !matches!(request.op, IoOp::Read(_))
-            && let Err(error) = self.drive.injected()
-        {
-            self.injected.push(IoDone { id: request.id, result: Err(error) });
-            return Ok(());
+        match request.op {
+            IoOp::Read(_) => return self.push(request),
+            IoOp::Write(_) => match self.drive.injected() {
+                Ok(()) => return self.push(request),
+                Err(error) => self.failed.push(IoDone { id: request.id, result: Err(error) }),
+            },
+            IoOp::Flush => self.held_flushes.push_back((request.id, self.drive.injected())),
         }
+        self.start_flush()
+    }
+
+    /// Hands the next held flush to the kernel, unless another flush of the drive runs.
+    fn start_flush(&mut self) -> io::Result<()> {
+        while let Some((id, injected)) = self.held_flushes.pop_front() {
+            let begun = match self.drive.gate().try_begin() {
+                Ok(false) => {
+                    self.held_flushes.push_front((id, injected));
+                    return Ok(());
+                }
+                Ok(true) => injected.inspect_err(|_| self.drive.gate().end(false)),
+                Err(error) => Err(error),
+            };
+            match begun {
+                Ok(()) => self.push(IoRequest { id, offset: 0, op: IoOp::Flush })?,
+                Err(error) => self.failed.push(IoDone { id, result: Err(error) }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands a request to the kernel.
+    #[allow(unsafe_code)]
+    fn push(&mut self, request: IoRequest) -> io::Result<()> {
         let file = Fixed(0);
         let (mut state, offset, id) = match request.op {
             IoOp::Read(segment) => (KernelRequest::Read(segment), request.offset, request.id),
@@ -321,6 +352,7 @@ impl IoRing {
     /// If the kernel refuses the operation.
     #[allow(unsafe_code)]
     pub(crate) fn wait(&mut self, timeout: Option<Duration>, ready: impl Fn() -> bool) -> io::Result<()> {
+        self.start_flush()?;
         self.waker.shared.asleep.store(true, Ordering::SeqCst);
         if ready() || self.has_completions() {
             self.waker.shared.asleep.store(false, Ordering::SeqCst);
@@ -369,6 +401,7 @@ impl IoRing {
     /// # Errors
     /// If the kernel refuses the operation.
     pub(crate) fn start(&mut self) -> io::Result<bool> {
+        self.start_flush()?;
         let submission = self.ring.submission();
         let has_work = !submission.is_empty() || submission.taskrun() || submission.cq_overflow();
         drop(submission);
@@ -392,14 +425,16 @@ impl IoRing {
         Ok(waiting || self.has_completions())
     }
 
-    /// Whether [`completions`](Self::completions) would return a completed request.
+    /// Whether [`completions`](Self::completions) would return a completed request, or a held flush
+    /// can begin.
     pub(crate) fn has_completions(&mut self) -> bool {
-        !self.injected.is_empty() || !self.ring.completion().is_empty()
+        let can_flush = !self.held_flushes.is_empty() && self.drive.gate().is_open();
+        can_flush || !self.failed.is_empty() || !self.ring.completion().is_empty()
     }
 
     /// Returns the requests that have completed since the last call.
     pub(crate) fn completions(&mut self) -> Vec<IoDone> {
-        let mut done = std::mem::take(&mut self.injected);
+        let mut done = std::mem::take(&mut self.failed);
         for entry in self.ring.completion() {
             if entry.user_data() == WAKE {
                 self.event_armed = io_uring::cqueue::more(entry.flags());
@@ -412,6 +447,9 @@ impl IoRing {
                 Ok(n) if n == state.len() => Ok(()),
                 Ok(n) => Err(io::Error::other(format!("only {n} of {} bytes were transferred", state.len()))),
             };
+            if let KernelRequest::Flush = state {
+                self.drive.gate().end(result.is_ok());
+            }
             done.push(IoDone { id, result });
         }
         done
@@ -426,6 +464,7 @@ impl Drop for IoRing {
                 Ok(_) => drop(self.completions()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => {
+                    self.drive.gate().end(false);
                     // The kernel may still write to this memory and this drive. Leak both, so that
                     // the memory is not reused and the drive stays locked against another mount.
                     std::mem::forget(std::mem::take(&mut self.in_flight));

@@ -285,8 +285,7 @@ impl IndexView {
         };
         let bounds = || from.clone()..base_end.clone();
         let base = base.map(|range| &range.entries);
-        let layers: Vec<&Changes> =
-            top.into_iter().chain(self.layers()).chain(base).collect();
+        let layers: Vec<&Changes> = top.into_iter().chain(self.layers()).chain(base).collect();
         let mut cursors: Vec<_> = layers.iter().map(|l| l.range(bounds()).peekable()).collect();
         let (mut found, mut bytes) = (Vec::new(), 0);
         loop {

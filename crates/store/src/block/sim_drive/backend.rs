@@ -263,6 +263,9 @@ impl SimBackend {
                 Ok(_) if operations > executed => {
                     Err(StoreError::Io("the drive was removed during the checkpoint".into()))
                 }
+                Ok(_) if self.mount.drive.lock().queue.has_failed => {
+                    Err(StoreError::Io("an earlier flush of the drive has failed".into()))
+                }
                 result => result,
             };
             self.mailbox.shared.events.push(CoreEvent::Checkpointed(result));

@@ -33,6 +33,7 @@ pub(super) struct State {
     /// Number of submitted requests.
     pub(super) submitted: u64,
     pub(super) queue: SyncQueue,
+    flushes: SimFlushes,
     /// Completed requests of the I/O ring of the current mount.
     pub(super) done: Vec<Completed>,
     /// Number of the current or last mount.
@@ -116,6 +117,19 @@ pub(super) struct SyncQueue {
     pub(super) entered: u64,
     /// Number of operations that the drive has executed.
     pub(super) executed: u64,
+    /// Whether the thread that fills the queue has given up, because an earlier flush has failed.
+    pub(super) has_failed: bool,
+}
+
+/// The flushes of the I/O ring and of the queue. Like with a real drive
+/// ([`FlushGate`](super::super::flush_gate::FlushGate)), one flush runs at a time, and none after a
+/// flush has failed.
+#[derive(Debug, Default)]
+pub(super) struct SimFlushes {
+    is_busy: bool,
+    has_failed: bool,
+    /// Flushes of the ring that wait until another flush has ended.
+    held: VecDeque<(u64, FaultVerdict)>,
 }
 
 #[derive(Debug)]
@@ -170,6 +184,7 @@ impl State {
             in_flight: BTreeMap::new(),
             submitted: 0,
             queue: SyncQueue::default(),
+            flushes: SimFlushes::default(),
             done: Vec::new(),
             mount: 0,
             mounted: false,
@@ -218,8 +233,26 @@ impl State {
             IoOp::Flush => SubmittedOp::Flush(0),
         };
         let verdict = self.judge(&op, now);
-        self.start(RequestSource::Ring(request.id), op, verdict, now);
+        if let SubmittedOp::Flush(_) = op {
+            self.flushes.held.push_back((request.id, verdict));
+            self.start_flush(now);
+        } else {
+            self.start(RequestSource::Ring(request.id), op, verdict, now);
+        }
         Ok(())
+    }
+
+    /// Starts the next held flush of the ring, unless another flush runs.
+    fn start_flush(&mut self, now: Instant) {
+        while !self.flushes.is_busy
+            && let Some((id, verdict)) = self.flushes.held.pop_front()
+        {
+            if self.flushes.has_failed {
+                self.done.push(Completed { id, result: Err(io_error()), pages: Vec::new() });
+            } else {
+                self.start(RequestSource::Ring(id), SubmittedOp::Flush(0), verdict, now);
+            }
+        }
     }
 
     fn judge(&mut self, op: &SubmittedOp, now: Instant) -> FaultVerdict {
@@ -253,6 +286,7 @@ impl State {
             }
             SubmittedOp::Flush(covered) => {
                 self.counts.flushes += 1;
+                self.flushes.is_busy = true;
                 *covered = self.completed_writes;
                 self.note(3, now + latency, [self.completed_writes, 0]);
             }
@@ -272,6 +306,14 @@ impl State {
         }
     }
 
+    /// Discards the rest of the queue: its next flush fails, so the thread would not have continued.
+    fn give_up_queue(&mut self) {
+        self.queue.waiting.clear();
+        self.queue.overlay.clear();
+        (self.queue.unsorted, self.queue.executed) = (0, self.queue.entered);
+        self.queue.has_failed = true;
+    }
+
     /// Returns the time at which the next request completes.
     pub(super) fn next_due(&mut self, now: Instant) -> Option<Instant> {
         self.start_queued(now);
@@ -283,6 +325,14 @@ impl State {
         if self.queue.busy {
             return;
         }
+        if let Some(QueuedDriveOp { op: SubmittedOp::Flush(_), .. }) = self.queue.waiting.front() {
+            if self.flushes.has_failed {
+                return self.give_up_queue();
+            }
+            if self.flushes.is_busy {
+                return;
+            }
+        }
         let Some(QueuedDriveOp { number, op, verdict }) = self.queue.waiting.pop_front() else { return };
         self.queue.busy = true;
         self.queue.unsorted = self.queue.unsorted.min(self.queue.waiting.len());
@@ -291,6 +341,11 @@ impl State {
 
     fn complete(&mut self, request: SubmittedRequest, at: Instant) {
         let SubmittedRequest { source, op, verdict } = request;
+        let is_flush = matches!(op, SubmittedOp::Flush(_));
+        if is_flush {
+            self.flushes.is_busy = false;
+            self.flushes.has_failed |= verdict.fails;
+        }
         let mut read = Vec::new();
         match op {
             SubmittedOp::Read(blocks) => {
@@ -318,9 +373,12 @@ impl State {
                 self.queue.overlay.retain(|_, (last, _)| *last != number);
                 self.queue.executed += 1;
                 self.queue.busy = false;
-                self.start_queued(at);
             }
         }
+        if is_flush {
+            self.start_flush(at);
+        }
+        self.start_queued(at);
     }
 
     /// Completes a write.
@@ -428,6 +486,7 @@ impl State {
         self.done.clear();
         self.counts.cut_off += self.queue.entered - self.queue.executed;
         self.queue = SyncQueue::default();
+        self.flushes = SimFlushes::default();
     }
 
     /// Ends the current mount by a power failure.
@@ -445,6 +504,7 @@ impl State {
         self.durable = image;
         self.volatile.clear();
         self.in_flight.clear();
+        self.flushes = SimFlushes::default();
     }
 
     /// Returns the content after a power failure, and the number of lost sectors.
