@@ -111,14 +111,14 @@ impl Allocator {
     /// Returns the number of free runs, and the length of the longest run in blocks. The length is an
     /// upper bound if the bounds of many pages are not exact. Runs end at page boundaries.
     pub(crate) fn summary(&mut self) -> (u64, u64) {
-        let mut longest = 0;
         for _ in 0..SUMMARY_PAGES {
             let Some(best) = self.longest.best() else { break };
-            longest = self.longest.get(best);
-            if self.search(best, PAGE_BLOCKS).is_some_and(|found| found.len == longest) {
+            let bound = self.longest.get(best);
+            if self.search(best, PAGE_BLOCKS).is_some_and(|found| found.len == bound) {
                 break;
             }
         }
+        let longest = self.longest.best().map_or(0, |best| self.longest.get(best));
         (self.taken.free_runs(), longest)
     }
 

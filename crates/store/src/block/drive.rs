@@ -237,7 +237,7 @@ impl FileDrive {
 
     /// Returns the gate of the drive's flushes. The I/O ring flushes the drive without
     /// [`flush`](Drive::flush), and must use the gate.
-    pub(crate) fn gate(&self) -> &FlushGate {
+    pub(crate) fn gate(&self) -> &Arc<FlushGate> {
         &self.gate
     }
 

@@ -23,6 +23,9 @@ pub(crate) struct FlushGate {
 struct GateState {
     is_busy: bool,
     has_failed: bool,
+    /// Number of threads that wait in [`FlushGate::run`]. Their flushes go first: the I/O ring would
+    /// otherwise begin its next flush before a waiting thread can run.
+    waiting: usize,
 }
 
 fn failed_before() -> io::Error {
@@ -45,8 +48,11 @@ impl FlushGate {
     /// # Errors
     /// The error of `flush`, or an error if an earlier flush has failed.
     pub(crate) fn run(&self, flush: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-        let idle = self.left.wait_while(self.lock(), |state| state.is_busy && !state.has_failed);
+        let mut state = self.lock();
+        state.waiting += 1;
+        let idle = self.left.wait_while(state, |state| state.is_busy && !state.has_failed);
         let mut state = idle.unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
         if state.has_failed {
             return Err(failed_before());
         }
@@ -60,8 +66,8 @@ impl FlushGate {
         result
     }
 
-    /// Begins a flush, unless another flush runs. Returns whether the flush has begun. If it has, the
-    /// caller must call [`end`](Self::end).
+    /// Begins a flush, unless another flush runs or waits. Returns whether the flush has begun. If it
+    /// has, the caller must call [`end`](Self::end).
     ///
     /// # Errors
     /// If an earlier flush has failed.
@@ -70,7 +76,16 @@ impl FlushGate {
         if state.has_failed {
             return Err(failed_before());
         }
-        Ok(!std::mem::replace(&mut state.is_busy, true))
+        if state.is_busy || state.waiting > 0 {
+            return Ok(false);
+        }
+        state.is_busy = true;
+        Ok(true)
+    }
+
+    /// Whether a thread waits until another flush ends.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.lock().waiting > 0
     }
 
     /// Ends a flush. `succeeded` says whether the covered data is durable.
@@ -85,7 +100,7 @@ impl FlushGate {
     /// Whether [`try_begin`](Self::try_begin) would return an error or `true`.
     pub(crate) fn is_open(&self) -> bool {
         let state = self.lock();
-        state.has_failed || !state.is_busy
+        state.has_failed || (!state.is_busy && state.waiting == 0)
     }
 }
 
@@ -100,24 +115,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blocking_flush_waits_for_the_flush_of_the_ring() {
+    fn a_blocking_flush_waits_for_the_flush_of_the_ring_but_not_for_its_next_one() {
         let gate = Arc::new(FlushGate::default());
         assert!(gate.try_begin().unwrap() && !gate.is_open());
-        let ended = Arc::new(AtomicBool::new(false));
-        let (other, has_ended) = (Arc::clone(&gate), Arc::clone(&ended));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (other, has_run) = (Arc::clone(&gate), Arc::clone(&is_over));
         let flush = move || {
             other.run(|| {
-                assert!(has_ended.load(Ordering::SeqCst), "the flushes overlap");
-                assert!(!other.try_begin().unwrap());
+                assert!(!other.try_begin().unwrap(), "the flushes overlap");
+                has_run.store(true, Ordering::SeqCst);
                 Ok(())
             })
         };
         let thread = spawn(ThreadClass::Store, "test", flush).unwrap();
-        std::thread::sleep(Duration::from_millis(20));
-        ended.store(true, Ordering::SeqCst);
+        while !gate.has_waiting() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(!is_over.load(Ordering::SeqCst));
         gate.end(true);
+        while !gate.try_begin().unwrap() {
+            std::thread::yield_now();
+        }
+        assert!(is_over.load(Ordering::SeqCst), "the ring has overtaken the waiting flush");
         thread.join().unwrap().unwrap();
-        assert!(gate.is_open() && gate.try_begin().unwrap());
     }
 
     #[test]

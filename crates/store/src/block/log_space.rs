@@ -3,6 +3,8 @@
 use super::log::{GROUP_SECTORS, group_sectors};
 use super::superblock::SECTOR;
 
+/// Maximum size of the changes of one transaction on a target with a large log, in bytes.
+const MAX_RECORD: usize = 16 << 20;
 /// Part of the room behind a checkpoint that transactions may use before the checkpoint has made
 /// any progress, in thousandths.
 const AT_ONCE: u64 = 250;
@@ -71,7 +73,7 @@ impl LogSpace {
 
     /// Returns the maximum size of the changes of one transaction, in bytes.
     pub(crate) fn max_record(&self) -> usize {
-        self.ring as usize * SECTOR / 4
+        (self.ring as usize * SECTOR / 4).min(MAX_RECORD)
     }
 
     /// Returns the sector at which the next group starts.

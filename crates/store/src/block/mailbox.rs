@@ -8,6 +8,7 @@ use base::watch;
 use crossbeam_queue::SegQueue;
 
 use super::drive::DriveCalls;
+use super::flush_gate::FlushGate;
 use super::messages::{CoreCommand, CoreEvent, refuse};
 use super::uring::Waker;
 use crate::StoreError;
@@ -41,6 +42,8 @@ pub(super) struct MailboxState {
     pub(super) awaits_checkpoint: AtomicBool,
     /// Counter of the checkpoint thread's calls to the drive.
     pub(super) checkpoint_calls: DriveCalls,
+    /// The gate of the drive's flushes. On a simulated drive, no thread uses the gate.
+    pub(super) flush_gate: Arc<FlushGate>,
 }
 
 impl Mailbox {

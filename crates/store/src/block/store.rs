@@ -118,12 +118,13 @@ pub struct CheckpointWatch {
 
 impl CheckpointWatch {
     /// Returns the progress of the checkpoint that calls wait for; `None` if no call waits for a
-    /// checkpoint. The progress is a number that grows whenever one of the checkpoint's calls to
+    /// checkpoint, or the checkpoint waits until the drive has executed another flush. The progress is a number that grows whenever one of the checkpoint's calls to
     /// the drive returns.
     #[must_use]
     pub fn awaited(&self) -> Option<u64> {
         let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);
-        (is_awaited && !self.shared.gone.load(Ordering::Relaxed))
+        let is_stuck_in_drive = self.shared.flush_gate.has_waiting();
+        (is_awaited && !is_stuck_in_drive && !self.shared.gone.load(Ordering::Relaxed))
             .then(|| self.shared.checkpoint_calls.count())
     }
 
@@ -212,9 +213,11 @@ impl BlockStore {
         let (core, index) = mount(&drive, options.expected_uuid, &options.limits())?;
         core.stages.last().store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
-        let ring = IoRing::new(file.clone())?;
-        file.gate().set_ring(ring.waker());
-        let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
+        let flush_gate = Arc::clone(file.gate());
+        let ring = IoRing::new(file)?;
+        flush_gate.set_ring(ring.waker());
+        let shared = Arc::new(MailboxState { flush_gate, ..MailboxState::default() });
+        let mailbox = Mailbox { shared, waker: ring.waker() };
         register(core.pool.arena(), &mailbox);
         let store = BlockStore::of(&core, &mailbox, path, options.index, true);
         let hardware = Hardware::new(ring, &mailbox, drive, index, options.index)?;

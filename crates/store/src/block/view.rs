@@ -1,5 +1,5 @@
-//! The index as transactions see it, in three layers: queued changes, then the changes of the running
-//! checkpoint, then the index on the drive.
+//! The index as transactions see it, in three layers: queued changes, the changes of the running
+//! checkpoint, and the index on the drive.
 //!
 //! No method in this module waits for the drive. If a value is not in memory, the method returns a
 //! [`Need`]. The caller loads the value and calls the method again.

@@ -307,9 +307,9 @@ impl State {
     }
 
     /// Discards the rest of the queue: its next flush fails, so the thread would not have continued.
+    /// The mount still reads what it has written, because its index believes that it has written it.
     fn give_up_queue(&mut self) {
         self.queue.waiting.clear();
-        self.queue.overlay.clear();
         (self.queue.unsorted, self.queue.executed) = (0, self.queue.entered);
         self.queue.has_failed = true;
     }
