@@ -78,7 +78,8 @@ pub struct StoreSection {
     pub cpus: Cpus,
     /// Memory for cached pages and values of the index, for all targets together: a size, or a
     /// percentage of the machine's memory, such as "12%". A target uses at most its equal share, and
-    /// at most as much as its index has.
+    /// at most as much as its index has. Changes that no checkpoint has written need memory in
+    /// addition: about as much as they take in the log.
     #[config(default = "12%", validate(within(cache.bytes(machine_memory()), 4 * MIB, 1 << 42), "must be 4MiB to 4TiB"))]
     pub cache: MemoryAmount,
     /// Memory for bounce buffers, per target. Reads and writes use bounce buffers if the memory of

@@ -3,7 +3,7 @@
 //!
 //! The unit of search is a page of the bitmap (128 MiB). The allocator knows an upper bound of the
 //! longest free run in each page. It searches a page only if the bound permits a run that is long
-//! enough, so the cost of an allocation does not depend on the size of the target.
+//! enough, and it searches few pages per run, so an allocation costs about the same on any target.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,8 +18,8 @@ const RESERVE_SHARE: u64 = 64;
 /// Minimum and maximum size of the reserve, in blocks (64 KiB and 4 MiB).
 const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
 
-/// Maximum number of pages that are searched for a summary of the free runs.
-const SUMMARY_PAGES: usize = 16;
+/// Maximum number of pages that are searched for one run, or for a summary of the free runs.
+const SEARCHES: usize = 16;
 
 /// Purpose of an allocation, which decides whether it may use the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl Allocator {
     /// Returns the number of free runs, and the length of the longest run in blocks. The length is an
     /// upper bound if the bounds of many pages are not exact. Runs end at page boundaries.
     pub(crate) fn summary(&mut self) -> (u64, u64) {
-        for _ in 0..SUMMARY_PAGES {
+        for _ in 0..SEARCHES {
             let Some(best) = self.longest.best() else { break };
             let bound = self.longest.get(best);
             if self.search(best, PAGE_BLOCKS).is_some_and(|found| found.len == bound) {
@@ -166,22 +166,24 @@ impl Allocator {
         self.room.give_back(extent.len);
     }
 
-    /// Finds a free run of `want` blocks, or the longest free run if every run is shorter.
+    /// Finds a free run of `want` blocks, or the longest free run if every run is shorter. If the
+    /// bounds of many pages are not exact, gives up after [`SEARCHES`] pages and returns the longest
+    /// run in them.
     fn find(&mut self, want: u64) -> Option<Extent> {
-        // Each round finds a run or makes a bound exact, so the number of rounds is limited.
-        while let Some(page) = self.longest.first(self.cursor, want) {
-            if let Some(found) = self.search(page, want).filter(|found| found.len == want) {
+        let mut longest: Option<Extent> = None;
+        for _ in 0..SEARCHES {
+            let page = self.longest.first(self.cursor, want).or_else(|| self.longest.best())?;
+            let bound = self.longest.get(page).min(want);
+            let Some(found) = self.search(page, want) else { continue };
+            if found.len == want {
                 self.cursor = page;
+            }
+            if found.len == bound {
                 return Some(found);
             }
+            longest = longest.filter(|longest| longest.len >= found.len).or(Some(found));
         }
-        loop {
-            let best = self.longest.best()?;
-            let bound = self.longest.get(best);
-            if let Some(found) = self.search(best, want).filter(|found| found.len == bound) {
-                return Some(found);
-            }
-        }
+        longest
     }
 
     /// Returns the first run of `want` free blocks in a page. If every run is shorter, returns the

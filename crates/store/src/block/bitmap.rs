@@ -14,7 +14,6 @@ const PAGE_WORDS: usize = (PAGE_BLOCKS / 64) as usize;
 pub(crate) struct Bitmap {
     words: Vec<u64>,
     blocks: u64,
-    used: u64,
     /// Number of runs of free blocks. Runs end at page boundaries.
     free_runs: u64,
     /// Number of free blocks in each page.
@@ -28,7 +27,7 @@ impl Bitmap {
         let pages = blocks.div_ceil(PAGE_BLOCKS) as usize;
         let words = vec![0; pages * PAGE_WORDS];
         let (free_runs, free, dirty) = (pages as u64, vec![PAGE_BLOCKS as u16; pages], vec![false; pages]);
-        let mut bitmap = Bitmap { words, blocks, used: 0, free_runs, free, dirty };
+        let mut bitmap = Bitmap { words, blocks, free_runs, free, dirty };
         for block in blocks..pages as u64 * PAGE_BLOCKS {
             bitmap.words[(block / 64) as usize] |= 1 << (block % 64);
             bitmap.free[pages - 1] -= 1;
@@ -42,7 +41,7 @@ impl Bitmap {
 
     /// Returns the number of blocks in the set.
     pub(crate) fn used(&self) -> u64 {
-        self.used
+        self.blocks - self.free.iter().map(|free| u64::from(*free)).sum::<u64>()
     }
 
     pub(crate) fn pages(&self) -> usize {
@@ -106,7 +105,6 @@ impl Bitmap {
             changed += u64::from(flipped);
             at += count;
         }
-        self.used = if taken { self.used + changed } else { self.used - changed };
         self.free_runs = self.free_runs + self.run_starts(words) - runs_before;
         extent.len - changed
     }
@@ -152,7 +150,6 @@ impl Bitmap {
         let runs_before = self.run_starts(range.clone());
         self.words[range.clone()].copy_from_slice(&words);
         let free: u64 = words.iter().map(|word| u64::from(word.count_zeros())).sum();
-        self.used = self.used + self.free_in(page) - free;
         self.free[page] = free as u16;
         self.free_runs = self.free_runs + self.run_starts(range) - runs_before;
         true

@@ -208,7 +208,7 @@ impl IndexView {
     }
 
     /// Records that the checkpoint has written the frozen changes to the drive. Updates the data
-    /// that was loaded for calls. Returns the changes. To drop them takes long.
+    /// that was loaded for calls. Returns the changes. Dropping them takes long.
     pub(crate) fn thaw<'a>(
         &mut self,
         base_nid: u64,
